@@ -1,0 +1,84 @@
+"""The error tree. Each class carries its gRPC status and HTTP status; the rims translate.
+
+    ForetokenError
+      InvalidRequestError       bad field: INVALID_ARGUMENT, 400
+      NotFoundError             unknown model: NOT_FOUND, 404
+      QueueFullError            RESOURCE_EXHAUSTED, 429
+      UnavailableError          draining, dead or not ready: UNAVAILABLE, 503
+      DeadlineError             DEADLINE_EXCEEDED, 504
+      PreconditionError         another model than asked for: FAILED_PRECONDITION, 409
+      ConfigError               refused at start; never on the wire
+        CheckpointError         a checkpoint that cannot be loaded, with file and tensor
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+
+class ForetokenError(Exception):
+    """Base of all errors that a user may see. ``field`` names the request field at fault, or is empty."""
+
+    status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+    @property
+    def code(self) -> int:
+        """The ``google.rpc.Code`` number of this error's status."""
+        return int(self.status.value[0])
+
+
+class InvalidRequestError(ForetokenError):
+    status = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+
+class NotFoundError(ForetokenError):
+    status = grpc.StatusCode.NOT_FOUND
+    http_status = 404
+
+
+class QueueFullError(ForetokenError):
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+
+
+class UnavailableError(ForetokenError):
+    status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+
+
+class DeadlineError(ForetokenError):
+    status = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+
+
+class PreconditionError(ForetokenError):
+    status = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 409
+
+
+class ConfigError(ForetokenError):
+    """A flag, config feature or combination that is refused at start, by name."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be loaded; the message names the file and the tensor."""
+
+
+_BY_CODE: dict[int, type[ForetokenError]] = {
+    int(cls.status.value[0]): cls
+    for cls in (InvalidRequestError, NotFoundError, QueueFullError, UnavailableError, DeadlineError, PreconditionError)
+}
+
+
+def error_from_code(code: int, message: str, field: str = "") -> ForetokenError:
+    """The error that a ``google.rpc.Code`` number stands for; an unknown one is a ForetokenError."""
+    return _BY_CODE.get(code, ForetokenError)(message, field=field)

@@ -1,0 +1,145 @@
+"""The one table of limits: every number in a request has its range here.
+
+Gateway and verifier both call ``check_sampling`` and ``check_speculation``; neither trusts the other.
+What depends on the model (context length, vocabulary) is passed in as ``ModelLimits``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretoken.errors import InvalidRequestError
+from foretoken.sampling import SamplingParams, SpeculationOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An inclusive range; ``low_open`` leaves the lower end out."""
+
+    low: float
+    high: float
+    low_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        return (self.low < value if self.low_open else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'(' if self.low_open else '['}{self.low:g}, {self.high:g}]"
+
+
+# Request fields that are one number each. Names are those of SamplingParams.
+SAMPLING_RANGES: dict[str, Range] = {
+    "temperature": Range(0.0, 2.0),
+    "top_p": Range(0.0, 1.0, low_open=True),
+    "top_k": Range(-1, 1_000_000),
+    "min_p": Range(0.0, 1.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "repetition_penalty": Range(0.0, 10.0, low_open=True),
+    "seed": Range(-(2**63), 2**63 - 1),
+    "max_tokens": Range(1, 1_000_000),
+    "min_tokens": Range(0, 1_000_000),
+    "logprobs": Range(0, 20),
+    "prompt_logprobs": Range(0, 20),
+}
+LOGIT_BIAS_RANGE = Range(-100.0, 100.0)
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_STRINGS = 4
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_N = 16
+MAX_PROMPTS_PER_REQUEST = 64
+MAX_DRAFT_TOKENS = Range(0, 255)
+MAX_REQUEST_ID_CHARS = 128
+MAX_CACHE_SALT_CHARS = 256
+MAX_DRAFTER_NAME_CHARS = 64
+MAX_CHAT_MESSAGES = 1024
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+# Bytes of one REST body or one gRPC message, and characters of one prompt.
+MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_PROMPT_CHARS = 2_000_000
+# Attempts of one sequence; the gateway's --resume-attempts is far below.
+MAX_ATTEMPTS = 1_000_000
+MAX_CHOICE_INDEX = MAX_N - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What requests are checked against that depends on the model served."""
+
+    vocab_size: int
+    max_model_len: int
+    drafter_names: tuple[str, ...] = ()
+
+
+def check_number(field: str, value: float, allowed: Range) -> None:
+    """Raise InvalidRequestError naming ``field`` unless ``value`` is finite and in ``allowed``."""
+    if value not in allowed:
+        raise InvalidRequestError(f"{field} must be in {allowed}, got {value!r}", field=field)
+
+
+def check_text(field: str, value: str, max_chars: int, *, min_chars: int = 0) -> None:
+    """Raise InvalidRequestError naming ``field`` unless its length is in the range."""
+    if not min_chars <= len(value) <= max_chars:
+        raise InvalidRequestError(
+            f"{field} must have {min_chars} to {max_chars} characters, got {len(value)}", field=field
+        )
+
+
+def check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
+    """Raise InvalidRequestError naming ``field`` unless ``count`` items are allowed."""
+    if not least <= count <= most:
+        raise InvalidRequestError(f"{field} must have {least} to {most} items, got {count}", field=field)
+
+
+def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError naming ``field`` unless all ids are tokens of the model."""
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(f"{field}: token id {token_id} is not in [0, {vocab_size})", field=field)
+
+
+def check_sampling(params: SamplingParams, model: ModelLimits) -> None:
+    """Raise InvalidRequestError naming the first field that is out of its range."""
+    for field, allowed in SAMPLING_RANGES.items():
+        value = getattr(params, field)
+        if value is not None:
+            check_number(field, value, allowed)
+    check_count("logit_bias", len(params.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
+    for token_id, bias in params.logit_bias.items():
+        check_token_ids("logit_bias", (token_id,), model.vocab_size)
+        check_number("logit_bias", bias, LOGIT_BIAS_RANGE)
+    check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    check_token_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
+    if params.min_tokens > params.max_tokens:
+        raise InvalidRequestError("min_tokens must not be greater than max_tokens", field="min_tokens")
+
+
+def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
+    """Raise InvalidRequestError for a draft width out of range or a drafter that was never configured."""
+    if options.max_draft_tokens is not None:
+        check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
+    check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
+    if options.drafter != "auto" and options.drafter not in model.drafter_names:
+        names = ", ".join(("auto", *model.drafter_names))
+        raise InvalidRequestError(
+            f"speculative.drafter {options.drafter!r} is not configured; there is: {names}",
+            field="speculative.drafter",
+        )
+
+
+def check_prompt(prompt_ids: Sequence[int], model: ModelLimits, *, field: str = "prompt") -> None:
+    """Raise InvalidRequestError unless the prompt is non-empty, fits the context and has valid ids."""
+    if not prompt_ids:
+        raise InvalidRequestError(f"{field} must not be empty", field=field)
+    if len(prompt_ids) >= model.max_model_len:
+        raise InvalidRequestError(
+            f"{field} has {len(prompt_ids)} tokens; this model's context is {model.max_model_len} tokens "
+            "and at least one must be left for the output",
+            field=field,
+        )
+    check_token_ids(field, prompt_ids, model.vocab_size)

@@ -1,0 +1,86 @@
+"""Draft trees: tokens and parents; everything else is derived from them.
+
+Node 0 is the root, the last committed token. ``parents[0] == -1`` and ``parents[i] < i``, so
+ancestors come before descendants and index order is depth order along every path.
+
+              0            tokens  [t0, t1, t2, t3, t4]
+            /   \\          parents [-1,  0,  0,  1,  3]
+           1     2         depths  [ 0,  1,  1,  2,  3]
+           |
+           3               a chain is a tree with one child a node
+           |
+           4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+MASK_WORD_BITS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """One sequence's draft. ``num_nodes`` counts the root.
+
+    Attributes:
+        tokens: int32 [num_nodes]; ``tokens[0]`` is the last committed token.
+        parents: int32 [num_nodes]; ``parents[0] == -1``, ``parents[i] < i``.
+    """
+
+    tokens: Int32
+    parents: Int32
+
+    @staticmethod
+    def root_only(token: int) -> DraftTree:
+        """The tree that plain decode verifies."""
+        return DraftTree(np.array([token], np.int32), np.array([-1], np.int32))
+
+    @staticmethod
+    def chain(tokens: list[int]) -> DraftTree:
+        """A chain; ``tokens[0]`` is the root."""
+        return DraftTree(np.array(tokens, np.int32), np.arange(-1, len(tokens) - 1, dtype=np.int32))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return len(self.tokens) - 1
+
+    def is_valid(self, root_token: int, vocab_size: int, max_nodes: int) -> bool:
+        """Whether a verifier may run this tree: ids, parents, size and root are as agreed."""
+        n = len(self.tokens)
+        if not 1 <= n <= max_nodes or len(self.parents) != n:
+            return False
+        if self.tokens[0] != root_token or self.parents[0] != -1:
+            return False
+        if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
+            return False
+        children = self.parents[1:]
+        return bool((children >= 0).all() and (children < np.arange(1, n)).all())
+
+
+def depths(parents: Int32) -> Int32:
+    """int32 [num_nodes]: edges from the root."""
+    out = np.zeros(len(parents), np.int32)
+    for i in range(1, len(parents)):
+        out[i] = out[parents[i]] + 1
+    return out
+
+
+def ancestor_mask(parents: Int32) -> NDArray[np.uint64]:
+    """uint64 [num_nodes, words]: bit ``i`` of a row is set if node ``i`` is the row's node or an ancestor of it."""
+    n = len(parents)
+    words = -(-n // MASK_WORD_BITS)
+    mask = np.zeros((n, words), np.uint64)
+    for i in range(n):
+        if i:
+            mask[i] = mask[parents[i]]
+        mask[i, i // MASK_WORD_BITS] |= np.uint64(1 << (i % MASK_WORD_BITS))
+    return mask

@@ -1,0 +1,132 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TargetInfo(_message.Message):
+    __slots__ = ("model_fingerprint", "vocab_size", "max_model_len", "max_slots", "max_nodes")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    max_slots: int
+    max_nodes: int
+    def __init__(self, model_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_slots: _Optional[int] = ..., max_nodes: _Optional[int] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("epoch", "target", "arena_socket", "layout_version", "challenge")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    ARENA_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    target: TargetInfo
+    arena_socket: str
+    layout_version: int
+    challenge: bytes
+    def __init__(self, epoch: _Optional[int] = ..., target: _Optional[_Union[TargetInfo, _Mapping]] = ..., arena_socket: _Optional[str] = ..., layout_version: _Optional[int] = ..., challenge: _Optional[bytes] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("name", "algorithm", "challenge_digest", "transport")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    algorithm: str
+    challenge_digest: bytes
+    transport: str
+    def __init__(self, name: _Optional[str] = ..., algorithm: _Optional[str] = ..., challenge_digest: _Optional[bytes] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class DraftRequest(_message.Message):
+    __slots__ = ("epoch", "step_id", "slots", "generations", "lengths", "prompt_lengths", "max_nodes", "new_token_starts", "new_tokens", "salts", "seeds", "choice_indices", "temperatures")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKEN_STARTS_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALTS_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_INDICES_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step_id: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    prompt_lengths: _containers.RepeatedScalarFieldContainer[int]
+    max_nodes: _containers.RepeatedScalarFieldContainer[int]
+    new_token_starts: _containers.RepeatedScalarFieldContainer[int]
+    new_tokens: _containers.RepeatedScalarFieldContainer[int]
+    salts: _containers.RepeatedScalarFieldContainer[int]
+    seeds: _containers.RepeatedScalarFieldContainer[int]
+    choice_indices: _containers.RepeatedScalarFieldContainer[int]
+    temperatures: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., prompt_lengths: _Optional[_Iterable[int]] = ..., max_nodes: _Optional[_Iterable[int]] = ..., new_token_starts: _Optional[_Iterable[int]] = ..., new_tokens: _Optional[_Iterable[int]] = ..., salts: _Optional[_Iterable[int]] = ..., seeds: _Optional[_Iterable[int]] = ..., choice_indices: _Optional[_Iterable[int]] = ..., temperatures: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class DraftResponse(_message.Message):
+    __slots__ = ("epoch", "step_id", "node_starts", "tokens", "parents")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_STARTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step_id: int
+    node_starts: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., node_starts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("epoch", "slots")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("version", "name", "algorithm", "attached", "epoch", "transport", "gauges")
+    class GaugesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    GAUGES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    name: str
+    algorithm: str
+    attached: bool
+    epoch: int
+    transport: str
+    gauges: _containers.ScalarMap[str, float]
+    def __init__(self, version: _Optional[str] = ..., name: _Optional[str] = ..., algorithm: _Optional[str] = ..., attached: _Optional[bool] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...

@@ -1,0 +1,247 @@
+from protos import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Sequence(_message.Message):
+    __slots__ = ("request_id", "choice_index", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "speculation", "cache_salt", "model_fingerprint", "timeout_ms", "traceparent")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    choice_index: int
+    attempt: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _common_pb2.SamplingParams
+    speculation: _common_pb2.SpeculationOptions
+    cache_salt: str
+    model_fingerprint: str
+    timeout_ms: int
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("submit", "abort")
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    submit: Sequence
+    abort: Abort
+    def __init__(self, submit: _Optional[_Union[Sequence, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("request_id", "choice_index", "kept_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    choice_index: int
+    kept_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("started", "tokens", "finished", "errors", "heartbeat")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    started: SessionStarted
+    tokens: _containers.RepeatedCompositeFieldContainer[Tokens]
+    finished: _containers.RepeatedCompositeFieldContainer[Finished]
+    errors: _containers.RepeatedCompositeFieldContainer[SequenceError]
+    heartbeat: Heartbeat
+    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class SessionStarted(_message.Message):
+    __slots__ = ("epoch", "model_fingerprint")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    model_fingerprint: str
+    def __init__(self, epoch: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("step_id",)
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    def __init__(self, step_id: _Optional[int] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("request_id", "choice_index", "attempt", "offset", "token_ids", "logprobs", "sources", "prompt_logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    choice_index: int
+    attempt: int
+    offset: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
+    sources: _containers.RepeatedScalarFieldContainer[int]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., sources: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("request_id", "choice_index", "attempt", "reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "speculation", "stop_token_id", "queue_ms", "prefill_ms")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    choice_index: int
+    attempt: int
+    reason: _common_pb2.FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    speculation: _common_pb2.SpeculationStats
+    stop_token_id: int
+    queue_ms: float
+    prefill_ms: float
+    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., stop_token_id: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ...) -> None: ...
+
+class SequenceError(_message.Message):
+    __slots__ = ("request_id", "choice_index", "attempt", "code", "message", "field")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    choice_index: int
+    attempt: int
+    code: int
+    message: str
+    field: str
+    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: Sequence
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("tokens", "finished")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    tokens: Tokens
+    finished: Finished
+    def __init__(self, tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrafterState(_message.Message):
+    __slots__ = ("name", "algorithm", "transport", "state", "num_attaches", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rejected_drafts", "accepted_per_position")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ATTACHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    algorithm: str
+    transport: str
+    state: str
+    num_attaches: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_rejected_drafts: int
+    accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., algorithm: _Optional[str] = ..., transport: _Optional[str] = ..., state: _Optional[str] = ..., num_attaches: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_rejected_drafts: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("version", "epoch", "model_name", "model_fingerprint", "dtype", "mode", "vocab_size", "max_model_len", "eos_token_ids", "block_size", "num_blocks", "num_free_blocks", "num_running", "num_waiting", "max_queue", "drafters", "num_steps", "num_preemptions", "num_prefix_cache_queries", "num_prefix_cache_hits", "num_generated_tokens", "num_prompt_tokens", "num_plain_batch_steps", "num_fallback_steps", "step_time_us", "speculative_max_batch_size")
+    class StepTimeUsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLAIN_BATCH_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FALLBACK_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_US_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    epoch: int
+    model_name: str
+    model_fingerprint: str
+    dtype: str
+    mode: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    block_size: int
+    num_blocks: int
+    num_free_blocks: int
+    num_running: int
+    num_waiting: int
+    max_queue: int
+    drafters: _containers.RepeatedCompositeFieldContainer[DrafterState]
+    num_steps: int
+    num_preemptions: int
+    num_prefix_cache_queries: int
+    num_prefix_cache_hits: int
+    num_generated_tokens: int
+    num_prompt_tokens: int
+    num_plain_batch_steps: int
+    num_fallback_steps: int
+    step_time_us: _containers.ScalarMap[str, int]
+    speculative_max_batch_size: int
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_queue: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterState, _Mapping]]] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_plain_batch_steps: _Optional[int] = ..., num_fallback_steps: _Optional[int] = ..., step_time_us: _Optional[_Mapping[str, int]] = ..., speculative_max_batch_size: _Optional[int] = ...) -> None: ...
