@@ -1,0 +1,48 @@
+"""What one forward pass runs over: a flat, ragged list of token rows over paged sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBatch:
+    """Prefill chunks, root-only rows and tree nodes alike, in one flat list.
+
+    A row attends to two runs of its own sequence's slots: the first ``context_lens[r]`` logical slots, all of them,
+    and behind ``tree_starts[row_seqs[r]]`` those nodes whose bit is set in ``masks[r]`` (its own among them), which
+    count as logical positions ``context_lens[r], context_lens[r] + 1, ...`` in index order. A prefill row at
+    position p is ``context_lens = p + 1`` with an empty mask; node i of a tree whose root is at position p is
+    ``context_lens = p``, ``tree_starts = p`` and the ancestor mask. "Logical slot" s of a sequence is slot
+    ``block_tables[seq, s // block_size] * block_size + s % block_size`` of the cache.
+
+    Attributes:
+        token_ids: int32 [rows].
+        positions: int32 [rows]; rotary positions.
+        slot_mapping: int32 [rows]; cache slot that this row's keys and values are written to.
+        row_seqs: int32 [rows]; index into ``block_tables``.
+        context_lens: int32 [rows].
+        masks: uint64 [rows, words].
+        tree_starts: int32 [seqs].
+        block_tables: int32 [seqs, max_blocks]; entries past a sequence's blocks are 0 and never read.
+        logit_rows: int32 [wanted]; rows whose logits are wanted, ascending.
+    """
+
+    token_ids: Int32
+    positions: Int32
+    slot_mapping: Int32
+    row_seqs: Int32
+    context_lens: Int32
+    masks: NDArray[np.uint64]
+    tree_starts: Int32
+    block_tables: Int32
+    logit_rows: Int32
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)

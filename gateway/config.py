@@ -1,0 +1,32 @@
+"""The gateway's settings: one frozen object, checked when it is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class GatewaySettings(BaseModel):
+    """Settings of one gateway process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # Folder that holds the tokenizer.
+    model: Path
+    served_model_name: str
+    # unix:/path or host:port.
+    verifier: str
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    grpc_port: int = Field(default=50051, ge=1, le=65535)
+    # Jinja file that replaces the tokenizer's own chat template.
+    chat_template: Path | None = None
+    request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    # metrics.speculative_decoding in responses.
+    speculative_metrics: Literal["none", "summary", "detailed"] = "summary"
+    # Requests that run or wait at once, all protocols together.
+    max_concurrent_requests: int = Field(default=512, ge=1, le=65536)
+    # Seconds that running streams may go on after SIGTERM.
+    drain_timeout_s: float = Field(default=20.0, ge=0)

@@ -1,0 +1,51 @@
+"""The verifier's settings: one frozen object, checked when it is built. The environment is read in foretoken/cli.py only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class DrafterEndpoint(BaseModel):
+    """A drafter that this verifier was configured with. It may be down at any time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
+    # unix:/path or host:port. A Unix socket means the same host: the arena is used.
+    address: str
+    transport: Literal["auto", "shared-memory", "grpc"] = "auto"
+
+
+class VerifierSettings(BaseModel):
+    """Settings of one verifier process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Path
+    served_model_name: str
+    # unix:/path or host:port.
+    address: str
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # Threads of the forward pass; 0: one per core.
+    threads: int = Field(default=0, ge=0, le=256)
+    # Tokens of context; 0: what the checkpoint says.
+    context_length: int = Field(default=0, ge=0)
+    block_size: int = Field(default=16, ge=1, le=1024)
+    # KV capacity in tokens; 0: planned from memory.
+    max_total_tokens: int = Field(default=0, ge=0)
+    max_running_requests: int = Field(default=64, ge=1, le=1024)
+    max_queued_requests: int = Field(default=256, ge=1, le=65536)
+    chunked_prefill_size: int = Field(default=512, ge=1, le=65536)
+    disable_radix_cache: bool = False
+    # Nodes of one tree at most, the root counted.
+    speculative_num_draft_tokens: int = Field(default=8, ge=1, le=256)
+    # More running rows than this: true plain decode. 0: never.
+    speculative_max_batch_size: int = Field(default=0, ge=0)
+    drafters: tuple[DrafterEndpoint, ...] = ()
+    # Milliseconds that a step waits for a draft before it goes on without.
+    draft_timeout_ms: int = Field(default=200, ge=1, le=60_000)
+    # Seconds that running sequences may go on after SIGTERM.
+    drain_timeout_s: float = Field(default=20.0, ge=0)
