@@ -1,0 +1,241 @@
+"""What every gRPC rim shares: channel and server options, addresses, errors as statuses, health and reflection.
+
+It knows no service and no message of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from foretoken.errors import ConfigError, ForetokenError, error_from_code
+from foretoken.limits import MAX_BODY_BYTES
+
+logger = logging.getLogger(__name__)
+
+UNIX_PREFIX = "unix:"
+# Trailing metadata that names the request field at fault.
+FIELD_METADATA_KEY = "foretoken-field"
+# Answers may be larger than requests: prompt logprobs of a long prompt come in one message.
+MAX_RESPONSE_BYTES = 8 * MAX_BODY_BYTES
+# A peer that vanished without closing its socket (power, network) is noticed after time + timeout.
+KEEPALIVE_TIME_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+# sun_path holds 108 bytes with the closing zero.
+MAX_UNIX_PATH_BYTES = 107
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A new channel connects anew: it never waits out the backoff of an older channel to the same address.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # Services talk to each other directly, whatever proxy the machine uses for the web.
+    ("grpc.enable_http_proxy", 0),
+)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_BODY_BYTES),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+    # A second server on a port that is in use must fail, not share it.
+    ("grpc.so_reuseport", 0),
+)
+
+
+def unix_path(address: str) -> Path | None:
+    """The socket file of ``unix:/path``; None for host:port."""
+    return Path(address.removeprefix(UNIX_PREFIX)) if address.startswith(UNIX_PREFIX) else None
+
+
+def async_channel(address: str) -> grpc.aio.Channel:
+    """A channel for asyncio code. It connects on first use and reconnects by itself."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def sync_channel(address: str) -> grpc.Channel:
+    """A channel for a thread. It connects on first use and reconnects by itself."""
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def async_server() -> grpc.aio.Server:
+    """A server whose handlers may raise ForetokenError: the caller gets its status, message and field."""
+    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(ErrorInterceptor(),))
+
+
+def bind(server: grpc.aio.Server, address: str) -> int:
+    """Bind ``unix:/path`` or host:port; returns the port (0 for a socket file, which becomes 0600).
+
+    A socket file that nobody listens on is replaced. Raises ConfigError where the address is taken or unusable.
+    """
+    path = unix_path(address)
+    if path is not None:
+        remove_stale_socket(path)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: it is in use or not an address of this machine") from error
+    if path is None:
+        return int(port)
+    os.chmod(path, 0o600)
+    return 0
+
+
+def remove_stale_socket(path: Path) -> None:
+    """Unlink a socket file that nobody listens on. Raises ConfigError if somebody does, or if it is no socket."""
+    if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
+        raise ConfigError(f"socket path is longer than {MAX_UNIX_PATH_BYTES} bytes: {path}")
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except BlockingIOError:
+            pass  # A full backlog: somebody listens.
+    raise ConfigError(f"{path} is in use by another process")
+
+
+def remove_socket(address: str) -> None:
+    """Remove the socket file of ``unix:/path``, if it is one and still there."""
+    path = unix_path(address)
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+class Health:
+    """grpc.health.v1 and reflection of one server. Nothing is SERVING until ``mark(True)``."""
+
+    def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+        """``service_names``: full names, as in ``foretoken.drafter.v1.DrafterService``."""
+        self._names = ("", *service_names)
+        self._servicer = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+    async def mark(self, serving: bool) -> None:
+        """Set the status of the server and of each service. Call ``mark(False)`` before the server starts."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._servicer.set(name, status)
+
+    async def drain(self) -> None:
+        """NOT_SERVING from now on; later marks have no effect."""
+        await self._servicer.enter_graceful_shutdown()
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """ForetokenError becomes its status with the field in trailing metadata; anything else INTERNAL, logged."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        # Health and reflection have their own error handling and coroutine forms.
+        if handler is None or not handler_call_details.method.startswith("/foretoken."):
+            return handler
+        wrap = {
+            (False, False): lambda: grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary), *_codec(handler)),
+            (False, True): lambda: grpc.unary_stream_rpc_method_handler(
+                _stream(handler.unary_stream), *_codec(handler)
+            ),
+            (True, False): lambda: grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary), *_codec(handler)),
+            (True, True): lambda: grpc.stream_stream_rpc_method_handler(
+                _stream(handler.stream_stream), *_codec(handler)
+            ),
+        }
+        return wrap[bool(handler.request_streaming), bool(handler.response_streaming)]()
+
+
+def _codec(handler: Any) -> tuple[Any, Any]:
+    return handler.request_deserializer, handler.response_serializer
+
+
+def _unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await behaviour(request, context)
+        except Exception as error:
+            await abort(context, error)
+
+    return call
+
+
+def _stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    if not inspect.isasyncgenfunction(behaviour):
+        raise TypeError(f"{behaviour!r}: a streaming handler is an async generator")
+
+    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            # aclosing: when the caller goes away, the handler's finally clauses run now and not at collection.
+            async with contextlib.aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await abort(context, error)
+
+    return call
+
+
+async def abort(context: Any, error: Exception) -> None:
+    """End the call with the status that stands for ``error``. Always raises."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, ForetokenError):
+        metadata = ((FIELD_METADATA_KEY, error.field),) if error.field else ()
+        await context.abort(error.status, error.message, metadata)
+    logger.error("unexpected error in a gRPC handler", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+
+
+def error_from_rpc(error: grpc.RpcError) -> ForetokenError:
+    """The ForetokenError that a failed call stands for, its field included."""
+    status: grpc.StatusCode = error.code()
+    metadata = dict(error.trailing_metadata() or ())
+    details = error.details() or status.name
+    return error_from_code(int(status.value[0]), details, str(metadata.get(FIELD_METADATA_KEY, "")))
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[asyncio.Event]:
+    """An event of the running loop that SIGTERM and SIGINT set; afterwards the signals are as before."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
