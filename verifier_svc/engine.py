@@ -1,0 +1,389 @@
+"""The engine: one thread that schedules, drafts, verifies and commits, step after step.
+
+    inbox -> schedule -> collect drafts -> forward -> sample and walk -> commit -> post drafts -> outboxes
+
+It owns every sequence, the cache and the decision of what is committed. The rim talks to it only through ``submit``,
+``open_session``, ``close_session`` and the outboxes; it knows no protobuf and no asyncio.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from foretoken.errors import DeadlineError, ForetokenError, PreconditionError, QueueFullError, UnavailableError
+from foretoken.models.batch import ForwardBatch
+from foretoken.tree import DraftTree
+from verifier_svc.block_manager import BlockManager
+from verifier_svc.messages import (
+    Abort,
+    CloseSession,
+    ErrorEvent,
+    Event,
+    FinishedEvent,
+    FinishReason,
+    InboxMessage,
+    SequenceKey,
+    Submit,
+    TokensEvent,
+)
+from verifier_svc.outbox import Outbox
+from verifier_svc.scheduler import Scheduler
+from verifier_svc.sequence import NO_SLOT, DecodeStep, Sequence
+from verifier_svc.speculator import Speculator
+from verifier_svc.step import Scheduled, StepBatch, build_batch, commit_slots
+from verifier_svc.verify import WalkResult, sample_and_walk, token_logprobs
+
+logger = logging.getLogger(__name__)
+
+
+class TargetRunner(Protocol):
+    """What the engine needs of the target model (verifier_svc.model_runner)."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """float32 [wanted rows, vocab]: raw logits, valid until the next call."""
+        ...
+
+    def commit(self, source_slots: np.ndarray, target_slots: np.ndarray) -> None:
+        """Copy cache entries, slot by slot, in order."""
+        ...
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What the engine did since it started. Times are seconds."""
+
+    num_steps: int = 0
+    num_generated_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_fallback_steps: int = 0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+    def add_time(self, phase: str, seconds: float) -> None:
+        self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
+
+
+class Engine:
+    """Runs sequences on one target model. ``start`` makes the thread; ``run_step`` is the same step without one."""
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        blocks: BlockManager,
+        scheduler: Scheduler,
+        speculator: Speculator,
+        *,
+        max_model_len: int,
+        eos_ids: frozenset[int],
+        token_limit: int,
+    ) -> None:
+        """``token_limit``: ids from here on are padding of the output head and never sampled."""
+        self._runner = runner
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._speculator = speculator
+        self._max_model_len = max_model_len
+        self._eos_ids = eos_ids
+        self._token_limit = token_limit
+        self._inbox: deque[InboxMessage] = deque()
+        self._wake = threading.Condition()
+        self._outboxes: dict[int, Outbox] = {}
+        self._next_session = 0
+        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._pending: dict[int, list[Event]] = {}
+        self._stopping = False
+        self._draining = False
+        self._thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        self.counters = EngineCounters()
+
+    # The rim's side: any thread.
+
+    def open_session(self, outbox: Outbox) -> int:
+        """Register where a session's events go; returns its id."""
+        with self._wake:
+            self._next_session += 1
+            self._outboxes[self._next_session] = outbox
+            return self._next_session
+
+    def close_session(self, session_id: int) -> None:
+        """Abort what the session runs and forget its outbox."""
+        self.send(CloseSession(session_id))
+
+    def send(self, message: InboxMessage) -> None:
+        """Queue a message for the next step."""
+        with self._wake:
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def drain(self) -> None:
+        """Refuse new sequences from now on; running ones finish."""
+        self._draining = True
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._scheduler.has_work and not self._inbox
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._scheduler
+
+    @property
+    def blocks(self) -> BlockManager:
+        return self._blocks
+
+    @property
+    def speculator(self) -> Speculator:
+        return self._speculator
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop after the step that runs; sequences that still run are dropped."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while not self._stopping and not self._inbox and not self._scheduler.has_work:
+                        self._wake.wait()
+                    if self._stopping:
+                        return
+                self.run_step()
+        except BaseException as error:
+            # The engine's state is unknown from here on. The server sees the dead thread and ends the process, and
+            # whoever supervises it starts another.
+            self.failure = error
+            logger.exception("the engine died")
+
+    # One step.
+
+    def run_step(self) -> None:
+        """Take in messages, run one step if there is work, hand out its events."""
+        began = time.perf_counter()
+        now = time.monotonic()
+        self._take_inbox(now)
+        self._end_overdue(now)
+        scheduled = self._scheduler.schedule(self._speculator.asked_nodes, now)
+        scheduled_at = time.perf_counter()
+        trees = self._speculator.collect()
+        collected_at = time.perf_counter()
+        if scheduled:
+            self._run_scheduled(scheduled, trees)
+            self.counters.num_steps += 1
+        ended_at = time.perf_counter()
+        self._speculator.post([s for s in self._scheduler.running if s.is_decoding])
+        posted_at = time.perf_counter()
+        if scheduled and all(part.sequence.is_decoding or part.sequence.slot == NO_SLOT for part in scheduled):
+            rows = sum(part.num_rows for part in scheduled)
+            self._speculator.observe_step(rows, posted_at - began - (collected_at - scheduled_at))
+        self._publish()
+        for phase, seconds in (
+            ("schedule", scheduled_at - began),
+            ("draft_wait", collected_at - scheduled_at),
+            ("draft_post", posted_at - ended_at),
+            ("publish", time.perf_counter() - posted_at),
+            ("step", time.perf_counter() - began if scheduled else 0.0),
+        ):
+            self.counters.add_time(phase, seconds)
+
+    def _run_scheduled(self, scheduled: list[Scheduled], trees: dict[int, tuple[DraftTree, int]]) -> None:
+        for part in scheduled:
+            if part.samples and part.sequence.is_decoding:
+                tree, drafter = trees.get(part.sequence.slot, (None, 0))
+                if tree is not None and tree.num_nodes <= part.max_nodes:
+                    part.tree, part.drafter = tree, drafter
+        began = time.perf_counter()
+        batch = build_batch(scheduled, self._blocks.block_size)
+        logits = self._runner.forward(batch.forward).numpy()
+        forward_at = time.perf_counter()
+        self._verify(scheduled, batch, logits)
+        self.counters.add_time("forward", forward_at - began)
+        self.counters.add_time("verify", time.perf_counter() - forward_at)
+
+    def _verify(self, scheduled: list[Scheduled], batch: StepBatch, logits: np.ndarray) -> None:
+        """Sample and walk each sequence's rows, then commit."""
+        source_slots: list[int] = []
+        target_slots: list[int] = []
+        for index, part in enumerate(scheduled):
+            sequence = part.sequence
+            rows = logits[batch.logit_starts[index] : batch.logit_starts[index + 1]]
+            if sequence.wants_prompt_logprobs and sequence.num_computed < sequence.num_prompt_tokens:
+                rows = self._take_prompt_logprobs(part, rows)
+            if not part.samples:
+                self._advance(sequence, part.num_tokens)
+                continue
+            tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
+            was_decoding = sequence.is_decoding
+            result = sample_and_walk(rows, tree, sequence.sampler, self._token_limit, sequence.max_new_tokens)
+            moved = commit_slots(sequence, result.accepted_nodes, self._blocks.block_size)
+            source_slots.extend(moved[0])
+            target_slots.extend(moved[1])
+            self._commit(part, tree, result, was_decoding)
+        if source_slots:
+            self._runner.commit(np.array(source_slots, np.int32), np.array(target_slots, np.int32))
+
+    def _take_prompt_logprobs(self, part: Scheduled, rows: np.ndarray) -> np.ndarray:
+        """Store the prompt logprobs of a chunk; returns the rows that are left for sampling."""
+        sequence = part.sequence
+        first = sequence.num_computed
+        known = min(part.num_tokens, sequence.num_prompt_tokens - 1 - first)
+        wanted = sequence.sampling.prompt_logprobs
+        assert wanted is not None
+        if known > 0 and len(sequence.prompt_logprobs) == first:
+            following = sequence.tokens[first + 1 : first + 1 + known]
+            sequence.prompt_logprobs.extend(token_logprobs(rows[:known], following, wanted))
+        return rows[part.num_tokens - 1 :] if part.samples else rows[:0]
+
+    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count tokens as computed, and let others share the blocks that are full of them."""
+        sequence.num_computed += num_tokens
+        assert sequence.table is not None
+        self._blocks.hash_full_blocks(sequence.table, sequence.tokens, sequence.num_computed)
+
+    def _commit(self, part: Scheduled, tree: DraftTree, result: WalkResult, was_decoding: bool) -> None:
+        """Append what the walk emitted; end the sequence if it is done."""
+        sequence = part.sequence
+        offset = sequence.num_output_tokens
+        num_accepted = len(result.accepted_nodes)
+        sequence.tokens.extend(result.tokens)
+        self._advance(sequence, part.num_tokens + num_accepted)
+        if was_decoding:
+            wanted = self._speculator.wants_drafts(sequence)
+            sequence.steps.append(
+                DecodeStep(result.num_sampled, tree.num_speculative_tokens, result.num_matched, part.drafter, wanted)
+            )
+            self.counters.num_fallback_steps += wanted and part.tree is None
+            if part.tree is not None:
+                self._speculator.observe(sequence, tree, part.drafter, result.num_matched)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = time.monotonic()
+            self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+        self.counters.num_generated_tokens += len(result.tokens)
+        if result.tokens or sequence.prompt_logprobs:
+            sources = tuple(part.drafter if i < num_accepted else 0 for i in range(len(result.tokens)))
+            event = TokensEvent(
+                sequence.key,
+                sequence.attempt,
+                offset,
+                tuple(result.tokens),
+                sources,
+                tuple(result.logprobs),
+                tuple(sequence.prompt_logprobs),
+            )
+            sequence.prompt_logprobs = []
+            self._emit(event)
+        if result.finish_reason is not None:
+            self._finish(sequence, result.finish_reason, stop_token_id=result.stop_token_id)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        kept_tokens: int | None = None,
+    ) -> None:
+        now = time.monotonic()
+        started = sequence.started_at if sequence.started_at is not None else now
+        first_token = sequence.first_token_at if sequence.first_token_at is not None else now
+        names = tuple(source.name for source in self._speculator.sources)
+        self._emit(
+            FinishedEvent(
+                key=sequence.key,
+                attempt=sequence.attempt,
+                reason=reason,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+                num_output_tokens=sequence.num_output_tokens,
+                speculation=sequence.stats(names, kept_tokens),
+                stop_token_id=stop_token_id,
+                queue_ms=(started - sequence.arrived_at) * 1e3,
+                prefill_ms=(first_token - started) * 1e3,
+            )
+        )
+        self._remove(sequence)
+
+    def _fail(self, sequence: Sequence, error: ForetokenError) -> None:
+        self._emit(ErrorEvent(sequence.key, sequence.attempt, error.code, error.message, error.field))
+        self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.key]
+        if sequence.slot != NO_SLOT:
+            self._speculator.finish(sequence)
+        self._scheduler.remove(sequence)
+
+    def _emit(self, event: Event) -> None:
+        self._pending.setdefault(event.key.session_id, []).append(event)
+
+    def _publish(self) -> None:
+        """Hand each session its events of this step, in one piece."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, {}
+        for session_id, events in pending.items():
+            outbox = self._outboxes.get(session_id)
+            if outbox is not None:
+                outbox.put(events)
+
+    # Messages.
+
+    def _take_inbox(self, now: float) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            match message:
+                case Submit():
+                    self._submit(message, now)
+                case Abort():
+                    sequence = self._sequences.get(message.key)
+                    if sequence is not None:
+                        self._finish(sequence, FinishReason.ABORT, kept_tokens=message.kept_tokens)
+                case CloseSession():
+                    self._close(message.session_id)
+
+    def _submit(self, message: Submit, now: float) -> None:
+        error: ForetokenError | None = None
+        if message.key in self._sequences:
+            error = PreconditionError("a sequence of this request id and choice is running", field="request_id")
+        elif self._draining:
+            error = UnavailableError("the verifier is draining")
+        elif self._scheduler.is_full:
+            error = QueueFullError("the queue is full")
+        elif len(message.output_ids) >= message.sampling.max_tokens:
+            error = PreconditionError("the output emitted so far is complete", field="output_token_ids")
+        if error is not None:
+            self._emit(ErrorEvent(message.key, message.attempt, error.code, error.message, error.field))
+            return
+        sequence = Sequence(message, max_model_len=self._max_model_len, eos_ids=self._eos_ids, now=now)
+        self._sequences[message.key] = sequence
+        self._scheduler.add(sequence)
+
+    def _close(self, session_id: int) -> None:
+        for sequence in [s for s in self._sequences.values() if s.key.session_id == session_id]:
+            self._remove(sequence)
+        self._pending.pop(session_id, None)
+        with self._wake:
+            self._outboxes.pop(session_id, None)
+
+    def _end_overdue(self, now: float) -> None:
+        for sequence in [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]:
+            self._fail(sequence, DeadlineError("the request's deadline has passed"))

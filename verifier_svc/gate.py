@@ -1,0 +1,69 @@
+"""How many tokens to draft for one row: what its own acceptance so far makes worthwhile, which may be none.
+
+The chance that a drafted token is accepted given that its parent was is estimated per row by smoothed counts. With
+that chance ``a`` a chain of k tokens yields 1 + a + ... + a^k tokens a step; the gate picks the k with the most tokens
+per second. Where plain decode wins the gate is shut, and opens now and then for one probe, ever more rarely while
+probes fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+# A row starts as a fair prospect; one refused draft does not shut it, a few do.
+PRIOR_TRIALS = 2.0
+PRIOR_ACCEPTANCE = 0.65
+# Weight that a step's outcome keeps per later drafted step.
+MEMORY = 0.9
+FIRST_PROBE_AFTER = 8
+RAREST_PROBE_AFTER = 128
+PROBE_TOKENS = 3
+
+
+class Gate:
+    """The draft width of one row under one drafter."""
+
+    def __init__(self) -> None:
+        self._accepted = 0.0
+        self._trials = 0.0
+        self._probe_after = FIRST_PROBE_AFTER
+        self._shut_steps = 0
+        self._probing = False
+
+    @property
+    def acceptance(self) -> float:
+        """Estimated chance that a drafted token is accepted given that its parent was."""
+        return (self._accepted + PRIOR_TRIALS * PRIOR_ACCEPTANCE) / (self._trials + PRIOR_TRIALS)
+
+    def num_tokens(self, most: int, relative_cost: Callable[[int], float]) -> int:
+        """Tokens to draft in the next step, at most ``most``; ``relative_cost(k)`` is the cost of a step with k
+        drafted tokens a row over that of a plain one. Called once a step."""
+        if most <= 0:
+            return 0
+        acceptance = self.acceptance
+        best, best_rate, expected, power = 0, 1.0, 1.0, 1.0
+        for k in range(1, most + 1):
+            power *= acceptance
+            expected += power
+            rate = expected / relative_cost(k)
+            if rate > best_rate:
+                best, best_rate = k, rate
+        self._probing = False
+        if best:
+            self._shut_steps = 0
+            return best
+        self._shut_steps += 1
+        if self._shut_steps < self._probe_after:
+            return 0
+        self._shut_steps = 0
+        self._probing = True
+        return min(PROBE_TOKENS, most)
+
+    def observe(self, num_accepted: int, depth: int) -> None:
+        """Learn from a step that drafted to ``depth`` >= 1 and accepted ``num_accepted`` of its path."""
+        self._accepted = self._accepted * MEMORY + num_accepted
+        # The token after the last accepted one was tried too, unless the draft ended there.
+        self._trials = self._trials * MEMORY + min(num_accepted + 1, depth)
+        if self._probing:
+            failed = num_accepted == 0
+            self._probe_after = min(self._probe_after * 2, RAREST_PROBE_AFTER) if failed else FIRST_PROBE_AFTER

@@ -1,0 +1,75 @@
+"""What a verifier says of itself: constants of this start, and the figures of the moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken import __version__
+from foretoken.limits import ModelLimits
+from protos import verifier_pb2
+from verifier_svc.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierInfo:
+    """Constants of one start. ``epoch`` is drawn anew each time."""
+
+    epoch: int
+    model_name: str
+    model_fingerprint: str
+    dtype: str
+    mode: str
+    limits: ModelLimits
+    eos_token_ids: tuple[int, ...]
+    max_queue: int
+    speculative_max_batch_size: int
+
+    def response(self, engine: Engine) -> verifier_pb2.GetInfoResponse:
+        """GetInfo's answer. The engine runs on: figures are those of slightly different moments."""
+        counters = engine.counters
+        blocks, scheduler = engine.blocks, engine.scheduler
+        return verifier_pb2.GetInfoResponse(
+            version=__version__,
+            epoch=self.epoch,
+            model_name=self.model_name,
+            model_fingerprint=self.model_fingerprint,
+            dtype=self.dtype,
+            mode=self.mode,
+            vocab_size=self.limits.vocab_size,
+            max_model_len=self.limits.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            block_size=blocks.block_size,
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free_blocks,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            max_queue=self.max_queue,
+            drafters=[_drafter_state(engine, index) for index in range(len(engine.speculator.sources))],
+            num_steps=counters.num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_prefix_cache_queries=scheduler.num_prefix_queries,
+            num_prefix_cache_hits=scheduler.num_prefix_hits,
+            num_generated_tokens=counters.num_generated_tokens,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_plain_batch_steps=engine.speculator.num_plain_batch_steps,
+            num_fallback_steps=counters.num_fallback_steps,
+            step_time_us={phase: int(seconds * 1e6) for phase, seconds in dict(counters.phase_seconds).items()},
+            speculative_max_batch_size=self.speculative_max_batch_size,
+        )
+
+
+def _drafter_state(engine: Engine, index: int) -> verifier_pb2.DrafterState:
+    source = engine.speculator.sources[index]
+    counters = engine.speculator.counters[source.name]
+    return verifier_pb2.DrafterState(
+        name=source.name,
+        algorithm=source.algorithm,
+        transport=source.transport_name,
+        state=source.state,
+        num_attaches=source.num_attaches,
+        num_drafts=counters.num_drafts,
+        num_draft_tokens=counters.num_draft_tokens,
+        num_accepted_tokens=counters.num_accepted_tokens,
+        num_rejected_drafts=counters.num_rejected_drafts,
+        accepted_per_position=counters.accepted_per_position,
+    )

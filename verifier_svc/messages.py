@@ -1,0 +1,129 @@
+"""The plain values that pass between the rim (service.py) and the engine: nothing else crosses.
+
+Down go Submit, Abort and CloseSession through one inbox; up go the events of a step, per session, into its outbox.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from foretoken.sampling import SamplingParams, SpeculationOptions
+
+
+class SequenceKey(NamedTuple):
+    """Identity of a sequence within a verifier: its session, its request and its choice."""
+
+    session_id: int
+    request_id: str
+    choice_index: int
+
+
+class FinishReason(Enum):
+    """Why a sequence ended. Values are those of foretoken.common.v1.FinishReason."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+
+
+class TokenLogprobs(NamedTuple):
+    """Logprobs of the raw target logits at one position; ``top`` is sorted, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """One sequence to run. Already checked against foretoken.limits by the rim."""
+
+    key: SequenceKey
+    attempt: int
+    prompt_ids: tuple[int, ...]
+    # Output of earlier attempts; generation goes on behind it.
+    output_ids: tuple[int, ...]
+    sampling: SamplingParams
+    speculation: SpeculationOptions
+    cache_salt: str | None
+    # time.monotonic() seconds; None: no deadline.
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a sequence; an unknown key is ignored, since it may just have ended by itself."""
+
+    key: SequenceKey
+    kept_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """Abort whatever the session still runs, without events."""
+
+    session_id: int
+
+
+InboxMessage = Submit | Abort | CloseSession
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What speculation did for one sequence; the formulas stand in docs/architecture.md."""
+
+    num_decode_steps: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    fallback_steps: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    drafter: str = ""
+    num_decode_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEvent:
+    """New output tokens of one sequence, from index ``offset`` of its output on."""
+
+    key: SequenceKey
+    attempt: int
+    offset: int
+    token_ids: tuple[int, ...]
+    # 0: sampled by the target; k: accepted draft of the k-th configured drafter.
+    sources: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """The last event of a sequence that ended well. Times are milliseconds."""
+
+    key: SequenceKey
+    attempt: int
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    speculation: SpeculationStats
+    stop_token_id: int | None
+    queue_ms: float
+    prefill_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorEvent:
+    """The last event of a sequence that failed; ``code`` is a google.rpc.Code."""
+
+    key: SequenceKey
+    attempt: int
+    code: int
+    message: str
+    field: str
+
+
+Event = TokensEvent | FinishedEvent | ErrorEvent

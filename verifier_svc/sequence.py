@@ -1,0 +1,147 @@
+"""A sequence: one choice of one request while it runs, and what may be derived from it.
+
+It knows its tokens, its place in the cache and its statistics; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from verifier_svc.block_manager import BlockTable
+from verifier_svc.gate import Gate
+from verifier_svc.messages import FinishReason, SequenceKey, SpeculationStats, Submit, TokenLogprobs
+from verifier_svc.verify import SamplingState
+
+NO_SLOT = -1
+
+
+class DecodeStep(NamedTuple):
+    """What one decode step did for one sequence; ``num_emitted`` is counted before trimming."""
+
+    num_emitted: int
+    num_drafted: int
+    num_accepted: int
+    # Index of the drafter + 1; 0: nothing was drafted.
+    drafter: int
+    # Whether drafts were wanted.
+    wanted: bool
+
+
+class Sequence:
+    """One choice of one request. Only the engine thread touches it."""
+
+    def __init__(self, submit: Submit, *, max_model_len: int, eos_ids: frozenset[int], now: float) -> None:
+        """``now`` and the deadline are time.monotonic() seconds."""
+        self.key: SequenceKey = submit.key
+        self.attempt = submit.attempt
+        self.sampling: SamplingParams = submit.sampling
+        self.speculation: SpeculationOptions = submit.speculation
+        self.cache_salt = submit.cache_salt
+        self.salt_digest = digest_of_salt(submit.cache_salt)
+        self.deadline = submit.deadline
+        # Committed tokens: prompt, then output. The last one is the root of the next tree.
+        self.tokens: list[int] = [*submit.prompt_ids, *submit.output_ids]
+        self.num_prompt_tokens = len(submit.prompt_ids)
+        # Output tokens that earlier attempts emitted: not emitted again, not decoded again.
+        self.num_resumed_tokens = len(submit.output_ids)
+        self.max_len = min(self.num_prompt_tokens + submit.sampling.max_tokens, max_model_len)
+        self.sampler = SamplingState(
+            submit.sampling, submit.prompt_ids, submit.output_ids, eos_ids=eos_ids, choice_index=submit.key.choice_index
+        )
+        self.arrived_at = now
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+
+        # Cache: tokens [0, num_computed) have their keys and values in the blocks of ``table``.
+        self.table: BlockTable | None = None
+        self.num_computed = 0
+        self.num_cached_tokens: int | None = None
+        self.slot = NO_SLOT
+        self.generation = 0
+
+        # Speculation: the drafter that was told of tokens [0, told_length), and what drafting came to so far.
+        self.told_to = ""
+        self.told_length = 0
+        self.gate = Gate()
+        self.steps: list[DecodeStep] = []
+
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Cache blocks, in logical order. Only while running."""
+        assert self.table is not None
+        return self.table.block_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Output tokens that may still come, by ``max_tokens`` and the context's end."""
+        return self.max_len - len(self.tokens)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens to run before the next one can be sampled; 1 in plain decode: the root."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step of this sequence is a decode step, which may verify a tree."""
+        return self.num_uncomputed == 1 and self.num_output_tokens > self.num_resumed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        # A resumed sequence's were sent by the first attempt.
+        return self.sampling.prompt_logprobs is not None and self.num_resumed_tokens == 0
+
+    def forget_cache(self) -> None:
+        """After preemption: everything is to be computed again."""
+        self.table = None
+        self.num_computed = 0
+        self.slot = NO_SLOT
+        self.told_to = ""
+        self.told_length = 0
+
+    def stats(self, drafter_names: tuple[str, ...], kept_tokens: int | None = None) -> SpeculationStats:
+        """Statistics of the decode steps up to output token ``kept_tokens`` (all if None)."""
+        steps = self.steps
+        if kept_tokens is not None:
+            # The token that prefill sampled belongs to no decode step.
+            left = kept_tokens - self.num_resumed_tokens - 1
+            count = 0
+            while count < len(steps) and left > 0:
+                left -= steps[count].num_emitted
+                count += 1
+            steps = steps[:count]
+        drafted = [step for step in steps if step.num_drafted]
+        histogram = [0] * (1 + max((step.num_drafted for step in drafted), default=-1))
+        by_drafter: dict[int, int] = {}
+        for step in drafted:
+            histogram[step.num_accepted] += 1
+            by_drafter[step.drafter] = by_drafter.get(step.drafter, 0) + step.num_drafted
+        most = max(by_drafter, key=lambda drafter: by_drafter[drafter], default=0)
+        return SpeculationStats(
+            num_decode_steps=len(steps),
+            num_spec_steps=len(drafted),
+            num_draft_tokens=sum(step.num_drafted for step in drafted),
+            num_accepted_tokens=sum(step.num_accepted for step in drafted),
+            fallback_steps=sum(step.wanted and not step.num_drafted for step in steps),
+            acceptance_histogram=tuple(histogram),
+            drafter=drafter_names[most - 1] if most else "",
+            num_decode_tokens=sum(step.num_emitted for step in steps),
+        )
+
+
+def digest_of_salt(salt: str | None) -> int:
+    """64 bits that stand for a tenant at the drafters; 0 is the default tenant."""
+    if salt is None:
+        return 0
+    return int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8], "little") or 1
+
+
+__all__ = ["NO_SLOT", "DecodeStep", "FinishReason", "Sequence", "digest_of_salt"]

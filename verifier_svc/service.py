@@ -1,0 +1,188 @@
+"""The verifier's rim: gRPC in, engine messages out. Protobuf types stop here.
+
+Requests are checked against the limits table whatever the gateway did; an error of one sequence is an event of the
+session, the same code and field that a status would carry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from foretoken import limits
+from foretoken.errors import (
+    ForetokenError,
+    InvalidRequestError,
+    PreconditionError,
+    QueueFullError,
+    UnavailableError,
+    error_from_code,
+)
+from foretoken.limits import ModelLimits
+from foretoken.wire import sampling_from_proto, speculation_from_proto
+from protos import verifier_pb2, verifier_pb2_grpc
+from verifier_svc import events
+from verifier_svc.engine import Engine
+from verifier_svc.info import VerifierInfo
+from verifier_svc.messages import Abort, ErrorEvent, Event, FinishedEvent, SequenceKey, Submit, TokensEvent
+from verifier_svc.outbox import Outbox
+
+HEARTBEAT_S = 1.0
+
+
+class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
+    """Session, Generate and GetInfo over one engine."""
+
+    def __init__(self, engine: Engine, info: VerifierInfo) -> None:
+        self._engine = engine
+        self._info = info
+
+    async def Session(
+        self, request_iterator: AsyncIterator[verifier_pb2.SessionRequest], context: Any
+    ) -> AsyncGenerator[verifier_pb2.SessionResponse, None]:
+        """Submissions and aborts up, one message a step down. Ends when the caller half-closes or goes away."""
+        async with _OpenSession(self._engine) as session:
+            reader = asyncio.create_task(self._read(session, request_iterator))
+            try:
+                yield verifier_pb2.SessionResponse(
+                    started=verifier_pb2.SessionStarted(
+                        epoch=self._info.epoch, model_fingerprint=self._info.model_fingerprint
+                    ),
+                    heartbeat=self._heartbeat(),
+                )
+                beat_at = time.monotonic() + HEARTBEAT_S
+                while not reader.done():
+                    batch = await session.events(max(beat_at - time.monotonic(), 0.0))
+                    response = events.to_session_response(batch)
+                    if time.monotonic() >= beat_at:
+                        self._check_alive()
+                        response.heartbeat.CopyFrom(self._heartbeat())
+                        beat_at = time.monotonic() + HEARTBEAT_S
+                    elif not batch:
+                        continue
+                    yield response
+                await reader
+            finally:
+                reader.cancel()
+
+    async def Generate(
+        self, request: verifier_pb2.GenerateRequest, context: Any
+    ) -> AsyncGenerator[verifier_pb2.GenerateResponse, None]:
+        """One sequence, one stream; its error is the call's status."""
+        async with _OpenSession(self._engine) as session:
+            submit = self._check(session.id, request.sequence)
+            self._engine.send(submit)
+            while True:
+                for event in await session.events(HEARTBEAT_S):
+                    match event:
+                        case TokensEvent():
+                            yield verifier_pb2.GenerateResponse(tokens=events.tokens_to_proto(event))
+                        case FinishedEvent():
+                            yield verifier_pb2.GenerateResponse(finished=events.finished_to_proto(event))
+                            return
+                        case ErrorEvent():
+                            raise error_from_code(event.code, event.message, event.field)
+                self._check_alive()
+
+    async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:
+        """What runs here and how it fares."""
+        self._check_alive()
+        return self._info.response(self._engine)
+
+    def _heartbeat(self) -> verifier_pb2.Heartbeat:
+        return verifier_pb2.Heartbeat(step_id=self._engine.counters.num_steps)
+
+    def _check_alive(self) -> None:
+        if not self._engine.is_alive():
+            raise UnavailableError("the engine is down")
+
+    async def _read(self, session: _OpenSession, requests: AsyncIterator[verifier_pb2.SessionRequest]) -> None:
+        async for request in requests:
+            match request.WhichOneof("event"):
+                case "submit":
+                    self._submit(session, request.submit)
+                case "abort":
+                    key = SequenceKey(session.id, request.abort.request_id, request.abort.choice_index)
+                    kept = request.abort.kept_tokens if request.abort.HasField("kept_tokens") else None
+                    self._engine.send(Abort(key, kept))
+                case _:
+                    raise InvalidRequestError("a session request without an event", field="event")
+        session.wake()
+
+    def _submit(self, session: _OpenSession, message: verifier_pb2.Sequence) -> None:
+        try:
+            if session.outbox.is_full:
+                raise QueueFullError("this session does not read its results")
+            self._engine.send(self._check(session.id, message))
+        except ForetokenError as error:
+            # Bounded for the answer too: the identity of a hostile message need not be sane.
+            key = SequenceKey(session.id, message.request_id[: limits.MAX_REQUEST_ID_CHARS], message.choice_index)
+            session.outbox.put([ErrorEvent(key, message.attempt, error.code, error.message, error.field)])
+
+    def _check(self, session_id: int, message: verifier_pb2.Sequence) -> Submit:
+        """The checked submission. Raises InvalidRequestError naming the field, or PreconditionError."""
+        model: ModelLimits = self._info.limits
+        limits.check_text("request_id", message.request_id, limits.MAX_REQUEST_ID_CHARS, min_chars=1)
+        limits.check_number("choice_index", message.choice_index, limits.Range(0, limits.MAX_CHOICE_INDEX))
+        limits.check_number("attempt", message.attempt, limits.Range(0, limits.MAX_ATTEMPTS))
+        limits.check_text("cache_salt", message.cache_salt, limits.MAX_CACHE_SALT_CHARS)
+        sampling = sampling_from_proto(message.sampling)
+        speculation = speculation_from_proto(message.speculation)
+        limits.check_sampling(sampling, model)
+        limits.check_speculation(speculation, model)
+        limits.check_prompt(message.prompt_token_ids, model)
+        limits.check_token_ids("output_token_ids", message.output_token_ids, model.vocab_size)
+        if len(message.prompt_token_ids) + len(message.output_token_ids) >= model.max_model_len:
+            raise InvalidRequestError("prompt and output fill the context", field="output_token_ids")
+        if message.HasField("model_fingerprint") and message.model_fingerprint != self._info.model_fingerprint:
+            raise PreconditionError("another model runs here", field="model_fingerprint")
+        deadline = None
+        if message.HasField("timeout_ms"):
+            limits.check_number("timeout_ms", message.timeout_ms, limits.Range(1, limits.MAX_TIMEOUT_MS))
+            deadline = time.monotonic() + message.timeout_ms / 1e3
+        return Submit(
+            key=SequenceKey(session_id, message.request_id, message.choice_index),
+            attempt=message.attempt,
+            prompt_ids=tuple(message.prompt_token_ids),
+            output_ids=tuple(message.output_token_ids),
+            sampling=sampling,
+            speculation=speculation,
+            cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+            deadline=deadline,
+        )
+
+
+class _OpenSession:
+    """One session with the engine: its outbox, and the wait for what comes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self.outbox = Outbox(self._wake_from_engine)
+        self.id = 0
+
+    async def __aenter__(self) -> _OpenSession:
+        self.id = self._engine.open_session(self.outbox)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._engine.close_session(self.id)
+
+    def wake(self) -> None:
+        """End the wait in ``events``."""
+        self._ready.set()
+
+    async def events(self, timeout_s: float) -> list[Event]:
+        """What the engine put since the last call; waits for it up to ``timeout_s``."""
+        if not self._ready.is_set():
+            handle = self._loop.call_later(timeout_s, self._ready.set)
+            await self._ready.wait()
+            handle.cancel()
+        self._ready.clear()
+        return self.outbox.take()
+
+    def _wake_from_engine(self) -> None:
+        self._loop.call_soon_threadsafe(self._ready.set)

@@ -1,0 +1,282 @@
+"""The policy of speculation, all of it: which rows draft, with which drafter, how wide, and when plain decode is best.
+
+It posts one request a step for the whole batch right after a step's tokens are known, and collects the trees when the
+next step is built, so the drafter works while the engine publishes. Whatever goes wrong with a drafter costs
+root-only rows and a counter, never an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from foretoken.drafting import DraftBatch, DraftRequest
+from foretoken.tree import DraftTree, depths
+from verifier_svc.drafter_client import DraftSource, TransportClosedError
+from verifier_svc.sequence import Sequence
+from verifier_svc.step_costs import StepCosts
+
+# Weight of a new wait in the estimate of what collecting a draft costs.
+WAIT_SMOOTHING = 0.05
+
+
+@dataclass(slots=True)
+class DrafterCounters:
+    """What one drafter's trees came to."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_rejected_drafts: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """One row's verified tree."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        missing = num_accepted - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * max(missing, 0))
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
+
+
+class _Row(NamedTuple):
+    """One row of a request, as it was when posted: its sequence may have ended or moved since."""
+
+    sequence: Sequence
+    slot: int
+    generation: int
+    # The drafter knows tokens [0, told) and is told those up to ``length`` now.
+    told: int
+    length: int
+    # Nodes wanted at most, the root counted; 1: only to be learnt.
+    nodes: int
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A request that is on its way."""
+
+    source: DraftSource
+    step_id: int
+    rows: list[_Row]
+
+
+class Speculator:
+    """Chooses each row's tree. Used by the engine thread alone."""
+
+    def __init__(
+        self,
+        sources: Seq[DraftSource],
+        costs: StepCosts,
+        *,
+        epoch: int,
+        vocab_size: int,
+        max_nodes: int,
+        max_batch_size: int,
+        timeout_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``max_nodes`` counts the root; ``max_batch_size`` of 0 means no limit."""
+        self._sources = sources
+        self._costs = costs
+        self._epoch = epoch
+        self._vocab_size = vocab_size
+        self._max_nodes = max_nodes
+        self._max_batch_size = max_batch_size
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._step_id = 0
+        self._posted: list[_Posted] = []
+        # Nodes asked for in the request that is on its way, by slot.
+        self._asked: dict[int, int] = {}
+        # Rows of ended sequences, by drafter: told in the next request, forgotten in the one after.
+        self._last_words: dict[str, list[_Row]] = {source.name: [] for source in sources}
+        self._to_release: dict[str, list[int]] = {source.name: [] for source in sources}
+        self._wait_s = 0.0
+        self._attaches_seen = [0] * len(sources)
+        self.counters = {source.name: DrafterCounters() for source in sources}
+        self.num_plain_batch_steps = 0
+
+    @property
+    def sources(self) -> Seq[DraftSource]:
+        return self._sources
+
+    def wants_drafts(self, sequence: Sequence) -> bool:
+        """Whether this request asked for speculation at all."""
+        options = sequence.speculation
+        return options.enabled and options.max_draft_tokens != 0 and bool(self._sources)
+
+    def asked_nodes(self, sequence: Sequence) -> int:
+        """Nodes to reserve room for in the next step, the root counted: what was asked of the drafter."""
+        return self._asked.get(sequence.slot, 1)
+
+    def finish(self, sequence: Sequence) -> None:
+        """A sequence is about to give its slot back: its last tokens ride in the next request, to be learnt."""
+        if not sequence.told_to:
+            return
+        length = len(sequence.tokens)
+        self._last_words[sequence.told_to].append(
+            _Row(sequence, sequence.slot, sequence.generation, sequence.told_length, length, 1)
+        )
+
+    def post(self, decoding: Seq[Sequence]) -> None:
+        """Ask for the next step's trees. ``decoding``: the sequences whose next step is a decode step."""
+        self._asked = {}
+        if self._max_batch_size and len(decoding) > self._max_batch_size:
+            # True plain decode. Drafters are told of these tokens when speculation returns.
+            self.num_plain_batch_steps += 1
+            decoding = ()
+        for index, source in enumerate(self._sources):
+            last_words, self._last_words[source.name] = self._last_words[source.name], []
+            # Slots are forgotten one request after their last tokens were told.
+            gone, self._to_release[source.name] = self._to_release[source.name], [row.slot for row in last_words]
+            if source.transport is None:
+                continue
+            if source.num_attaches != self._attaches_seen[index]:
+                # A drafter that has just attached knows nothing: it is told all.
+                self._attaches_seen[index] = source.num_attaches
+                last_words, gone = [], []
+                for sequence in decoding:
+                    sequence.told_to = "" if sequence.told_to == source.name else sequence.told_to
+            rows = last_words + self._rows(source, decoding)
+            if rows:
+                self._post(source, rows, gone)
+
+    def _post(self, source: DraftSource, rows: list[_Row], gone: list[int]) -> None:
+        transport = source.transport
+        if transport is None:
+            return
+        self._step_id += 1
+        try:
+            if gone:
+                transport.release(gone)
+            transport.post(self._request(rows))
+        except TransportClosedError as error:
+            source.report_failure(str(error))
+            return
+        for row in rows:
+            row.sequence.told_length = row.length
+            row.sequence.told_to = source.name
+            if row.nodes > 1:
+                self._asked[row.slot] = row.nodes
+        self._posted.append(_Posted(source, self._step_id, rows))
+
+    def collect(self) -> dict[int, tuple[DraftTree, int]]:
+        """Trees by sequence slot, with the drafter's index + 1, for the rows whose draft came and is sound."""
+        trees: dict[int, tuple[DraftTree, int]] = {}
+        for posted in self._posted:
+            batch = self._receive(posted)
+            if batch is not None:
+                self._accept(posted, batch, trees)
+        self._posted = []
+        return trees
+
+    def observe(self, sequence: Sequence, tree: DraftTree, drafter: int, num_accepted: int) -> None:
+        """Learn from a verified tree of ``drafter`` (index + 1)."""
+        if tree.num_speculative_tokens == 0:
+            return
+        sequence.gate.observe(num_accepted, int(depths(tree.parents).max()))
+        self.counters[self._sources[drafter - 1].name].add(tree.num_speculative_tokens, num_accepted)
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """Learn what a step without prefill cost."""
+        self._costs.observe(num_rows, seconds)
+
+    def _source_of(self, sequence: Sequence) -> DraftSource | None:
+        """The drafter of a row: the one it names, or the first that is attached."""
+        wanted = sequence.speculation.drafter
+        for source in self._sources:
+            if (wanted == "auto" or wanted == source.name) and source.transport is not None:
+                return source
+        return None
+
+    def _rows(self, source: DraftSource, decoding: Seq[Sequence]) -> list[_Row]:
+        """The rows that draft with this source in the next step."""
+        batch = max(len(decoding), 1)
+        plain = self._costs.estimate(batch)
+
+        def relative_cost(num_tokens: int) -> float:
+            return (self._costs.estimate(batch * (1 + num_tokens)) + self._wait_s) / plain
+
+        rows = []
+        for sequence in decoding:
+            if not self.wants_drafts(sequence) or self._source_of(sequence) is not source:
+                continue
+            most = self._max_nodes - 1
+            if sequence.speculation.max_draft_tokens is not None:
+                most = min(most, sequence.speculation.max_draft_tokens)
+            # The last token that may be emitted needs no draft behind it.
+            most = min(most, sequence.max_new_tokens - 1)
+            width = sequence.gate.num_tokens(most, relative_cost)
+            if width > 0:
+                told = sequence.told_length if sequence.told_to == source.name else 0
+                rows.append(
+                    _Row(sequence, sequence.slot, sequence.generation, told, len(sequence.tokens), 1 + width)
+                )
+        return rows
+
+    def _request(self, rows: list[_Row]) -> DraftRequest:
+        new_tokens: list[int] = []
+        starts = [0]
+        for row in rows:
+            new_tokens.extend(row.sequence.tokens[row.told : row.length])
+            starts.append(len(new_tokens))
+        sequences = [row.sequence for row in rows]
+        return DraftRequest(
+            epoch=self._epoch,
+            step_id=self._step_id,
+            slots=np.array([row.slot for row in rows], np.int32),
+            generations=np.array([row.generation for row in rows], np.int32),
+            lengths=np.array([row.length for row in rows], np.int32),
+            prompt_lengths=np.array([s.num_prompt_tokens for s in sequences], np.int32),
+            max_nodes=np.array([row.nodes for row in rows], np.int32),
+            new_token_starts=np.array(starts, np.int32),
+            new_tokens=np.array(new_tokens, np.int32),
+            salts=np.array([s.salt_digest for s in sequences], np.uint64),
+            seeds=np.array([s.sampling.seed % 2**64 for s in sequences], np.uint64),
+            choice_indices=np.array([s.key.choice_index for s in sequences], np.int32),
+            temperatures=np.array([s.sampling.temperature for s in sequences], np.float32),
+        )
+
+    def _receive(self, posted: _Posted) -> DraftBatch | None:
+        transport = posted.source.transport
+        if transport is None:
+            return None
+        began = self._clock()
+        try:
+            batch = transport.receive(self._timeout_s)
+        except TransportClosedError as error:
+            posted.source.report_failure(str(error))
+            return None
+        self._wait_s += WAIT_SMOOTHING * (self._clock() - began - self._wait_s)
+        if batch is None:
+            posted.source.report_failure(f"no draft within {self._timeout_s * 1e3:.0f} ms")
+        return batch
+
+    def _accept(self, posted: _Posted, batch: DraftBatch, trees: dict[int, tuple[DraftTree, int]]) -> None:
+        """Take over the sound trees of a reply. A stale, short or malformed one is dropped and counted."""
+        counters = self.counters[posted.source.name]
+        if (batch.epoch, batch.step_id) != (self._epoch, posted.step_id) or batch.num_rows != len(posted.rows):
+            counters.num_rejected_drafts += 1
+            posted.source.report_failure("a draft with another step's stamp or number of rows")
+            return
+        drafter = 1 + self._sources.index(posted.source)
+        for index, row in enumerate(posted.rows):
+            sequence = row.sequence
+            if (sequence.slot, sequence.generation) != (row.slot, row.generation):
+                continue  # preempted or ended since
+            tree = batch.tree(index)
+            if not tree.is_valid(sequence.tokens[-1], self._vocab_size, row.nodes):
+                counters.num_rejected_drafts += 1
+                posted.source.report_failure("a malformed draft tree")
+                return
+            if tree.num_nodes > 1:
+                trees[sequence.slot] = (tree, drafter)
+        posted.source.report_success()
