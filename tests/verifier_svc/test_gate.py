@@ -1,0 +1,70 @@
+"""The per-row gate: opens for rows whose drafts are accepted, shuts for others, probes ever more rarely."""
+
+from __future__ import annotations
+
+from verifier_svc.gate import FIRST_PROBE_AFTER, RAREST_PROBE_AFTER, Gate
+
+
+def cheap(num_tokens: int) -> float:
+    return 1.0 + 0.05 * num_tokens
+
+
+def dear(num_tokens: int) -> float:
+    return 1.0 + 1.0 * num_tokens
+
+
+def shut(gate: Gate) -> None:
+    for _ in range(30):
+        gate.observe(0, 3)
+
+
+def test_a_new_row_drafts_where_nodes_are_cheap() -> None:
+    assert Gate().num_tokens(7, cheap) > 1
+
+
+def test_never_more_than_asked_for() -> None:
+    assert Gate().num_tokens(2, cheap) <= 2
+    assert Gate().num_tokens(0, cheap) == 0
+
+
+def test_plain_decode_where_a_node_costs_as_much_as_a_step() -> None:
+    assert Gate().num_tokens(7, dear) == 0
+
+
+def test_accepted_drafts_widen_and_refused_ones_shut() -> None:
+    gate = Gate()
+    before = gate.num_tokens(15, cheap)
+    for _ in range(10):
+        gate.observe(7, 7)
+    assert gate.num_tokens(15, cheap) > before
+    shut(gate)
+    assert gate.num_tokens(15, cheap) == 0
+
+
+def test_a_shut_gate_probes_ever_more_rarely_and_opens_again() -> None:
+    gate = Gate()
+    shut(gate)
+    gaps = []
+    gap = 0
+    while len(gaps) < 8:
+        gap += 1
+        if gate.num_tokens(15, cheap):
+            gaps.append(gap)
+            gap = 0
+            gate.observe(0, 3)
+    assert gaps[0] == FIRST_PROBE_AFTER
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == RAREST_PROBE_AFTER
+    for _ in range(RAREST_PROBE_AFTER):
+        if gate.num_tokens(15, cheap):
+            gate.observe(3, 3)
+    for _ in range(6):
+        gate.observe(3, 3)
+    assert gate.num_tokens(15, cheap) > 0
+
+
+def test_acceptance_counts_the_first_refused_token_as_a_trial() -> None:
+    gate = Gate()
+    for _ in range(200):
+        gate.observe(1, 3)  # one accepted, the next refused, the third never tried
+    assert 0.45 < gate.acceptance < 0.55

@@ -1,0 +1,96 @@
+"""The rows of a step, by literal tensors: prefill chunk, root-only row, chain and tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.tree import DraftTree
+from verifier_svc.messages import SequenceKey, Submit
+from verifier_svc.sequence import Sequence
+from verifier_svc.step import Scheduled, build_batch, commit_slots
+
+
+@dataclass
+class Table:
+    """Block ids as the block manager would give them out."""
+
+    block_ids: list[int] = field(default_factory=list)
+
+
+def sequence(tokens: list[int], num_prompt: int, num_computed: int, blocks: list[int]) -> Sequence:
+    submit = Submit(
+        key=SequenceKey(1, "r", 0),
+        attempt=0,
+        prompt_ids=tuple(tokens[:num_prompt]),
+        output_ids=(),
+        sampling=SamplingParams(),
+        speculation=SpeculationOptions(),
+        cache_salt=None,
+        deadline=None,
+    )
+    out = Sequence(submit, max_model_len=64, eos_ids=frozenset(), now=0.0)
+    out.tokens = list(tokens)
+    out.num_computed = num_computed
+    out.table = Table(blocks)  # type: ignore[assignment]
+    out.slot = 0
+    return out
+
+
+def test_a_prefill_chunk_has_no_logits_before_the_last_token() -> None:
+    part = Scheduled(sequence([10, 11, 12, 13, 14], 5, 1, [7, 3]), 3, 1)
+    batch = build_batch([part], block_size=4)
+    forward = batch.forward
+    assert forward.token_ids.tolist() == [11, 12, 13]
+    assert forward.positions.tolist() == [1, 2, 3]
+    assert forward.context_lens.tolist() == [2, 3, 4]
+    assert forward.slot_mapping.tolist() == [29, 30, 31]
+    assert forward.logit_rows.tolist() == []
+    assert batch.logit_starts == [0, 0]
+
+
+def test_a_chain_needs_no_mask() -> None:
+    part = Scheduled(sequence([10, 11, 12], 2, 2, [7, 3]), 1, 4, DraftTree.chain([12, 13, 14]), 1)
+    forward = build_batch([part], block_size=4).forward
+    assert forward.token_ids.tolist() == [12, 13, 14]
+    assert forward.positions.tolist() == [2, 3, 4]
+    assert forward.context_lens.tolist() == [3, 4, 5]
+    assert forward.slot_mapping.tolist() == [30, 31, 12]
+    assert not forward.masks.any()
+    assert forward.logit_rows.tolist() == [0, 1, 2]
+
+
+def test_a_tree_row_sees_its_ancestors_and_no_sibling() -> None:
+    #        12 (0)
+    #       /      \
+    #   20 (1)    21 (2)
+    #     |
+    #   22 (3)
+    tree = DraftTree(np.array([12, 20, 21, 22], np.int32), np.array([-1, 0, 0, 1], np.int32))
+    part = Scheduled(sequence([10, 11, 12], 2, 2, [7, 3]), 1, 4, tree, 1)
+    forward = build_batch([part], block_size=4).forward
+    assert forward.positions.tolist() == [2, 3, 3, 4]
+    assert forward.context_lens.tolist() == [3, 3, 3, 3]
+    assert forward.tree_starts.tolist() == [2]
+    assert forward.masks[:, 0].tolist() == [0b0000, 0b0010, 0b0100, 0b1010]
+    assert forward.slot_mapping.tolist() == [30, 31, 12, 13]
+
+
+def test_sequences_lie_one_behind_the_other() -> None:
+    first = Scheduled(sequence([10, 11, 12], 2, 2, [7]), 1, 1)
+    second = Scheduled(sequence([20, 21, 22, 23, 24], 5, 0, [1, 2]), 5, 1)
+    batch = build_batch([first, second], block_size=4)
+    assert batch.forward.row_seqs.tolist() == [0, 1, 1, 1, 1, 1]
+    assert batch.forward.block_tables.tolist() == [[7, 0], [1, 2]]
+    assert batch.forward.logit_rows.tolist() == [0, 5]
+    assert batch.logit_starts == [0, 1, 2]
+
+
+def test_commit_moves_only_what_lies_wrong() -> None:
+    owner = sequence([10, 11, 12], 2, 2, [7, 3])
+    assert commit_slots(owner, [1, 2], 4) == ([], [])
+    # Node 3 at depth 2: logical slot 5 moves to 4.
+    assert commit_slots(owner, [1, 3], 4) == ([13], [12])
+    assert commit_slots(owner, [2, 4], 4) == ([12, 14], [31, 12])
