@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,33 +156,25 @@ class Health:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """ForetokenError becomes its status with the field in trailing metadata; anything else INTERNAL, logged."""
 
+    # Any: behaviours of synchronous and asyncio servers share grpc's handler type.
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
         handler = await continuation(handler_call_details)
         # Health and reflection have their own error handling and coroutine forms.
         if handler is None or not handler_call_details.method.startswith("/foretoken."):
             return handler
-        wrap = {
-            (False, False): lambda: grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary), *_codec(handler)),
-            (False, True): lambda: grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream), *_codec(handler)
-            ),
-            (True, False): lambda: grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary), *_codec(handler)),
-            (True, True): lambda: grpc.stream_stream_rpc_method_handler(
-                _stream(handler.stream_stream), *_codec(handler)
-            ),
-        }
-        return wrap[bool(handler.request_streaming), bool(handler.response_streaming)]()
+        codec = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary), *codec)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream), *codec)
+        if handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary), *codec)
+        return grpc.stream_stream_rpc_method_handler(_stream(handler.stream_stream), *codec)
 
 
-def _codec(handler: Any) -> tuple[Any, Any]:
-    return handler.request_deserializer, handler.response_serializer
-
-
-def _unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+def _unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Any:
     async def call(request: Any, context: Any) -> Any:
         try:
             return await behaviour(request, context)
@@ -192,7 +184,7 @@ def _unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, An
     return call
 
 
-def _stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+def _stream(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
     if not inspect.isasyncgenfunction(behaviour):
         raise TypeError(f"{behaviour!r}: a streaming handler is an async generator")
 
@@ -222,9 +214,11 @@ async def abort(context: Any, error: Exception) -> None:
 def error_from_rpc(error: grpc.RpcError) -> ForetokenError:
     """The ForetokenError that a failed call stands for, its field included."""
     status: grpc.StatusCode = error.code()
-    metadata = dict(error.trailing_metadata() or ())
+    # Any: asyncio and synchronous calls carry pairs of different types.
+    pairs: Any = error.trailing_metadata() or ()
+    metadata = {key: value for key, value in pairs}
     details = error.details() or status.name
-    return error_from_code(int(status.value[0]), details, str(metadata.get(FIELD_METADATA_KEY, "")))
+    return error_from_code(int(status.value[0]), details, metadata.get(FIELD_METADATA_KEY, ""))
 
 
 @contextlib.contextmanager
