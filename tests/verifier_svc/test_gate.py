@@ -14,7 +14,7 @@ def dear(num_tokens: int) -> float:
 
 
 def shut(gate: Gate) -> None:
-    for _ in range(30):
+    for _ in range(120):
         gate.observe(0, 3)
 
 

@@ -31,7 +31,7 @@ def sequence(tokens: list[int], num_prompt: int, num_computed: int, blocks: list
         cache_salt=None,
         deadline=None,
     )
-    out = Sequence(submit, max_model_len=64, eos_ids=frozenset(), now=0.0)
+    out = Sequence(submit, max_model_len=64, eos_ids=frozenset(), token_limit=100, now=0.0)
     out.tokens = list(tokens)
     out.num_computed = num_computed
     out.table = Table(blocks)  # type: ignore[assignment]
