@@ -233,7 +233,15 @@ class Engine:
                 continue
             tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
             was_decoding = sequence.is_decoding
-            result = sample_and_walk(rows, tree, sequence.sampler, self._token_limit, sequence.max_new_tokens)
+            result = sample_and_walk(
+                rows,
+                tree,
+                sequence.sampler,
+                sequence.num_prompt_tokens,
+                sequence.tokens[sequence.num_prompt_tokens :],
+                sequence.max_new_tokens,
+                source=part.drafter,
+            )
             moved = commit_slots(sequence, result.accepted_nodes, self._blocks.block_size)
             source_slots.extend(moved[0])
             target_slots.extend(moved[1])
@@ -268,31 +276,29 @@ class Engine:
         self._advance(sequence, part.num_tokens + num_accepted)
         if was_decoding:
             wanted = self._speculator.wants_drafts(sequence)
-            sequence.steps.append(
-                DecodeStep(result.num_sampled, tree.num_speculative_tokens, result.num_matched, part.drafter, wanted)
-            )
+            drafted, matched = tree.num_speculative_tokens, result.num_accepted_drafts
+            sequence.steps.append(DecodeStep(result.num_walked_tokens, drafted, matched, part.drafter, wanted))
             self.counters.num_fallback_steps += wanted and part.tree is None
             if part.tree is not None:
-                self._speculator.observe(sequence, tree, part.drafter, result.num_matched)
+                self._speculator.observe(sequence, tree, part.drafter, matched)
         if sequence.first_token_at is None:
             sequence.first_token_at = time.monotonic()
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_generated_tokens += len(result.tokens)
         if result.tokens or sequence.prompt_logprobs:
-            sources = tuple(part.drafter if i < num_accepted else 0 for i in range(len(result.tokens)))
             event = TokensEvent(
                 sequence.key,
                 sequence.attempt,
                 offset,
                 tuple(result.tokens),
-                sources,
+                tuple(result.sources),
                 tuple(result.logprobs),
                 tuple(sequence.prompt_logprobs),
             )
             sequence.prompt_logprobs = []
             self._emit(event)
-        if result.finish_reason is not None:
-            self._finish(sequence, result.finish_reason, stop_token_id=result.stop_token_id)
+        if result.finish is not None:
+            self._finish(sequence, result.finish, stop_token_id=result.stop_token_id)
 
     def _finish(
         self,
@@ -373,7 +379,9 @@ class Engine:
         if error is not None:
             self._emit(ErrorEvent(message.key, message.attempt, error.code, error.message, error.field))
             return
-        sequence = Sequence(message, max_model_len=self._max_model_len, eos_ids=self._eos_ids, now=now)
+        sequence = Sequence(
+            message, max_model_len=self._max_model_len, eos_ids=self._eos_ids, token_limit=self._token_limit, now=now
+        )
         self._sequences[message.key] = sequence
         self._scheduler.add(sequence)
 

@@ -24,8 +24,8 @@ class Gate:
     """The draft width of one row under one drafter."""
 
     def __init__(self) -> None:
-        self._accepted = 0.0
-        self._trials = 0.0
+        self._accepted = PRIOR_TRIALS * PRIOR_ACCEPTANCE
+        self._trials = PRIOR_TRIALS
         self._probe_after = FIRST_PROBE_AFTER
         self._shut_steps = 0
         self._probing = False
@@ -33,7 +33,7 @@ class Gate:
     @property
     def acceptance(self) -> float:
         """Estimated chance that a drafted token is accepted given that its parent was."""
-        return (self._accepted + PRIOR_TRIALS * PRIOR_ACCEPTANCE) / (self._trials + PRIOR_TRIALS)
+        return self._accepted / self._trials
 
     def num_tokens(self, most: int, relative_cost: Callable[[int], float]) -> int:
         """Tokens to draft in the next step, at most ``most``; ``relative_cost(k)`` is the cost of a step with k

@@ -32,8 +32,10 @@ class DecodeStep(NamedTuple):
 class Sequence:
     """One choice of one request. Only the engine thread touches it."""
 
-    def __init__(self, submit: Submit, *, max_model_len: int, eos_ids: frozenset[int], now: float) -> None:
-        """``now`` and the deadline are time.monotonic() seconds."""
+    def __init__(
+        self, submit: Submit, *, max_model_len: int, eos_ids: frozenset[int], token_limit: int, now: float
+    ) -> None:
+        """``now`` and the deadline are time.monotonic() seconds; ids from ``token_limit`` on are never sampled."""
         self.key: SequenceKey = submit.key
         self.attempt = submit.attempt
         self.sampling: SamplingParams = submit.sampling
@@ -48,7 +50,12 @@ class Sequence:
         self.num_resumed_tokens = len(submit.output_ids)
         self.max_len = min(self.num_prompt_tokens + submit.sampling.max_tokens, max_model_len)
         self.sampler = SamplingState(
-            submit.sampling, submit.prompt_ids, submit.output_ids, eos_ids=eos_ids, choice_index=submit.key.choice_index
+            submit.sampling,
+            submit.prompt_ids,
+            submit.output_ids,
+            eos_ids=eos_ids,
+            choice_index=submit.key.choice_index,
+            vocab_limit=token_limit,
         )
         self.arrived_at = now
         self.started_at: float | None = None
