@@ -1,0 +1,29 @@
+"""Stream a completion with the openai client; run `make serve` first.
+
+    python examples/openai_stream.py "def fibonacci(n):"
+"""
+
+import sys
+
+from openai import OpenAI
+
+client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+prompt = sys.argv[1] if len(sys.argv) > 1 else "def fibonacci(n):"
+model = client.models.list().data[0].id
+
+stream = client.completions.create(
+    model=model,
+    prompt=prompt,
+    max_tokens=128,
+    temperature=0,
+    stream=True,
+    stream_options={"include_usage": True},
+    # Speculation never changes the text; switch it off to see the difference in speed.
+    extra_body={"speculative": {"enabled": True}},
+)
+print(prompt, end="")
+for chunk in stream:
+    for choice in chunk.choices:
+        print(choice.text, end="", flush=True)
+    if chunk.usage is not None:
+        print(f"\n\n{chunk.usage.completion_tokens} tokens; {chunk.model_extra}")
