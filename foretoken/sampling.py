@@ -1,12 +1,35 @@
 """Sampling of one request: its parameters, the order of logit operations and the keyed noise.
 
-What stands here defines the text: plain decode, tree verification and drafters that sample all follow it.
+What stands here defines the text: plain decode, tree verification and drafters that sample all follow it. The noise
+is defined in foretoken/noise.py, the logit operations in foretoken/logits.py, which this module does not import: the
+gateway needs the parameters only.
+
+A token is sampled from one row of target logits by these operations, in this order, the same at every tree node:
+
+     1. logit bias         added
+     2. penalties          repetition over prompt + output, then frequency and presence over the output; the output
+                           includes the node's ancestors in the tree
+     3. grammar mask       its place, once grammars are served
+     4. min-tokens mask    no stop token while the output has fewer than min_tokens tokens
+     5. vocabulary mask    no id beyond the tokenizer's: the rows of a padded head
+     6. temperature        divides; greedy takes the argmax here
+     7. top-k              keeps the k largest logits and all that equal the k-th
+     8. top-p              keeps the shortest run of the most likely tokens that holds the mass; of equal logits the
+                           lower id comes first
+     9. min-p              keeps what has at least this share of the best token's probability
+    10. noise              added, keyed by seed, position, choice and token id
+    11. argmax             of equal values the lowest id
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+# A temperature below this is greedy: dividing by it would overflow float32 before it changed a text.
+MIN_TEMPERATURE = 1e-5
+# The last word of the noise counter: what the noise is for. Sampling of tokens is the only use so far.
+TOKEN_STREAM = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +64,18 @@ class SpeculationOptions:
     enabled: bool = True
     drafter: str = "auto"
     max_draft_tokens: int | None = None
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the argmax is taken without noise, so that top-k, top-p and min-p change nothing."""
+    return params.temperature < MIN_TEMPERATURE
+
+
+def noise_key(seed: int) -> tuple[int, int]:
+    """Low and high 32-bit word of the seed modulo 2**64: the key of the noise."""
+    return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+
+
+def stop_token_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
+    """Token ids that end the output: the request's, and the model's unless the request ignores those."""
+    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)

@@ -1,0 +1,133 @@
+"""The sampler, plainly: one row of logits to one token. It defines what foretoken_kernels.cpu.sample does fast.
+
+One function an operation, in the order that foretoken/sampling.py gives. Logits are float32 and each operation
+rounds to float32; probabilities are float64, and their sums run one after the other in the order named. A logit that
+is NaN counts as -inf; -inf is what no operation can bring back. If nothing is left, token 0 is sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from foretoken.noise import Float32, gumbel_noise
+from foretoken.sampling import SamplingParams, is_greedy, stop_token_ids
+
+NEVER = np.float32(-np.inf)
+
+
+def sample_reference(
+    logits: Float32,
+    params: SamplingParams,
+    *,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    eos_ids: frozenset[int] = frozenset(),
+    choice_index: int = 0,
+    token_limit: int | None = None,
+) -> int:
+    """The token that follows prompt and output.
+
+    Args:
+        logits: float32 [vocab], the target's, raw.
+        output_ids: emitted tokens and, at a tree node, the tokens on the path from the root to it, its own included.
+        token_limit: ids of the tokenizer: [0, token_limit); None: the whole row.
+    """
+    kept = process_logits(
+        logits, params, prompt_ids=prompt_ids, output_ids=output_ids, eos_ids=eos_ids, token_limit=token_limit
+    )
+    if is_greedy(params):
+        return int(np.argmax(kept))
+    position = len(prompt_ids) + len(output_ids)
+    return int(np.argmax(kept + gumbel_noise(params.seed, position, choice_index, np.arange(len(kept)))))
+
+
+def process_logits(
+    logits: Float32,
+    params: SamplingParams,
+    *,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    eos_ids: frozenset[int] = frozenset(),
+    token_limit: int | None = None,
+) -> Float32:
+    """float32 [vocab]: the row after every operation before the noise; what may not be sampled is -inf."""
+    row = np.where(np.isnan(logits), NEVER, logits).astype(np.float32)
+    row = add_logit_bias(row, params.logit_bias)
+    row = penalize(row, params, prompt_ids, output_ids)
+    if len(output_ids) < params.min_tokens:
+        row = mask_tokens(row, stop_token_ids(params, eos_ids))
+    row = mask_tokens(row, range(len(row) if token_limit is None else token_limit, len(row)))
+    if is_greedy(params):
+        return row
+    row = row / np.float32(params.temperature)
+    row = keep_top_k(row, params.top_k)
+    row = keep_top_p(row, params.top_p)
+    return keep_min_p(row, params.min_p)
+
+
+def add_logit_bias(row: Float32, logit_bias: Mapping[int, float]) -> Float32:
+    """Add each token's bias."""
+    out = row.copy()
+    for token_id, bias in logit_bias.items():
+        out[token_id] += np.float32(bias)
+    return out
+
+
+def penalize(row: Float32, params: SamplingParams, prompt_ids: Iterable[int], output_ids: Sequence[int]) -> Float32:
+    """Apply the repetition penalty (Keskar et al., 2019, CTRL), then OpenAI's frequency and presence penalties."""
+    out = row.copy()
+    repetition = np.float32(params.repetition_penalty)
+    for token_id in {*prompt_ids, *output_ids}:
+        out[token_id] = out[token_id] / repetition if out[token_id] > 0 else out[token_id] * repetition
+    for token_id in set(output_ids):
+        out[token_id] -= np.float32(params.frequency_penalty) * np.float32(output_ids.count(token_id))
+        out[token_id] -= np.float32(params.presence_penalty)
+    return out
+
+
+def mask_tokens(row: Float32, token_ids: Iterable[int]) -> Float32:
+    """Set these tokens' logits to -inf."""
+    out = row.copy()
+    out[list(token_ids)] = NEVER
+    return out
+
+
+def keep_top_k(row: Float32, top_k: int) -> Float32:
+    """Keep the k largest logits and all that equal the k-th; k < 1 is off."""
+    if not 0 < top_k < len(row):
+        return row
+    return np.where(row >= np.sort(row)[-top_k], row, NEVER)
+
+
+def keep_top_p(row: Float32, top_p: float) -> Float32:
+    """Keep the shortest run of the most likely tokens whose mass is at least ``top_p`` of all; 1 is off."""
+    if top_p >= 1.0:
+        return row
+    weights = relative_weights(row)
+    total = 0.0
+    for weight in weights:
+        total += weight
+    out = np.full_like(row, NEVER)
+    mass = 0.0
+    for token_id in sorted(range(len(row)), key=lambda i: (-row[i], i)):
+        if mass >= top_p * total and mass > 0.0:
+            break
+        out[token_id] = row[token_id]
+        mass += weights[token_id]
+    return out
+
+
+def keep_min_p(row: Float32, min_p: float) -> Float32:
+    """Keep tokens whose probability is at least ``min_p`` times that of the most likely one; 0 is off."""
+    if min_p <= 0.0:
+        return row
+    return np.where(np.array(relative_weights(row)) >= min_p, row, NEVER)
+
+
+def relative_weights(row: Float32) -> list[float]:
+    """float64 probabilities, unnormalised: exp(logit - largest logit), 0 for -inf."""
+    largest = float(row.max())
+    return [math.exp(float(logit) - largest) if logit > NEVER else 0.0 for logit in row]

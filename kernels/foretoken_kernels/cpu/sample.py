@@ -1,0 +1,293 @@
+"""The sampler for one row of logits, compiled: to the bit what foretoken/logits.py and foretoken/noise.py define.
+
+One row at a time and scalar arithmetic in a fixed order, so that a token never depends on the batch it is sampled in.
+All compiled functions are in this one file, because numba's cache looks at the time stamp of the file that defines a
+function, not of those that it calls.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+_WORD = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_INCREMENT_0, _INCREMENT_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_ROUNDS = 10
+_NEVER = np.float32(-np.inf)
+_ZERO = np.float32(0.0)
+
+
+class RowRules(NamedTuple):
+    """What one request asks of the sampler, in the form that compiled code takes. Built once a request.
+
+    Attributes:
+        token_limit: ids below this may be sampled.
+        bias_ids, bias_values: int32, float32 [biases]; distinct ids below ``token_limit``.
+        stop_ids: int32 [stop ids]; below ``token_limit``; masked while too few tokens are out.
+        repetition, frequency, presence: float32 penalties.
+        temperature: float32; 0 for greedy.
+        top_k: 0 for off.
+        top_p: 1 for off.
+        min_p: 0 for off.
+        key_low, key_high: the words of the noise key.
+        choice_index, stream: the last two words of the noise counter.
+    """
+
+    token_limit: int
+    bias_ids: Int32
+    bias_values: Float32
+    stop_ids: Int32
+    repetition: np.float32
+    frequency: np.float32
+    presence: np.float32
+    temperature: np.float32
+    top_k: int
+    top_p: float
+    min_p: float
+    key_low: np.uint64
+    key_high: np.uint64
+    choice_index: int
+    stream: int
+
+
+def _gumbel_bounds() -> Float32:
+    """float32 [256]: for each value of a word's first byte, more than any noise that such a word can give."""
+    largest = ((np.arange(256, dtype=np.int64) << 15) | 0x7FFF) + 0.5
+    bounds: Float32 = (-np.log(-np.log(largest / 2**23)) + 1e-5).astype(np.float32)
+    bounds.setflags(write=False)
+    return bounds
+
+
+_GUMBEL_BOUNDS = _gumbel_bounds()
+
+
+@njit(cache=True, nogil=True)
+def philox4x32(
+    c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
+) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
+    """Four 32-bit words of a counter and a key, all held in uint64."""
+    for _ in range(_ROUNDS):
+        even = c0 * _MULTIPLIER_0
+        odd = c2 * _MULTIPLIER_1
+        c0 = (odd >> _HALF) ^ c1 ^ k0
+        c1 = odd & _WORD
+        c2 = (even >> _HALF) ^ c3 ^ k1
+        c3 = even & _WORD
+        k0 = (k0 + _INCREMENT_0) & _WORD
+        k1 = (k1 + _INCREMENT_1) & _WORD
+    return c0, c1, c2, c3
+
+
+@njit(cache=True, nogil=True)
+def gumbel_from_word(word: np.uint64) -> np.float32:
+    """Noise of a 32-bit word."""
+    uniform = (float(word >> np.uint64(9)) + 0.5) / 8388608.0
+    return np.float32(-math.log(-math.log(uniform)))
+
+
+@njit(cache=True, nogil=True)
+def gumbel_row(rules: RowRules, position: int, num_tokens: int) -> Float32:
+    """float32 [num_tokens]: the noise of token ids 0 .. num_tokens - 1 at a position."""
+    out = np.empty(num_tokens, np.float32)
+    c1, c2, c3 = np.uint64(position), np.uint64(rules.choice_index), np.uint64(rules.stream)
+    for block in range((num_tokens + 3) // 4):
+        words = philox4x32(np.uint64(block), c1, c2, c3, rules.key_low, rules.key_high)
+        for lane in range(min(4, num_tokens - 4 * block)):
+            out[4 * block + lane] = gumbel_from_word(words[lane])
+    return out
+
+
+@njit(cache=True, nogil=True)
+def argmax_row(logits: Float32, token_limit: int) -> int:
+    """The lowest id of the largest logit below ``token_limit``; NaN counts as -inf."""
+    best_id = 0
+    best = _NEVER
+    for token_id in range(token_limit):
+        if logits[token_id] > best:
+            best = logits[token_id]
+            best_id = token_id
+    return best_id
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _penalize(row: Float32, rules: RowRules, output_counts: Int32, seen: NDArray[np.bool_]) -> None:
+    for token_id in range(len(row)):
+        if seen[token_id]:
+            logit = row[token_id]
+            row[token_id] = logit / rules.repetition if logit > _ZERO else logit * rules.repetition
+        if output_counts[token_id] > 0:
+            row[token_id] -= rules.frequency * np.float32(output_counts[token_id])
+            row[token_id] -= rules.presence
+
+
+@njit(cache=True, nogil=True)
+def _keep_top_k(row: Float32, top_k: int) -> None:
+    lowest = np.partition(row, len(row) - top_k)[len(row) - top_k]
+    for token_id in range(len(row)):
+        if not row[token_id] >= lowest:
+            row[token_id] = _NEVER
+
+
+@njit(cache=True, nogil=True)
+def _weights(row: Float32) -> Float64:
+    largest = float(row[argmax_row(row, len(row))])
+    weights = np.zeros(len(row), np.float64)
+    for token_id in range(len(row)):
+        if row[token_id] > _NEVER:
+            weights[token_id] = math.exp(float(row[token_id]) - largest)
+    return weights
+
+
+@njit(cache=True, nogil=True)
+def _candidates(weights: Float64, least: float) -> Int64:
+    """Ids whose weight is more than ``least``, ascending."""
+    count = 0
+    for token_id in range(len(weights)):
+        count += weights[token_id] > least
+    ids = np.empty(count, np.int64)
+    count = 0
+    for token_id in range(len(weights)):
+        if weights[token_id] > least:
+            ids[count] = token_id
+            count += 1
+    return ids
+
+
+@njit(cache=True, nogil=True)
+def _keep_top_p(row: Float32, weights: Float64, top_p: float) -> None:
+    total = 0.0
+    for token_id in range(len(row)):
+        total += weights[token_id]
+    # All tokens below this share hold less than half of what may be cut, so the rest holds the mass: only that is
+    # sorted. Should rounding ever say otherwise, all are.
+    least = 0.5 * (1.0 - top_p) * total / len(row)
+    num_kept = 0
+    mass = 0.0
+    while True:
+        ids = _candidates(weights, least)
+        ids = ids[np.argsort(-row[ids], kind="mergesort")]
+        num_kept = 0
+        mass = 0.0
+        while num_kept < len(ids) and (mass < top_p * total or mass == 0.0):
+            mass += weights[ids[num_kept]]
+            num_kept += 1
+        if num_kept < len(ids) or least < 0.0:
+            break
+        least = -1.0
+    kept = row[ids[:num_kept]]
+    row[:] = _NEVER
+    row[ids[:num_kept]] = kept
+
+
+@njit(cache=True, nogil=True)
+def _noised_argmax(row: Float32, rules: RowRules, position: int) -> int:
+    """argmax of row + noise; words and logarithms only for tokens that could still win, so the result is exact."""
+    c1, c2, c3 = np.uint64(position), np.uint64(rules.choice_index), np.uint64(rules.stream)
+    first = argmax_row(row, len(row))
+    words = philox4x32(np.uint64(first // 4), c1, c2, c3, rules.key_low, rules.key_high)
+    best_id = first
+    best = row[first] + gumbel_from_word(words[first % 4])
+    for block in range((len(row) + 3) // 4):
+        low, high = 4 * block, min(4 * block + 4, len(row))
+        largest = row[low]
+        for token_id in range(low + 1, high):
+            largest = max(largest, row[token_id])
+        if largest + _GUMBEL_BOUNDS[255] < best or largest == _NEVER:
+            continue
+        words = philox4x32(np.uint64(block), c1, c2, c3, rules.key_low, rules.key_high)
+        for token_id in range(low, high):
+            word = words[token_id - low]
+            if row[token_id] + _GUMBEL_BOUNDS[word >> np.uint64(24)] < best:
+                continue
+            noised = row[token_id] + gumbel_from_word(word)
+            if noised > best or (noised == best and token_id < best_id):
+                best, best_id = noised, token_id
+    return best_id
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def sample_row(
+    logits: Float32, rules: RowRules, output_counts: Int32, seen: NDArray[np.bool_], mask_stops: bool, position: int
+) -> int:
+    """The token sampled from one row of raw logits.
+
+    Args:
+        logits: float32 [vocab].
+        output_counts: int32 [vocab]; how often each token stands in the output so far, or empty: no penalties.
+        seen: bool [vocab]; tokens of prompt and output, or empty: no penalties.
+        mask_stops: whether too few tokens are out for a stop token.
+        position: index of the sampled token in prompt + output.
+    """
+    row = np.empty(rules.token_limit, np.float32)
+    for token_id in range(rules.token_limit):
+        logit = logits[token_id]
+        row[token_id] = _NEVER if math.isnan(logit) else logit
+    for index in range(len(rules.bias_ids)):
+        row[rules.bias_ids[index]] += rules.bias_values[index]
+    if len(seen) > 0:
+        _penalize(row, rules, output_counts, seen)
+    if mask_stops:
+        for index in range(len(rules.stop_ids)):
+            row[rules.stop_ids[index]] = _NEVER
+    if rules.temperature == _ZERO:
+        return argmax_row(row, len(row))
+    for token_id in range(len(row)):
+        row[token_id] /= rules.temperature
+    if 0 < rules.top_k < len(row):
+        _keep_top_k(row, rules.top_k)
+    if rules.top_p < 1.0:
+        _keep_top_p(row, _weights(row), rules.top_p)
+    if rules.min_p > 0.0:
+        weights = _weights(row)
+        for token_id in range(len(row)):
+            if weights[token_id] < rules.min_p:
+                row[token_id] = _NEVER
+    return _noised_argmax(row, rules, position)
+
+
+@njit(cache=True, nogil=True)
+def logprob_and_rank(logits: Float32, token_id: int) -> tuple[float, float, int]:
+    """Of one row: log of the sum of exp, the token's log-probability, and its rank.
+
+    Sums run in float64 in id order. Rank 1 is the most likely token; of equal logits the lower id comes first.
+    """
+    largest = float(logits[argmax_row(logits, len(logits))])
+    total = 0.0
+    rank = 1
+    chosen = logits[token_id]
+    for other in range(len(logits)):
+        if logits[other] > _NEVER:
+            total += math.exp(float(logits[other]) - largest)
+        rank += logits[other] > chosen or (logits[other] == chosen and other < token_id)
+    log_sum = largest + math.log(total)
+    return log_sum, float(chosen) - log_sum, rank
+
+
+@njit(cache=True, nogil=True)
+def top_ids(logits: Float32, count: int) -> Int64:
+    """int64 [count]: the ids of the largest logits, best first; of equal ones the lower id comes first."""
+    ids = np.empty(count, np.int64)
+    filled = 0
+    for token_id in range(len(logits)):
+        logit = logits[token_id]
+        if filled == count and (count == 0 or not logit > logits[ids[filled - 1]]):
+            continue
+        place = filled if filled < count else count - 1
+        while place > 0 and logit > logits[ids[place - 1]]:
+            if place < count:
+                ids[place] = ids[place - 1]
+            place -= 1
+        ids[place] = token_id
+        filled = min(filled + 1, count)
+    return ids

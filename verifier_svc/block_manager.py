@@ -1,0 +1,190 @@
+"""The only allocator of cache blocks: reference counts, prefix lookup by chained hashes, eviction. Holds no tensors.
+
+A block is *referenced* by one or more tables, *cached* (unreferenced, but its content has a known hash and may be
+found again), or *empty*. Free means unreferenced: empty blocks are handed out first, then the cached ones that were
+released longest ago. Only full blocks are hashed, hashed blocks are never written again, so sharing needs no copies.
+
+Predicates come before actions: ``can_reserve`` says whether ``reserve`` may be called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+# Bytes of a block hash: 128 bits of SHA-256. Two prefixes that collide would read each other's cache.
+HASH_BYTES = 16
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """One sequence's blocks in logical order, each referenced once by this table, and the state of its hash chain.
+
+    Attributes:
+        num_cached_tokens: tokens at the front that the prefix cache held when the table was made.
+        num_hashed: blocks at the front whose hash is known.
+        chain_hash: hash of block ``num_hashed - 1``, or the salt's, before the first.
+    """
+
+    chain_hash: bytes
+    block_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_hashed: int = 0
+    is_free: bool = False
+
+
+class BlockManager:
+    """``num_blocks`` blocks of ``block_size`` slots. Ids are [0, num_blocks). Used by one thread."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True) -> None:
+        assert num_blocks >= 1 and block_size >= 1
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_cache = enable_prefix_cache
+        self._ref_counts = [0] * num_blocks
+        # Hash of each block that the cache may find, and the other way round.
+        self._hashes: dict[int, bytes] = {}
+        self._block_of_hash: dict[bytes, int] = {}
+        # Unreferenced blocks: without content to find (last one first), and with it (longest released first).
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no table references, cached ones counted."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that no table references and that a prefix may still find."""
+        return len(self._cached)
+
+    def ref_count(self, block_id: int) -> int:
+        """Tables that hold a block."""
+        return self._ref_counts[block_id]
+
+    def match_prefix(self, token_ids: Sequence[int], salt: str | None) -> BlockTable:
+        """A new table that references the longest cached prefix of these tokens under this salt; maybe no block.
+
+        At least one token is left out, since the last one must be run to get its logits.
+        """
+        table = BlockTable(_salt_hash(salt))
+        if self.enable_prefix_cache:
+            for index in range((len(token_ids) - 1) // self.block_size):
+                chain_hash = self._chain(table.chain_hash, token_ids, index)
+                block_id = self._block_of_hash.get(chain_hash)
+                if block_id is None:
+                    break
+                self._acquire(block_id)
+                table.block_ids.append(block_id)
+                table.chain_hash = chain_hash
+        table.num_hashed = len(table.block_ids)
+        table.num_cached_tokens = table.num_hashed * self.block_size
+        return table
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free."""
+        return num_blocks <= self.num_free_blocks
+
+    def can_reserve(self, table: BlockTable, num_slots: int) -> bool:
+        """Whether the table could be grown to hold ``num_slots`` slots in all."""
+        return self.can_allocate(self._num_missing(table, num_slots))
+
+    def reserve(self, table: BlockTable, num_slots: int) -> None:
+        """Grow the table to hold ``num_slots`` slots in all; ``can_reserve`` must be true. It never shrinks."""
+        _check_in_use(table)
+        num_missing = self._num_missing(table, num_slots)
+        if not self.can_allocate(num_missing):
+            raise ValueError(f"{num_missing} blocks wanted, {self.num_free_blocks} are free")
+        for _ in range(num_missing):
+            table.block_ids.append(self._take_free())
+
+    def hash_full_blocks(self, table: BlockTable, token_ids: Sequence[int], num_written: int) -> None:
+        """Make the table's full blocks findable.
+
+        Args:
+            token_ids: the sequence's committed tokens; those hashed before must not have changed.
+            num_written: tokens at the front whose keys and values are in the cache.
+        """
+        _check_in_use(table)
+        if not self.enable_prefix_cache:
+            return
+        if num_written > min(len(token_ids), len(table.block_ids) * self.block_size):
+            raise ValueError(f"{num_written} tokens cannot be in the table's blocks")
+        while (table.num_hashed + 1) * self.block_size <= num_written:
+            table.chain_hash = self._chain(table.chain_hash, token_ids, table.num_hashed)
+            block_id = table.block_ids[table.num_hashed]
+            table.num_hashed += 1
+            # A block with this content may exist already, if two sequences computed it side by side: it stays the one.
+            if table.chain_hash not in self._block_of_hash:
+                self._block_of_hash[table.chain_hash] = block_id
+                self._hashes[block_id] = table.chain_hash
+
+    def free(self, table: BlockTable) -> None:
+        """Give up the table and its references; a second time is an error. Hashed blocks stay findable."""
+        _check_in_use(table)
+        table.is_free = True
+        # The end first: a prefix is worth more than what follows it, and useless without it.
+        for block_id in reversed(table.block_ids):
+            self._release(block_id)
+        table.block_ids = []
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books agree with each other. For tests and idle moments."""
+        free = [*self._empty, *self._cached]
+        assert len(free) == len(set(free)), "a block is free twice"
+        referenced = {block_id for block_id, count in enumerate(self._ref_counts) if count}
+        assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
+        assert referenced.isdisjoint(free), "a referenced block is free"
+        assert len(referenced) + len(free) == self.num_blocks, "a block is lost"
+        assert {block_id: chain for chain, block_id in self._block_of_hash.items()} == self._hashes, "hashes disagree"
+        assert self._hashes.keys().isdisjoint(self._empty), "an empty block has a hash"
+        assert self._hashes.keys() >= self._cached.keys(), "a cached block has no hash"
+
+    def _num_missing(self, table: BlockTable, num_slots: int) -> int:
+        return max(-(-num_slots // self.block_size) - len(table.block_ids), 0)
+
+    def _chain(self, parent: bytes, token_ids: Sequence[int], index: int) -> bytes:
+        """Hash of the block of tokens at ``index``, behind the blocks that ``parent`` stands for."""
+        block = token_ids[index * self.block_size : (index + 1) * self.block_size]
+        return hashlib.sha256(parent + np.array(block, np.uint32).tobytes()).digest()[:HASH_BYTES]
+
+    def _acquire(self, block_id: int) -> None:
+        """Add a reference to a block that a hash led to."""
+        if self._ref_counts[block_id] == 0:
+            del self._cached[block_id]
+        self._ref_counts[block_id] += 1
+
+    def _take_free(self) -> int:
+        if self._empty:
+            block_id = self._empty.pop()
+        else:
+            block_id, _ = self._cached.popitem(last=False)
+            del self._block_of_hash[self._hashes.pop(block_id)]
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _release(self, block_id: int) -> None:
+        if self._ref_counts[block_id] == 0:
+            raise ValueError(f"block {block_id} is freed twice")
+        self._ref_counts[block_id] -= 1
+        if self._ref_counts[block_id] == 0:
+            if block_id in self._hashes:
+                self._cached[block_id] = None
+            else:
+                self._empty.append(block_id)
+
+
+def _check_in_use(table: BlockTable) -> None:
+    if table.is_free:
+        raise ValueError("this table was freed before")
+
+
+def _salt_hash(salt: str | None) -> bytes:
+    """Where a tenant's chains begin. No salt is a tenant of its own, other than the empty salt's."""
+    tagged = b"default" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass")
+    return hashlib.sha256(tagged).digest()[:HASH_BYTES]

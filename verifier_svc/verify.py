@@ -1,0 +1,220 @@
+"""Sample, then walk: which tokens a verified tree commits. Knows logits, trees and parameters; no tensors, no cache.
+
+Every node's row goes through the plain sampler with noise keyed by position, and the walk goes from the root to the
+child that holds the sampled token, until there is none. So the tokens are those of plain decode, whatever was drafted.
+Only rows on the path are sampled: the others cannot be reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from foretoken_kernels.cpu.sample import RowRules, argmax_row, logprob_and_rank, sample_row, top_ids
+from numpy.typing import NDArray
+
+from foretoken.sampling import TOKEN_STREAM, SamplingParams, is_greedy, noise_key, stop_token_ids
+from foretoken.tree import DraftTree
+from verifier_svc.messages import FinishReason, TokenLogprobs
+
+Float32 = NDArray[np.float32]
+_NO_COUNTS = np.empty(0, np.int32)
+_NO_FLAGS = np.empty(0, np.bool_)
+_NO_COUNTS.setflags(write=False)
+_NO_FLAGS.setflags(write=False)
+
+
+class WalkResult(NamedTuple):
+    """What one step commits for one sequence.
+
+    Attributes:
+        tokens: to be appended to the output. A stop token is not among them and is not counted as output.
+        accepted_nodes: tree nodes whose tokens are committed, along the path, the root left out; their cache entries
+            are to be kept. They hold the leading tokens: those were drafted, the others the target alone sampled.
+        finish_reason: why the sequence ends here, or None. STOP only if the stop token comes before the length's end.
+        stop_token_id: the stop token that ended it.
+        logprobs: one per token if the request asked for them.
+        num_sampled: tokens of this step before trimming: with the stop token and those past ``max_new_tokens``.
+        num_matched: those of them that were drafted.
+    """
+
+    tokens: list[int]
+    accepted_nodes: list[int]
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+    logprobs: list[TokenLogprobs]
+    num_sampled: int
+    num_matched: int
+
+
+class _Path(NamedTuple):
+    """A walk: ``nodes[i]`` is the node whose row gave ``tokens[i]``; ``matched`` are the nodes that hold tokens."""
+
+    tokens: list[int]
+    nodes: list[int]
+    matched: list[int]
+    stopped: bool
+
+
+class SamplingState:
+    """One sequence's sampler: its rules in compiled form, and the counts that the penalties need.
+
+    It is built from parameters, prompt and the output so far alone, so that a resumed sequence goes on as if nothing
+    had happened. ``sample_and_walk`` advances it by the tokens that it emits; after a finish it is spent.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+        *,
+        eos_ids: frozenset[int],
+        choice_index: int,
+    ) -> None:
+        self.params = params
+        self.stop_ids = stop_token_ids(params, eos_ids)
+        self.num_output_tokens = len(output_ids)
+        # Index of the next token in prompt + output.
+        self.position = len(prompt_ids) + len(output_ids)
+        self._prompt_ids = prompt_ids
+        self._output_ids = output_ids
+        self._choice_index = choice_index
+        self._penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        self._rules: RowRules | None = None
+        # int32 and bool [vocab] from the first row on, if there are penalties.
+        self._output_counts = _NO_COUNTS
+        self._seen = _NO_FLAGS
+
+    def sample(self, logits: Float32, token_limit: int) -> int:
+        """The next token, from its raw logits [vocab]; from now on it counts as output."""
+        if self._rules is None:
+            self._rules = self._prepare(len(logits), token_limit)
+        rules = self._rules
+        mask_stops = self.num_output_tokens < self.params.min_tokens and len(rules.stop_ids) > 0
+        if rules.temperature == 0 and not (mask_stops or self._penalized or len(rules.bias_ids)):
+            token = int(argmax_row(logits, rules.token_limit))
+        else:
+            token = int(sample_row(logits, rules, self._output_counts, self._seen, mask_stops, self.position))
+        self.num_output_tokens += 1
+        self.position += 1
+        if self._penalized:
+            self._output_counts[token] += 1
+            self._seen[token] = True
+        return token
+
+    def _prepare(self, vocab_size: int, token_limit: int) -> RowRules:
+        """Rules and counts, once the width of a row is known."""
+        params = self.params
+        token_limit = min(token_limit, vocab_size)
+        if self._penalized:
+            self._output_counts = np.bincount(self._output_ids, minlength=vocab_size).astype(np.int32)
+            self._seen = self._output_counts > 0
+            self._seen[list(self._prompt_ids)] = True
+        self._prompt_ids = self._output_ids = ()
+        bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < token_limit}
+        key_low, key_high = noise_key(params.seed)
+        return RowRules(
+            token_limit=token_limit,
+            bias_ids=np.array(list(bias), np.int32),
+            bias_values=np.array(list(bias.values()), np.float32),
+            stop_ids=np.array(sorted(token_id for token_id in self.stop_ids if token_id < token_limit), np.int32),
+            repetition=np.float32(params.repetition_penalty),
+            frequency=np.float32(params.frequency_penalty),
+            presence=np.float32(params.presence_penalty),
+            temperature=np.float32(0 if is_greedy(params) else params.temperature),
+            top_k=max(params.top_k, 0),
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            key_low=np.uint64(key_low),
+            key_high=np.uint64(key_high),
+            choice_index=self._choice_index,
+            stream=TOKEN_STREAM,
+        )
+
+
+def sample_and_walk(
+    logits: Float32, tree: DraftTree, state: SamplingState, token_limit: int, max_new_tokens: int
+) -> WalkResult:
+    """Sample along a verified tree and say what it commits; advances ``state``.
+
+    Args:
+        logits: float32 [num_nodes, vocab], raw; row ``i`` follows node ``i``. Each row is contiguous.
+        tree: a valid tree whose root is the last token of prompt + output.
+        token_limit: ids below it are the tokenizer's and may be sampled; the same in every call.
+        max_new_tokens: tokens that may still be emitted, at least 1; the context's end included.
+    """
+    assert len(logits) == tree.num_nodes and max_new_tokens >= 1
+    path = _walk(logits, tree, state, token_limit)
+    tokens = path.tokens[:-1] if path.stopped else path.tokens
+    finish_reason, stop_token_id = None, None
+    if len(tokens) >= max_new_tokens:
+        tokens, finish_reason = tokens[:max_new_tokens], FinishReason.LENGTH
+    elif path.stopped:
+        finish_reason, stop_token_id = FinishReason.STOP, path.tokens[-1]
+    top_k = state.params.logprobs
+    rows = [logits[node] for node in path.nodes[: len(tokens)]]
+    return WalkResult(
+        tokens=tokens,
+        accepted_nodes=path.matched[: len(tokens)],
+        finish_reason=finish_reason,
+        stop_token_id=stop_token_id,
+        logprobs=[] if top_k is None else token_logprobs(rows, tokens, top_k),
+        num_sampled=len(path.tokens),
+        num_matched=len(path.matched),
+    )
+
+
+def _walk(logits: Float32, tree: DraftTree, state: SamplingState, token_limit: int) -> _Path:
+    """Sample from the root on until a stop token or a token that no child holds."""
+    children = _children(tree)
+    tokens: list[int] = []
+    nodes: list[int] = []
+    matched: list[int] = []
+    node: int | None = 0
+    while node is not None:
+        token = state.sample(logits[node], token_limit)
+        tokens.append(token)
+        nodes.append(node)
+        node = children.get((node, token))
+        if node is not None:
+            matched.append(node)
+        if token in state.stop_ids:
+            return _Path(tokens, nodes, matched, stopped=True)
+    return _Path(tokens, nodes, matched, stopped=False)
+
+
+def _children(tree: DraftTree) -> dict[tuple[int, int], int]:
+    """Node by (parent, token); of siblings with one token the lowest index."""
+    children: dict[tuple[int, int], int] = {}
+    if tree.num_nodes > 1:
+        parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+        for node in range(1, tree.num_nodes):
+            children.setdefault((parents[node], tokens[node]), node)
+    return children
+
+
+def token_logprobs(logits: Iterable[Float32], token_ids: Sequence[int], top_k: int) -> list[TokenLogprobs]:
+    """Logprobs of one token a row, and of the ``top_k`` best ones, from raw logits.
+
+    Args:
+        logits: float32 [rows, vocab]; each row is contiguous.
+        token_ids: [rows].
+    """
+    return [_row_logprobs(row, token_id, top_k) for row, token_id in zip(logits, token_ids, strict=True)]
+
+
+def _row_logprobs(row: Float32, token_id: int, top_k: int) -> TokenLogprobs:
+    log_sum, logprob, rank = logprob_and_rank(row, token_id)
+    best = top_ids(row, min(top_k, len(row))).tolist() if top_k else []
+    return TokenLogprobs(token_id, logprob, rank, tuple((other, float(row[other]) - log_sum) for other in best))
+
+
+def warm_up() -> None:
+    """Compile what this module calls, or load it from numba's cache, before the first request waits for it."""
+    row = np.linspace(0, 1, 8, dtype=np.float32)
+    penalized = SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=1)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(), penalized):
+        state = SamplingState(params, (1,), eos_ids=frozenset({7}), choice_index=0)
+        sample_and_walk(row[None], DraftTree.root_only(1), state, len(row), 1)
