@@ -26,17 +26,17 @@ def sample_reference(
     output_ids: Sequence[int],
     eos_ids: frozenset[int] = frozenset(),
     choice_index: int = 0,
-    token_limit: int | None = None,
+    vocab_limit: int | None = None,
 ) -> int:
     """The token that follows prompt and output.
 
     Args:
         logits: float32 [vocab], the target's, raw.
         output_ids: emitted tokens and, at a tree node, the tokens on the path from the root to it, its own included.
-        token_limit: ids of the tokenizer: [0, token_limit); None: the whole row.
+        vocab_limit: ids of the tokenizer: [0, vocab_limit); None: the whole row.
     """
     kept = process_logits(
-        logits, params, prompt_ids=prompt_ids, output_ids=output_ids, eos_ids=eos_ids, token_limit=token_limit
+        logits, params, prompt_ids=prompt_ids, output_ids=output_ids, eos_ids=eos_ids, vocab_limit=vocab_limit
     )
     if is_greedy(params):
         return int(np.argmax(kept))
@@ -51,7 +51,7 @@ def process_logits(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     eos_ids: frozenset[int] = frozenset(),
-    token_limit: int | None = None,
+    vocab_limit: int | None = None,
 ) -> Float32:
     """float32 [vocab]: the row after every operation before the noise; what may not be sampled is -inf."""
     row = np.where(np.isnan(logits), NEVER, logits).astype(np.float32)
@@ -59,7 +59,7 @@ def process_logits(
     row = penalize(row, params, prompt_ids, output_ids)
     if len(output_ids) < params.min_tokens:
         row = mask_tokens(row, stop_token_ids(params, eos_ids))
-    row = mask_tokens(row, range(len(row) if token_limit is None else token_limit, len(row)))
+    row = mask_tokens(row, range(len(row) if vocab_limit is None else vocab_limit, len(row)))
     if is_greedy(params):
         return row
     row = row / np.float32(params.temperature)

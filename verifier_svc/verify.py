@@ -19,10 +19,6 @@ from foretoken.tree import DraftTree
 from verifier_svc.messages import FinishReason, TokenLogprobs
 
 Float32 = NDArray[np.float32]
-_NO_COUNTS = np.empty(0, np.int32)
-_NO_FLAGS = np.empty(0, np.bool_)
-_NO_COUNTS.setflags(write=False)
-_NO_FLAGS.setflags(write=False)
 
 
 class WalkResult(NamedTuple):
@@ -31,21 +27,23 @@ class WalkResult(NamedTuple):
     Attributes:
         tokens: to be appended to the output. A stop token is not among them and is not counted as output.
         accepted_nodes: tree nodes whose tokens are committed, along the path, the root left out; their cache entries
-            are to be kept. They hold the leading tokens: those were drafted, the others the target alone sampled.
-        finish_reason: why the sequence ends here, or None. STOP only if the stop token comes before the length's end.
+            are to be kept. They hold the leading tokens; those were drafted.
+        sources: one per token: the drafter's number where it was drafted, 0 where the target alone sampled it.
+        finish: why the sequence ends here, or None. STOP only if the stop token comes before the length's end.
         stop_token_id: the stop token that ended it.
         logprobs: one per token if the request asked for them.
-        num_sampled: tokens of this step before trimming: with the stop token and those past ``max_new_tokens``.
-        num_matched: those of them that were drafted.
+        num_walked_tokens: tokens of this step before trimming: with the stop token and those past ``max_new_tokens``.
+        num_accepted_drafts: those of them that were drafted.
     """
 
     tokens: list[int]
     accepted_nodes: list[int]
-    finish_reason: FinishReason | None
+    sources: list[int]
+    finish: FinishReason | None
     stop_token_id: int | None
     logprobs: list[TokenLogprobs]
-    num_sampled: int
-    num_matched: int
+    num_walked_tokens: int
+    num_accepted_drafts: int
 
 
 class _Path(NamedTuple):
@@ -72,54 +70,54 @@ class SamplingState:
         *,
         eos_ids: frozenset[int],
         choice_index: int,
+        vocab_limit: int | None = None,
     ) -> None:
+        """``vocab_limit``: ids below it are the tokenizer's and may be sampled; None: as many as a row has."""
         self.params = params
         self.stop_ids = stop_token_ids(params, eos_ids)
         self.num_output_tokens = len(output_ids)
-        # Index of the next token in prompt + output.
-        self.position = len(prompt_ids) + len(output_ids)
         self._prompt_ids = prompt_ids
         self._output_ids = output_ids
         self._choice_index = choice_index
+        self._vocab_limit = vocab_limit
         self._penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
         self._rules: RowRules | None = None
-        # int32 and bool [vocab] from the first row on, if there are penalties.
-        self._output_counts = _NO_COUNTS
-        self._seen = _NO_FLAGS
+        # [vocab] from the first row on, if there are penalties.
+        self._output_counts = np.empty(0, np.int32)
+        self._seen = np.empty(0, np.bool_)
 
-    def sample(self, logits: Float32, token_limit: int) -> int:
-        """The next token, from its raw logits [vocab]; from now on it counts as output."""
+    def sample(self, logits: Float32, position: int) -> int:
+        """The token at a position of prompt + output, from its raw logits [vocab]; from now on it counts as output."""
         if self._rules is None:
-            self._rules = self._prepare(len(logits), token_limit)
+            self._rules = self._prepare(len(logits))
         rules = self._rules
         mask_stops = self.num_output_tokens < self.params.min_tokens and len(rules.stop_ids) > 0
         if rules.temperature == 0 and not (mask_stops or self._penalized or len(rules.bias_ids)):
-            token = int(argmax_row(logits, rules.token_limit))
+            token = int(argmax_row(logits, rules.vocab_limit))
         else:
-            token = int(sample_row(logits, rules, self._output_counts, self._seen, mask_stops, self.position))
+            token = int(sample_row(logits, rules, self._output_counts, self._seen, mask_stops, position))
         self.num_output_tokens += 1
-        self.position += 1
         if self._penalized:
             self._output_counts[token] += 1
             self._seen[token] = True
         return token
 
-    def _prepare(self, vocab_size: int, token_limit: int) -> RowRules:
+    def _prepare(self, vocab_size: int) -> RowRules:
         """Rules and counts, once the width of a row is known."""
         params = self.params
-        token_limit = min(token_limit, vocab_size)
+        vocab_limit = vocab_size if self._vocab_limit is None else min(self._vocab_limit, vocab_size)
         if self._penalized:
             self._output_counts = np.bincount(self._output_ids, minlength=vocab_size).astype(np.int32)
             self._seen = self._output_counts > 0
             self._seen[list(self._prompt_ids)] = True
         self._prompt_ids = self._output_ids = ()
-        bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < token_limit}
+        bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_limit}
         key_low, key_high = noise_key(params.seed)
         return RowRules(
-            token_limit=token_limit,
+            vocab_limit=vocab_limit,
             bias_ids=np.array(list(bias), np.int32),
             bias_values=np.array(list(bias.values()), np.float32),
-            stop_ids=np.array(sorted(token_id for token_id in self.stop_ids if token_id < token_limit), np.int32),
+            stop_ids=np.array(sorted(token_id for token_id in self.stop_ids if token_id < vocab_limit), np.int32),
             repetition=np.float32(params.repetition_penalty),
             frequency=np.float32(params.frequency_penalty),
             presence=np.float32(params.presence_penalty),
@@ -135,46 +133,57 @@ class SamplingState:
 
 
 def sample_and_walk(
-    logits: Float32, tree: DraftTree, state: SamplingState, token_limit: int, max_new_tokens: int
+    logits: Float32,
+    tree: DraftTree,
+    state: SamplingState,
+    num_prompt_tokens: int,
+    output_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    source: int = 1,
 ) -> WalkResult:
     """Sample along a verified tree and say what it commits; advances ``state``.
 
     Args:
         logits: float32 [num_nodes, vocab], raw; row ``i`` follows node ``i``. Each row is contiguous.
         tree: a valid tree whose root is the last token of prompt + output.
-        token_limit: ids below it are the tokenizer's and may be sampled; the same in every call.
+        output_ids: the output so far.
         max_new_tokens: tokens that may still be emitted, at least 1; the context's end included.
+        source: number of the drafter that the tree is from, for ``sources``.
     """
+    assert state.num_output_tokens == len(output_ids), "the state has not seen this output"
     assert len(logits) == tree.num_nodes and max_new_tokens >= 1
-    path = _walk(logits, tree, state, token_limit)
+    path = _walk(logits, tree, state, num_prompt_tokens + len(output_ids))
     tokens = path.tokens[:-1] if path.stopped else path.tokens
-    finish_reason, stop_token_id = None, None
+    finish, stop_token_id = None, None
     if len(tokens) >= max_new_tokens:
-        tokens, finish_reason = tokens[:max_new_tokens], FinishReason.LENGTH
+        tokens, finish = tokens[:max_new_tokens], FinishReason.LENGTH
     elif path.stopped:
-        finish_reason, stop_token_id = FinishReason.STOP, path.tokens[-1]
+        finish, stop_token_id = FinishReason.STOP, path.tokens[-1]
     top_k = state.params.logprobs
     rows = [logits[node] for node in path.nodes[: len(tokens)]]
+    accepted = path.matched[: len(tokens)]
     return WalkResult(
         tokens=tokens,
-        accepted_nodes=path.matched[: len(tokens)],
-        finish_reason=finish_reason,
+        accepted_nodes=accepted,
+        sources=[source] * len(accepted) + [0] * (len(tokens) - len(accepted)),
+        finish=finish,
         stop_token_id=stop_token_id,
         logprobs=[] if top_k is None else token_logprobs(rows, tokens, top_k),
-        num_sampled=len(path.tokens),
-        num_matched=len(path.matched),
+        num_walked_tokens=len(path.tokens),
+        num_accepted_drafts=len(path.matched),
     )
 
 
-def _walk(logits: Float32, tree: DraftTree, state: SamplingState, token_limit: int) -> _Path:
-    """Sample from the root on until a stop token or a token that no child holds."""
+def _walk(logits: Float32, tree: DraftTree, state: SamplingState, position: int) -> _Path:
+    """Sample from the root on until a stop token or a token that no child holds; ``position`` is the first token's."""
     children = _children(tree)
     tokens: list[int] = []
     nodes: list[int] = []
     matched: list[int] = []
     node: int | None = 0
     while node is not None:
-        token = state.sample(logits[node], token_limit)
+        token = state.sample(logits[node], position + len(tokens))
         tokens.append(token)
         nodes.append(node)
         node = children.get((node, token))
@@ -217,4 +226,4 @@ def warm_up() -> None:
     penalized = SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=1)
     for params in (SamplingParams(temperature=0.0), SamplingParams(), penalized):
         state = SamplingState(params, (1,), eos_ids=frozenset({7}), choice_index=0)
-        sample_and_walk(row[None], DraftTree.root_only(1), state, len(row), 1)
+        sample_and_walk(row[None], DraftTree.root_only(1), state, 1, (), 1)

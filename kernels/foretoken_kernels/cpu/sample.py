@@ -32,9 +32,9 @@ class RowRules(NamedTuple):
     """What one request asks of the sampler, in the form that compiled code takes. Built once a request.
 
     Attributes:
-        token_limit: ids below this may be sampled.
-        bias_ids, bias_values: int32, float32 [biases]; distinct ids below ``token_limit``.
-        stop_ids: int32 [stop ids]; below ``token_limit``; masked while too few tokens are out.
+        vocab_limit: ids below this may be sampled.
+        bias_ids, bias_values: int32, float32 [biases]; distinct ids below ``vocab_limit``.
+        stop_ids: int32 [stop ids]; below ``vocab_limit``; masked while too few tokens are out.
         repetition, frequency, presence: float32 penalties.
         temperature: float32; 0 for greedy.
         top_k: 0 for off.
@@ -44,7 +44,7 @@ class RowRules(NamedTuple):
         choice_index, stream: the last two words of the noise counter.
     """
 
-    token_limit: int
+    vocab_limit: int
     bias_ids: Int32
     bias_values: Float32
     stop_ids: Int32
@@ -109,11 +109,11 @@ def gumbel_row(rules: RowRules, position: int, num_tokens: int) -> Float32:
 
 
 @njit(cache=True, nogil=True)
-def argmax_row(logits: Float32, token_limit: int) -> int:
-    """The lowest id of the largest logit below ``token_limit``; NaN counts as -inf."""
+def argmax_row(logits: Float32, vocab_limit: int) -> int:
+    """The lowest id of the largest logit below ``vocab_limit``; NaN counts as -inf."""
     best_id = 0
     best = _NEVER
-    for token_id in range(token_limit):
+    for token_id in range(vocab_limit):
         if logits[token_id] > best:
             best = logits[token_id]
             best_id = token_id
@@ -229,8 +229,8 @@ def sample_row(
         mask_stops: whether too few tokens are out for a stop token.
         position: index of the sampled token in prompt + output.
     """
-    row = np.empty(rules.token_limit, np.float32)
-    for token_id in range(rules.token_limit):
+    row = np.empty(rules.vocab_limit, np.float32)
+    for token_id in range(rules.vocab_limit):
         logit = logits[token_id]
         row[token_id] = _NEVER if math.isnan(logit) else logit
     for index in range(len(rules.bias_ids)):
