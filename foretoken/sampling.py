@@ -26,6 +26,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# Part of a model's fingerprint: raised whenever the same logits, parameters and seed could give another text.
+SAMPLER_VERSION = 1
+
 # A temperature below this is greedy: dividing by it would overflow float32 before it changed a text.
 MIN_TEMPERATURE = 1e-5
 # The last word of the noise counter: what the noise is for. Sampling of tokens is the only use so far.
