@@ -256,7 +256,7 @@ class Engine:
         known = min(part.num_tokens, sequence.num_prompt_tokens - 1 - first)
         wanted = sequence.sampling.prompt_logprobs
         assert wanted is not None
-        if known > 0 and len(sequence.prompt_logprobs) == first:
+        if known > 0:
             following = sequence.tokens[first + 1 : first + 1 + known]
             sequence.prompt_logprobs.extend(token_logprobs(rows[:known], following, wanted))
         return rows[part.num_tokens - 1 :] if part.samples else rows[:0]
@@ -285,7 +285,8 @@ class Engine:
             sequence.first_token_at = time.monotonic()
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_generated_tokens += len(result.tokens)
-        if result.tokens or sequence.prompt_logprobs:
+        prompt_logprobs = () if sequence.prompt_logprobs_sent else tuple(sequence.prompt_logprobs)
+        if result.tokens or prompt_logprobs:
             event = TokensEvent(
                 sequence.key,
                 sequence.attempt,
@@ -293,9 +294,9 @@ class Engine:
                 tuple(result.tokens),
                 tuple(result.sources),
                 tuple(result.logprobs),
-                tuple(sequence.prompt_logprobs),
+                prompt_logprobs,
             )
-            sequence.prompt_logprobs = []
+            sequence.prompt_logprobs_sent = True
             self._emit(event)
         if result.finish is not None:
             self._finish(sequence, result.finish, stop_token_id=result.stop_token_id)

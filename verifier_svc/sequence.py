@@ -75,6 +75,8 @@ class Sequence:
         self.steps: list[DecodeStep] = []
 
         self.prompt_logprobs: list[TokenLogprobs] = []
+        # A resumed sequence's were sent by the first attempt.
+        self.prompt_logprobs_sent = self.num_resumed_tokens > 0
 
     @property
     def block_ids(self) -> list[int]:
@@ -103,8 +105,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        # A resumed sequence's were sent by the first attempt.
-        return self.sampling.prompt_logprobs is not None and self.num_resumed_tokens == 0
+        return self.sampling.prompt_logprobs is not None and not self.prompt_logprobs_sent
 
     def forget_cache(self) -> None:
         """After preemption: everything is to be computed again."""
@@ -113,6 +114,7 @@ class Sequence:
         self.slot = NO_SLOT
         self.told_to = ""
         self.told_length = 0
+        self.prompt_logprobs = []
 
     def stats(self, drafter_names: tuple[str, ...], kept_tokens: int | None = None) -> SpeculationStats:
         """Statistics of the decode steps up to output token ``kept_tokens`` (all if None)."""

@@ -17,7 +17,8 @@ import numpy as np
 
 from foretoken.drafting import DraftBatch, DraftRequest
 from foretoken.tree import DraftTree, depths
-from verifier_svc.drafter_client import DraftSource, TransportClosedError
+from foretoken.transport import TransportClosedError
+from verifier_svc.draft_source import DraftSource
 from verifier_svc.sequence import Sequence
 from verifier_svc.step_costs import StepCosts
 

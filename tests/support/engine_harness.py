@@ -1,0 +1,219 @@
+"""An engine over a target and a drafter in one thread, stepped by hand: what identity tests run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from foretoken.drafting import Drafter, TargetInfo
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.transport import InProcessTransport, TransportCounters
+from verifier_svc.block_manager import BlockManager
+from verifier_svc.engine import Engine, TargetRunner
+from verifier_svc.messages import (
+    Abort,
+    ErrorEvent,
+    FinishedEvent,
+    SequenceKey,
+    Submit,
+    TokenLogprobs,
+    TokensEvent,
+)
+from verifier_svc.outbox import Outbox
+from verifier_svc.scheduler import Scheduler
+from verifier_svc.speculator import Speculator
+from verifier_svc.step_costs import StepCosts
+
+EPOCH = 41
+# A node costs next to nothing here: the gate stays open, so that walks are exercised.
+FLAT_COSTS = {1: 1.0, 256: 1.001}
+
+
+class TestSource:
+    """A drafter in this process that can be killed and brought back."""
+
+    __test__ = False
+
+    def __init__(self, name: str, drafter: Drafter, target: TargetInfo) -> None:
+        self.name = name
+        self.algorithm = drafter.algorithm
+        self.transport_name = "in-process"
+        self._drafter = drafter
+        self._target = target
+        self.transport: InProcessTransport | None = None
+        self.num_attaches = 0
+        self.failures: list[str] = []
+        self.start()
+
+    @property
+    def state(self) -> str:
+        return "attached" if self.transport else "connecting"
+
+    def start(self) -> None:
+        self._drafter.attach(self._target)
+        self.transport = InProcessTransport(self._drafter, TransportCounters())
+        self.num_attaches += 1
+
+    def kill(self) -> None:
+        """As after a SIGKILL: the engine finds out at its next call."""
+        assert self.transport is not None
+        self.transport.close()
+
+    def report_failure(self, reason: str) -> None:
+        self.failures.append(reason)
+        self.transport = None
+
+    def report_success(self) -> None:
+        return
+
+    def close(self) -> None:
+        self.transport = None
+
+
+@dataclass(slots=True)
+class Result:
+    """All that one sequence's events said."""
+
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: FinishedEvent | None = None
+    error: ErrorEvent | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.finished is not None or self.error is not None
+
+
+@dataclass(slots=True)
+class Request:
+    """One sequence to run, in short."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    choice_index: int = 0
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    cache_salt: str | None = None
+    output: Sequence[int] = ()
+    deadline: float | None = None
+    attempt: int = 0
+
+    def plain(self) -> Request:
+        """The same without speculation."""
+        return replace(self, speculation=SpeculationOptions(enabled=False))
+
+
+class Harness:
+    """Steps an engine. ``drafters`` by name; ``source`` gives access to one."""
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        *,
+        vocab_size: int,
+        num_blocks: int,
+        block_size: int,
+        drafters: Mapping[str, Drafter] | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        max_model_len: int = 256,
+        max_running: int = 8,
+        max_waiting: int = 4096,
+        chunk_tokens: int = 64,
+        max_nodes: int = 8,
+        max_batch_size: int = 0,
+        prefix_cache: bool = True,
+        costs: Mapping[int, float] | None = None,
+    ) -> None:
+        target = TargetInfo("test", vocab_size, max_model_len, max_running, max_nodes)
+        self.sources = [TestSource(name, drafter, target) for name, drafter in (drafters or {}).items()]
+        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(
+            self.blocks, max_running=max_running, max_waiting=max_waiting, chunk_tokens=chunk_tokens
+        )
+        self.speculator = Speculator(
+            self.sources,
+            StepCosts(dict(costs or FLAT_COSTS)),
+            epoch=EPOCH,
+            vocab_size=vocab_size,
+            max_nodes=max_nodes,
+            max_batch_size=max_batch_size,
+            timeout_s=5.0,
+        )
+        # Steps of a test take microseconds or milliseconds as the machine pleases: what the gate decides must not.
+        self.speculator.observe_step = lambda num_rows, seconds: None  # type: ignore[method-assign]
+        self.engine = Engine(
+            runner,
+            self.blocks,
+            self.scheduler,
+            self.speculator,
+            max_model_len=max_model_len,
+            eos_ids=eos_ids,
+            token_limit=vocab_size,
+        )
+        self.outbox = Outbox(lambda: None)
+        self.session = self.engine.open_session(self.outbox)
+        self.results: dict[SequenceKey, Result] = {}
+        self.num_steps = 0
+        self._num_submitted = 0
+
+    def submit(self, request: Request, request_id: str | None = None) -> SequenceKey:
+        """Queue a request; its key."""
+        self._num_submitted += 1
+        key = SequenceKey(self.session, request_id or f"r{self._num_submitted}", request.choice_index)
+        self.results[key] = Result()
+        self.engine.send(
+            Submit(
+                key=key,
+                attempt=request.attempt,
+                prompt_ids=tuple(request.prompt),
+                output_ids=tuple(request.output),
+                sampling=request.sampling,
+                speculation=request.speculation,
+                cache_salt=request.cache_salt,
+                deadline=request.deadline,
+            )
+        )
+        return key
+
+    def abort(self, key: SequenceKey, kept_tokens: int | None = None) -> None:
+        self.engine.send(Abort(key, kept_tokens))
+
+    def step(self) -> None:
+        """One step, its events taken into ``results``; offsets are checked to leave no gap."""
+        self.engine.run_step()
+        self.num_steps += 1
+        for event in self.outbox.take():
+            result = self.results[event.key]
+            match event:
+                case TokensEvent():
+                    resumed = event.offset - len(result.token_ids)
+                    assert resumed >= 0 and (not result.token_ids or resumed == 0), "a gap or an overlap"
+                    result.token_ids.extend([0] * resumed + list(event.token_ids))
+                    result.sources.extend(event.sources)
+                    result.logprobs.extend(event.logprobs)
+                    result.prompt_logprobs.extend(event.prompt_logprobs)
+                case FinishedEvent():
+                    result.finished = event
+                case ErrorEvent():
+                    result.error = event
+
+    def run(
+        self, requests: Iterable[Request], *, every_step: Callable[[Harness], None] | None = None
+    ) -> list[Result]:
+        """Submit all, step until all are done, return their results in order."""
+        keys = [self.submit(request) for request in requests]
+        while not all(self.results[key].is_done for key in keys):
+            self.step()
+            if every_step is not None:
+                every_step(self)
+        return [self.results[key] for key in keys]
+
+    def drain(self) -> None:
+        """Step until nothing runs and last words are told, then check the books."""
+        while not self.engine.is_idle:
+            self.step()
+        self.step()
+        self.blocks.check_integrity()
+        assert self.blocks.num_free_blocks == self.blocks.num_blocks, "pages leaked"
+

@@ -1,0 +1,62 @@
+"""A target "model" whose logits are a hash of exactly the cache entries that a row can see.
+
+It keeps token and position in a cache by slot, as a real model keeps keys and values: a wrong slot, mask, position,
+shared block or skipped compaction changes the hash and with it the text. It takes microseconds a row.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foretoken.models.batch import ForwardBatch
+
+UNWRITTEN = -7
+
+
+class HashTarget:
+    """Implements verifier_svc.engine.TargetRunner. Logits are spread so that sampling has choices."""
+
+    def __init__(self, vocab_size: int, num_blocks: int, block_size: int, *, spread: float = 4.0) -> None:
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._spread = spread
+        self._tokens = np.full(num_blocks * block_size, UNWRITTEN, np.int64)
+        self._positions = np.full(num_blocks * block_size, UNWRITTEN, np.int64)
+        self.num_rows: list[int] = []
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.num_rows.append(batch.num_rows)
+        assert len(np.unique(batch.slot_mapping)) == batch.num_rows, "two rows write one slot"
+        self._tokens[batch.slot_mapping] = batch.token_ids
+        self._positions[batch.slot_mapping] = batch.positions
+        out = np.stack([self._logits(batch, int(row)) for row in batch.logit_rows]) if len(batch.logit_rows) else None
+        if out is None:
+            return torch.empty(0, self._vocab_size)
+        return torch.from_numpy(out)
+
+    def commit(self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32]) -> None:
+        for source, target in zip(source_slots, target_slots, strict=True):
+            self._tokens[target] = self._tokens[source]
+            self._positions[target] = self._positions[source]
+
+    def _logits(self, batch: ForwardBatch, row: int) -> NDArray[np.float32]:
+        seq = batch.row_seqs[row]
+        logical = list(range(batch.context_lens[row]))
+        for word, bits in enumerate(batch.masks[row]):
+            logical += [int(batch.tree_starts[seq]) + 64 * word + bit for bit in range(64) if int(bits) >> bit & 1]
+        at = np.array(logical)
+        slots = batch.block_tables[seq, at // self._block_size] * self._block_size + at % self._block_size
+        tokens, positions = self._tokens[slots], self._positions[slots]
+        assert (positions == np.arange(len(at))).all(), "a row sees an entry of another position"
+        state = zlib.crc32(tokens.tobytes())
+        mixed = (np.arange(1, self._vocab_size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ (
+            np.uint64(state * 0xBF58476D1CE4E5B9 % 2**64)
+        )
+        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
+        return ((mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**24) * np.float32(self._spread)).astype(
+            np.float32
+        )

@@ -1,0 +1,57 @@
+"""Measures at start what a step costs by its number of rows, so that the first request drafts as wide as it should."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+
+from foretoken.models.batch import ForwardBatch
+from verifier_svc.engine import TargetRunner
+
+# Tokens of context behind the measured rows: short, since what counts is the difference that rows make.
+CONTEXT = 128
+REPEATS = 7
+
+
+def row_counts(most: int) -> list[int]:
+    """1, 2, 4, ... up to ``most``."""
+    counts = [1]
+    while counts[-1] * 2 <= most:
+        counts.append(counts[-1] * 2)
+    return counts
+
+
+def measure_step_costs(runner: TargetRunner, *, num_blocks: int, block_size: int, most_rows: int) -> dict[int, float]:
+    """Median seconds of a forward pass by row count. Writes to the cache: only before the first sequence runs."""
+    most = min(most_rows, max(num_blocks * block_size // 2, 1))
+    context = min(CONTEXT, num_blocks * block_size - most)
+    costs = {}
+    for rows in row_counts(most):
+        batch = _chain(context, rows, block_size)
+        runner.forward(batch)
+        times = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            runner.forward(batch)
+            times.append(time.perf_counter() - began)
+        costs[rows] = statistics.median(times)
+    return costs
+
+
+def _chain(context: int, rows: int, block_size: int) -> ForwardBatch:
+    """A chain of ``rows`` tokens behind ``context`` slots of the first blocks."""
+    positions = np.arange(context, context + rows, dtype=np.int32)
+    num_blocks = -(-(context + rows) // block_size)
+    return ForwardBatch(
+        token_ids=np.zeros(rows, np.int32),
+        positions=positions,
+        slot_mapping=positions.copy(),
+        row_seqs=np.zeros(rows, np.int32),
+        context_lens=positions + 1,
+        masks=np.zeros((rows, 1), np.uint64),
+        tree_starts=np.zeros(1, np.int32),
+        block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+        logit_rows=np.arange(rows, dtype=np.int32),
+    )

@@ -1,0 +1,219 @@
+"""One verifier process: builds the engine, serves it, drains it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import uvloop
+
+from foretoken import rpc
+from foretoken.drafting import Drafter, TargetInfo
+from foretoken.errors import ConfigError
+from foretoken.limits import ModelLimits
+from foretoken.models.config import load_config
+from foretoken.models.tokenizer_size import num_token_ids
+from foretoken.models.weights import Checkpoint
+from protos import verifier_pb2_grpc
+from verifier_svc import verify
+from verifier_svc.block_manager import BlockManager
+from verifier_svc.calibration import measure_step_costs
+from verifier_svc.config import VerifierSettings
+from verifier_svc.draft_source import DraftSource
+from verifier_svc.drafter_client import DrafterClient, InProcessClient
+from verifier_svc.engine import Engine
+from verifier_svc.info import VerifierInfo
+from verifier_svc.memory_plan import MemoryPlan, make_plan
+from verifier_svc.model_runner import ModelRunner, cache_bytes_per_token
+from verifier_svc.scheduler import Scheduler
+from verifier_svc.service import VerifierService
+from verifier_svc.speculator import Speculator
+from verifier_svc.step_costs import StepCosts
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "foretoken.verifier.v1.VerifierService"
+# Seconds between looks at the engine thread and, while draining, at what still runs.
+WATCH_S = 0.5
+STOP_GRACE_S = 2.0
+
+Progress = Callable[[int, int, str], None]
+
+
+def show_progress(done: int, total: int, what: str) -> None:
+    """One line for each tenth, on stderr."""
+    if done == total or done * 10 // total != (done - 1) * 10 // total:
+        print(f"verifier: {what} {done * 100 // total}%", file=sys.stderr, flush=True)
+
+
+def memory_plan(settings: VerifierSettings) -> MemoryPlan:
+    """Where memory will go, without loading a weight. Raises ConfigError or CheckpointError."""
+    config = load_config(settings.model)
+    context = settings.context_length or config.max_position_embeddings
+    with Checkpoint(settings.model) as checkpoint:
+        stored = checkpoint.dtype(min(checkpoint.names)).itemsize
+        weights_bytes = checkpoint.num_bytes // stored * (2 if settings.dtype == "bfloat16" else 4)
+    return make_plan(
+        settings,
+        weights_bytes=weights_bytes,
+        bytes_per_token=cache_bytes_per_token(config, settings.dtype),
+        max_model_len=context,
+    )
+
+
+def plan(settings: VerifierSettings) -> str:
+    """The memory plan as text, for ``--dry-run``."""
+    return str(memory_plan(settings))
+
+
+@dataclass(slots=True)
+class Verifier:
+    """An engine with what belongs to it. ``close`` ends its thread and its drafters' attachments."""
+
+    engine: Engine
+    info: VerifierInfo
+    sources: Sequence[DraftSource]
+
+    def close(self) -> None:
+        self.engine.stop()
+        for source in self.sources:
+            source.close()
+
+
+def build(
+    settings: VerifierSettings,
+    in_process_drafters: Mapping[str, Drafter] | None = None,
+    progress: Progress = show_progress,
+) -> Verifier:
+    """Load the model, warm it up, attach drafters, wire the engine. The engine is not started."""
+    placed = in_process_drafters or {}
+    budget = memory_plan(settings)
+    runner = ModelRunner(
+        settings.model,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        block_size=settings.block_size,
+        num_blocks=budget.num_blocks,
+        context_length=settings.context_length,
+        progress=progress,
+    )
+    runner.warm_up(progress)
+    verify.warm_up()
+    names = (*(endpoint.name for endpoint in settings.drafters), *placed)
+    if len(set(names)) != len(names):
+        raise ConfigError("two drafters have the same name")
+    max_nodes = settings.speculative_num_draft_tokens
+    limits = ModelLimits(runner.config.vocab_size, runner.max_model_len, names)
+    epoch = secrets.randbits(63) | 1
+    target = TargetInfo(
+        model_fingerprint=runner.fingerprint,
+        vocab_size=runner.config.vocab_size,
+        max_model_len=runner.max_model_len,
+        max_slots=settings.max_running_requests,
+        max_nodes=max_nodes,
+    )
+    costs = measure_step_costs(
+        runner,
+        num_blocks=budget.num_blocks,
+        block_size=settings.block_size,
+        most_rows=max(max_nodes * 2, settings.max_running_requests),
+    )
+    logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
+    sources: list[DraftSource] = [DrafterClient(endpoint, target, epoch) for endpoint in settings.drafters]
+    sources += [InProcessClient(name, drafter, target) for name, drafter in placed.items()]
+    blocks = BlockManager(
+        budget.num_blocks, settings.block_size, enable_prefix_cache=not settings.disable_radix_cache
+    )
+    scheduler = Scheduler(
+        blocks,
+        max_running=settings.max_running_requests,
+        max_waiting=settings.max_queued_requests,
+        chunk_tokens=settings.chunked_prefill_size,
+    )
+    speculator = Speculator(
+        sources,
+        StepCosts(costs),
+        epoch=epoch,
+        vocab_size=runner.config.vocab_size,
+        max_nodes=max_nodes,
+        max_batch_size=settings.speculative_max_batch_size,
+        timeout_s=settings.draft_timeout_ms / 1e3,
+    )
+    engine = Engine(
+        runner,
+        blocks,
+        scheduler,
+        speculator,
+        max_model_len=runner.max_model_len,
+        eos_ids=frozenset(runner.config.eos_token_ids),
+        token_limit=num_token_ids(settings.model, runner.config.vocab_size),
+    )
+    info = VerifierInfo(
+        epoch=epoch,
+        model_name=settings.served_model_name,
+        model_fingerprint=runner.fingerprint,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        mode=runner.mode,
+        limits=limits,
+        eos_token_ids=tuple(runner.config.eos_token_ids),
+        max_queue=settings.max_queued_requests,
+        speculative_max_batch_size=settings.speculative_max_batch_size,
+    )
+    return Verifier(engine, info, sources)
+
+
+def run(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. Raises ConfigError, or RuntimeError if the engine dies."""
+    uvloop.run(_serve(settings, in_process_drafters))
+
+
+async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None) -> None:
+    server = rpc.async_server()
+    health = rpc.Health(server, (SERVICE_NAME,))
+    await health.mark(False)
+    with rpc.stop_signals() as stop:
+        # Bound before the model is loaded: a taken address is known at once.
+        rpc.bind(server, settings.address)
+        verifier: Verifier | None = None
+        try:
+            verifier = await asyncio.to_thread(build, settings, in_process_drafters)
+            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(
+                VerifierService(verifier.engine, verifier.info), server
+            )
+            verifier.engine.start()
+            for source in verifier.sources:
+                source.start()
+            await server.start()
+            await health.mark(True)
+            await _watch(verifier.engine, stop)
+            await health.drain()
+            await _drain(verifier.engine, settings.drain_timeout_s)
+            await server.stop(STOP_GRACE_S)
+        finally:
+            rpc.remove_socket(settings.address)
+            if verifier is not None:
+                await asyncio.to_thread(verifier.close)
+
+
+async def _watch(engine: Engine, stop: asyncio.Event) -> None:
+    """Return when asked to stop. Raises RuntimeError if the engine dies: its state is lost, a new process is due."""
+    while not stop.is_set():
+        if not engine.is_alive():
+            raise RuntimeError("the engine died") from engine.failure
+        try:
+            await asyncio.wait_for(stop.wait(), WATCH_S)
+        except TimeoutError:
+            continue
+
+
+async def _drain(engine: Engine, timeout_s: float) -> None:
+    """Refuse new sequences and wait for the running ones, up to ``timeout_s``."""
+    engine.drain()
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not engine.is_idle and loop.time() < deadline:
+        await asyncio.sleep(min(WATCH_S, 0.05))
