@@ -1,0 +1,46 @@
+"""Who may come in: a limit on requests, and the closed door of a gateway that drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from foretoken.errors import QueueFullError, UnavailableError
+
+
+class Admission:
+    """Counts the requests inside, all protocols together."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.num_requests = 0
+        self.draining = False
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        """Hold a place. Raises UnavailableError while draining, and QueueFullError at the limit."""
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
+        if self.num_requests >= self._limit:
+            raise QueueFullError(f"{self._limit} requests are running or waiting already; try again later")
+        self.num_requests += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+            if not self.num_requests:
+                self._empty.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Close the door and wait until everybody has left; False if some are still inside after ``timeout_s``."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True

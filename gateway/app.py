@@ -1,0 +1,131 @@
+"""The REST application: all routers, the operator's endpoints, and errors as OpenAI's error object."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+import foretoken
+from foretoken import telemetry
+from foretoken.errors import ForetokenError, UnavailableError
+from gateway import http
+from gateway.core import GatewayCore
+from gateway.generate_api import generate_router
+from gateway.messages import VerifierInfo
+from gateway.openai_api import openai_router
+from gateway.openai_request import ChatFields, CompletionFields
+from gateway.tokenize_api import tokenize_router
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(core: GatewayCore) -> FastAPI:
+    """The ASGI application of one gateway."""
+    app = FastAPI(title="foretoken", version=foretoken.__version__, redoc_url=None)
+    app.include_router(openai_router(core))
+    app.include_router(generate_router(core))
+    app.include_router(tokenize_router(core))
+    _add_operator_routes(app, core)
+    _add_error_handlers(app, core)
+    _add_schemas(app)
+    return app
+
+
+def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
+    @app.get("/health", tags=["Operation"])
+    async def health() -> Response:
+        """200 while this process lives."""
+        return http.json_response({"status": "ok"})
+
+    @app.get("/ready", tags=["Operation"])
+    async def ready() -> Response:
+        """200 while new requests are taken, otherwise 503; with the state of verifier and drafters."""
+        info = await _fresh_info(core)
+        is_ready = core.is_ready and info is not None
+        details = {
+            "status": "ready" if is_ready else "draining" if core.admission.draining else "not ready",
+            "model": core.settings.served_model_name,
+            "verifier": {"up": core.client.is_up},
+            "drafters": [] if info is None else _drafters(info),
+        }
+        headers = {} if is_ready else {"retry-after": str(http.RETRY_AFTER_S)}
+        return http.json_response(details, status=200 if is_ready else 503, headers=headers)
+
+    @app.get("/version", tags=["Operation"])
+    async def version() -> Response:
+        """Versions, the model, and each drafter with its transport."""
+        info = await _fresh_info(core)
+        verifier = None
+        if info is not None:
+            names = ("version", "model_name", "model_fingerprint", "dtype", "mode", "max_model_len", "vocab_size")
+            verifier = {name: getattr(info, name) for name in names}
+        return http.json_response(
+            {
+                "version": foretoken.__version__,
+                "model": core.settings.served_model_name,
+                "verifier": verifier,
+                "drafters": [] if info is None else _drafters(info),
+            }
+        )
+
+    @app.get("/metrics", tags=["Operation"])
+    async def metrics() -> Response:
+        """Prometheus' text format; the verifier's figures are fetched now."""
+        return Response(core.metrics.render(await _fresh_info(core)), media_type=telemetry.EXPOSITION_TYPE)
+
+
+async def _fresh_info(core: GatewayCore) -> VerifierInfo | None:
+    """The verifier's figures of this moment; None if it does not answer."""
+    with contextlib.suppress(UnavailableError):
+        return await core.client.fetch_info()
+    return None
+
+
+def _drafters(info: VerifierInfo) -> list[dict[str, Any]]:
+    names = ("name", "algorithm", "transport", "state", "num_attaches")
+    return [{name: getattr(drafter, name) for name in names} for drafter in info.drafters]
+
+
+def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
+    @app.exception_handler(ForetokenError)
+    async def foretoken_error(request: Request, error: ForetokenError) -> Response:
+        core.reject(error)
+        logger.info(
+            "request refused",
+            extra={
+                "api": request.url.path,
+                "client_request_id": http.client_id(request),
+                "outcome": error.status.name.lower(),
+                "field": error.field,
+            },
+        )
+        return http.error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        """Routing's own errors: unknown path, wrong method."""
+        value = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
+        return http.json_response({"error": value}, status=error.status_code, headers=dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def unexpected_error(request: Request, error: Exception) -> Response:
+        """A fault of ours; the server logs it with its stack, the client learns nothing of it."""
+        return http.error_response(ForetokenError("internal error"))
+
+
+def _add_schemas(app: FastAPI) -> None:
+    """Bodies are read by hand, for exact errors; the OpenAPI document still describes them."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(http.component_schemas(CompletionFields, ChatFields))
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

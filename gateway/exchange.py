@@ -1,0 +1,126 @@
+"""One request and its answer over HTTP, whole or as server-sent events. Knows no API's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from foretoken.errors import ForetokenError
+from gateway.core import GatewayCore
+from gateway.generation import ClientGoneError, Generation, GenerationRequest
+from gateway.http import error_object
+from gateway.openai_response import DONE, ReplyFormat, event
+
+
+class Exchange(Response):
+    """Runs a generation and sends what ``reply`` makes of it.
+
+    A disconnect of the client drops the generation at once. An error before the first byte is raised, and becomes an
+    HTTP status; one after it becomes an event.
+    """
+
+    def __init__(
+        self,
+        core: GatewayCore,
+        request: GenerationRequest,
+        reply: ReplyFormat,
+        *,
+        stream: bool,
+        api: str,
+        client_id: str,
+    ) -> None:
+        super().__init__()
+        self._core = core
+        self._request = request
+        self._reply = reply
+        self._stream = stream
+        self._api = api
+        self._client_id = client_id
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with (
+                self._core.generate(self._request, api=self._api, client_id=self._client_id) as generation,
+                _watch(generation, receive),
+            ):
+                if self._stream:
+                    await self._send_events(generation, send)
+                else:
+                    await self._send_whole(generation, send)
+        except ClientGoneError:
+            return
+        except ForetokenError:
+            if not self._started:
+                raise
+
+    async def _send_whole(self, generation: Generation, send: Send) -> None:
+        body = self._reply.whole(generation, await generation.run())
+        await self._start(send, b"application/json", content_length=len(body))
+        await self._send(send, body, more=False)
+
+    async def _send_events(self, generation: Generation, send: Send) -> None:
+        deltas = await generation.wait()
+        await self._start(send, b"text/event-stream; charset=utf-8")
+        parts = [self._reply.first(generation)]
+        try:
+            while True:
+                parts += [self._reply.chunk(generation, delta) for delta in deltas]
+                events = b"".join(parts)
+                if events:
+                    await self._send(send, events)
+                if generation.done:
+                    break
+                parts, deltas = [], await generation.wait()
+            await self._send(send, self._reply.last(generation), more=False)
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            await self._send(send, _error_event(error), more=False)
+            raise
+
+    async def _start(self, send: Send, content_type: bytes, content_length: int | None = None) -> None:
+        headers = [(b"content-type", content_type), (b"x-request-id", (self._client_id or self._request.id).encode())]
+        if content_length is None:
+            # Proxies must pass events on as they come.
+            headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        else:
+            headers.append((b"content-length", str(content_length).encode()))
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        """Returns when the client has taken most of what was sent. One that takes nothing for long is gone."""
+        try:
+            async with asyncio.timeout(self._core.settings.request_timeout_s):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise ClientGoneError from None
+
+
+def _error_event(error: Exception) -> bytes:
+    """The end of a stream that cannot go on."""
+    known = error if isinstance(error, ForetokenError) else ForetokenError("internal error")
+    return event(error_object(known)) + DONE
+
+
+@contextlib.asynccontextmanager
+async def _watch(generation: Generation, receive: Receive) -> AsyncIterator[None]:
+    """Tell the generation when its client disconnects."""
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.disconnect()
+
+    watcher = asyncio.create_task(wait_for_disconnect())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher

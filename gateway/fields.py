@@ -1,0 +1,115 @@
+"""JSON bodies to checked fields: every complaint is an InvalidRequestError that names the field."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from foretoken import limits
+from foretoken.errors import InvalidRequestError
+from foretoken.sampling import SpeculationOptions
+
+logger = logging.getLogger(__name__)
+
+
+class Fields(BaseModel):
+    """Base of request bodies: types are not converted, unknown fields are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+FieldsT = TypeVar("FieldsT", bound=Fields)
+
+
+class SpeculativeFields(Fields):
+    """Our extension: what this request wants of speculation. It never changes the text."""
+
+    enabled: bool = True
+    drafter: str = "auto"
+    max_draft_tokens: int | None = None
+
+    def to_options(self) -> SpeculationOptions:
+        return SpeculationOptions(self.enabled, self.drafter, self.max_draft_tokens)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a request's body."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return value
+
+
+def validate(
+    kind: type[FieldsT], body: dict[str, Any], *, ignored: Collection[str] = (), unsupported: Collection[str] = ()
+) -> FieldsT:
+    """The fields of a body. A null counts as absent; ``ignored`` fields are accepted without effect."""
+    values: dict[str, Any] = {}
+    for name, value in body.items():
+        known = name in kind.model_fields
+        if value is None and (known or name in ignored or name in unsupported):
+            continue
+        if name in unsupported:
+            raise InvalidRequestError(f"{name} is not supported yet", field=name)
+        if known or name not in ignored:
+            values[name] = value
+        else:
+            logger.debug("ignored field", extra={"field": name})
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _complaint(error) from None
+
+
+def one_or_many_strings(field: str, value: object, most: int) -> tuple[str, ...]:
+    """A string, or a list of at most ``most`` strings, as a tuple; None is empty."""
+    if value is None:
+        return ()
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise InvalidRequestError(f"{field} must be a string or a list of strings", field=field)
+    limits.check_count(field, len(items), most)
+    return tuple(items)
+
+
+def is_id_list(value: object) -> bool:
+    """Whether ``value`` is a non-empty list of integers."""
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def token_biases(field: str, value: dict[str, float] | None) -> dict[int, float]:
+    """``{"token id": bias}`` with the ids as numbers."""
+    limits.check_count(field, len(value or {}), limits.MAX_LOGIT_BIAS_ENTRIES)
+    biases = {}
+    for key, bias in (value or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidRequestError(f"{field}: {key[:32]!r} is not a token id", field=field)
+        biases[int(key)] = bias
+    return biases
+
+
+def check_in_range(name: str, value: float | None, limit: str | None = None) -> None:
+    """Check a request field by the limit of the sampling parameter that it sets, under the field's own name."""
+    if value is not None:
+        limits.check_number(name, value, limits.SAMPLING_RANGES[limit or name])
+
+
+def draw_seed(given: int | None) -> int:
+    """The client's seed, or a fresh one of 63 bits, so that every request can be repeated and resumed."""
+    return secrets.randbits(63) if given is None else given
+
+
+def _complaint(error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return InvalidRequestError(f"unknown field {field[:128]!r}", field=field[:128])
+    return InvalidRequestError(f"{field}: {first['msg']}", field=field)

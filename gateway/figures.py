@@ -1,0 +1,69 @@
+"""The ``metrics`` object beside the choices: speculation in vLLM's shape, and the times of one output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.generation import Generation, Output
+
+
+def generation_metrics(generation: Generation, *, detailed: bool) -> dict[str, Any]:
+    """Figures of a generation of one output. ``detailed`` adds accepted tokens step by step."""
+    (output,) = generation.outputs
+    return {
+        "speculative_decoding": speculation_figures(output, detailed=detailed),
+        **_times(output, generation.started_at),
+    }
+
+
+def speculation_figures(output: Output, *, detailed: bool = False) -> dict[str, Any]:
+    """vLLM's fields and ours. Formulas: docs/architecture.md. Where nothing was drafted, lengths are 1.0."""
+    assert output.finished is not None
+    stats = output.finished.speculation
+    figures: dict[str, Any] = {
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_histogram": stats.acceptance_histogram,
+        "num_spec_steps": stats.num_spec_steps,
+        "num_accepted_draft_tokens": stats.num_accepted_tokens,
+        "num_draft_tokens": stats.num_draft_tokens,
+        # The largest number of draft tokens that a step may accept.
+        "num_spec_tokens": max(len(stats.acceptance_histogram) - 1, 0),
+        "drafter": stats.drafter or None,
+        "fallback_steps": stats.fallback_steps,
+        "mean_tokens_per_step": stats.mean_tokens_per_step,
+    }
+    if detailed:
+        figures["accepted_tokens_per_step"] = accepted_per_step(output.sources)
+    return figures
+
+
+def accepted_per_step(sources: Sequence[int]) -> list[int]:
+    """Accepted draft tokens of each decode step: a step ends with the token that the target added.
+
+    The first output token is prefill's. A step that a stop string cut short may lack its last token.
+    """
+    steps, accepted = [], 0
+    for source in sources[1:]:
+        if source:
+            accepted += 1
+        else:
+            steps.append(accepted)
+            accepted = 0
+    return [*steps, accepted] if accepted else steps
+
+
+def _times(output: Output, started_at: float) -> dict[str, Any]:
+    assert output.finished is not None
+    num_tokens = len(output.token_ids)
+    # Both times are from the first to the last token, as clients see them.
+    generating_s = output.last_token_at - output.first_token_at
+    gaps = num_tokens - 1
+    return {
+        "time_to_first_token_ms": 1e3 * (output.first_token_at - started_at) if num_tokens else None,
+        "queue_time_ms": output.finished.queue_ms,
+        "mean_itl_ms": 1e3 * generating_s / gaps if gaps > 0 else None,
+        "tokens_per_second": gaps / generating_s if gaps > 0 and generating_s > 0 else None,
+        "generation_time_ms": 1e3 * generating_s,
+    }

@@ -1,0 +1,244 @@
+"""POST /generate in SGLang's shape: ``text`` or ``input_ids`` in, ``text`` and ``meta_info`` out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from foretoken import limits
+from foretoken.errors import InvalidRequestError
+from foretoken.sampling import SamplingParams
+from gateway import http
+from gateway.core import GatewayCore
+from gateway.exchange import Exchange
+from gateway.fields import (
+    Fields,
+    SpeculativeFields,
+    check_in_range,
+    draw_seed,
+    is_id_list,
+    one_or_many_strings,
+    token_biases,
+    validate,
+)
+from gateway.generation import Delta, Generation, GenerationRequest, Output, Prompt
+from gateway.messages import FinishReason, TokenLogprobs
+from gateway.openai_response import DONE, event
+from gateway.tokenizer import Tokenizer
+
+DEFAULT_MAX_NEW_TOKENS = 128
+UNSUPPORTED = frozenset(
+    {"image_data", "video_data", "audio_data", "input_embeds", "lora_path", "session_params", "return_hidden_states"}
+)
+UNSUPPORTED_IN_SAMPLING = frozenset({"ebnf", "json_schema", "regex", "stop_regex", "structural_tag", "custom_params"})
+
+
+class SglangSamplingFields(Fields):
+    """``sampling_params`` of POST /generate. Ranges: foretoken/limits.py."""
+
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: Any = Field(None, description="A string, or a list of at most 4 strings.")
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: int = 1
+    sampling_seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class GenerateFields(Fields):
+    """Body of POST /generate."""
+
+    text: Any = Field(None, description="A string or a list of strings; or give input_ids.")
+    input_ids: Any = Field(None, description="A list of token ids or a list of such lists; or give text.")
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    stream: bool = False
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    logprob_start_len: int = -1
+    return_text_in_logprobs: bool = False
+    rid: str | None = None
+    model: str | None = None
+    cache_salt: str | None = None
+    speculative: SpeculativeFields = SpeculativeFields()
+
+
+class SglangFormat:
+    """Answers of POST /generate: one object, or a list where several prompts or choices were asked for.
+
+    Streamed objects are cumulative, as SGLang's are.
+    """
+
+    def __init__(self, fields: GenerateFields, tokenizer: Tokenizer, *, many: bool) -> None:
+        self._fields = fields
+        self._tokenizer = tokenizer
+        self._many = many
+        self._texts: dict[int, str] = {}
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+
+    def whole(self, generation: Generation, deltas: list[Delta]) -> bytes:
+        answers = [self._answer(generation, delta) for delta in deltas]
+        return orjson.dumps(answers if self._many else answers[0])
+
+    def first(self, generation: Generation) -> bytes:
+        return b""
+
+    def chunk(self, generation: Generation, delta: Delta) -> bytes:
+        answer = self._answer(generation, delta)
+        return event({**answer, "index": delta.index} if self._many else answer)
+
+    def last(self, generation: Generation) -> bytes:
+        return DONE
+
+    def _answer(self, generation: Generation, delta: Delta) -> dict[str, Any]:
+        output = generation.outputs[delta.index]
+        text = self._texts[delta.index] = self._texts.get(delta.index, "") + delta.text
+        return {"text": text, "output_ids": output.token_ids, "meta_info": self._meta_info(generation, output, delta)}
+
+    def _meta_info(self, generation: Generation, output: Output, delta: Delta) -> dict[str, Any]:
+        info: dict[str, Any] = {
+            "id": generation.request.id,
+            "finish_reason": _finish_reason(output),
+            "prompt_tokens": len(output.prompt.ids),
+            "completion_tokens": len(output.token_ids),
+        }
+        if self._fields.return_logprob:
+            info |= self._logprob_lists(output, delta)
+        if output.finished is not None:
+            stats = output.finished.speculation
+            info |= {
+                "cached_tokens": output.finished.num_cached_tokens,
+                "e2e_latency": max(output.last_token_at - generation.started_at, 0.0),
+                "spec_verify_ct": stats.num_decode_steps,
+                # SGLang's formula: the token of prefill counts, and so does a trimmed last step.
+                "spec_accept_length": len(output.token_ids) / stats.num_decode_steps if stats.num_decode_steps else 1.0,
+                "spec_accept_token_num": stats.num_accepted_tokens,
+                "spec_draft_token_num": stats.num_draft_tokens,
+                "spec_accept_rate": stats.draft_acceptance_rate,
+            }
+        return info
+
+    def _logprob_lists(self, output: Output, delta: Delta) -> dict[str, Any]:
+        entries = self._logprobs.setdefault(output.index, [])
+        entries += delta.logprobs
+        lists = {
+            "output_token_logprobs": [self._triple(entry.logprob, entry.token_id) for entry in entries],
+            "output_top_logprobs": [self._top(entry) for entry in entries],
+        }
+        if self._fields.logprob_start_len < 0:
+            return lists
+        prompt_entries = self._prompt_logprobs.setdefault(output.index, [])
+        prompt_entries += delta.prompt_logprobs
+        start = self._fields.logprob_start_len
+        first = [] if start > 0 else [self._triple(None, output.prompt.ids[0])]
+        known = prompt_entries[max(start - 1, 0) :]
+        return lists | {
+            "input_token_logprobs": first + [self._triple(entry.logprob, entry.token_id) for entry in known],
+            "input_top_logprobs": [None] * len(first) + [self._top(entry) for entry in known],
+        }
+
+    def _triple(self, logprob: float | None, token_id: int) -> list[Any]:
+        text = self._tokenizer.token_text(token_id)[0] if self._fields.return_text_in_logprobs else None
+        return [logprob, token_id, text]
+
+    def _top(self, entry: TokenLogprobs) -> list[list[Any]] | None:
+        return [self._triple(logprob, token_id) for token_id, logprob in entry.top] or None
+
+
+def generate_router(core: GatewayCore) -> APIRouter:
+    """The route, bound to one gateway."""
+    router = APIRouter(tags=["SGLang"])
+
+    @router.post("/generate", openapi_extra=http.body_schema(GenerateFields))
+    async def generate(request: Request) -> Response:
+        body = await http.read_object(request)
+        # SGLang's clients send nulls and empty values for whatever they do not use.
+        fields = validate(
+            GenerateFields, {name: v for name, v in body.items() if v is not None}, unsupported=UNSUPPORTED
+        )
+        sampling_fields = validate(SglangSamplingFields, fields.sampling_params, unsupported=UNSUPPORTED_IN_SAMPLING)
+        core.check_model(fields.model)
+        prompts, many = await _prompts(core, fields)
+        generation = GenerationRequest(
+            id=http.new_id("gen"),
+            prompts=prompts,
+            sampling=_sampling(fields, sampling_fields),
+            speculation=fields.speculative.to_options(),
+            n=sampling_fields.n,
+            stop=one_or_many_strings("stop", sampling_fields.stop, limits.MAX_STOP_STRINGS),
+            include_stop=sampling_fields.no_stop_trim,
+            skip_special_tokens=sampling_fields.skip_special_tokens,
+            cache_salt=fields.cache_salt,
+            timeout_ms=core.timeout_ms,
+            traceparent=http.traceparent(request),
+        )
+        core.check(generation, prompt_field="input_ids" if fields.text is None else "text")
+        reply = SglangFormat(fields, core.tokenizer, many=many or sampling_fields.n > 1)
+        name = http.clean_id(fields.rid or "") or http.client_id(request)
+        return Exchange(core, generation, reply, stream=fields.stream, api="/generate", client_id=name)
+
+    return router
+
+
+async def _prompts(core: GatewayCore, fields: GenerateFields) -> tuple[tuple[Prompt, ...], bool]:
+    """The prompts, and whether they were given as a list."""
+    if (fields.text is None) == (fields.input_ids is None):
+        raise InvalidRequestError("give either text or input_ids", field="text")
+    if fields.text is not None:
+        texts = one_or_many_strings("text", fields.text, limits.MAX_PROMPTS_PER_REQUEST)
+        return tuple([await core.encode(text, field="text") for text in texts]), isinstance(fields.text, list)
+    if is_id_list(fields.input_ids):
+        return (Prompt(tuple(fields.input_ids)),), False
+    lists = fields.input_ids
+    if not isinstance(lists, list) or not all(is_id_list(ids) for ids in lists):
+        raise InvalidRequestError("input_ids must be a list of token ids or a list of such lists", field="input_ids")
+    return tuple(Prompt(tuple(ids)) for ids in lists), True
+
+
+def _sampling(fields: GenerateFields, sampling: SglangSamplingFields) -> SamplingParams:
+    check_in_range("max_new_tokens", sampling.max_new_tokens, "max_tokens")
+    check_in_range("min_new_tokens", sampling.min_new_tokens, "min_tokens")
+    check_in_range("sampling_seed", sampling.sampling_seed, "seed")
+    check_in_range("top_logprobs_num", fields.top_logprobs_num, "logprobs")
+    if fields.logprob_start_len < -1:
+        raise InvalidRequestError("logprob_start_len must be -1 or more", field="logprob_start_len")
+    wants_prompt = fields.return_logprob and fields.logprob_start_len >= 0
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=draw_seed(sampling.sampling_seed),
+        logit_bias=token_biases("logit_bias", sampling.logit_bias),
+        max_tokens=sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=fields.top_logprobs_num if fields.return_logprob else None,
+        prompt_logprobs=fields.top_logprobs_num if wants_prompt else None,
+    )
+
+
+def _finish_reason(output: Output) -> dict[str, Any] | None:
+    if output.finished is None or output.finish_reason is None:
+        return None
+    if output.finish_reason is FinishReason.LENGTH:
+        return {"type": "length", "length": len(output.token_ids)}
+    return {"type": "stop", "matched": output.matched}

@@ -1,0 +1,341 @@
+"""One client request on its way through the verifier: tokens become text, stop strings end it, readers take deltas.
+
+A generation is its prompts, its parameters (the seed among them) and the tokens emitted so far; nothing else is needed
+to go on elsewhere. It knows no HTTP and no gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from gateway.detokenizer import Detokenizer
+from gateway.messages import Finished, FinishReason, SequenceSpec, SpeculationStats, TokenLogprobs
+from gateway.stop import StopMatcher
+from gateway.tokenizer import Tokenizer
+from gateway.verifier_client import VerifierClient
+
+# Called with the seconds since an output's last tokens and the number of tokens that came.
+StepObserver = Callable[[float, int], None]
+
+
+class ClientGoneError(Exception):
+    """The client disconnected: nobody is left to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and the text that they were encoded from if the client sent text."""
+
+    ids: tuple[int, ...]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Everything that decides the output; checked against the limits before a Generation is made of it.
+
+    ``sampling.max_tokens`` may be beyond the context: each output is cut to what its prompt leaves.
+    """
+
+    id: str
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    speculation: SpeculationOptions
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    cache_salt: str | None = None
+    timeout_ms: int | None = None
+    traceparent: str | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.prompts) * self.n
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one output since its reader last took. ``finished``: nothing comes after it."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: bool = False
+
+
+class Output:
+    """One sequence's output. Implements SequenceSink."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: SequenceSpec,
+        prompt: Prompt,
+        request: GenerationRequest,
+        detokenizer: Detokenizer,
+        client: VerifierClient,
+        on_change: Callable[[Output], None],
+        on_step: StepObserver,
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.prompt = prompt
+        self.token_ids: list[int] = []
+        self.sources: list[int] = []
+        # Set once the verifier's figures are in.
+        self.finished: Finished | None = None
+        self.finish_reason: FinishReason | None = None
+        # The stop string or stop token that ended the output.
+        self.matched: str | int | None = None
+        self.error: ForetokenError | None = None
+        # time.monotonic() of the first and the last kept tokens; 0: none yet.
+        self.first_token_at = 0.0
+        self.last_token_at = 0.0
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
+        self._client = client
+        self._on_change = on_change
+        self._on_step = on_step
+        self._delta = Delta(index)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text is complete, be the figures there or not."""
+        return self.finish_reason is not None
+
+    def take(self) -> Delta:
+        """What is new since the last call."""
+        delta, self._delta = self._delta, Delta(self.index)
+        return delta
+
+    def on_tokens(
+        self,
+        token_ids: tuple[int, ...],
+        sources: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        prompt_logprobs: tuple[TokenLogprobs, ...],
+    ) -> None:
+        if self.ended:
+            return
+        delta = self._delta
+        delta.prompt_logprobs.extend(prompt_logprobs)
+        text, kept = self._to_text(token_ids)
+        delta.text += text
+        delta.token_ids += token_ids[:kept]
+        delta.sources += sources[:kept]
+        delta.logprobs += logprobs[:kept]
+        self.token_ids += token_ids[:kept]
+        self.sources += sources[:kept]
+        if kept:
+            self._note_time(kept)
+        if self._matcher is not None and self._matcher.matched is not None:
+            self._end(FinishReason.STOP, self._matcher.matched)
+            self._client.abort(self.spec.request_id, self.spec.choice_index, kept_tokens=len(self.token_ids))
+        self._on_change(self)
+
+    def on_finished(self, finished: Finished) -> None:
+        if not self.ended and finished.reason is FinishReason.ABORT:
+            self.on_error(UnavailableError("the verifier gave this request up"))
+            return
+        if not self.ended:
+            self._flush()
+            matched = self._matcher.matched if self._matcher is not None else None
+            if matched is not None:
+                self._end(FinishReason.STOP, matched)
+            else:
+                self._end(finished.reason, finished.stop_token_id)
+        self._close(finished)
+
+    def on_error(self, error: ForetokenError) -> None:
+        if self.ended:
+            # The text was complete and only the figures were missing.
+            self._close(Finished(FinishReason.STOP, len(self.spec.prompt_ids), 0, len(self.token_ids)))
+            return
+        self.error = error
+        self._on_change(self)
+
+    def _to_text(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
+        """New text that may be shown, and how many of the tokens are part of the output: a stop string may cut."""
+        if self._matcher is None:
+            return self._detokenizer.feed(token_ids), len(token_ids)
+        pieces = []
+        for kept, token_id in enumerate(token_ids, start=1):
+            honour = len(self.token_ids) + kept >= self.spec.sampling.min_tokens
+            pieces.append(self._matcher.feed(self._detokenizer.feed((token_id,)), honour=honour))
+            if self._matcher.matched is not None:
+                return "".join(pieces), kept
+        return "".join(pieces), len(token_ids)
+
+    def _flush(self) -> None:
+        """Text that waited for more tokens: there are none."""
+        text = self._detokenizer.flush()
+        if self._matcher is not None:
+            text = self._matcher.feed(text, honour=len(self.token_ids) >= self.spec.sampling.min_tokens)
+            text += self._matcher.flush()
+        self._delta.text += text
+
+    def _note_time(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        if self.first_token_at:
+            self._on_step(now - self.last_token_at, num_tokens)
+        else:
+            self.first_token_at = now
+        self.last_token_at = now
+
+    def _end(self, reason: FinishReason, matched: str | int | None) -> None:
+        self.finish_reason, self.matched = reason, matched
+
+    def _close(self, finished: Finished) -> None:
+        self.finished = finished
+        self._delta.finished = True
+        self._on_change(self)
+
+
+class Generation:
+    """All outputs of one request: ``len(prompts) * n`` of them, those of one prompt beside each other."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        client: VerifierClient,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        on_step: StepObserver,
+    ) -> None:
+        self.request = request
+        self.started_at = time.monotonic()
+        self._client = client
+        self._news = asyncio.Event()
+        self._changed: dict[int, Output] = {}
+        self._gone: BaseException | None = None
+        self.outputs: list[Output] = []
+        for index, spec in enumerate(_specs(request, max_model_len)):
+            detokenizer = tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens)
+            prompt = request.prompts[index // request.n]
+            self.outputs.append(Output(index, spec, prompt, request, detokenizer, client, self._on_change, on_step))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens, each prompt counted once."""
+        return sum(len(prompt.ids) for prompt in self.request.prompts)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Output tokens so far; those after a stop string are no part of the output."""
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache held, each prompt counted once."""
+        firsts = self.outputs[:: self.request.n]
+        return sum(output.finished.num_cached_tokens for output in firsts if output.finished is not None)
+
+    @property
+    def done(self) -> bool:
+        """Whether every output has ended and been taken."""
+        return not self._changed and all(output.finished is not None for output in self.outputs)
+
+    def start(self) -> None:
+        """Submit all outputs. Raises UnavailableError while the verifier is not there."""
+        for output in self.outputs:
+            self._client.submit(output.spec, output)
+
+    async def wait(self) -> list[Delta]:
+        """What is new since the last call, at least one delta; a slow reader gets larger ones, never more of them.
+
+        Raises the error that ended the generation, once what came before it has been taken.
+        """
+        while self._gone is not None or not self._changed:
+            self._raise_failure()
+            self._news.clear()
+            await self._news.wait()
+        changed, self._changed = self._changed, {}
+        deltas = [output.take() for output in changed.values() if output.error is None]
+        return deltas or await self.wait()
+
+    async def run(self) -> list[Delta]:
+        """Wait for the end; returns one delta an output, in order."""
+        for output in self.outputs:
+            while output.finished is None:
+                self._raise_failure()
+                self._news.clear()
+                await self._news.wait()
+        self._changed = {}
+        return [output.take() for output in self.outputs]
+
+    def disconnect(self) -> None:
+        """The client is gone: whoever waits gets ClientGoneError."""
+        self._gone = ClientGoneError()
+        self._news.set()
+
+    def close(self) -> None:
+        """Drop what still runs. Safe to call at any time and more than once."""
+        for output in self.outputs:
+            if output.finished is None:
+                self._client.drop(output.spec.request_id, output.spec.choice_index)
+
+    def _on_change(self, output: Output) -> None:
+        self._changed[output.index] = output
+        self._news.set()
+
+    def _raise_failure(self) -> None:
+        if self._gone is not None:
+            raise self._gone
+        for output in self.outputs:
+            if output.error is not None:
+                raise output.error
+
+
+def sum_stats(outputs: Sequence[Output]) -> SpeculationStats:
+    """Figures of all outputs together; the drafter is that of the output that drafted most."""
+    stats = [output.finished.speculation for output in outputs if output.finished is not None]
+    histogram = [0] * max((len(item.acceptance_histogram) for item in stats), default=0)
+    for item in stats:
+        for accepted, steps in enumerate(item.acceptance_histogram):
+            histogram[accepted] += steps
+    busiest = max(stats, key=lambda item: item.num_draft_tokens, default=SpeculationStats())
+    return SpeculationStats(
+        num_decode_steps=sum(item.num_decode_steps for item in stats),
+        num_spec_steps=sum(item.num_spec_steps for item in stats),
+        num_draft_tokens=sum(item.num_draft_tokens for item in stats),
+        num_accepted_tokens=sum(item.num_accepted_tokens for item in stats),
+        fallback_steps=sum(item.fallback_steps for item in stats),
+        acceptance_histogram=tuple(histogram),
+        drafter=busiest.drafter,
+        num_decode_tokens=sum(item.num_decode_tokens for item in stats),
+    )
+
+
+def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]:
+    """What to submit: one sequence a choice; prompts of a list are requests of their own to the verifier."""
+    specs = []
+    for number, prompt in enumerate(request.prompts):
+        room = max_model_len - len(prompt.ids)
+        max_tokens = min(request.sampling.max_tokens, room)
+        sampling = dataclasses.replace(
+            request.sampling, max_tokens=max_tokens, min_tokens=min(request.sampling.min_tokens, max_tokens)
+        )
+        for choice_index in range(request.n):
+            specs.append(
+                SequenceSpec(
+                    request_id=request.id if len(request.prompts) == 1 else f"{request.id}-{number}",
+                    choice_index=choice_index,
+                    prompt_ids=prompt.ids,
+                    sampling=sampling,
+                    speculation=request.speculation,
+                    cache_salt=request.cache_salt,
+                    timeout_ms=request.timeout_ms,
+                    traceparent=request.traceparent,
+                )
+            )
+    return specs

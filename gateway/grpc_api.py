@@ -1,0 +1,167 @@
+"""The public gRPC API: GatewayService. Protobuf types stop here."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator, Iterable
+
+import grpc
+
+import foretoken
+from foretoken import limits, wire
+from foretoken.errors import ForetokenError, InvalidRequestError
+from gateway.core import GatewayCore
+from gateway.fields import draw_seed
+from gateway.generation import Delta, GenerationRequest, Output, Prompt
+from gateway.messages import FinishReason, SpeculationStats, TokenLogprobs
+from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+SERVICE_NAME = "foretoken.gateway.v1.GatewayService"
+_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+}
+Context = grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse]
+ModelContext = grpc.aio.ServicerContext[gateway_pb2.GetModelRequest, gateway_pb2.GetModelResponse]
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
+    """Errors are raised as ForetokenError; foretoken.rpc's interceptor makes statuses of them."""
+
+    def __init__(self, core: GatewayCore) -> None:
+        self._core = core
+
+    async def Generate(
+        self, request: gateway_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
+        started = False
+        try:
+            generation_request = await self._read(request, context)
+            name = request.request_id or generation_request.id
+            async with self._core.generate(
+                generation_request, api="grpc", client_id=request.request_id
+            ) as generation:
+                while not generation.done:
+                    for delta in await generation.wait():
+                        started = True
+                        for response in _responses(generation.outputs[delta.index], delta, name):
+                            yield response
+        except ForetokenError as error:
+            if not started:
+                self._core.reject(error)
+            raise
+
+    async def GetModel(
+        self, request: gateway_pb2.GetModelRequest, context: ModelContext
+    ) -> gateway_pb2.GetModelResponse:
+        info = self._core.info
+        return gateway_pb2.GetModelResponse(
+            model=self._core.settings.served_model_name,
+            version=foretoken.__version__,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            drafters=[drafter.name for drafter in info.drafters],
+            model_fingerprint=info.model_fingerprint,
+        )
+
+    async def _read(self, request: gateway_pb2.GenerateRequest, context: Context) -> GenerationRequest:
+        """The checked request. Raises InvalidRequestError naming the field, or NotFoundError for the model."""
+        core = self._core
+        core.check_model(request.model)
+        limits.check_text("request_id", request.request_id, limits.MAX_REQUEST_ID_CHARS)
+        sampling = wire.sampling_from_proto(request.sampling)
+        if not request.sampling.HasField("seed"):
+            sampling = dataclasses.replace(sampling, seed=draw_seed(None))
+        generation = GenerationRequest(
+            id=f"grpc-{uuid.uuid4().hex}",
+            prompts=(await self._prompt(request),),
+            sampling=sampling,
+            speculation=wire.speculation_from_proto(request.speculation),
+            n=request.n if request.HasField("n") else 1,
+            stop=tuple(request.stop),
+            include_stop=request.include_stop_str_in_output,
+            cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+            timeout_ms=_timeout_ms(context, core.timeout_ms),
+        )
+        core.check(generation, prompt_field=request.WhichOneof("prompt") or "prompt")
+        return generation
+
+    async def _prompt(self, request: gateway_pb2.GenerateRequest) -> Prompt:
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidRequestError("give either text or token_ids", field="prompt")
+        if kind == "token_ids":
+            return Prompt(tuple(request.token_ids.ids))
+        add_special_tokens = not request.skip_special_tokens_in_prompt
+        return await self._core.encode(request.text, field="text", add_special_tokens=add_special_tokens)
+
+
+def _timeout_ms(context: Context, most: int) -> int:
+    """What is left of the caller's deadline, if that is sooner than the server's own."""
+    left = context.time_remaining()
+    return most if left is None else max(1, min(most, round(1e3 * left)))
+
+
+def _responses(output: Output, delta: Delta, name: str) -> list[gateway_pb2.GenerateResponse]:
+    responses = []
+    if delta.token_ids or delta.text or delta.prompt_logprobs:
+        responses.append(gateway_pb2.GenerateResponse(chunk=_chunk(output, delta)))
+    if delta.finished:
+        responses.append(gateway_pb2.GenerateResponse(complete=_complete(output, name)))
+    return responses
+
+
+def _chunk(output: Output, delta: Delta) -> gateway_pb2.Chunk:
+    return gateway_pb2.Chunk(
+        choice_index=output.index,
+        offset=len(output.token_ids) - len(delta.token_ids),
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=_logprobs(delta.logprobs),
+        sources=delta.sources,
+        num_output_tokens=len(output.token_ids),
+        prompt_logprobs=_logprobs(delta.prompt_logprobs),
+    )
+
+
+def _complete(output: Output, request_id: str) -> gateway_pb2.Complete:
+    assert output.finished is not None and output.finish_reason is not None
+    return gateway_pb2.Complete(
+        choice_index=output.index,
+        reason=_REASONS[output.finish_reason],
+        num_prompt_tokens=len(output.prompt.ids),
+        num_cached_tokens=output.finished.num_cached_tokens,
+        num_output_tokens=len(output.token_ids),
+        speculation=_stats(output.finished.speculation),
+        stop=output.matched if isinstance(output.matched, str) else "",
+        request_id=request_id,
+        seed=output.spec.sampling.seed,
+    )
+
+
+def _logprobs(entries: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
+    return [
+        common_pb2.TokenLogprobs(
+            token_id=entry.token_id,
+            logprob=entry.logprob,
+            rank=entry.rank,
+            top_ids=[token_id for token_id, _ in entry.top],
+            top_logprobs=[logprob for _, logprob in entry.top],
+        )
+        for entry in entries
+    ]
+
+
+def _stats(stats: SpeculationStats) -> common_pb2.SpeculationStats:
+    return common_pb2.SpeculationStats(
+        num_decode_steps=stats.num_decode_steps,
+        num_spec_steps=stats.num_spec_steps,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
+        fallback_steps=stats.fallback_steps,
+        acceptance_histogram=stats.acceptance_histogram,
+        drafter=stats.drafter,
+        num_decode_tokens=stats.num_decode_tokens,
+    )

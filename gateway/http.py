@@ -1,0 +1,130 @@
+"""Request bodies and error objects of the REST API."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from typing import Any
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response
+
+from foretoken.errors import (
+    DeadlineError,
+    ForetokenError,
+    InvalidRequestError,
+    NotFoundError,
+    PreconditionError,
+    QueueFullError,
+    UnavailableError,
+)
+from foretoken.limits import MAX_BODY_BYTES, MAX_REQUEST_ID_CHARS
+from gateway.fields import Fields, parse_object
+
+BODY_TIMEOUT_S = 60.0
+COMPONENTS = "#/components/schemas/"
+RETRY_AFTER_S = 1
+# OpenAI's words where there are any.
+_TYPES: dict[type[ForetokenError], str] = {
+    InvalidRequestError: "invalid_request_error",
+    NotFoundError: "invalid_request_error",
+    PreconditionError: "invalid_request_error",
+    QueueFullError: "rate_limit_error",
+    UnavailableError: "service_unavailable_error",
+    DeadlineError: "timeout_error",
+}
+_CODES: dict[type[ForetokenError], str] = {
+    NotFoundError: "model_not_found",
+    QueueFullError: "queue_full",
+    UnavailableError: "service_unavailable",
+    DeadlineError: "deadline_exceeded",
+}
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class BodyTooLargeError(InvalidRequestError):
+    """A body beyond MAX_BODY_BYTES; what is left of it is not read."""
+
+    http_status = 413
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object in the body, whatever its content type says. Reads MAX_BODY_BYTES at most."""
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise InvalidRequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    return parse_object(bytes(body))
+
+
+def new_id(prefix: str) -> str:
+    """A fresh id for one answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def client_id(request: Request) -> str:
+    """The caller's own name for the request, from x-request-id; empty if there is none that can be logged."""
+    return clean_id(request.headers.get("x-request-id", ""))
+
+
+def clean_id(value: str) -> str:
+    """``value`` if it may stand in a header and a log line, otherwise nothing."""
+    return value if len(value) <= MAX_REQUEST_ID_CHARS and value.isascii() and value.isprintable() else ""
+
+
+def traceparent(request: Request) -> str | None:
+    """The W3C trace context, if it is well formed."""
+    value = request.headers.get("traceparent", "")
+    return value if _TRACEPARENT.fullmatch(value) else None
+
+
+def body_schema(kind: type[Fields]) -> dict[str, Any]:
+    """``openapi_extra`` of a route that reads its body by itself. Definitions are found by OpenAPI's rule."""
+    schema = kind.model_json_schema(ref_template=COMPONENTS + "{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def component_schemas(*kinds: type[Fields]) -> dict[str, Any]:
+    """What the schemas of ``body_schema`` refer to."""
+    components: dict[str, Any] = {}
+    for kind in kinds:
+        components |= kind.model_json_schema(ref_template=COMPONENTS + "{model}").get("$defs", {})
+    return components
+
+
+def error_object(error: ForetokenError) -> dict[str, Any]:
+    """``{"error": ...}`` as OpenAI's clients read it. A fault of ours says no more than that it is one."""
+    known = next((kind for kind in _TYPES if isinstance(error, kind)), None)
+    return {
+        "error": {
+            "message": error.message if known else "internal error",
+            "type": _TYPES[known] if known else "internal_error",
+            "param": error.field or None,
+            "code": _CODES.get(known) if known else None,
+        }
+    }
+
+
+def error_response(error: ForetokenError) -> Response:
+    """The error object with its HTTP status; what may be tried again says when."""
+    headers = {}
+    if isinstance(error, QueueFullError | UnavailableError):
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    if isinstance(error, BodyTooLargeError):
+        headers["connection"] = "close"
+    return json_response(error_object(error), status=error.http_status, headers=headers)
+
+
+def json_response(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, headers, media_type="application/json")

@@ -1,0 +1,76 @@
+"""Logprobs in OpenAI's two shapes: lists of columns (completions) and lists of entries (chat)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.detokenizer import REPLACEMENT, Detokenizer
+from gateway.messages import TokenLogprobs
+from gateway.tokenizer import Tokenizer
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """``choices[].logprobs`` of a chat: one entry a token, with its bytes."""
+    return {
+        "content": [
+            {
+                **_chat_token(tokenizer, entry.token_id, entry.logprob),
+                "top_logprobs": [_chat_token(tokenizer, token_id, logprob) for token_id, logprob in entry.top],
+            }
+            for entry in entries
+        ],
+        "refusal": None,
+    }
+
+
+class CompletionLogprobs:
+    """``choices[].logprobs`` of one completion, chunk by chunk: offsets count from the start of the whole text."""
+
+    def __init__(self, tokenizer: Tokenizer, detokenizer: Detokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._offset = 0
+
+    def take(
+        self,
+        entries: Sequence[TokenLogprobs],
+        prompt_ids: Sequence[int] = (),
+        prompt_entries: Sequence[TokenLogprobs] = (),
+    ) -> dict[str, Any]:
+        """Columns for the next tokens. Echoed prompt tokens come first; the very first of them has no logprob."""
+        columns: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        known = {len(prompt_ids) - len(prompt_entries) + i: entry for i, entry in enumerate(prompt_entries)}
+        for position, token_id in enumerate(prompt_ids):
+            self._add(columns, token_id, known.get(position))
+        for entry in entries:
+            self._add(columns, entry.token_id, entry)
+        return columns
+
+    def _add(self, columns: dict[str, list[Any]], token_id: int, entry: TokenLogprobs | None) -> None:
+        columns["text_offset"].append(self._offset)
+        columns["tokens"].append(token_name(self._tokenizer, token_id))
+        columns["token_logprobs"].append(None if entry is None else entry.logprob)
+        columns["top_logprobs"].append(None if entry is None else self._top(entry))
+        self._offset += len(self._detokenizer.feed((token_id,)))
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The best tokens and the sampled one; of two tokens with the same text, the likelier."""
+        top: dict[str, float] = {}
+        for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top):
+            name = token_name(self._tokenizer, token_id)
+            top[name] = max(logprob, top.get(name, logprob))
+        return top
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's text; a part of a character as ``bytes:\\xe2\\x82``, so that different tokens stay different."""
+    text, raw = tokenizer.token_text(token_id)
+    if REPLACEMENT in text:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    return text
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    text, raw = tokenizer.token_text(token_id)
+    return {"token": text, "logprob": logprob, "bytes": list(raw)}

@@ -1,0 +1,159 @@
+"""What the verifier tells the gateway, as plain values. Nothing here knows protobuf, text or HTTP."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from foretoken.errors import ForetokenError
+from foretoken.limits import ModelLimits
+from foretoken.sampling import SamplingParams, SpeculationOptions
+
+
+class FinishReason(enum.StrEnum):
+    """Why an output ended; the values are OpenAI's, but for ABORT, which never reaches a client."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw target logprobs (natural log) at one position; ``rank`` 1 is the most likely token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counts of one sequence, or summed over several. Steps exclude prefill; tokens are counted before trimming."""
+
+    num_decode_steps: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    fallback_steps: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    drafter: str = ""
+    num_decode_tokens: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / steps that drafted; 1.0 where none drafted."""
+        return 1.0 + self.num_accepted_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """accepted / drafted; 0.0 where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_tokens_per_step(self) -> float:
+        """Tokens of all decode steps / decode steps, root-only ones included; 1.0 where there was none."""
+        return self.num_decode_tokens / self.num_decode_steps if self.num_decode_steps else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of one sequence. Times are milliseconds."""
+
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    speculation: SpeculationStats = SpeculationStats()
+    stop_token_id: int | None = None
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """One choice of one request, as it is submitted. ``output_ids`` are the tokens of earlier attempts."""
+
+    request_id: str
+    choice_index: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    speculation: SpeculationOptions
+    cache_salt: str | None = None
+    timeout_ms: int | None = None
+    traceparent: str | None = None
+    attempt: int = 0
+    output_ids: tuple[int, ...] = ()
+
+
+class SequenceSink(Protocol):
+    """Takes the events of one sequence, called on the event loop. After an end nothing more comes."""
+
+    def on_tokens(
+        self,
+        token_ids: tuple[int, ...],
+        sources: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        prompt_logprobs: tuple[TokenLogprobs, ...],
+    ) -> None:
+        """New tokens in order, none twice; ``sources`` has one entry a token."""
+        ...
+
+    def on_finished(self, finished: Finished) -> None: ...
+
+    def on_error(self, error: ForetokenError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """One configured drafter as the verifier sees it; counts since the verifier's start."""
+
+    name: str
+    algorithm: str
+    transport: str
+    state: str
+    num_attaches: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_rejected_drafts: int
+    accepted_per_position: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierInfo:
+    """GetInfo: the model and the verifier's gauges and counters."""
+
+    version: str
+    epoch: int
+    model_name: str
+    model_fingerprint: str
+    dtype: str
+    mode: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    num_free_blocks: int
+    num_running: int
+    num_waiting: int
+    max_queue: int
+    num_steps: int
+    num_preemptions: int
+    num_prefix_cache_queries: int
+    num_prefix_cache_hits: int
+    num_generated_tokens: int
+    num_prompt_tokens: int
+    num_plain_batch_steps: int
+    num_fallback_steps: int
+    speculative_max_batch_size: int
+    step_time_us: Mapping[str, int]
+    drafters: tuple[DrafterInfo, ...]
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What requests are checked against."""
+        return ModelLimits(self.vocab_size, self.max_model_len, tuple(drafter.name for drafter in self.drafters))

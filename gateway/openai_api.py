@@ -1,0 +1,127 @@
+"""POST /v1/completions, POST /v1/chat/completions, GET /v1/models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from gateway import http
+from gateway.core import INLINE_TEXT_CHARS, GatewayCore
+from gateway.exchange import Exchange
+from gateway.generation import GenerationRequest, Prompt
+from gateway.openai_request import (
+    ChatFields,
+    CompletionFields,
+    GenerationOptions,
+    parse_chat,
+    parse_completion,
+    prompts_of,
+    template_kwargs,
+    template_messages,
+)
+from gateway.openai_response import ChatFormat, CompletionFormat, ReplyFormat
+
+
+def openai_router(core: GatewayCore) -> APIRouter:
+    """The routes, bound to one gateway."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return http.json_response({"object": "list", "data": [_model(core)]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        core.check_model(name)
+        return http.json_response(_model(core))
+
+    @router.post("/v1/completions", openapi_extra=http.body_schema(CompletionFields))
+    async def completions(request: Request) -> Response:
+        body = await http.read_object(request)
+        fields, options = parse_completion(body)
+        core.check_model(fields.model)
+        prompts = [
+            await core.encode(item, add_special_tokens=fields.add_special_tokens)
+            if isinstance(item, str)
+            else Prompt(tuple(item))
+            for item in prompts_of(fields.prompt)
+        ]
+        generation = _request(core, request, "cmpl", tuple(prompts), options)
+        core.check(generation)
+        return _exchange(core, request, generation, options, CompletionFormat)
+
+    @router.post("/v1/chat/completions", openapi_extra=http.body_schema(ChatFields))
+    async def chat_completions(request: Request) -> Response:
+        body = await http.read_object(request)
+        fields, options = parse_chat(body)
+        core.check_model(fields.model)
+        prompt = await chat_prompt(core, fields)
+        generation = _request(core, request, "chatcmpl", (prompt,), options)
+        core.check(generation, prompt_field="messages")
+        return _exchange(core, request, generation, options, ChatFormat)
+
+    return router
+
+
+async def chat_prompt(core: GatewayCore, fields: ChatFields) -> Prompt:
+    """The prompt that the chat template makes of the messages; long ones are rendered in a thread."""
+    messages = template_messages(fields.messages)
+    num_chars = sum(len(message["content"]) for message in messages)
+    options: dict[str, Any] = {
+        "add_generation_prompt": fields.add_generation_prompt,
+        "continue_final_message": fields.continue_final_message,
+        "template_kwargs": template_kwargs(fields),
+    }
+    if num_chars <= INLINE_TEXT_CHARS:
+        text = core.tokenizer.render_chat(messages, **options)
+    else:
+        text = await asyncio.to_thread(core.tokenizer.render_chat, messages, **options)
+    return await core.encode(text, field="messages", add_special_tokens=False)
+
+
+def _request(
+    core: GatewayCore, request: Request, prefix: str, prompts: tuple[Prompt, ...], options: GenerationOptions
+) -> GenerationRequest:
+    return GenerationRequest(
+        id=http.new_id(prefix),
+        prompts=prompts,
+        sampling=options.sampling,
+        speculation=options.speculation,
+        n=options.n,
+        stop=options.stop,
+        include_stop=options.include_stop,
+        skip_special_tokens=options.skip_special_tokens,
+        cache_salt=options.cache_salt,
+        timeout_ms=core.timeout_ms,
+        traceparent=http.traceparent(request),
+    )
+
+
+def _exchange(
+    core: GatewayCore,
+    request: Request,
+    generation: GenerationRequest,
+    options: GenerationOptions,
+    kind: type[ChatFormat] | type[CompletionFormat],
+) -> Response:
+    settings = core.settings
+    reply: ReplyFormat = kind(
+        options, settings.served_model_name, int(time.time()), core.tokenizer, settings.speculative_metrics
+    )
+    return Exchange(
+        core, generation, reply, stream=options.stream, api=request.url.path, client_id=http.client_id(request)
+    )
+
+
+def _model(core: GatewayCore) -> dict[str, Any]:
+    return {
+        "id": core.settings.served_model_name,
+        "object": "model",
+        "created": core.created,
+        "owned_by": "foretoken",
+        "max_model_len": core.info.max_model_len,
+    }

@@ -1,0 +1,302 @@
+"""Bodies of the OpenAI endpoints: which fields there are, and what a generation makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from foretoken import limits
+from foretoken.errors import InvalidRequestError
+from foretoken.limits import SAMPLING_RANGES
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from gateway.fields import (
+    Fields,
+    SpeculativeFields,
+    check_in_range,
+    draw_seed,
+    is_id_list,
+    one_or_many_strings,
+    token_biases,
+    validate,
+)
+from gateway.tokenizer import CHAT_TEMPLATE_KWARGS
+
+# OpenAI's default for completions; a chat goes on to the end of the context.
+COMPLETION_MAX_TOKENS = 16
+REST_OF_CONTEXT = int(SAMPLING_RANGES["max_tokens"].high)
+
+# Accounting and hints of OpenAI's own service, which have no meaning here.
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+UNSUPPORTED_IN_COMPLETION = frozenset({"suffix"})
+UNSUPPORTED_IN_CHAT = frozenset({"audio", "function_call", "functions", "modalities", "tools", "web_search_options"})
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    # OpenAI pads chunks with random characters if this is set; here nothing is padded.
+    include_obfuscation: bool = False
+
+
+class GenerationFields(Fields):
+    """What both endpoints have. Ranges: foretoken/limits.py."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    n: int = 1
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    stop: Any = Field(None, description="A string, or a list of at most 4 strings.")
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] | None = None
+    # Beyond OpenAI's, as vLLM and SGLang name them.
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    cache_salt: str | None = None
+    # Ours.
+    speculative: SpeculativeFields = SpeculativeFields()
+    return_token_sources: bool = Field(
+        False, description="Each choice carries token_ids and token_sources: 0 = target, k = accepted from drafter k."
+    )
+
+
+class CompletionFields(GenerationFields):
+    """Body of POST /v1/completions."""
+
+    prompt: Any = Field(description="A string, a list of strings, a list of token ids, or a list of such lists.")
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+
+class ChatMessage(Fields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = Field("", description="A string, or a list of parts of type text.")
+    name: str | None = None
+    tool_call_id: str | None = None
+    # Answers of some servers hold these, and clients send answers back.
+    annotations: Any = None
+    reasoning_content: str | None = None
+
+
+class ResponseFormat(Fields):
+    type: str
+
+
+class ChatFields(GenerationFields):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tool_choice: Any = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """A body's options, checked, with defaults filled in and a seed drawn; only the prompts are missing."""
+
+    sampling: SamplingParams
+    speculation: SpeculationOptions
+    n: int
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    cache_salt: str | None
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_sources: bool
+    echo: bool = False
+
+
+def parse_completion(body: dict[str, Any]) -> tuple[CompletionFields, GenerationOptions]:
+    """Raises InvalidRequestError naming the field at fault."""
+    fields = validate(CompletionFields, body, ignored=IGNORED, unsupported=UNSUPPORTED_IN_COMPLETION)
+    if fields.best_of not in (None, 1):
+        raise InvalidRequestError("best_of must be 1: use n for several choices", field="best_of")
+    check_in_range("logprobs", fields.logprobs)
+    prompt_logprobs = fields.logprobs if fields.echo else None
+    max_tokens = _max_tokens(fields, COMPLETION_MAX_TOKENS)
+    # Scoring, as evaluation harnesses do it: the answer's lists must have one position after the prompt's, also
+    # where the model would end here.
+    is_scoring = prompt_logprobs is not None and max_tokens == 1
+    sampling = _sampling(fields, max_tokens, fields.logprobs, prompt_logprobs, ignore_eos=is_scoring)
+    return fields, _options(fields, sampling, echo=fields.echo)
+
+
+def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
+    """Raises InvalidRequestError naming the field at fault."""
+    if body.get("modalities") == ["text"]:
+        body = {name: value for name, value in body.items() if name != "modalities"}
+    if body.get("tools") == []:
+        raise InvalidRequestError("tools must not be an empty list", field="tools")
+    fields = validate(ChatFields, _without_nulls_in_messages(body), ignored=IGNORED, unsupported=UNSUPPORTED_IN_CHAT)
+    limits.check_count("messages", len(fields.messages), limits.MAX_CHAT_MESSAGES, least=1)
+    if fields.response_format is not None and fields.response_format.type != "text":
+        raise InvalidRequestError("response_format other than text is not supported yet", field="response_format")
+    if fields.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequestError("tool_choice is not supported yet", field="tool_choice")
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+    check_in_range("top_logprobs", fields.top_logprobs, "logprobs")
+    for name, value in fields.chat_template_kwargs.items():
+        if name not in CHAT_TEMPLATE_KWARGS or not isinstance(value, bool | int | str):
+            raise InvalidRequestError(
+                f"chat_template_kwargs may set {', '.join(sorted(CHAT_TEMPLATE_KWARGS))} to a boolean, number or "
+                f"string; {name[:64]!r} is not among them",
+                field="chat_template_kwargs",
+            )
+    if fields.continue_final_message and fields.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message needs add_generation_prompt: false", field="continue_final_message"
+        )
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    sampling = _sampling(fields, _max_tokens(fields, REST_OF_CONTEXT), logprobs, None)
+    return fields, _options(fields, sampling)
+
+
+def prompts_of(value: object) -> list[str | list[int]]:
+    """The prompts of a completion: texts and lists of token ids, in order."""
+    if isinstance(value, str) or is_id_list(value):
+        return [value]  # type: ignore[list-item]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequestError("prompt must not be empty", field="prompt")
+    limits.check_count("prompt", len(value), limits.MAX_PROMPTS_PER_REQUEST)
+    for item in value:
+        if not isinstance(item, str) and not is_id_list(item):
+            raise InvalidRequestError(
+                "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+                field="prompt",
+            )
+    return value
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates know them: content is one string, developers are the system."""
+    out = []
+    for number, message in enumerate(messages):
+        role = "system" if message.role == "developer" else message.role
+        entry = {
+            "role": role,
+            "content": _content_text(message.content, f"messages.{number}.content"),
+            "name": message.name,
+            "tool_call_id": message.tool_call_id,
+            "reasoning_content": message.reasoning_content,
+        }
+        out.append({key: value for key, value in entry.items() if value is not None})
+    return out
+
+
+def template_kwargs(fields: ChatFields) -> dict[str, Any]:
+    """Variables of the chat template that the request sets."""
+    effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
+    return effort | fields.chat_template_kwargs
+
+
+def _content_text(content: object, field: str) -> str:
+    """The text of a message: as it is, or joined from text parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError(f"{field} must be a string or a list of parts of type text", field=field)
+    return "".join(str(text) for text in texts)
+
+
+def _without_nulls_in_messages(body: dict[str, Any]) -> dict[str, Any]:
+    """Clients send back an assistant's message as they got it, with nulls for what it did not have."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return body
+    cleaned = [
+        {name: value for name, value in item.items() if value is not None} if isinstance(item, dict) else item
+        for item in messages
+    ]
+    return {**body, "messages": cleaned}
+
+
+def _max_tokens(fields: GenerationFields, default: int) -> int:
+    """The newer name wins."""
+    check_in_range("max_completion_tokens", fields.max_completion_tokens, "max_tokens")
+    check_in_range("max_tokens", fields.max_tokens)
+    if fields.max_completion_tokens is not None:
+        return fields.max_completion_tokens
+    return default if fields.max_tokens is None else fields.max_tokens
+
+
+def _sampling(
+    fields: GenerationFields,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    *,
+    ignore_eos: bool = False,
+) -> SamplingParams:
+    return SamplingParams(
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=fields.top_k,
+        min_p=fields.min_p,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        repetition_penalty=fields.repetition_penalty,
+        seed=draw_seed(fields.seed),
+        logit_bias=token_biases("logit_bias", fields.logit_bias),
+        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens,
+        stop_token_ids=tuple(fields.stop_token_ids),
+        ignore_eos=fields.ignore_eos or ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _options(fields: GenerationFields, sampling: SamplingParams, *, echo: bool = False) -> GenerationOptions:
+    return GenerationOptions(
+        sampling=sampling,
+        speculation=fields.speculative.to_options(),
+        n=fields.n,
+        stop=one_or_many_strings("stop", fields.stop, limits.MAX_STOP_STRINGS),
+        include_stop=fields.include_stop_str_in_output,
+        skip_special_tokens=fields.skip_special_tokens,
+        cache_salt=fields.cache_salt,
+        stream=fields.stream,
+        include_usage=fields.stream_options.include_usage or fields.stream_options.continuous_usage_stats,
+        continuous_usage=fields.stream_options.continuous_usage_stats,
+        return_token_sources=fields.return_token_sources,
+        echo=echo,
+    )

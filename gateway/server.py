@@ -1,0 +1,204 @@
+"""The gateway process: REST and gRPC in one event loop, from bound ports to the end of the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from foretoken import rpc
+from foretoken.errors import ConfigError
+from gateway.app import create_app
+from gateway.config import GatewaySettings
+from gateway.core import GatewayCore
+from gateway.grpc_api import SERVICE_NAME, GatewayServicer
+from gateway.tokenizer import Tokenizer
+from gateway.verifier_client import VerifierClient
+from protos import gateway_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 64 * 1024
+# What streams that were cut at the end of the drain have left to send their last event.
+CUT_GRACE_S = 1.0
+BACKLOG = 2048
+
+
+def run(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. Blocks.
+
+    Raises ConfigError, in one line, for a port in use or a tokenizer that cannot be loaded.
+    """
+    uvloop.run(serve(settings))
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """As ``run``, in the running event loop."""
+    with rpc.stop_signals() as stop:
+        async with Gateway(settings) as gateway:
+            await gateway.until(stop)
+
+
+class Gateway:
+    """A running gateway: entering it binds the ports and serves, leaving it drains and stops."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Gateway:
+        settings = self._settings
+        async with contextlib.AsyncExitStack() as stack:
+            # The port first: the commonest mistake shows before the tokenizer is loaded.
+            listener = stack.enter_context(_listen(settings.host, settings.port))
+            tokenizer = await asyncio.to_thread(Tokenizer, settings.model, settings.chat_template)
+            self._grpc = rpc.async_server()
+            self._health = rpc.Health(self._grpc, (SERVICE_NAME,))
+            await self._health.mark(False)
+            self.client = VerifierClient(settings.verifier, on_change=self._health.mark)
+            self.core = GatewayCore(settings, tokenizer, self.client)
+            stack.callback(self.core.metrics.close)
+            gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.core), self._grpc)
+            rpc.bind(self._grpc, f"{_bracketed(settings.host)}:{settings.grpc_port}")
+            await self._grpc.start()
+            stack.push_async_callback(self._grpc.stop, CUT_GRACE_S)
+            self._client_task = await stack.enter_async_context(_background(self.client.run()))
+            self._rest_task = await stack.enter_async_context(_serving(_RestServer(self.core, settings), listener))
+            stack.push_async_callback(self._drain)
+            self._stack = stack.pop_all()
+        logger.info("listening", extra={"host": settings.host, "port": settings.port, "grpc_port": settings.grpc_port})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def until(self, stop: asyncio.Event) -> None:
+        """Return when ``stop`` is set. Raises what ended one of the gateway's own tasks, if that comes first."""
+        stopped = asyncio.create_task(stop.wait())
+        tasks = {stopped, self._client_task, self._rest_task}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        for task in done:
+            task.result()
+
+    async def _drain(self) -> None:
+        """Readiness flips first, new requests get 503, running ones go on for a while."""
+        self.core.admission.draining = True
+        await self._health.drain()
+        logger.info("draining", extra={"num_requests": self.core.admission.num_requests})
+        if not await self.core.admission.drain(self._settings.drain_timeout_s):
+            logger.warning("cutting streams", extra={"num_requests": self.core.admission.num_requests})
+            self.client.fail_all("the server is shutting down")
+            await self.core.admission.drain(CUT_GRACE_S)
+
+
+class _HttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with a bound on headers, which its parser would collect for ever."""
+
+    _num_header_bytes = 0
+    _in_headers = True
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_headers:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self.send_400_response("headers too large")
+
+    def on_message_begin(self) -> None:
+        self._num_header_bytes, self._in_headers = 0, True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        super().on_headers_complete()
+
+
+class _RestServer(uvicorn.Server):
+    """uvicorn without its signal handlers, and with a tick a second instead of ten."""
+
+    def __init__(self, core: GatewayCore, settings: GatewaySettings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(core),
+                host=settings.host,
+                port=settings.port,
+                http=_HttpProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stop.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._stop.wait()
+
+
+@contextlib.contextmanager
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    """A bound socket. Raises ConfigError that says what to do."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}; choose another with --port"
+            ) from error
+        yield listener
+
+
+@contextlib.asynccontextmanager
+async def _serving(server: _RestServer, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """uvicorn on a bound socket, started when this yields."""
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started and not task.done():
+            await asyncio.sleep(0)
+        yield task
+    finally:
+        server.stop()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _background(work: Coroutine[object, object, None]) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

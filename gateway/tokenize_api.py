@@ -1,0 +1,77 @@
+"""POST /tokenize, POST /detokenize, GET /tokenizer_info, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from foretoken import limits
+from foretoken.errors import InvalidRequestError
+from gateway import http
+from gateway.core import GatewayCore
+from gateway.fields import Fields, is_id_list, validate
+from gateway.openai_api import chat_prompt
+from gateway.openai_request import IGNORED, parse_chat
+
+
+class TokenizeFields(Fields):
+    """Body of POST /tokenize with a text; a body with ``messages`` is read as a chat's."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(Fields):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Any = Field(description="A list of token ids.")
+    skip_special_tokens: bool = True
+
+
+def tokenize_router(core: GatewayCore) -> APIRouter:
+    """The routes, bound to one gateway."""
+    router = APIRouter(tags=["Tokenizer"])
+
+    @router.post("/tokenize", openapi_extra=http.body_schema(TokenizeFields))
+    async def tokenize(request: Request) -> Response:
+        body = await http.read_object(request)
+        with_strings = body.get("return_token_strs") is True
+        if "messages" in body:
+            chat, _ = parse_chat({name: value for name, value in body.items() if name != "return_token_strs"})
+            core.check_model(chat.model)
+            prompt = await chat_prompt(core, chat)
+        else:
+            fields = validate(TokenizeFields, body, ignored=IGNORED)
+            core.check_model(fields.model)
+            prompt = await core.encode(fields.prompt, add_special_tokens=fields.add_special_tokens)
+        names = [core.tokenizer.token_text(token_id)[0] for token_id in prompt.ids] if with_strings else None
+        return http.json_response(
+            {
+                "count": len(prompt.ids),
+                "max_model_len": core.info.max_model_len,
+                "tokens": prompt.ids,
+                "token_strs": names,
+            }
+        )
+
+    @router.post("/detokenize", openapi_extra=http.body_schema(DetokenizeFields))
+    async def detokenize(request: Request) -> Response:
+        fields = validate(DetokenizeFields, await http.read_object(request), ignored=IGNORED)
+        core.check_model(fields.model)
+        if fields.tokens != [] and not is_id_list(fields.tokens):
+            raise InvalidRequestError("tokens must be a list of token ids", field="tokens")
+        limits.check_token_ids("tokens", fields.tokens, core.model_limits.vocab_size)
+        text = core.tokenizer.decode(fields.tokens, skip_special_tokens=fields.skip_special_tokens)
+        return http.json_response({"prompt": text})
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return http.json_response(core.tokenizer.describe())
+
+    return router

@@ -1,0 +1,145 @@
+"""Text to token ids and back. Knows the tokenizer's files, and nothing of requests.
+
+``tokenizer.json`` defines the tokenizer; no code of a checkpoint is ever run, and torch is not imported
+(transformers' AutoTokenizer would import it).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from foretoken.errors import CheckpointError, ConfigError, InvalidRequestError
+from gateway.detokenizer import ByteTable, Detokenizer, PrefixDetokenizer, Utf8Detokenizer
+
+# Template variables that a request may set: the switches of public chat templates, nothing that replaces an input.
+CHAT_TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Its methods may be called from several threads."""
+
+    def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
+        """Raises CheckpointError, naming the file, for a folder without a usable tokenizer, and ConfigError for a
+        chat template that cannot be read."""
+        self._hf = _load(folder)
+        self._backend = self._hf.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        if chat_template is not None:
+            self._hf.chat_template = _read_template(chat_template)
+        self.has_chat_template = bool(self._hf.chat_template)
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes = ByteTable.of(self._backend)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that have a token; the model's vocabulary may be padded beyond."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; with the special tokens that the tokenizer adds by default, or without."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``. Incomplete UTF-8 becomes U+FFFD."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that the chat template makes of ``messages``; it is encoded without added special tokens.
+
+        Raises InvalidRequestError if there is no template, or if the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequestError(
+                "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
+                field="messages",
+            )
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(template_kwargs or {}),
+            )
+        except Exception as error:
+            # A template is a program of its own: whatever it raises is about the messages that it was given.
+            raise InvalidRequestError(f"the chat template refused the messages: {error}", field="messages") from error
+        return str(text)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder for one output."""
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        if self._bytes is not None:
+            return Utf8Detokenizer(self._bytes, skipped)
+        return PrefixDetokenizer(self._backend, skipped)
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """One token as text and as bytes; a token that is part of a character has U+FFFD in its text."""
+        if self._bytes is not None:
+            raw = self._bytes[token_id]
+            return raw.decode("utf-8", "replace"), raw
+        text = self.decode((token_id,), skip_special_tokens=False)
+        return text, text.encode()
+
+    def describe(self) -> dict[str, Any]:
+        """What ``/tokenizer_info`` returns: the special tokens, the chat template and the class."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {
+            "tokenizer_class": type(self._hf).__name__,
+            "vocab_size": self.vocab_size,
+            "chat_template": self._hf.chat_template,
+            **{name: getattr(self._hf, name) for name in names},
+        }
+
+
+def _load(folder: Path) -> Any:
+    """transformers' wrapper of ``tokenizer.json``; Any: the library is untyped."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not found; a tokenizer in the tokenizer.json format is needed")
+    config_path = folder / "tokenizer_config.json"
+    if "auto_map" in _read_json(config_path):
+        raise CheckpointError(f"{config_path}: auto_map asks to run code of the checkpoint: refused")
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(
+            str(folder), local_files_only=True, clean_up_tokenization_spaces=False
+        )
+    except Exception as error:
+        # The library raises bare Exceptions for malformed files.
+        raise CheckpointError(f"{path}: cannot be loaded: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds no JSON object")
+    return value
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template: {path} cannot be read: {error}") from error

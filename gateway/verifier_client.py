@@ -1,0 +1,269 @@
+"""The gateway's one session with a verifier: submissions and aborts go up, events come down and find their sequence.
+
+It keeps the session alive for ever and knows whether it is up. It knows no text and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from foretoken import rpc
+from foretoken.errors import ForetokenError, UnavailableError, error_from_code
+from gateway import verifier_wire
+from gateway.messages import SequenceSink, SequenceSpec, VerifierInfo
+from protos import verifier_pb2, verifier_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+# A verifier sends a heartbeat a second; one that is silent for longer than this is dead, even if its socket is not.
+SILENCE_LIMIT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+INFO_TIMEOUT_S = 2.0
+FIRST_BACKOFF_S = 0.05
+LAST_BACKOFF_S = 1.0
+# What a client learns of a fault of ours.
+INTERNAL_ERROR = "internal error"
+
+
+@dataclass(slots=True)
+class _Route:
+    """Where the events of one running sequence go. ``next_offset`` counts the output tokens that were passed on."""
+
+    sink: SequenceSink
+    attempt: int
+    next_offset: int
+
+
+class VerifierClient:
+    """One ``VerifierService.Session``. All methods are called on the event loop that ``run`` runs on."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        on_change: Callable[[bool], Awaitable[None]] | None = None,
+        silence_limit_s: float = SILENCE_LIMIT_S,
+    ) -> None:
+        """``on_change`` is awaited with whether the session is up, each time that this changes."""
+        self._address = address
+        self._on_change = on_change
+        self._silence_limit_s = silence_limit_s
+        self._routes: dict[tuple[str, int], _Route] = {}
+        self._outgoing: asyncio.Queue[verifier_pb2.SessionRequest] | None = None
+        # Any: the generated stub is untyped.
+        self._stub: Any = None
+        self._info: VerifierInfo | None = None
+        self._up = asyncio.Event()
+        self._reason = "the verifier has not been reached yet"
+
+    @property
+    def is_up(self) -> bool:
+        """Whether submissions are possible now."""
+        return self._up.is_set()
+
+    @property
+    def info(self) -> VerifierInfo:
+        """The verifier's latest GetInfo. Raises UnavailableError before the first one."""
+        if self._info is None:
+            raise UnavailableError(f"not ready: {self._reason}")
+        return self._info
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run or wait at the verifier for this gateway."""
+        return len(self._routes)
+
+    async def run(self) -> None:
+        """Keep a session until cancelled. Breaks are retried for ever, with at most a second in between."""
+        backoff = FIRST_BACKOFF_S
+        while True:
+            async with rpc.async_channel(self._address) as channel:
+                self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+                try:
+                    await self._session()
+                except UnavailableError as error:
+                    was_up = self.is_up
+                    await self._down(error.message)
+                    if was_up:
+                        backoff = FIRST_BACKOFF_S
+                except BaseException:
+                    await self._down("the gateway is stopping")
+                    raise
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF_S)
+
+    async def wait_up(self) -> None:
+        """Return once the session is up."""
+        await self._up.wait()
+
+    def submit(self, spec: SequenceSpec, sink: SequenceSink) -> None:
+        """Start one sequence; its events go to ``sink``. Raises UnavailableError while the session is down."""
+        if self._outgoing is None:
+            raise UnavailableError(f"not ready: {self._reason}")
+        key = (spec.request_id, spec.choice_index)
+        assert key not in self._routes, key
+        self._routes[key] = _Route(sink, spec.attempt, len(spec.output_ids))
+        self._outgoing.put_nowait(verifier_pb2.SessionRequest(submit=verifier_wire.spec_to_proto(spec)))
+
+    def abort(self, request_id: str, choice_index: int, *, kept_tokens: int) -> None:
+        """End a sequence early; its sink still gets ``on_finished``, with figures up to ``kept_tokens`` tokens."""
+        self._send_abort(verifier_pb2.Abort(request_id=request_id, choice_index=choice_index, kept_tokens=kept_tokens))
+
+    def drop(self, request_id: str, choice_index: int) -> None:
+        """End a sequence that nobody wants any more: its sink gets nothing from now on."""
+        if self._routes.pop((request_id, choice_index), None) is not None:
+            self._send_abort(verifier_pb2.Abort(request_id=request_id, choice_index=choice_index))
+
+    def fail_all(self, reason: str) -> None:
+        """Drop every sequence; each client is told ``reason`` as an UnavailableError."""
+        for (request_id, choice_index), route in list(self._routes.items()):
+            self.drop(request_id, choice_index)
+            route.sink.on_error(UnavailableError(reason))
+
+    async def fetch_info(self) -> VerifierInfo:
+        """Ask the verifier for fresh figures. Raises UnavailableError if it does not answer."""
+        if self._stub is None:
+            raise UnavailableError(f"not ready: {self._reason}")
+        try:
+            response = await self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"the verifier does not answer: {error.code().name}") from error
+        self._info = verifier_wire.info_from_proto(response)
+        return self._info
+
+    def _send_abort(self, abort: verifier_pb2.Abort) -> None:
+        # When the session ends, the verifier aborts all of its sequences: nothing to send then.
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(verifier_pb2.SessionRequest(abort=abort))
+
+    async def _session(self) -> None:
+        """One session from connect to break. Always raises: UnavailableError when it breaks."""
+        outgoing: asyncio.Queue[verifier_pb2.SessionRequest] = asyncio.Queue()
+        call = self._stub.Session(_drain(outgoing))
+        watch = _SilenceWatch(call, CONNECT_TIMEOUT_S)
+        try:
+            async for response in call:
+                watch.touch()
+                if response.HasField("started"):
+                    await self.fetch_info()
+                    watch.limit_s = self._silence_limit_s
+                    self._outgoing = outgoing
+                    self._up.set()
+                    logger.info("verifier session up", extra={"verifier": self._address})
+                    await self._changed(True)
+                self._dispatch(response)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"the verifier's session broke: {error.code().name}") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not watch.expired or (task is not None and task.cancelling()):
+                raise
+            raise UnavailableError(f"the verifier was silent for {watch.limit_s:g} s") from None
+        finally:
+            watch.stop()
+            call.cancel()
+        raise UnavailableError("the verifier ended the session")
+
+    async def _down(self, reason: str) -> None:
+        was_up, self._reason, self._outgoing = self.is_up, reason, None
+        self._up.clear()
+        routes, self._routes = self._routes, {}
+        for route in routes.values():
+            route.sink.on_error(UnavailableError(reason))
+        if was_up:
+            logger.warning("verifier session down", extra={"verifier": self._address, "reason": reason})
+            await self._changed(False)
+
+    async def _changed(self, up: bool) -> None:
+        if self._on_change is not None:
+            await self._on_change(up)
+
+    def _dispatch(self, response: verifier_pb2.SessionResponse) -> None:
+        for tokens in response.tokens:
+            try:
+                self._on_tokens(tokens)
+            except Exception:
+                # A fault in one sequence's text must not end the session of all the others.
+                logger.exception("cannot take tokens", extra={"request_id": tokens.request_id})
+                self._fail(tokens)
+        for finished in response.finished:
+            route = self._take_route(finished)
+            if route is not None:
+                route.sink.on_finished(verifier_wire.finished_from_proto(finished))
+        for error in response.errors:
+            route = self._take_route(error)
+            if route is not None:
+                route.sink.on_error(error_from_code(error.code, error.message, error.field))
+
+    def _take_route(self, event: verifier_pb2.Finished | verifier_pb2.SequenceError) -> _Route | None:
+        """The route of a sequence that ends; None if it was dropped, or if the event is of another attempt."""
+        key = (event.request_id, event.choice_index)
+        route = self._routes.get(key)
+        if route is None or route.attempt != event.attempt:
+            return None
+        return self._routes.pop(key)
+
+    def _on_tokens(self, tokens: verifier_pb2.Tokens) -> None:
+        key = (tokens.request_id, tokens.choice_index)
+        route = self._routes.get(key)
+        if route is None or route.attempt != tokens.attempt:
+            return
+        known = route.next_offset - tokens.offset
+        if known < 0:
+            raise ValueError(f"output tokens {route.next_offset}-{tokens.offset} never came")
+        ids = tuple(tokens.token_ids[known:])
+        if not ids and not tokens.prompt_logprobs:
+            return
+        route.next_offset += len(ids)
+        route.sink.on_tokens(
+            ids,
+            tuple(tokens.sources[known:]) or (0,) * len(ids),
+            verifier_wire.logprobs_from_proto(tokens.logprobs[known:]) if tokens.logprobs else (),
+            verifier_wire.logprobs_from_proto(tokens.prompt_logprobs) if tokens.prompt_logprobs else (),
+        )
+
+    def _fail(self, tokens: verifier_pb2.Tokens) -> None:
+        """Give one sequence up, with an internal error for its client."""
+        route = self._routes.get((tokens.request_id, tokens.choice_index))
+        if route is not None:
+            self.drop(tokens.request_id, tokens.choice_index)
+            route.sink.on_error(ForetokenError(INTERNAL_ERROR))
+
+
+async def _drain(queue: asyncio.Queue[verifier_pb2.SessionRequest]) -> AsyncIterator[verifier_pb2.SessionRequest]:
+    while True:
+        yield await queue.get()
+
+
+class _SilenceWatch:
+    """Cancels a call after too long without a message; one timer that is set anew only when it fires."""
+
+    def __init__(self, call: Any, limit_s: float) -> None:
+        self._call = call
+        self.limit_s = limit_s
+        self.expired = False
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._timer = self._loop.call_later(limit_s, self._check)
+
+    def touch(self) -> None:
+        self._last = self._loop.time()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        left = self._last + self.limit_s - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check)
+            return
+        self.expired = True
+        with contextlib.suppress(asyncio.InvalidStateError):
+            self._call.cancel()

@@ -1,0 +1,126 @@
+"""The verifier's protobuf messages to the gateway's values and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from foretoken import wire
+from gateway.messages import (
+    DrafterInfo,
+    Finished,
+    FinishReason,
+    SequenceSpec,
+    SpeculationStats,
+    TokenLogprobs,
+    VerifierInfo,
+)
+from protos import common_pb2, verifier_pb2
+
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+_INFO_NUMBERS_AND_TEXTS = (
+    "version",
+    "epoch",
+    "model_name",
+    "model_fingerprint",
+    "dtype",
+    "mode",
+    "vocab_size",
+    "max_model_len",
+    "block_size",
+    "num_blocks",
+    "num_free_blocks",
+    "num_running",
+    "num_waiting",
+    "max_queue",
+    "num_steps",
+    "num_preemptions",
+    "num_prefix_cache_queries",
+    "num_prefix_cache_hits",
+    "num_generated_tokens",
+    "num_prompt_tokens",
+    "num_plain_batch_steps",
+    "num_fallback_steps",
+    "speculative_max_batch_size",
+)
+_DRAFTER_NUMBERS_AND_TEXTS = (
+    "name",
+    "algorithm",
+    "transport",
+    "state",
+    "num_attaches",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_rejected_drafts",
+)
+
+
+def spec_to_proto(spec: SequenceSpec) -> verifier_pb2.Sequence:
+    return verifier_pb2.Sequence(
+        request_id=spec.request_id,
+        choice_index=spec.choice_index,
+        attempt=spec.attempt,
+        prompt_token_ids=spec.prompt_ids,
+        output_token_ids=spec.output_ids,
+        sampling=wire.sampling_to_proto(spec.sampling),
+        speculation=wire.speculation_to_proto(spec.speculation),
+        cache_salt=spec.cache_salt,
+        timeout_ms=spec.timeout_ms,
+        traceparent=spec.traceparent,
+    )
+
+
+def logprobs_from_proto(entries: Iterable[common_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            entry.token_id,
+            entry.logprob,
+            entry.rank,
+            tuple(zip(entry.top_ids, entry.top_logprobs, strict=True)),
+        )
+        for entry in entries
+    )
+
+
+def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
+    return SpeculationStats(
+        num_decode_steps=stats.num_decode_steps,
+        num_spec_steps=stats.num_spec_steps,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
+        fallback_steps=stats.fallback_steps,
+        acceptance_histogram=tuple(stats.acceptance_histogram),
+        drafter=stats.drafter,
+        num_decode_tokens=stats.num_decode_tokens,
+    )
+
+
+def finished_from_proto(finished: verifier_pb2.Finished) -> Finished:
+    return Finished(
+        reason=_REASONS.get(finished.reason, FinishReason.ABORT),
+        num_prompt_tokens=finished.num_prompt_tokens,
+        num_cached_tokens=finished.num_cached_tokens,
+        num_output_tokens=finished.num_output_tokens,
+        speculation=stats_from_proto(finished.speculation),
+        stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
+        queue_ms=finished.queue_ms,
+        prefill_ms=finished.prefill_ms,
+    )
+
+
+def info_from_proto(info: verifier_pb2.GetInfoResponse) -> VerifierInfo:
+    return VerifierInfo(
+        **{name: getattr(info, name) for name in _INFO_NUMBERS_AND_TEXTS},
+        step_time_us=dict(info.step_time_us),
+        drafters=tuple(_drafter_from_proto(drafter) for drafter in info.drafters),
+    )
+
+
+def _drafter_from_proto(drafter: verifier_pb2.DrafterState) -> DrafterInfo:
+    return DrafterInfo(
+        **{name: getattr(drafter, name) for name in _DRAFTER_NUMBERS_AND_TEXTS},
+        accepted_per_position=tuple(drafter.accepted_per_position),
+    )
