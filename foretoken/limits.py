@@ -6,7 +6,6 @@ What depends on the model (context length, vocabulary) is passed in as ``ModelLi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,19 +15,26 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An inclusive range; ``low_open`` leaves the lower end out."""
+    """An inclusive range; ``low_open`` leaves the lower end out. Ends that are ints admit integers only."""
 
     low: float
     high: float
     low_open: bool = False
 
-    def __contains__(self, value: float) -> bool:
-        if not math.isfinite(value):
+    @property
+    def is_integer(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def __contains__(self, value: object) -> bool:
+        """False for whatever is not a number of this range: NaN, infinities, booleans and text among them."""
+        if isinstance(value, bool) or not isinstance(value, int if self.is_integer else (int, float)):
             return False
+        # Comparisons with NaN are false.
         return (self.low < value if self.low_open else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
-        return f"{'(' if self.low_open else '['}{self.low:g}, {self.high:g}]"
+        low, high = (str(end) if self.is_integer else f"{end:g}" for end in (self.low, self.high))
+        return f"{'(' if self.low_open else '['}{low}, {high}]"
 
 
 # Request fields that are one number each. Names are those of SamplingParams.
@@ -39,7 +45,8 @@ SAMPLING_RANGES: dict[str, Range] = {
     "min_p": Range(0.0, 1.0),
     "presence_penalty": Range(-2.0, 2.0),
     "frequency_penalty": Range(-2.0, 2.0),
-    "repetition_penalty": Range(0.0, 10.0, low_open=True),
+    # The lower end keeps penalized float32 logits finite.
+    "repetition_penalty": Range(0.01, 10.0),
     "seed": Range(-(2**63), 2**63 - 1),
     "max_tokens": Range(1, 1_000_000),
     "min_tokens": Range(0, 1_000_000),
@@ -65,6 +72,9 @@ MAX_PROMPT_CHARS = 2_000_000
 # Attempts of one sequence; the gateway's --resume-attempts is far below.
 MAX_ATTEMPTS = 1_000_000
 MAX_CHOICE_INDEX = MAX_N - 1
+# Of a value at fault, in the message.
+MAX_SHOWN_CHARS = 64
+MAX_SHOWN_BITS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +87,23 @@ class ModelLimits:
 
 
 def check_number(field: str, value: float, allowed: Range) -> None:
-    """Raise InvalidRequestError naming ``field`` unless ``value`` is finite and in ``allowed``."""
+    """Raise InvalidRequestError naming ``field`` unless ``value`` is a number in ``allowed``."""
     if value not in allowed:
-        raise InvalidRequestError(f"{field} must be in {allowed}, got {value!r}", field=field)
+        kind = "an integer" if allowed.is_integer else "a number"
+        raise InvalidRequestError(f"{field} must be {kind} in {allowed}, got {_shown(value)}", field=field)
 
 
 def check_text(field: str, value: str, max_chars: int, *, min_chars: int = 0) -> None:
-    """Raise InvalidRequestError naming ``field`` unless its length is in the range."""
+    """Raise InvalidRequestError naming ``field`` unless its length is in the range and it is proper Unicode."""
     if not min_chars <= len(value) <= max_chars:
         raise InvalidRequestError(
             f"{field} must have {min_chars} to {max_chars} characters, got {len(value)}", field=field
         )
+    # JSON can spell halves of a surrogate pair, which have no UTF-8 form: neither wire nor hashes could take them.
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{field} holds a lone surrogate", field=field) from error
 
 
 def check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
@@ -99,8 +115,8 @@ def check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
 def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidRequestError naming ``field`` unless all ids are tokens of the model."""
     for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(f"{field}: token id {token_id} is not in [0, {vocab_size})", field=field)
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(f"{field}: token id {_shown(token_id)} is not in [0, {vocab_size})", field=field)
 
 
 def check_sampling(params: SamplingParams, model: ModelLimits) -> None:
@@ -143,3 +159,11 @@ def check_prompt(prompt_ids: Sequence[int], model: ModelLimits, *, field: str = 
             field=field,
         )
     check_token_ids(field, prompt_ids, model.vocab_size)
+
+
+def _shown(value: object) -> str:
+    """A value at fault, for a message: short, whatever it is. Python refuses to print very long integers."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."

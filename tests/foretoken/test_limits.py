@@ -1,0 +1,159 @@
+"""The limits table: every field under, at and over its range, and whatever is not a number of its kind."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from foretoken import limits
+from foretoken.errors import InvalidRequestError
+from foretoken.limits import LOGIT_BIAS_RANGE, SAMPLING_RANGES, ModelLimits, Range
+from foretoken.sampling import SamplingParams, SpeculationOptions
+
+MODEL = ModelLimits(vocab_size=100, max_model_len=16, drafter_names=("ngram", "eagle"))
+INTEGERS = {name for name, allowed in SAMPLING_RANGES.items() if allowed.is_integer}
+NOT_NUMBERS = [float("nan"), float("inf"), float("-inf"), True, "1", None, [1], 10**400, -(10**400)]
+
+
+def field_at_fault(check, *arguments) -> str:
+    """The field that the check's error names; empty if it raises none."""
+    try:
+        check(*arguments)
+    except InvalidRequestError as error:
+        assert error.field in error.message
+        assert len(error.message) < 400, "a hostile value does not flood the message"
+        return error.field
+    return ""
+
+
+def with_value(field: str, value) -> SamplingParams:
+    # A small min_tokens is only right below max_tokens, so that the table alone decides here.
+    room = {"max_tokens": 1_000_000} if field == "min_tokens" else {}
+    return replace(SamplingParams(), **room, **{field: value})
+
+
+def just_outside(allowed: Range) -> list[float]:
+    step = 1 if allowed.is_integer else 1e-9
+    below = allowed.low if allowed.low_open else allowed.low - step
+    return [below, allowed.high + step]
+
+
+def test_every_number_of_the_parameters_has_a_range():
+    numbers = {field.name for field in fields(SamplingParams)} - {"logit_bias", "stop_token_ids", "ignore_eos"}
+    assert numbers == set(SAMPLING_RANGES)
+    assert {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"} == INTEGERS
+
+
+@pytest.mark.parametrize("field", SAMPLING_RANGES)
+def test_both_ends_of_a_range_are_allowed(field):
+    allowed = SAMPLING_RANGES[field]
+    low = 1e-9 if allowed.low_open else allowed.low
+    for value in (low, allowed.high):
+        assert field_at_fault(limits.check_sampling, with_value(field, value), MODEL) == ""
+
+
+@pytest.mark.parametrize("field", SAMPLING_RANGES)
+def test_values_outside_a_range_name_the_field(field):
+    for value in just_outside(SAMPLING_RANGES[field]):
+        assert field_at_fault(limits.check_sampling, with_value(field, value), MODEL) == field
+
+
+@pytest.mark.parametrize("field", SAMPLING_RANGES)
+def test_what_is_no_finite_number_names_the_field(field):
+    for value in NOT_NUMBERS:
+        if value is None:
+            continue  # "not asked for", where a field has that
+        assert field_at_fault(limits.check_sampling, with_value(field, value), MODEL) == field
+
+
+@pytest.mark.parametrize("field", sorted(INTEGERS))
+def test_integer_fields_take_no_fractions(field):
+    assert field_at_fault(limits.check_sampling, with_value(field, 1.5), MODEL) == field
+    assert field_at_fault(limits.check_sampling, with_value(field, 1.0), MODEL) == field
+
+
+@pytest.mark.parametrize("field", sorted(set(SAMPLING_RANGES) - INTEGERS))
+def test_other_fields_take_integers(field):
+    assert field_at_fault(limits.check_sampling, with_value(field, 1), MODEL) == ""
+
+
+def test_the_default_parameters_are_allowed():
+    limits.check_sampling(SamplingParams(), MODEL)
+
+
+def test_min_tokens_may_not_exceed_max_tokens():
+    assert field_at_fault(limits.check_sampling, SamplingParams(max_tokens=4, min_tokens=4), MODEL) == ""
+    assert field_at_fault(limits.check_sampling, SamplingParams(max_tokens=4, min_tokens=5), MODEL) == "min_tokens"
+
+
+def test_logit_bias():
+    def fault(bias):
+        return field_at_fault(limits.check_sampling, SamplingParams(logit_bias=bias), MODEL)
+
+    assert fault({0: -100.0, 99: 100.0}) == ""
+    for value in [*just_outside(LOGIT_BIAS_RANGE), *NOT_NUMBERS]:
+        assert fault({1: value}) == "logit_bias"
+    for token_id in (-1, 100, 1.0, True, "1", 10**400):
+        assert fault({token_id: 1.0}) == "logit_bias"
+    wide = replace(MODEL, vocab_size=10_000)
+    most = limits.MAX_LOGIT_BIAS_ENTRIES
+    assert field_at_fault(limits.check_sampling, SamplingParams(logit_bias=dict.fromkeys(range(most), 0.0)), wide) == ""
+    over = SamplingParams(logit_bias=dict.fromkeys(range(most + 1), 0.0))
+    assert field_at_fault(limits.check_sampling, over, wide) == "logit_bias"
+
+
+def test_stop_token_ids():
+    def fault(ids):
+        return field_at_fault(limits.check_sampling, SamplingParams(stop_token_ids=ids), MODEL)
+
+    assert fault((0, 99)) == ""
+    for token_id in (-1, 100, 1.0, True, "1", 10**400):
+        assert fault((token_id,)) == "stop_token_ids"
+    assert fault((1,) * limits.MAX_STOP_TOKEN_IDS) == ""
+    assert fault((1,) * (limits.MAX_STOP_TOKEN_IDS + 1)) == "stop_token_ids"
+
+
+def test_speculation_options():
+    def fault(**options):
+        return field_at_fault(limits.check_speculation, SpeculationOptions(**options), MODEL)
+
+    assert fault() == fault(drafter="ngram") == fault(max_draft_tokens=0) == fault(max_draft_tokens=255) == ""
+    for value in [-1, 256, 1.5, *NOT_NUMBERS]:
+        if value is not None:
+            assert fault(max_draft_tokens=value) == "speculative.max_draft_tokens"
+    for name in ("", "unknown", "n" * 65, "\ud800"):
+        assert fault(drafter=name) == "speculative.drafter"
+    with pytest.raises(InvalidRequestError, match="auto, ngram, eagle"):
+        limits.check_speculation(SpeculationOptions(drafter="eagl"), MODEL)
+
+
+def test_prompts():
+    def fault(ids):
+        return field_at_fault(limits.check_prompt, ids, MODEL)
+
+    assert fault([0]) == fault([99] * 15) == ""
+    for ids in ([], [1] * 16, [-1], [100], [1.0], [True]):
+        assert fault(ids) == "prompt"
+    with pytest.raises(InvalidRequestError) as caught:
+        limits.check_prompt([], MODEL, field="messages")
+    assert caught.value.field == "messages"
+
+
+def test_texts_and_counts():
+    def text_fault(value):
+        return field_at_fault(lambda: limits.check_text("cache_salt", value, 4, min_chars=1))
+
+    assert text_fault("a") == text_fault("äöüß") == ""
+    for value in ("", "abcde", "\ud83d", "a\udc00"):
+        assert text_fault(value) == "cache_salt"
+    assert field_at_fault(lambda: limits.check_count("n", 2, 2, least=1)) == ""
+    for count in (0, 3):
+        assert field_at_fault(lambda count=count: limits.check_count("n", count, 2, least=1)) == "n"
+
+
+def test_ranges_are_shown_as_people_write_them():
+    assert str(Range(0, 1_000_000)) == "[0, 1000000]"
+    assert str(Range(0.0, 1.0, low_open=True)) == "(0, 1]"
+    with pytest.raises(InvalidRequestError, match=r"top_k must be an integer in \[-1, 1000000\], got 1.5"):
+        limits.check_number("top_k", 1.5, SAMPLING_RANGES["top_k"])
