@@ -1,0 +1,108 @@
+# Every target sets up what it needs: a virtual environment in .venv, at the versions of constraints.txt.
+# Variables: PORT, GRPC_PORT, MODEL, ARGS (more flags for serve, test or bench), PYTHON, VENV, TORCH_INDEX.
+
+PORT ?= 8000
+GRPC_PORT ?= 50051
+MODEL ?= models/demo/target
+VENV ?= .venv
+# Where PyTorch's CPU build comes from on a machine without an NVIDIA driver. Empty: from pip's own index.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# The interpreter to build the environment with. Empty: the first suitable one of the usual names.
+PYTHON ?=
+
+BIN := $(VENV)/bin
+# Stamps: what is installed is as new as these files.
+CORE := $(VENV)/.core
+DEV := $(VENV)/.dev
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+STUBS := -I. --python_out=. --pyi_out=. --grpc_python_out=.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help serve test bench lint format proto setup clean
+
+help: ## List the targets.
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+serve: $(CORE) ## Serve the demo model: REST on PORT, gRPC on GRPC_PORT.
+	@exec $(BIN)/foretoken serve $(MODEL) --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
+
+test: $(DEV) ## Run all tests.
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: $(DEV) ## Measure speculative against plain decoding.
+	@$(BIN)/python -m benchmarks.run $(ARGS)
+
+lint: $(DEV) ## Check style, types, import rules and generated stubs.
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@PYTHONPATH=kernels $(BIN)/lint-imports
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT \
+	  && mkdir "$$fresh/protos" && cp protos/*.proto protos/__init__.py "$$fresh/protos" \
+	  && here=$$PWD && (cd "$$fresh" && "$$here/$(BIN)/python" -m grpc_tools.protoc $(STUBS) protos/*.proto) \
+	  && rm "$$fresh/protos/common_pb2_grpc.py" \
+	  && diff -r -x __pycache__ protos "$$fresh/protos" > /dev/null \
+	  || { echo "foretoken: the stubs in protos/ are not those of the .proto files; run: make proto" >&2; exit 1; }
+
+format: $(DEV) ## Rewrite the code in the project's style.
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+proto: $(DEV) ## Generate the stubs of protos/*.proto.
+	@$(BIN)/python -m grpc_tools.protoc $(STUBS) protos/*.proto
+	@rm protos/common_pb2_grpc.py  # It has no service.
+
+setup: $(DEV) ## Install everything that the other targets need.
+
+clean: ## Remove the environment and all caches.
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An interpreter that suits, or one line that says what to do.
+define find_python
+	for python in $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	  if "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then \
+	    if "$$python" -c 'import ensurepip, venv' 2>/dev/null; then exit_status=0; break; fi; \
+	    no_venv="$$python"; \
+	  fi; \
+	  exit_status=1; \
+	done; \
+	if [ "$$exit_status" != 0 ]; then \
+	  if [ -n "$$no_venv" ]; then \
+	    echo "foretoken: $$no_venv has no venv module; install it (Debian, Ubuntu: sudo apt install python3-venv)" >&2; \
+	  else \
+	    echo "foretoken: needs Python 3.11, 3.12 or 3.13; install one, or name it: make PYTHON=/path/to/python3.12" >&2; \
+	  fi; \
+	  exit 1; \
+	fi
+endef
+
+$(BIN)/python:
+	@$(find_python); \
+	echo "Making a virtual environment in $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+
+# A driver means that the default index's CUDA build is wanted. Without one, PyTorch's own index has the CPU build;
+# pip's configuration may have it too (a mirror, a folder of wheels), which serves where that index is out of reach.
+$(CORE): pyproject.toml constraints.txt | $(BIN)/python
+	@index=""; \
+	if [ -n "$(TORCH_INDEX)" ] && ! [ -e /proc/driver/nvidia/version ] && ! nvidia-smi >/dev/null 2>&1; then \
+	  if $(BIN)/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=10)' \
+	      "$(TORCH_INDEX)/torch/" 2>/dev/null; then \
+	    index="--index-url $(TORCH_INDEX)"; \
+	  else \
+	    echo "$(TORCH_INDEX) does not answer; taking PyTorch from pip's own index"; \
+	  fi; \
+	fi; \
+	echo "Installing PyTorch"; \
+	$(PIP_INSTALL) --no-deps $$index torch
+	@echo "Installing foretoken and what it needs"
+	@$(PIP_INSTALL) hatchling editables
+	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(DEV): $(CORE)
+	@echo "Installing the tools for tests and checks"
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,382 @@
+"""The command line, and the one place where services are wired together and the environment is read.
+
+Every service is imported by its own command only: help is fast, and a gateway never loads torch. A command's
+parameters bear the names of the settings' fields, which is how ``context.params`` becomes settings.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from foretoken import flags
+
+if TYPE_CHECKING:
+    from drafter_svc.config import DrafterSettings
+    from foretoken.drafting import Drafter
+    from foretoken.supervisor import Service
+    from gateway.config import GatewaySettings
+    from verifier_svc.config import VerifierSettings
+
+NGRAM_DRAFTER = "ngram"
+_NGRAM_PREFIX = "ngram_"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line on stderr and status 2, any other failure of ours status 1."""
+    try:
+        app(prog_name="foretoken")
+    except Exception as error:
+        from foretoken.errors import ConfigError, ForetokenError
+
+        if not isinstance(error, ForetokenError):
+            raise
+        say(" ".join(str(error).split()))
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def say(line: str) -> None:
+    """One line of ours on stderr."""
+    print(f"foretoken: {line}", file=sys.stderr, flush=True)
+
+
+@app.callback(invoke_without_command=True)
+def foretoken(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Serves large language models faster by speculative decoding."""
+    if version:
+        from foretoken import __version__
+
+        print(__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    model: flags.Model,
+    revision: flags.Revision = None,
+    served_model_name: flags.ServedModelName = None,
+    host: flags.Host = None,
+    port: flags.Port = None,
+    grpc_port: flags.GrpcPort = None,
+    chat_template: flags.ChatTemplate = None,
+    request_timeout_s: flags.RequestTimeout = None,
+    dtype: flags.Dtype = None,
+    threads: flags.Threads = None,
+    context_length: flags.ContextLength = None,
+    block_size: flags.BlockSize = None,
+    max_total_tokens: flags.MaxTotalTokens = None,
+    max_running_requests: flags.MaxRunningRequests = None,
+    max_queued_requests: flags.MaxQueuedRequests = None,
+    chunked_prefill_size: flags.ChunkedPrefillSize = None,
+    disable_radix_cache: flags.DisableRadixCache = False,
+    speculative_algorithm: flags.SpeculativeAlgorithm = "NGRAM",
+    speculative_num_draft_tokens: flags.SpeculativeNumDraftTokens = None,
+    speculative_max_batch_size: flags.SpeculativeMaxBatchSize = None,
+    ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
+    ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
+    ngram_min_bfs_breadth: flags.NgramMinBfsBreadth = None,
+    ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
+    ngram_capacity: flags.NgramCapacity = None,
+    ngram_order: flags.NgramOrder = None,
+    drafter_placement: flags.DrafterPlacement = "process",
+    dry_run: flags.DryRun = False,
+    log_level: flags.LogLevel = "info",
+) -> None:
+    """Start gateway, verifier and drafter on one host, and keep them running."""
+    from foretoken.runtime_folder import runtime_folder
+
+    if dry_run:
+        _print_plan(_verifier_settings(context, _checkpoint(context), "unix:/none", []))
+        return
+    _check_ports(context)
+    with runtime_folder() as folder:
+        raise typer.Exit(_supervise(context, folder))
+
+
+@app.command()
+def gateway(
+    context: typer.Context,
+    model: flags.Model,
+    verifier: flags.VerifierAddress,
+    revision: flags.Revision = None,
+    served_model_name: flags.ServedModelName = None,
+    host: flags.Host = None,
+    port: flags.Port = None,
+    grpc_port: flags.GrpcPort = None,
+    chat_template: flags.ChatTemplate = None,
+    request_timeout_s: flags.RequestTimeout = None,
+    speculative_metrics: flags.SpeculativeMetrics = None,
+    max_concurrent_requests: flags.MaxConcurrentRequests = None,
+    drain_timeout_s: flags.DrainTimeout = None,
+    log_level: flags.LogLevel = "info",
+) -> None:
+    """Start one gateway: text in, text out, over REST and gRPC. MODEL holds its tokenizer."""
+    settings = _gateway_settings(context, _checkpoint(context), verifier)
+    _configure_logging("gateway", log_level)
+    from gateway import server
+
+    server.run(settings)
+
+
+@app.command()
+def verifier(
+    context: typer.Context,
+    model: flags.Model,
+    address: flags.Address,
+    revision: flags.Revision = None,
+    served_model_name: flags.ServedModelName = None,
+    dtype: flags.Dtype = None,
+    threads: flags.Threads = None,
+    context_length: flags.ContextLength = None,
+    block_size: flags.BlockSize = None,
+    max_total_tokens: flags.MaxTotalTokens = None,
+    max_running_requests: flags.MaxRunningRequests = None,
+    max_queued_requests: flags.MaxQueuedRequests = None,
+    chunked_prefill_size: flags.ChunkedPrefillSize = None,
+    disable_radix_cache: flags.DisableRadixCache = False,
+    speculative_num_draft_tokens: flags.SpeculativeNumDraftTokens = None,
+    speculative_max_batch_size: flags.SpeculativeMaxBatchSize = None,
+    drafters: flags.DrafterEndpoints = None,
+    draft_timeout_ms: flags.DraftTimeoutMs = None,
+    drain_timeout_s: flags.DrainTimeout = None,
+    drafter_placement: flags.DrafterPlacement = "process",
+    ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
+    ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
+    ngram_min_bfs_breadth: flags.NgramMinBfsBreadth = None,
+    ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
+    ngram_capacity: flags.NgramCapacity = None,
+    ngram_order: flags.NgramOrder = None,
+    dry_run: flags.DryRun = False,
+    log_level: flags.LogLevel = "info",
+) -> None:
+    """Start one verifier: it owns the target model, and commits tokens.
+
+    With --drafter-placement in-process it also holds an n-gram drafter; the --speculative-ngram flags are for that.
+    """
+    settings = _verifier_settings(context, _checkpoint(context), address, drafters or [])
+    if dry_run:
+        _print_plan(settings)
+        return
+    in_process: dict[str, Drafter] = {}
+    if drafter_placement == "in-process":
+        from drafter_svc.server import make_drafter
+
+        in_process[NGRAM_DRAFTER] = make_drafter(_drafter_settings(context, NGRAM_DRAFTER, "in-process"))
+    else:
+        _refuse_ngram_flags(context, "--drafter-placement in-process")
+    _configure_logging("verifier", log_level)
+    from verifier_svc import server
+
+    server.run(settings, in_process)
+
+
+@app.command()
+def drafter(
+    context: typer.Context,
+    address: flags.Address,
+    name: flags.DrafterName = NGRAM_DRAFTER,
+    algorithm: Annotated[Literal["NGRAM"], typer.Option(help="How it drafts.")] = "NGRAM",
+    ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
+    ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
+    ngram_min_bfs_breadth: flags.NgramMinBfsBreadth = None,
+    ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
+    ngram_capacity: flags.NgramCapacity = None,
+    ngram_order: flags.NgramOrder = None,
+    log_level: flags.LogLevel = "info",
+) -> None:
+    """Start one drafter: it proposes tokens to the verifiers that attach to it."""
+    settings = _drafter_settings(context, name, address)
+    _configure_logging("drafter", log_level)
+    from drafter_svc import server
+
+    server.run(settings)
+
+
+@app.command()
+def complete(
+    prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
+    url: Annotated[
+        str, typer.Option(envvar="FORETOKEN_URL", show_envvar=True, help="Where the gateway answers.")
+    ] = "http://127.0.0.1:8000",
+    max_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the server's")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the same text again.", show_default="random")] = None,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decode for this request.")] = False,
+    drafter: Annotated[str | None, typer.Option(help="Name of the drafter.", show_default="the server's")] = None,
+) -> None:
+    """Stream a completion in the terminal; accepted draft tokens are green."""
+    from foretoken.complete import CompletionOptions, dim
+    from foretoken.complete import complete as stream
+    from foretoken.errors import ConfigError, UnavailableError
+
+    if no_speculation and drafter is not None:
+        raise ConfigError("--no-speculation and --drafter exclude each other")
+    options = CompletionOptions(prompt, max_tokens, temperature, seed, not no_speculation, drafter)
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    try:
+        figures = stream(url, options, write=_write, colour=colour)
+    except UnavailableError as error:
+        start = f"start a server with: make serve, or: {_program()} serve MODEL"
+        raise UnavailableError(f"{error}; {start}") from None
+    _write("\n")
+    print(dim(figures) if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else figures, file=sys.stderr)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _supervise(context: typer.Context, folder: Path) -> int:
+    """Run the stack until a signal; returns the exit status."""
+    import asyncio
+
+    from foretoken import stack
+    from foretoken.supervisor import Supervisor
+
+    services, gateway_settings = _services(context, folder)
+
+    def announce_ready() -> None:
+        settings = gateway_settings
+        name, host, port = settings.served_model_name, settings.host, settings.port
+        print(stack.ready_text(name, host, port, settings.grpc_port, _program()), flush=True)
+
+    return asyncio.run(Supervisor(services, on_ready=announce_ready, announce=say).run())
+
+
+def _services(context: typer.Context, folder: Path) -> tuple[list[Service], GatewaySettings]:
+    """The services of a stack in the order of their start, settings checked. ``folder`` holds their sockets."""
+    from foretoken import stack
+    from foretoken.config import to_flags
+
+    checkpoint = _checkpoint(context)
+    verifier_address, drafter_address = f"unix:{folder}/verifier.sock", f"unix:{folder}/drafter.sock"
+    drafter_settings = _drafter_settings(context, NGRAM_DRAFTER, drafter_address)
+    level = ("--log-level", context.params["log_level"])
+    services, endpoints, in_process = [], [], []
+    if context.params["speculative_algorithm"] == "NONE":
+        _refuse_ngram_flags(context, "--speculative-algorithm NGRAM")
+    elif context.params["drafter_placement"] == "in-process":
+        in_process = ["--drafter-placement", "in-process", *to_flags(drafter_settings.ngram, "ngram")]
+    else:
+        endpoints = [f"name={NGRAM_DRAFTER},address={drafter_address}"]
+        services.append(stack.drafter(stack.command("drafter", drafter_settings, level), drafter_address))
+    verifier_settings = _verifier_settings(context, checkpoint, verifier_address, endpoints)
+    gateway_settings = _gateway_settings(context, checkpoint, verifier_address)
+    services.append(
+        stack.verifier(stack.command("verifier", verifier_settings, (*in_process, *level)), verifier_address)
+    )
+    services.append(
+        stack.gateway(stack.command("gateway", gateway_settings, level), gateway_settings.host, gateway_settings.port)
+    )
+    return services, gateway_settings
+
+
+def _check_ports(context: typer.Context) -> None:
+    """Before anything is loaded or downloaded: the ports are free."""
+    from foretoken import stack
+    from foretoken.errors import ConfigError
+
+    host = context.params["host"] or flags.DEFAULT_HOST
+    port, grpc_port = context.params["port"], context.params["grpc_port"]
+    port = flags.DEFAULT_PORT if port is None else port
+    grpc_port = flags.DEFAULT_GRPC_PORT if grpc_port is None else grpc_port
+    for value, flag, variable in ((port, "--port", "PORT"), (grpc_port, "--grpc-port", "GRPC_PORT")):
+        if not 1 <= value <= 65535:
+            raise ConfigError(f"{flag}: expected 1 to 65535, got {value}")
+        stack.check_port_free(host, value, flag, variable)
+    if port == grpc_port:
+        raise ConfigError(f"--port and --grpc-port are both {port}")
+
+
+def _print_plan(settings: VerifierSettings) -> None:
+    from verifier_svc import server
+
+    print(server.plan(settings))
+
+
+def _gateway_settings(context: typer.Context, checkpoint: dict[str, Any], verifier: str) -> GatewaySettings:
+    from foretoken.config import build
+    from gateway.config import GatewaySettings
+
+    return build(GatewaySettings, _given(context, GatewaySettings) | checkpoint | {"verifier": verifier})
+
+
+def _verifier_settings(
+    context: typer.Context, checkpoint: dict[str, Any], address: str, endpoints: list[str]
+) -> VerifierSettings:
+    from foretoken.config import build, parse_pairs
+    from verifier_svc.config import VerifierSettings
+
+    drafters = [parse_pairs(text, "--drafter") for text in endpoints]
+    given = _given(context, VerifierSettings)
+    return build(VerifierSettings, given | checkpoint | {"address": address, "drafters": drafters})
+
+
+def _drafter_settings(context: typer.Context, name: str, address: str) -> DrafterSettings:
+    from drafter_svc.config import DrafterSettings
+    from foretoken.config import build
+
+    given = _given(context, DrafterSettings) | {"ngram": _ngram_given(context)}
+    return build(DrafterSettings, given | {"name": name, "address": address})
+
+
+def _given(context: typer.Context, settings: Any) -> dict[str, Any]:
+    """The flags that were given and are fields of ``settings`` by name."""
+    given = {name: value for name, value in context.params.items() if value is not None}
+    return {name: value for name, value in given.items() if name in settings.model_fields}
+
+
+def _ngram_given(context: typer.Context) -> dict[str, Any]:
+    """The flags of the n-gram drafter that were given, by the names of its settings."""
+    return {
+        name.removeprefix(_NGRAM_PREFIX): value
+        for name, value in context.params.items()
+        if name.startswith(_NGRAM_PREFIX) and value is not None
+    }
+
+
+def _refuse_ngram_flags(context: typer.Context, needed: str) -> None:
+    """A flag without effect is a mistake that the user should know of."""
+    from foretoken.config import flag_of
+    from foretoken.errors import ConfigError
+
+    for name in _ngram_given(context):
+        raise ConfigError(f"{flag_of(name, 'ngram')} has an effect only with {needed}")
+
+
+def _checkpoint(context: typer.Context) -> dict[str, Any]:
+    """Folder and served name of MODEL, downloaded if it is a hub id."""
+    from foretoken import hub
+
+    model = context.params["model"]
+    folder = hub.resolve(model, context.params["revision"]).resolve()
+    return {"model": folder, "served_model_name": context.params["served_model_name"] or hub.default_name(model)}
+
+
+def _configure_logging(service: str, level: str) -> None:
+    import logging
+
+    logging.basicConfig(
+        level=level.upper(), format=f"%(asctime)s {service} %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+
+
+def _program() -> str:
+    """How the user called this program, to be copied into a shell."""
+    called = Path(sys.argv[0])
+    return shlex.quote(sys.argv[0]) if called.name == "foretoken" else "foretoken"

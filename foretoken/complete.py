@@ -1,0 +1,165 @@
+"""``foretoken complete``: one streamed completion in the terminal, with what speculation did to it.
+
+It speaks the public REST API only and knows nothing of the services behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from foretoken.errors import ForetokenError, UnavailableError
+
+CONNECT_TIMEOUT_S = 5.0
+# Between two chunks. Longer than the server's own deadline for a request, which ends it with a message.
+READ_TIMEOUT_S = 660.0
+_GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+# What a model writes must not move the cursor or ring the bell: control characters except newline and tab.
+_VISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+@dataclass(frozen=True)
+class CompletionOptions:
+    """What to ask for. None: the server's default."""
+
+    prompt: str
+    max_tokens: int = 128
+    temperature: float | None = None
+    seed: int | None = None
+    speculation: bool = True
+    drafter: str | None = None
+
+    def body(self, model: str) -> dict[str, Any]:
+        """The JSON body of the request."""
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_sources": True,
+        }
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        if self.seed is not None:
+            body["seed"] = self.seed
+        if not self.speculation:
+            body["speculative"] = {"enabled": False}
+        elif self.drafter is not None:
+            body["speculative"] = {"drafter": self.drafter}
+        return body
+
+
+@dataclass
+class _Summary:
+    """What the stream said, chunk by chunk."""
+
+    num_tokens: int = 0
+    first_at: float | None = None
+    last_at: float = 0.0
+    speculation: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, chunk: dict[str, Any], now: float) -> None:
+        if any(choice.get("text") for choice in chunk.get("choices", [])):
+            self.first_at = now if self.first_at is None else self.first_at
+            self.last_at = now
+        self.num_tokens = (chunk.get("usage") or {}).get("completion_tokens", self.num_tokens)
+        self.speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or self.speculation
+
+    def line(self) -> str:
+        """Speed is (tokens - 1) / (last token - first token), as the client saw them."""
+        parts = [f"{self.num_tokens} tokens"]
+        if self.first_at is not None and self.last_at > self.first_at:
+            parts.append(f"{(self.num_tokens - 1) / (self.last_at - self.first_at):.1f} tok/s")
+        drafted = self.speculation.get("num_draft_tokens", 0)
+        accepted = self.speculation.get("num_accepted_draft_tokens", 0)
+        if drafted:
+            parts.append(f"{accepted} of {drafted} draft tokens accepted ({accepted / drafted:.0%})")
+            parts.append(f"mean acceptance length {self.speculation.get('mean_acceptance_length', 1.0):.2f}")
+        else:
+            parts.append("nothing drafted")
+        return ", ".join(parts)
+
+
+def complete(url: str, options: CompletionOptions, *, write: Callable[[str], None], colour: bool) -> str:
+    """Stream one completion to ``write``; returns the line of figures to show under it.
+
+    With ``colour``, accepted draft tokens are green and control characters are made visible; without, the text is
+    written as it came. Raises ForetokenError: UnavailableError if nothing answers, else what the server refused.
+    """
+    summary = _Summary()
+    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    # Straight to the address that was given, whatever proxy the machine uses for the web.
+    with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:
+        try:
+            body = options.body(_served_model(client))
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise _refusal(response)
+                for chunk in _chunks(response):
+                    summary.add(chunk, time.perf_counter())
+                    for choice in chunk.get("choices", []):
+                        write(render(choice, colour=colour))
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            raise UnavailableError(f"nothing answers at {url}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UnavailableError(f"{url}: {error or type(error).__name__}") from error
+    return summary.line()
+
+
+def render(choice: dict[str, Any], *, colour: bool) -> str:
+    """The text of one chunk's choice; accepted draft tokens in green where the server told the sources apart."""
+    text: str = choice.get("text") or ""
+    if not colour:
+        return text
+    texts, sources = choice.get("token_texts"), choice.get("token_sources")
+    if not texts or not sources or len(texts) != len(sources):
+        return text.translate(_VISIBLE)
+    return "".join(
+        f"{_GREEN}{piece.translate(_VISIBLE)}{_RESET}" if source and piece else piece.translate(_VISIBLE)
+        for piece, source in zip(texts, sources, strict=True)
+    )
+
+
+def dim(text: str) -> str:
+    return f"{_DIM}{text}{_RESET}"
+
+
+def _served_model(client: httpx.Client) -> str:
+    response = client.get("/v1/models")
+    if response.status_code != 200:
+        raise _refusal(response)
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise UnavailableError(f"{client.base_url} answers, but is no OpenAI-compatible server") from None
+
+
+def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, until [DONE]. Raises what an error event says."""
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise ForetokenError(str(chunk["error"].get("message", chunk["error"])))
+        yield chunk
+    raise UnavailableError("the server ended the stream before it was complete")
+
+
+def _refusal(response: httpx.Response) -> ForetokenError:
+    """The error that a response other than 200 stands for."""
+    try:
+        error = response.json()["error"]
+        return ForetokenError(str(error["message"]), field=str(error.get("param") or ""))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ForetokenError(f"{response.url} answered with status {response.status_code}")

@@ -1,0 +1,95 @@
+"""From flags to a service's settings and back: one mapping of names, one line for a user's mistake.
+
+It knows no service: settings are any frozen pydantic models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from foretoken.errors import ConfigError
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+# Fields whose unit is in the name keep it out of the flag where the help text states it.
+_FLAG_NAMES = {"request_timeout_s": "request-timeout", "drain_timeout_s": "drain-timeout"}
+# Nested settings and the prefix of their flags.
+_PREFIXES = {"ngram": "speculative-ngram-"}
+# Repeatable flags that hold key=value pairs.
+_REPEATED = {"drafters": "drafter"}
+# Not a flag but the argument.
+_ARGUMENT = "model"
+
+
+def flag_of(field: str, section: str = "") -> str:
+    """The flag that sets a field; ``section`` is the field that holds the nested settings, if it is in one."""
+    if field == _ARGUMENT:
+        return "MODEL"
+    name = _FLAG_NAMES.get(field) or _REPEATED.get(field) or field.replace("_", "-")
+    return f"--{_PREFIXES.get(section, '')}{name}"
+
+
+def build(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
+    """Settings from the values that were given. Raises ConfigError that names the flag at fault."""
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_describe(item) for item in error.errors())) from None
+
+
+def to_flags(settings: BaseModel, section: str = "") -> list[str]:
+    """The command-line words that build ``settings`` again: the argument first, then each flag off its default.
+
+    ``section``: the field that holds ``settings``, if they are nested ones.
+    """
+    words: list[str] = []
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if name == _ARGUMENT:
+            words.insert(0, str(value))
+        elif value == field.get_default(call_default_factory=True):
+            continue
+        elif isinstance(value, BaseModel):
+            words += to_flags(value, name)
+        elif name in _REPEATED:
+            for item in value:
+                words += [flag_of(name), pairs_text(item)]
+        else:
+            words += [flag_of(name, section)] if value is True else [flag_of(name, section), str(value)]
+    return words
+
+
+def pairs_text(item: BaseModel) -> str:
+    """``key=value,key=value`` of a flat model."""
+    return ",".join(f"{key}={value}" for key, value in item.model_dump().items())
+
+
+def parse_pairs(text: str, flag: str) -> dict[str, str]:
+    """The pairs of ``key=value,key=value``. Raises ConfigError that names ``flag``."""
+    pairs: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if not equals or not key or key in pairs:
+            raise ConfigError(f"{flag}: expected key=value,key=value with each key once, got {text!r}")
+        pairs[key] = value
+    return pairs
+
+
+def _describe(item: Any) -> str:
+    """One line for one entry of ``ValidationError.errors()``."""
+    message = str(item["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    path = [str(part) for part in item["loc"]]
+    if not path:
+        return message
+    if isinstance(item["input"], (str, int, float)):
+        message += f", got {item['input']!r}"
+    if path[0] in _PREFIXES:
+        # A rule about two nested fields names them itself.
+        return f"{flag_of(path[1], path[0])}: {message}" if len(path) > 1 else f"--{_PREFIXES[path[0]]}...: {message}"
+    if path[0] in _REPEATED and len(path) > 2:
+        return f"{flag_of(path[0])} {path[2]}: {message}"
+    return f"{flag_of(path[0])}: {message}"

@@ -1,0 +1,183 @@
+"""The command line's flags, each declared once with its help text.
+
+A flag that was not given is None: the defaults are those of the services' settings, which `show_default` repeats.
+It imports no settings, so that ``foretoken --help`` stays fast.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+DEFAULT_GRPC_PORT = 50051
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of the checkpoint, or its id on the hub.")]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit on the hub.", show_default="main"),
+]
+ServedModelName = Annotated[
+    str | None,
+    typer.Option(help="Name in requests and answers.", show_default="the folder's name, or the hub id"),
+]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option(help="Log lines from this level up go to stderr."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the memory plan and start nothing.")]
+
+# The rim of the server.
+Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default=DEFAULT_HOST)]
+Port = Annotated[int | None, typer.Option(help="Port of the OpenAI-compatible REST API.", show_default="8000")]
+GrpcPort = Annotated[int | None, typer.Option(help="Port of the public gRPC API.", show_default="50051")]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Jinja file that replaces the tokenizer's chat template.",
+        show_default="the tokenizer's",
+    ),
+]
+RequestTimeout = Annotated[
+    float | None,
+    typer.Option(help="Seconds that a request may take.", show_default="600"),
+]
+SpeculativeMetrics = Annotated[
+    Literal["none", "summary", "detailed"] | None,
+    typer.Option(help="Figures of speculation in responses.", show_default="summary"),
+]
+MaxConcurrentRequests = Annotated[
+    int | None,
+    typer.Option(help="Requests that run or wait at once; one more gets 429.", show_default="512"),
+]
+DrainTimeout = Annotated[
+    float | None,
+    typer.Option(help="Seconds that running streams may go on after SIGTERM.", show_default="20"),
+]
+
+# The model and its engine.
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"] | None,
+    typer.Option(help="Type of the weights; auto is float32 on a CPU.", show_default="auto"),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Threads of the forward pass; 0: one per core.", show_default="0"),
+]
+ContextLength = Annotated[
+    int | None,
+    typer.Option(help="Tokens of context; 0: what the checkpoint says.", show_default="0"),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(help="Tokens of one KV block.", show_default="16"),
+]
+MaxTotalTokens = Annotated[
+    int | None,
+    typer.Option(help="KV cache in tokens; 0: planned from memory.", show_default="0"),
+]
+MaxRunningRequests = Annotated[
+    int | None,
+    typer.Option(help="Sequences that run at once.", show_default="64"),
+]
+MaxQueuedRequests = Annotated[
+    int | None,
+    typer.Option(help="Requests that may wait; one more gets 429.", show_default="256"),
+]
+ChunkedPrefillSize = Annotated[
+    int | None,
+    typer.Option(help="Prompt tokens of one step.", show_default="512"),
+]
+DisableRadixCache = Annotated[
+    bool,
+    typer.Option("--disable-radix-cache", help="Compute every prompt in full: no prefix cache."),
+]
+
+# Speculation.
+SpeculativeAlgorithm = Annotated[
+    Literal["NGRAM", "NONE"],
+    typer.Option(help="Drafter to start; NONE: plain decode."),
+]
+SpeculativeNumDraftTokens = Annotated[
+    int | None,
+    typer.Option(help="Nodes of one draft tree at most, the root counted.", show_default="8"),
+]
+SpeculativeMaxBatchSize = Annotated[
+    int | None,
+    typer.Option(help="With more running rows than this, plain decode; 0: never.", show_default="0"),
+]
+DraftTimeoutMs = Annotated[
+    int | None,
+    typer.Option(help="Milliseconds that a step waits for a draft.", show_default="200"),
+]
+DrafterPlacement = Annotated[
+    Literal["process", "in-process"],
+    typer.Option(help="A process of its own, or inside the verifier: no hand-over and no isolation."),
+]
+DrafterEndpoints = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        metavar="name=NAME,address=ADDRESS[,transport=auto|shared-memory|grpc]",
+        help="A drafter to attach to; may be given several times.",
+        show_default="none",
+    ),
+]
+Address = Annotated[
+    str,
+    typer.Option(metavar="ADDRESS", help="Where to listen: unix:/path or host:port."),
+]
+VerifierAddress = Annotated[
+    str,
+    typer.Option("--verifier", metavar="ADDRESS", help="Where the verifier listens: unix:/path or host:port."),
+]
+DrafterName = Annotated[str, typer.Option(help="Name of this drafter in requests and metrics.")]
+
+# The n-gram drafter.
+NgramMinMatchWindowSize = Annotated[
+    int | None,
+    typer.Option(
+        "--speculative-ngram-min-match-window-size",
+        help="Shortest suffix that must match.",
+        show_default="1",
+    ),
+]
+NgramMaxMatchWindowSize = Annotated[
+    int | None,
+    typer.Option(
+        "--speculative-ngram-max-match-window-size",
+        help="Longest suffix that is looked up.",
+        show_default="12",
+    ),
+]
+NgramMinBfsBreadth = Annotated[
+    int | None,
+    typer.Option(
+        "--speculative-ngram-min-bfs-breadth",
+        help="Children a node, at the deepest level.",
+        show_default="1",
+    ),
+]
+NgramMaxBfsBreadth = Annotated[
+    int | None,
+    typer.Option(
+        "--speculative-ngram-max-bfs-breadth",
+        help="Children a node, at the root. 1 in both: a single branch.",
+        show_default="10",
+    ),
+]
+NgramCapacity = Annotated[
+    int | None,
+    typer.Option("--speculative-ngram-capacity", help="Nodes of the trie.", show_default="10000000"),
+]
+NgramOrder = Annotated[
+    Literal["frequency", "recency"] | None,
+    typer.Option(
+        "--speculative-ngram-order",
+        help="Which candidates come first: the most often or the last seen.",
+        show_default="recency",
+    ),
+]

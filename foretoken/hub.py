@@ -1,0 +1,65 @@
+"""Where a checkpoint lies: a folder as it is, or a hub id that huggingface_hub downloads into its cache.
+
+It reads no checkpoint. Endpoint, token, offline mode and cache folder are huggingface_hub's own settings.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from foretoken.errors import ConfigError
+
+# Weights as safetensors, configs, tokenizers and chat templates: never pickles, never code.
+ALLOW_PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja")
+# Other formats in sub-folders, and the second copy of the weights that some repositories carry.
+IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors", "*.py", "*.bin", "*.pt")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def default_name(model: str) -> str:
+    """The served name of a model that was given none: the folder's name, or the hub id as it is."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """The folder of a checkpoint; a hub id is downloaded if it is not in the cache, with progress on stderr.
+
+    Raises ConfigError, in one line, for whatever keeps the folder from being there.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ConfigError(f"--revision has no meaning for a folder: {model}")
+        return path
+    if path.exists():
+        raise ConfigError(f"MODEL is a file, expected a folder or a hub id: {model}")
+    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"no such folder: {model}")
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    at = f" at revision {revision}" if revision else ""
+    try:
+        folder = snapshot_download(
+            model, revision=revision, allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(IGNORE_PATTERNS)
+        )
+    except errors.GatedRepoError:
+        raise ConfigError(f"{model} is gated: accept its terms on the hub, then run: hf auth login") from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(f"--revision: the hub has no {revision!r} of {model}") from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(f"no folder and no public hub id: {model} (a private one needs: hf auth login)") from None
+    except errors.LocalEntryNotFoundError:
+        raise ConfigError(f"{model}{at} is not in the cache and the hub does not answer or is switched off") from None
+    except Exception as error:  # The library's errors and those of its HTTP client share no base.
+        raise ConfigError(f"cannot download {model}{at}: {_first_line(error)}") from error
+    return Path(folder)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

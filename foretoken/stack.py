@@ -1,0 +1,96 @@
+"""The stack that ``foretoken serve`` starts: its services' commands, ports and the text that says it is ready.
+
+It knows services by their flags and health names only.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from foretoken import probes
+from foretoken.config import to_flags
+from foretoken.errors import ConfigError
+from foretoken.supervisor import Service
+
+VERIFIER_HEALTH_NAME = "foretoken.verifier.v1.VerifierService"
+DRAFTER_HEALTH_NAME = "foretoken.drafter.v1.DrafterService"
+# From SIGTERM to SIGKILL, one after the other in this order: together under 30 s. The gateway's covers its drain,
+# after which the others have nothing left to do.
+GATEWAY_GRACE_S = 22.0
+VERIFIER_GRACE_S = 4.0
+DRAFTER_GRACE_S = 2.0
+_EXAMPLE_PROMPT = "def fibonacci(n):\n"
+
+
+def command(service: str, settings: BaseModel, extra: Sequence[str] = ()) -> tuple[str, ...]:
+    """The command of one service. ``-P``: a folder called gateway where the user stands is not ours."""
+    return (sys.executable, "-P", "-m", "foretoken", service, *to_flags(settings), *extra)
+
+
+def drafter(command: tuple[str, ...], address: str) -> Service:
+    """A stack serves plain decode while its drafter is away, so none waits for it for ever."""
+    probe = functools.partial(probes.grpc_serving, address, DRAFTER_HEALTH_NAME)
+    return Service("drafter", command, probe, DRAFTER_GRACE_S, required=False)
+
+
+def verifier(command: tuple[str, ...], address: str) -> Service:
+    return Service(
+        "verifier", command, functools.partial(probes.grpc_serving, address, VERIFIER_HEALTH_NAME), VERIFIER_GRACE_S
+    )
+
+
+def gateway(command: tuple[str, ...], host: str, port: int) -> Service:
+    return Service("gateway", command, functools.partial(probes.http_ok, host, port, "/ready"), GATEWAY_GRACE_S)
+
+
+def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
+    """Raises ConfigError that names ``flag`` and the Makefile's ``variable`` if somebody listens on the port."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise ConfigError(f"--host: cannot resolve {host!r}: {error.strerror}") from None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            # Connections that linger from an earlier run do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except PermissionError:
+                raise ConfigError(f"no permission to listen on port {port}; choose one above 1023: {flag}") from None
+            except OSError as error:
+                if error.strerror and "in use" in error.strerror:
+                    raise ConfigError(
+                        f"port {port} is in use; choose another with {flag} (make serve {variable}=...)"
+                    ) from None
+                raise ConfigError(f"--host: cannot listen on {host}: {error.strerror}") from None
+
+
+def ready_text(model: str, host: str, port: int, grpc_port: int, program: str) -> str:
+    """What the user sees when everything answers: addresses, and requests to copy. ``program``: foretoken as typed."""
+    host = probes.reachable(host)
+    host = f"[{host}]" if ":" in host else host
+    url = f"http://{host}:{port}"
+    body = json.dumps({"model": model, "prompt": _EXAMPLE_PROMPT, "max_tokens": 64, "stream": True})
+    fields = f"model={model!r}, prompt={_EXAMPLE_PROMPT!r}, max_tokens=64, stream=True"
+    option = "" if (host, port) == ("127.0.0.1", 8000) else f" --url {url}"
+    return f"""
+foretoken is ready: {model} at {url} (OpenAI REST) and {host}:{grpc_port} (gRPC). Ctrl-C stops it.
+
+In another terminal:
+  {program} complete {shlex.quote(_EXAMPLE_PROMPT.strip())}{option}
+
+  curl -N {url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}
+
+In Python:
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="none")
+  for chunk in client.completions.create({fields}):
+      print(*(choice.text for choice in chunk.choices), end="", flush=True)
+"""

@@ -1,0 +1,282 @@
+"""Runs child processes as one unit: starts, watches, restarts and stops them; none outlives it.
+
+It knows commands and probes, not what the services do. One asyncio loop, asleep unless a child or a signal wakes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+# A child that ends with this status has refused its settings and has said why.
+CONFIG_ERROR_STATUS = 2
+FIRST_RESTART_DELAY_S = 0.25
+LONGEST_RESTART_DELAY_S = 5.0
+# A child that lived so long starts with a clean slate.
+STABLE_AFTER_S = 30.0
+# Ends of a required service that was never ready; so many end the whole.
+MAX_FAILED_STARTS = 3
+FIRST_PROBE_DELAY_S = 0.05
+LONGEST_PROBE_DELAY_S = 0.5
+# From the last required service's readiness on, the others get so long to be ready too.
+OPTIONAL_READY_S = 30.0
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Service:
+    """One child.
+
+    Attributes:
+        name: as in messages.
+        command: what to execute.
+        probe: whether it is ready now; answers within about a second and raises nothing.
+        stop_grace_s: from SIGTERM to SIGKILL.
+        required: without it nothing is ready.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    probe: Callable[[], Awaitable[bool]]
+    stop_grace_s: float
+    required: bool = True
+
+
+class RestartDelays:
+    """How long to wait before the next start: at once after a first or a late death, then doubling up to a bound."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def after(self, alive_s: float) -> float:
+        """Seconds to wait after a child that lived ``alive_s`` seconds."""
+        delay_s = 0.0 if alive_s >= STABLE_AFTER_S else self._next_s
+        self._next_s = min(max(2 * delay_s, FIRST_RESTART_DELAY_S), LONGEST_RESTART_DELAY_S)
+        return delay_s
+
+
+@dataclass(eq=False)
+class _Child:
+    process: subprocess.Popen[bytes]
+    ended: asyncio.Future[int]
+    started_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False)
+class _Watch:
+    """What the supervisor knows of one service."""
+
+    service: Service
+    delays: RestartDelays = field(default_factory=RestartDelays)
+    child: _Child | None = None
+    was_ready: bool = False
+    failed_starts: int = 0
+
+
+class Supervisor:
+    """Starts services in the given order and stops them in the reverse one."""
+
+    def __init__(
+        self, services: Sequence[Service], *, on_ready: Callable[[], None], announce: Callable[[str], None]
+    ) -> None:
+        """``on_ready`` is called once; ``announce`` gets a line for each event."""
+        self._watches = [_Watch(service) for service in services]
+        self._on_ready = on_ready
+        self._announce = announce
+        self._children: dict[int, _Child] = {}
+        self._stopping = asyncio.Event()
+        self._killing = asyncio.Event()
+        self._exit_status = 0
+
+    async def run(self) -> int:
+        """Supervise until a stop signal or a start that cannot succeed; returns when every descendant has gone.
+
+        Returns 0 after a signal, else the status to exit with. Runs in the main thread, once.
+        """
+        own_children = {process.pid for process in psutil.Process().children()}
+        with _subreaper(), self._signal_handlers():
+            self._announce(f"starting {', '.join(watch.service.name for watch in self._watches)}")
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._keep_alive(watch)) for watch in self._watches]
+                    tasks.append(group.create_task(self._wait_ready()))
+                    await self._stopping.wait()
+                    for task in tasks:
+                        task.cancel()
+            finally:
+                for watch in reversed(self._watches):
+                    await self._stop(watch)
+                _kill_descendants(own_children)
+        return self._exit_status
+
+    @contextlib.contextmanager
+    def _signal_handlers(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, self._on_stop_signal, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGCHLD, *_STOP_SIGNALS):
+                loop.remove_signal_handler(number)
+
+    def _on_stop_signal(self, number: signal.Signals) -> None:
+        if not self._stopping.is_set():
+            self._announce("stopping")
+            self._stopping.set()
+        elif number == signal.SIGINT:
+            # Only an impatient user: make and shells pass on a second SIGTERM of their own.
+            self._announce("stopping at once")
+            self._killing.set()
+
+    def _reap(self) -> None:
+        """Collect every ended child, and the orphans that fell to us as the subreaper."""
+        while (pid := _ended_child()) is not None:
+            child = self._children.pop(pid, None)
+            if child is None:
+                os.waitpid(pid, 0)
+                continue
+            # Before the wait, while the process id still is the dead leader's: nothing of its group may live on.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            child.ended.set_result(child.process.wait())
+
+    def _spawn(self, command: tuple[str, ...]) -> _Child:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            # A session of its own: a signal to our process group reaches us alone, and we stop in order.
+            start_new_session=True,
+            preexec_fn=_die_with(os.getpid()),
+        )
+        child = _Child(process, asyncio.get_running_loop().create_future())
+        self._children[process.pid] = child
+        return child
+
+    async def _keep_alive(self, watch: _Watch) -> None:
+        while True:
+            child = watch.child = self._spawn(watch.service.command)
+            # Not a bare await: its cancellation would cancel the future, which the stop still needs.
+            await asyncio.wait([child.ended])
+            status = child.ended.result()
+            if not watch.was_ready and self._gives_up(watch, status):
+                return
+            delay_s = watch.delays.after(time.monotonic() - child.started_at)
+            when = f" in {delay_s:g} s" if delay_s else ""
+            self._announce(f"{watch.service.name} ended ({describe_status(status)}); starting it again{when}")
+            await asyncio.sleep(delay_s)
+
+    def _gives_up(self, watch: _Watch, status: int) -> bool:
+        """Whether a service that was never ready cannot become so; then everything stops."""
+        watch.failed_starts += 1
+        if status == CONFIG_ERROR_STATUS:
+            self._exit_status = CONFIG_ERROR_STATUS
+        elif watch.service.required and watch.failed_starts >= MAX_FAILED_STARTS:
+            self._announce(f"{watch.service.name} ended {watch.failed_starts} times before it was ready: giving up")
+            self._exit_status = 1
+        else:
+            return False
+        self._stopping.set()
+        return True
+
+    async def _wait_ready(self) -> None:
+        started_at = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            tasks = {watch: group.create_task(self._probe(watch, started_at)) for watch in self._watches}
+            await asyncio.wait([task for watch, task in tasks.items() if watch.service.required])
+            await asyncio.wait(tasks.values(), timeout=OPTIONAL_READY_S)
+            for watch in self._watches:
+                if not watch.was_ready:
+                    self._announce(f"{watch.service.name} is not ready yet; going on without it")
+            self._on_ready()
+
+    async def _probe(self, watch: _Watch, started_at: float) -> None:
+        delay_s = FIRST_PROBE_DELAY_S
+        while not await watch.service.probe():
+            await asyncio.sleep(delay_s)
+            delay_s = min(1.2 * delay_s, LONGEST_PROBE_DELAY_S)
+        watch.was_ready = True
+        self._announce(f"{watch.service.name} is ready after {time.monotonic() - started_at:.1f} s")
+
+    async def _stop(self, watch: _Watch) -> None:
+        child = watch.child
+        if child is None or child.ended.done():
+            return
+        # A stopped process gets SIGTERM only when it goes on.
+        # os.kill and not send_signal, which would reap the child behind the back of _reap.
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            os.kill(child.process.pid, number)
+        killing = asyncio.create_task(self._killing.wait())
+        awaited: list[asyncio.Future[Any]] = [child.ended, killing]
+        await asyncio.wait(awaited, timeout=watch.service.stop_grace_s, return_when=asyncio.FIRST_COMPLETED)
+        killing.cancel()
+        if not child.ended.done():
+            self._announce(f"{watch.service.name} did not end in time: killed")
+            os.kill(child.process.pid, signal.SIGKILL)
+            await asyncio.wait([child.ended])
+
+
+def describe_status(status: int) -> str:
+    """``status 1``, or the name of the signal that ended a process (negative, as subprocess gives it)."""
+    if status >= 0:
+        return f"status {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
+
+
+def _ended_child() -> int | None:
+    """The process id of a child that has ended and was not waited for, or None. Leaves it waitable."""
+    try:
+        result = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if result is None else result.si_pid
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """What a new child runs before its program: from now on the kernel kills it when ``parent`` dies."""
+
+    def in_child() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # It died before the line above.
+            os._exit(1)
+
+    return in_child
+
+
+@contextlib.contextmanager
+def _subreaper() -> Iterator[None]:
+    """Orphaned descendants become children of this process, so that it can see and end them."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _kill_descendants(spared: set[int]) -> None:
+    """Kill what children left behind in sessions of its own, and wait for it. ``spared`` are process ids."""
+    for child in psutil.Process().children():
+        if child.pid not in spared:
+            tree = [child, *child.children(recursive=True)]
+            for process in tree:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(tree)

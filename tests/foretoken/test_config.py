@@ -1,0 +1,97 @@
+"""Settings from flags and back, and what a user reads after a mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafter_svc.config import DrafterSettings, NgramSettings
+from foretoken.config import build, flag_of, parse_pairs, to_flags
+from foretoken.errors import ConfigError
+from gateway.config import GatewaySettings
+from verifier_svc.config import DrafterEndpoint, VerifierSettings
+
+VERIFIER: dict[str, Any] = {"model": "/m", "served_model_name": "m", "address": "unix:/v"}
+
+
+def test_flags_are_those_off_their_default_after_the_argument() -> None:
+    settings = VerifierSettings(
+        model=Path("/m"),
+        served_model_name="m",
+        address="unix:/v",
+        threads=2,
+        disable_radix_cache=True,
+        drafters=(DrafterEndpoint(name="a", address="unix:/a"), DrafterEndpoint(name="b", address="h:1")),
+    )
+    assert to_flags(settings) == [
+        "/m",
+        *("--served-model-name", "m", "--address", "unix:/v", "--threads", "2", "--disable-radix-cache"),
+        *("--drafter", "name=a,address=unix:/a,transport=auto", "--drafter", "name=b,address=h:1,transport=auto"),
+    ]
+
+
+def test_flags_of_nested_settings_have_their_prefix() -> None:
+    settings = DrafterSettings(name="ngram", address="unix:/d", ngram=NgramSettings(capacity=4096, order="frequency"))
+    assert to_flags(settings) == [
+        *("--name", "ngram", "--address", "unix:/d"),
+        *("--speculative-ngram-capacity", "4096", "--speculative-ngram-order", "frequency"),
+    ]
+
+
+def test_a_unit_that_the_help_states_is_not_in_the_flag() -> None:
+    settings = GatewaySettings(model=Path("/m"), served_model_name="m", verifier="unix:/v", request_timeout_s=5)
+    assert to_flags(settings)[-2:] == ["--request-timeout", "5.0"]
+    assert flag_of("draft_timeout_ms") == "--draft-timeout-ms"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"threads": -1}, "--threads: input should be greater than or equal to 0, got -1"),
+        ({"dtype": "int8"}, "--dtype: input should be 'auto', 'float32' or 'bfloat16', got 'int8'"),
+        ({"served_model_name": None}, "--served-model-name: input should be a valid string"),
+        ({"colour": "red"}, "--colour: extra inputs are not permitted, got 'red'"),
+        (
+            {"drafters": [{"name": "a", "address": "x", "transport": "pigeon"}]},
+            "--drafter transport: input should be 'auto', 'shared-memory' or 'grpc', got 'pigeon'",
+        ),
+        ({"drafters": [{"name": "a"}]}, "--drafter address: field required"),
+        (
+            {"threads": 999, "block_size": 0},
+            "--threads: input should be less than or equal to 256, got 999; "
+            "--block-size: input should be greater than or equal to 1, got 0",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_flag(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(VerifierSettings, VERIFIER | values)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("ngram", "message"),
+    [
+        ({"order": "size"}, "--speculative-ngram-order: input should be 'frequency' or 'recency', got 'size'"),
+        (
+            {"min_match_window_size": 9, "max_match_window_size": 3},
+            "--speculative-ngram-...: min_match_window_size must not exceed max_match_window_size",
+        ),
+    ],
+)
+def test_a_mistake_in_nested_settings(ngram: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(DrafterSettings, {"name": "n", "address": "x", "ngram": ngram})
+    assert str(caught.value) == message
+
+
+def test_pairs() -> None:
+    assert parse_pairs("name=a,address=unix:/x=y", "--drafter") == {"name": "a", "address": "unix:/x=y"}
+
+
+@pytest.mark.parametrize("text", ["", "name", "=a", "name=a,name=b", "name=a,"])
+def test_pairs_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--drafter: expected key=value"):
+        parse_pairs(text, "--drafter")
