@@ -218,9 +218,7 @@ class Speculator:
             width = sequence.gate.num_tokens(most, relative_cost)
             if width > 0:
                 told = sequence.told_length if sequence.told_to == source.name else 0
-                rows.append(
-                    _Row(sequence, sequence.slot, sequence.generation, told, len(sequence.tokens), 1 + width)
-                )
+                rows.append(_Row(sequence, sequence.slot, sequence.generation, told, len(sequence.tokens), 1 + width))
         return rows
 
     def _request(self, rows: list[_Row]) -> DraftRequest:

@@ -70,8 +70,16 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
         last = end + (part.tree.num_speculative_tokens if part.tree else 0)
         row_seqs[row:last] = index
         if part.tree is not None and last > end:
-            _place_nodes(part.tree, first + part.num_tokens - 1, slice(end, last), token_ids, positions, logical,
-                         context_lens, masks)
+            _place_nodes(
+                part.tree,
+                first + part.num_tokens - 1,
+                slice(end, last),
+                token_ids,
+                positions,
+                logical,
+                context_lens,
+                masks,
+            )
             tree_starts[index] = first + part.num_tokens - 1
         if sequence.wants_prompt_logprobs and first < sequence.num_prompt_tokens:
             logit_rows.extend(range(row, last))

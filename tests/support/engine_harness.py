@@ -198,9 +198,7 @@ class Harness:
                 case ErrorEvent():
                     result.error = event
 
-    def run(
-        self, requests: Iterable[Request], *, every_step: Callable[[Harness], None] | None = None
-    ) -> list[Result]:
+    def run(self, requests: Iterable[Request], *, every_step: Callable[[Harness], None] | None = None) -> list[Result]:
         """Submit all, step until all are done, return their results in order."""
         keys = [self.submit(request) for request in requests]
         while not all(self.results[key].is_done for key in keys):
@@ -216,4 +214,3 @@ class Harness:
         self.step()
         self.blocks.check_integrity()
         assert self.blocks.num_free_blocks == self.blocks.num_blocks, "pages leaked"
-

@@ -1,0 +1,261 @@
+"""The verifier's rim over real gRPC: sessions, errors as events with field, hostile values, slow and gone readers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from foretoken import rpc
+from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES, ModelLimits
+from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.support.engine_harness import Harness
+from tests.support.hash_target import HashTarget
+from verifier_svc.info import VerifierInfo
+from verifier_svc.service import VerifierService
+
+VOCAB = 40
+CONTEXT = 64
+Stub = Any
+
+
+def run(scenario: Callable[[Stub, Harness], Awaitable[None]], **options: object) -> None:
+    asyncio.run(_run(scenario, options))
+
+
+async def _run(scenario: Callable[[Stub, Harness], Awaitable[None]], options: dict[str, object]) -> None:
+    async with _served(options) as (stub, harness):
+        await asyncio.wait_for(scenario(stub, harness), 120)
+        # Whatever happened, every page comes back.
+        await until(lambda: harness.engine.is_idle)
+        harness.blocks.check_integrity()
+        assert harness.blocks.num_free_blocks == harness.blocks.num_blocks
+
+
+@contextlib.asynccontextmanager
+async def _served(options: dict[str, object]) -> AsyncIterator[tuple[Stub, Harness]]:
+    harness = Harness(
+        HashTarget(VOCAB, 200, 4),
+        vocab_size=VOCAB,
+        num_blocks=200,
+        block_size=4,
+        max_model_len=CONTEXT,
+        **options,  # type: ignore[arg-type]
+    )
+    info = VerifierInfo(
+        epoch=5,
+        model_name="hash",
+        model_fingerprint="f" * 64,
+        dtype="float32",
+        mode="strict",
+        limits=ModelLimits(VOCAB, CONTEXT, ("ngram",)),
+        eos_token_ids=(),
+        max_queue=16,
+        speculative_max_batch_size=0,
+    )
+    server = rpc.async_server()
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierService(harness.engine, info), server)
+    port = rpc.bind(server, "127.0.0.1:0")
+    harness.engine.start()
+    await server.start()
+    try:
+        async with rpc.async_channel(f"127.0.0.1:{port}") as channel:
+            yield verifier_pb2_grpc.VerifierServiceStub(channel), harness
+    finally:
+        await server.stop(None)
+        harness.engine.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def sequence(request_id: str = "r", **fields: Any) -> verifier_pb2.Sequence:
+    sampling = fields.pop("sampling", common_pb2.SamplingParams(temperature=0, max_tokens=8))
+    values = {"request_id": request_id, "prompt_token_ids": [1, 2, 3], "sampling": sampling} | fields
+    return verifier_pb2.Sequence(**values)
+
+
+def submit(message: verifier_pb2.Sequence) -> verifier_pb2.SessionRequest:
+    return verifier_pb2.SessionRequest(submit=message)
+
+
+def test_a_session_streams_tokens_with_offsets_and_ends_each_sequence() -> None:
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        call = stub.Session()
+        started = await call.read()
+        assert started.started.epoch == 5 and started.started.model_fingerprint == "f" * 64
+        for name in ("a", "b"):
+            await call.write(submit(sequence(name)))
+        tokens: dict[str, list[int]] = {"a": [], "b": []}
+        reasons = {}
+        while len(reasons) < 2:
+            message = await call.read()
+            for part in message.tokens:
+                assert part.offset == len(tokens[part.request_id])
+                assert len(part.sources) == len(part.token_ids)
+                tokens[part.request_id].extend(part.token_ids)
+            for end in message.finished:
+                reasons[end.request_id] = end.reason
+        assert reasons == dict.fromkeys("ab", common_pb2.FINISH_REASON_LENGTH)
+        assert tokens["a"] == tokens["b"] and len(tokens["a"]) == 8
+        await call.done_writing()
+
+    run(scenario)
+
+
+def test_generate_streams_one_sequence() -> None:
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        events = [event async for event in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence()))]
+        assert sum(len(event.tokens.token_ids) for event in events) == 8
+        assert events[-1].finished.num_output_tokens == 8
+
+    run(scenario)
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature": ({"sampling": common_pb2.SamplingParams(temperature=3)}, "temperature"),
+    "nan temperature": ({"sampling": common_pb2.SamplingParams(temperature=float("nan"))}, "temperature"),
+    "infinite penalty": ({"sampling": common_pb2.SamplingParams(presence_penalty=float("inf"))}, "presence_penalty"),
+    "top_p": ({"sampling": common_pb2.SamplingParams(top_p=0)}, "top_p"),
+    "top_k": ({"sampling": common_pb2.SamplingParams(top_k=-5)}, "top_k"),
+    "min_p": ({"sampling": common_pb2.SamplingParams(min_p=1.5)}, "min_p"),
+    "repetition": ({"sampling": common_pb2.SamplingParams(repetition_penalty=0)}, "repetition_penalty"),
+    "max_tokens": ({"sampling": common_pb2.SamplingParams(max_tokens=2**32 - 1)}, "max_tokens"),
+    "no tokens": ({"sampling": common_pb2.SamplingParams(max_tokens=0)}, "max_tokens"),
+    "min over max": ({"sampling": common_pb2.SamplingParams(max_tokens=3, min_tokens=4)}, "min_tokens"),
+    "logprobs": ({"sampling": common_pb2.SamplingParams(logprobs=1000)}, "logprobs"),
+    "bias id": ({"sampling": common_pb2.SamplingParams(logit_bias={VOCAB: 1})}, "logit_bias"),
+    "bias value": ({"sampling": common_pb2.SamplingParams(logit_bias={1: 1e9})}, "logit_bias"),
+    "many biases": (
+        {"sampling": common_pb2.SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS_ENTRIES + 1), 1.0))},
+        "logit_bias",
+    ),
+    "stop id": ({"sampling": common_pb2.SamplingParams(stop_token_ids=[VOCAB])}, "stop_token_ids"),
+    "empty prompt": ({"prompt_token_ids": []}, "prompt"),
+    "prompt id": ({"prompt_token_ids": [1, VOCAB]}, "prompt"),
+    "long prompt": ({"prompt_token_ids": [1] * CONTEXT}, "prompt"),
+    "output id": ({"output_token_ids": [2**32 - 1]}, "output_token_ids"),
+    "full context": ({"prompt_token_ids": [1] * 40, "output_token_ids": [1] * 24}, "output_token_ids"),
+    "choice": ({"choice_index": 2**31}, "choice_index"),
+    "attempt": ({"attempt": 2**32 - 1}, "attempt"),
+    "request id": ({"request_id": "x" * 10_000}, "request_id"),
+    "no request id": ({"request_id": ""}, "request_id"),
+    "salt": ({"cache_salt": "x" * 10_000}, "cache_salt"),
+    "timeout": ({"timeout_ms": 2**63}, "timeout_ms"),
+    "drafter": ({"speculation": common_pb2.SpeculationOptions(drafter="nobody")}, "speculative.drafter"),
+    "width": ({"speculation": common_pb2.SpeculationOptions(max_draft_tokens=10_000)}, "speculative.max_draft_tokens"),
+    "another model": ({"model_fingerprint": "other"}, "model_fingerprint"),
+}
+
+
+@pytest.mark.parametrize(("fields", "named"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_values_name_their_field_and_leave_the_session_whole(fields: dict[str, Any], named: str) -> None:
+    expected = grpc.StatusCode.FAILED_PRECONDITION if named == "model_fingerprint" else grpc.StatusCode.INVALID_ARGUMENT
+
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence(**fields))):
+                pass
+        assert caught.value.code() is expected
+        assert rpc.error_from_rpc(caught.value).field == named
+        call = stub.Session()
+        await call.write(submit(sequence(**fields)))
+        await call.write(submit(sequence("good")))
+        errors, finished = [], []
+        while not finished or not errors:
+            message = await call.read()
+            errors.extend(message.errors)
+            finished.extend(message.finished)
+        assert [(error.code, error.field) for error in errors] == [(expected.value[0], named)]
+        assert [end.request_id for end in finished] == ["good"]
+        await call.done_writing()
+
+    run(scenario)
+
+
+def test_an_abort_and_a_vanished_session_free_everything() -> None:
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        call = stub.Session()
+        long = common_pb2.SamplingParams(temperature=0, max_tokens=55)
+        await call.write(submit(sequence("a", sampling=long)))
+        await call.write(
+            verifier_pb2.SessionRequest(abort=verifier_pb2.Abort(request_id="a", choice_index=0, kept_tokens=1))
+        )
+        reasons = []
+        while not reasons:
+            reasons = [end.reason for end in (await call.read()).finished]
+        assert reasons == [common_pb2.FINISH_REASON_ABORT]
+        for index in range(8):
+            await call.write(submit(sequence(str(index), sampling=long)))
+        call.cancel()
+
+    run(scenario)
+
+
+def test_a_reader_that_is_behind_gets_merged_tokens() -> None:
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        call = stub.Session()
+        await call.read()
+        sampling = common_pb2.SamplingParams(temperature=0, max_tokens=50)
+        for index in range(6):
+            await call.write(submit(sequence(str(index), sampling=sampling)))
+        # Nothing is read until the engine is through; others are not held up by that.
+        await until(lambda: harness.engine.counters.num_generated_tokens >= 300)
+        other = [event async for event in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence("x")))]
+        assert other[-1].HasField("finished")
+        counts = dict.fromkeys(map(str, range(6)), 0)
+        ends: set[str] = set()
+        while len(ends) < 6:
+            message = await call.read()
+            for part in message.tokens:
+                assert part.offset == counts[part.request_id]
+                counts[part.request_id] += len(part.token_ids)
+            ends |= {end.request_id for end in message.finished}
+        assert set(counts.values()) == {50}
+        await call.done_writing()
+
+    run(scenario)
+
+
+def test_an_empty_session_request_breaks_the_session() -> None:
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        call = stub.Session()
+        await call.write(verifier_pb2.SessionRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(scenario)
+
+
+def test_heartbeats_come_without_events() -> None:
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        call = stub.Session()
+        await call.read()
+        message = await call.read()
+        assert message.HasField("heartbeat") and not message.tokens
+        await call.done_writing()
+
+    run(scenario)
+
+
+def test_get_info_has_the_figures_of_the_moment() -> None:
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        async for _ in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence())):
+            pass
+        info = await stub.GetInfo(verifier_pb2.GetInfoRequest())
+        assert (info.model_name, info.vocab_size, info.max_model_len) == ("hash", VOCAB, CONTEXT)
+        assert info.num_generated_tokens == 8
+        assert info.num_free_blocks == info.num_blocks == 200
+        assert info.num_steps >= 8
+        assert info.step_time_us["step"] > 0
+
+    run(scenario)
