@@ -317,6 +317,22 @@ def sampler_cases(draw):
     )
 
 
+@pytest.mark.parametrize(
+    "params, kept",
+    [
+        # Of logits 1 and 0 the first has 1 / (1 + exp(-1)) = 0.73105857863 of the mass, the second exp(-1) of its odds.
+        (replace(BASE, top_p=0.7310585786), {0}),
+        (replace(BASE, top_p=0.7310585787), {0, 1}),
+        (replace(BASE, min_p=0.3678794411), {0, 1}),
+        (replace(BASE, min_p=0.3678794412), {0}),
+    ],
+)
+def test_edges_of_filters_are_taken_in_float64(params, kept):
+    seeded = [replace(params, seed=seed) for seed in range(40)]
+    assert {sample(row(1, 0), p) for p in seeded} == kept
+    assert {ops.sample_reference(row(1, 0), p, prompt_ids=(0,), output_ids=()) for p in seeded} == kept
+
+
 @settings(max_examples=600, deadline=None)
 @given(sampler_cases())
 def test_compiled_sampler_is_the_reference(case):

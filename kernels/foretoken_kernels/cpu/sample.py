@@ -1,6 +1,7 @@
 """The sampler for one row of logits, compiled: to the bit what foretoken/logits.py and foretoken/noise.py define.
 
 One row at a time and scalar arithmetic in a fixed order, so that a token never depends on the batch it is sampled in.
+Where the definition wants float64, values are widened by np.float64: numba's float() leaves a float32 as it is.
 All compiled functions are in this one file, because numba's cache looks at the time stamp of the file that defines a
 function, not of those that it calls.
 """
@@ -92,7 +93,7 @@ def philox4x32(
 @njit(cache=True, nogil=True)
 def gumbel_from_word(word: np.uint64) -> np.float32:
     """Noise of a 32-bit word."""
-    uniform = (float(word >> np.uint64(9)) + 0.5) / 8388608.0
+    uniform = (np.float64(word >> np.uint64(9)) + 0.5) / 8388608.0
     return np.float32(-math.log(-math.log(uniform)))
 
 
@@ -143,11 +144,11 @@ def _keep_top_k(row: Float32, top_k: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _weights(row: Float32) -> Float64:
-    largest = float(row[argmax_row(row, len(row))])
+    largest = np.float64(row[argmax_row(row, len(row))])
     weights = np.zeros(len(row), np.float64)
     for token_id in range(len(row)):
         if row[token_id] > _NEVER:
-            weights[token_id] = math.exp(float(row[token_id]) - largest)
+            weights[token_id] = math.exp(np.float64(row[token_id]) - largest)
     return weights
 
 
@@ -264,16 +265,16 @@ def logprob_and_rank(logits: Float32, token_id: int) -> tuple[float, float, int]
 
     Sums run in float64 in id order. Rank 1 is the most likely token; of equal logits the lower id comes first.
     """
-    largest = float(logits[argmax_row(logits, len(logits))])
+    largest = np.float64(logits[argmax_row(logits, len(logits))])
     total = 0.0
     rank = 1
     chosen = logits[token_id]
     for other in range(len(logits)):
         if logits[other] > _NEVER:
-            total += math.exp(float(logits[other]) - largest)
+            total += math.exp(np.float64(logits[other]) - largest)
         rank += logits[other] > chosen or (logits[other] == chosen and other < token_id)
     log_sum = largest + math.log(total)
-    return log_sum, float(chosen) - log_sum, rank
+    return log_sum, np.float64(chosen) - log_sum, rank
 
 
 @njit(cache=True, nogil=True)
