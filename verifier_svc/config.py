@@ -1,4 +1,4 @@
-"""The verifier's settings: one frozen object, checked when it is built. The environment is read in foretoken/cli.py only."""
+"""The verifier's settings: one frozen object, checked when it is built."""
 
 from __future__ import annotations
 

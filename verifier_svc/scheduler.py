@@ -1,4 +1,4 @@
-"""Who runs in the next step: decode rows first, then prefill chunks, oldest first; the youngest yields when pages run out.
+"""Who runs in the next step: decode rows first, then prefill chunks, oldest first; pages run out for the youngest.
 
 It moves sequences between waiting and running and reserves their pages. It knows no tensors and no drafters.
 """

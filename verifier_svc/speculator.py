@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from foretoken.drafting import DraftBatch, DraftRequest
-from foretoken.tree import DraftTree, depths
 from foretoken.transport import TransportClosedError
+from foretoken.tree import DraftTree, depths
 from verifier_svc.draft_source import DraftSource
 from verifier_svc.sequence import Sequence
 from verifier_svc.step_costs import StepCosts

@@ -63,7 +63,9 @@ def plain(requests: Sequence[Request]) -> list[Result]:
 
 
 def script(requests: Sequence[Request], results: Sequence[Result], seed: int = 0) -> ScriptedDrafter:
-    outputs = {(tuple(r.prompt), r.choice_index): [*out.token_ids, 1, 2, 3] for r, out in zip(requests, results)}
+    outputs = {
+        (tuple(r.prompt), r.choice_index): [*out.token_ids, 1, 2, 3] for r, out in zip(requests, results, strict=True)
+    }
     return ScriptedDrafter(outputs, seed=seed)
 
 
@@ -98,7 +100,7 @@ def test_alone(fields: dict[str, object], temperature: float) -> None:
     requests = [Request(prompt(s), params(temperature, s, **fields)) for s in range(6)]
     expected = plain(requests)
     got = []
-    for seed, (request, want) in enumerate(zip(requests, expected)):
+    for seed, (request, want) in enumerate(zip(requests, expected, strict=True)):
         run = harness(script([request], [want], seed))
         got += run.run([request])
         run.drain()
