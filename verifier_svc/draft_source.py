@@ -1,45 +1,61 @@
-"""What the speculator sees of a configured drafter: a name, perhaps a transport, and a place to complain."""
+"""What the speculator needs of a drafter, wherever it runs, and when a drafter that fails is left alone for a while."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from foretoken.transport import DraftTransport
 
+State = Literal["connecting", "attached", "broken"]
+TransportName = Literal["shared-memory", "grpc", "in-process"]
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+# Failures in a row that open the circuit: the drafter is detached, and attached again after the backoff.
+MAX_CONSECUTIVE_FAILURES = 3
+# Drafts after which an attachment counts as a success and the backoff starts over: one that breaks at each first
+# draft is not tried ten times a second.
+MIN_DRAFTS_OF_SUCCESS = 10
+
 
 class DraftSource(Protocol):
-    """A drafter that this verifier was configured with; it may be down at any time. ``start`` begins to attach it."""
+    """A drafter for the speculator, wherever it runs. Used by the engine thread; figures may be read by any."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def algorithm(self) -> str:
-        """NGRAM, EAGLE3, ...; empty until it has attached once."""
-        ...
-
-    @property
-    def state(self) -> str:
-        """connecting, attached or broken."""
-        ...
-
-    @property
-    def transport_name(self) -> str:
-        """shared-memory, grpc or in-process."""
+        """NGRAM, EAGLE3, ...; empty before the first attachment."""
         ...
 
     @property
     def transport(self) -> DraftTransport | None:
-        """None while it is not attached. Never blocks."""
+        """What to draft through now; None while there is no attachment."""
+        ...
+
+    @property
+    def transport_name(self) -> TransportName:
+        """The transport in use, or to be used."""
+        ...
+
+    @property
+    def state(self) -> State:
+        """``broken``: refused by the drafter or by the self-test, or detached for its failures."""
         ...
 
     @property
     def num_attaches(self) -> int:
-        """Attachments so far: when it grows, the drafter knows no sequence."""
+        """Grows with each attachment; a new one knows nothing of any sequence."""
+        ...
+
+    @property
+    def num_rejected(self) -> int:
+        """Drafts that were late, malformed, or never asked for because the drafter was too far behind."""
         ...
 
     def report_failure(self, reason: str) -> None:
-        """A draft was late, stale or malformed, or the drafter is gone. Enough of them in a row break the circuit."""
+        """A draft was late or of no use; several in a row detach the drafter."""
         ...
 
     def report_success(self) -> None:
@@ -48,4 +64,32 @@ class DraftSource(Protocol):
 
     def start(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Detach for good. Idempotent."""
+        ...
+
+
+class CircuitBreaker:
+    """Counts failures in a row and says how long to stay away. Used under its owner's lock or thread."""
+
+    def __init__(self) -> None:
+        self._num_consecutive = 0
+        self._num_good = 0
+        self._backoff_s = FIRST_BACKOFF_S
+
+    def failure(self) -> bool:
+        """Whether the circuit is to be opened."""
+        self._num_consecutive += 1
+        return self._num_consecutive >= MAX_CONSECUTIVE_FAILURES
+
+    def success(self) -> None:
+        self._num_consecutive = 0
+        self._num_good += 1
+
+    def next_backoff_s(self) -> float:
+        """Seconds to wait before the next attempt; doubles from one to the next without a success between."""
+        if self._num_good >= MIN_DRAFTS_OF_SUCCESS:
+            self._backoff_s = FIRST_BACKOFF_S
+        self._num_consecutive = self._num_good = 0
+        backoff_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, MAX_BACKOFF_S)
+        return backoff_s

@@ -1,0 +1,65 @@
+"""A drafter process: builds the drafter, serves it, stops cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import uvloop
+
+from drafter_svc.config import DrafterSettings
+from drafter_svc.service import SERVICE_NAME, DrafterService
+from drafter_svc.session import DrafterThread
+from foretoken import rpc
+from foretoken.drafting import Drafter, TargetInfo
+from protos import drafter_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+# Seconds that calls in progress may take at a stop; streams are ended before.
+STOP_GRACE_S = 1.0
+
+
+def make_drafter(settings: DrafterSettings) -> Drafter:
+    """The drafter that the settings name, warm: nothing is compiled once it serves."""
+    # Compiled code is imported by the process that runs it only.
+    from drafter_svc.ngram import NgramDrafter
+
+    drafter = NgramDrafter(settings.ngram)
+    drafter.attach(TargetInfo(model_fingerprint="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2))
+    return drafter
+
+
+def run(settings: DrafterSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError if the address cannot be used."""
+    uvloop.run(serve(settings, lambda: make_drafter(settings)))
+
+
+async def serve(settings: DrafterSettings, make: Callable[[], Drafter]) -> None:
+    """Serve the drafter that ``make`` gives until SIGTERM or SIGINT; it is made and used in a thread of its own."""
+    with rpc.stop_signals() as stop:
+        server = rpc.async_server()
+        health = rpc.Health(server, (SERVICE_NAME,))
+        await health.mark(False)
+        rpc.bind(server, settings.address)
+        thread = DrafterThread(make)
+        try:
+            drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterService(settings.name, thread), server)
+            await server.start()
+            logger.info("drafter %s (%s) is warming up", settings.name, settings.algorithm)
+            stopped = asyncio.ensure_future(stop.wait())
+            warm = asyncio.wrap_future(thread.ready)
+            await asyncio.wait((stopped, warm), return_when=asyncio.FIRST_COMPLETED)
+            if warm.done():
+                warm.result()
+                await health.mark(True)
+                logger.info("drafter %s serves on %s", settings.name, settings.address)
+            await stopped
+            logger.info("drafter %s stops", settings.name)
+            await health.drain()
+        finally:
+            # First the thread: it ends the attachment, and with it the stream.
+            await asyncio.to_thread(thread.stop)
+            await server.stop(STOP_GRACE_S)
+            rpc.remove_socket(settings.address)

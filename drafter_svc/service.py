@@ -1,0 +1,130 @@
+"""DrafterService's rim: protobuf in and out. All work is the drafter thread's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from drafter_svc.session import Attachment, DrafterThread
+from foretoken import __version__
+from foretoken.arena_layout import LAYOUT_VERSION
+from foretoken.draft_wire import batch_to_proto, request_from_proto, target_from_proto
+from foretoken.errors import InvalidRequestError, PreconditionError, UnavailableError
+from foretoken.transport import ROWS_PER_SLOT
+from protos import drafter_pb2, drafter_pb2_grpc
+
+SERVICE_NAME: str = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name
+
+
+class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
+    """Serves one drafter to one verifier at a time. Errors are ForetokenErrors: foretoken.rpc makes them statuses."""
+
+    def __init__(self, name: str, thread: DrafterThread) -> None:
+        """``name``: the drafter's, as configured."""
+        self._name = name
+        self._thread = thread
+        # The attachment whose stream is open: there is one stream to an attachment.
+        self._streaming: Attachment | None = None
+
+    async def Attach(self, request: drafter_pb2.AttachRequest, context: Any) -> drafter_pb2.AttachResponse:
+        self._check_ready()
+        if request.layout_version != LAYOUT_VERSION:
+            raise PreconditionError(
+                f"arena: layout version {request.layout_version}, this drafter has {LAYOUT_VERSION}",
+                field="layout_version",
+            )
+        if min(request.target.max_slots, request.target.max_nodes, request.target.vocab_size) < 1:
+            raise InvalidRequestError("target: slots, nodes and vocabulary must be at least 1", field="target")
+        target = target_from_proto(request.target)
+        attachment, algorithm, digest = await asyncio.wrap_future(
+            self._thread.attach(request.epoch, target, request.arena_socket)
+        )
+        if attachment.transport == "grpc":
+            digest = hashlib.sha256(request.challenge).digest()
+        return drafter_pb2.AttachResponse(
+            name=self._name, algorithm=algorithm, challenge_digest=digest, transport=attachment.transport
+        )
+
+    async def Draft(
+        self, requests: AsyncIterator[drafter_pb2.DraftRequest], context: Any
+    ) -> AsyncIterator[drafter_pb2.DraftResponse]:
+        attachment = self._thread.attachment
+        if attachment is None or attachment.transport != "grpc":
+            raise PreconditionError("the Draft stream needs an Attach without arena_socket before it")
+        if self._streaming is attachment:
+            raise PreconditionError("this attachment has a Draft stream")
+        self._streaming = attachment
+        try:
+            async with contextlib.aclosing(_until_ended(requests, attachment)) as messages:
+                async for message in messages:
+                    request = request_from_proto(message, ROWS_PER_SLOT * attachment.target.max_slots)
+                    if request.epoch != attachment.epoch:
+                        raise PreconditionError(f"epoch {request.epoch}, this attachment's is {attachment.epoch}")
+                    yield batch_to_proto(await asyncio.wrap_future(self._thread.draft(attachment, request)))
+        finally:
+            # Not awaited: this also runs when the verifier has gone and the call is cancelled.
+            self._thread.detach(attachment, "the verifier's stream ended")
+
+    async def Release(self, request: drafter_pb2.ReleaseRequest, context: Any) -> drafter_pb2.ReleaseResponse:
+        await asyncio.wrap_future(self._thread.release(request.epoch, list(request.slots)))
+        return drafter_pb2.ReleaseResponse()
+
+    async def GetInfo(self, request: drafter_pb2.GetInfoRequest, context: Any) -> drafter_pb2.GetInfoResponse:
+        self._check_ready()
+        algorithm = await asyncio.wrap_future(self._thread.algorithm())
+        gauges = await asyncio.wrap_future(self._thread.gauges())
+        attachment = self._thread.attachment
+        return drafter_pb2.GetInfoResponse(
+            version=__version__,
+            name=self._name,
+            algorithm=algorithm,
+            attached=attachment is not None,
+            epoch=0 if attachment is None else attachment.epoch,
+            transport="" if attachment is None else attachment.transport,
+            gauges=gauges,
+        )
+
+    def _check_ready(self) -> None:
+        if not self._thread.ready.done():
+            raise UnavailableError("the drafter is warming up")
+
+
+async def _until_ended(
+    requests: AsyncIterator[drafter_pb2.DraftRequest], attachment: Attachment
+) -> AsyncGenerator[drafter_pb2.DraftRequest, None]:
+    """The stream's requests; raises UnavailableError when the attachment ends first."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def end(reason: str) -> None:
+        if not ended.done():
+            ended.set_result(reason)
+
+    def notify(future: Any) -> None:
+        # The loop may be closed when the drafter stops behind a stream that was cut off.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(end, future.result())
+
+    attachment.ended.add_done_callback(notify)
+    while True:
+        # anext is not a coroutine of every iterator, so it is wrapped.
+        reading = asyncio.ensure_future(_next(requests))
+        try:
+            await asyncio.wait((reading, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not reading.done():
+                reading.cancel()
+        if ended.done():
+            raise UnavailableError(f"the attachment has ended: {ended.result()}")
+        message = reading.result()
+        if message is None:
+            return
+        yield message
+
+
+async def _next(requests: AsyncIterator[drafter_pb2.DraftRequest]) -> drafter_pb2.DraftRequest | None:
+    """The next request; None at the end of the stream."""
+    return await anext(requests, None)

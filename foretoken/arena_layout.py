@@ -1,0 +1,251 @@
+"""Where things stand in the arena's two memories, and the memories themselves. Knows no processes and no doorbells."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import astuple, dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.errors import PreconditionError
+from foretoken.transport import DEFAULT_TOKEN_CAPACITY, ROWS_PER_SLOT, WINDOW, check_request
+
+MAGIC = b"FTARENA\0"
+LAYOUT_VERSION = 1
+CHALLENGE_BYTES = 32
+HEADER_BYTES = mmap.PAGESIZE
+
+MEMORY_HOST = 1
+DTYPE_NONE = 0
+DTYPE_INT32 = 1
+
+KIND_DRAFT = 1
+KIND_RELEASE = 2
+
+# Linux 5.1: later mappings cannot be writable. Not in the fcntl module before Python 3.13.
+F_SEAL_FUTURE_WRITE = 0x0010
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_MAX_MEMORY_BYTES = 1 << 32
+_REQUEST_HEAD = struct.Struct("<5Q")  # kind, epoch, step id, rows, tokens
+_REPLY_HEAD = struct.Struct("<4Q")  # epoch, step id, rows, nodes
+_COLUMNS: dict[str, type[Any]] = {
+    "salts": np.uint64,
+    "seeds": np.uint64,
+    "slots": np.int32,
+    "generations": np.int32,
+    "lengths": np.int32,
+    "prompt_lengths": np.int32,
+    "max_nodes": np.int32,
+    "choice_indices": np.int32,
+    "temperatures": np.float32,
+}
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """Shape of an arena; both sides compute every offset from it. The fields are stored in this order, 32 bits each."""
+
+    max_rows: int
+    max_nodes: int
+    token_capacity: int
+    num_buffers: int = WINDOW
+    memory: int = MEMORY_HOST
+    token_dtype: int = DTYPE_INT32
+    # Hidden rows for drafters with a head: none in this version.
+    hidden_dtype: int = DTYPE_NONE
+    hidden_width: int = 0
+    hidden_ring_rows: int = 0
+    prefill_rows: int = 0
+
+    @staticmethod
+    def of_target(target: TargetInfo, token_capacity: int = DEFAULT_TOKEN_CAPACITY) -> ArenaLayout:
+        """The layout that a verifier makes for this target."""
+        max_rows = ROWS_PER_SLOT * target.max_slots
+        return ArenaLayout(max_rows, target.max_nodes, max(token_capacity, max_rows))
+
+    def check(self, target: TargetInfo) -> None:
+        """Raise PreconditionError, naming both values, unless a drafter of this target can use this layout."""
+        expected = {
+            "max_rows": ROWS_PER_SLOT * target.max_slots,
+            "max_nodes": target.max_nodes,
+            "memory": MEMORY_HOST,
+            "token_dtype": DTYPE_INT32,
+            "hidden_dtype": DTYPE_NONE,
+            "hidden_width": 0,
+            "hidden_ring_rows": 0,
+            "prefill_rows": 0,
+        }
+        for name, value in expected.items():
+            if getattr(self, name) != value:
+                raise PreconditionError(f"arena: {name} is {getattr(self, name)}, this drafter needs {value}")
+        if not (1 <= self.num_buffers <= 64 and self.max_rows <= self.token_capacity):
+            raise PreconditionError(f"arena: {self.num_buffers} buffers of {self.token_capacity} tokens cannot be used")
+        if max(self.request_bytes, self.reply_bytes) > _MAX_MEMORY_BYTES:
+            raise PreconditionError(f"arena: larger than {_MAX_MEMORY_BYTES} bytes")
+
+    @property
+    def request_stride(self) -> int:
+        row_bytes = sum(np.dtype(dtype).itemsize for dtype in _COLUMNS.values())
+        return _aligned(_REQUEST_HEAD.size + row_bytes * self.max_rows + 4 * (self.max_rows + 1 + self.token_capacity))
+
+    @property
+    def reply_stride(self) -> int:
+        return _aligned(_REPLY_HEAD.size + 4 * (self.max_rows + 1) + 8 * self.max_rows * self.max_nodes)
+
+    @property
+    def request_bytes(self) -> int:
+        return HEADER_BYTES + self.num_buffers * self.request_stride
+
+    @property
+    def reply_bytes(self) -> int:
+        return HEADER_BYTES + self.num_buffers * self.reply_stride
+
+
+_HEADER = struct.Struct(f"<8sI{len(fields(ArenaLayout))}IxxxxQ{CHALLENGE_BYTES}s")
+
+
+def _aligned(size: int) -> int:
+    """Up to a whole cache line: two buffers never share one."""
+    return -(-size // 64) * 64
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaHeader:
+    """The start of the request memory."""
+
+    layout: ArenaLayout
+    epoch: int
+    challenge: bytes
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(MAGIC, LAYOUT_VERSION, *astuple(self.layout), self.epoch, self.challenge)
+
+    @staticmethod
+    def unpack(data: bytes) -> ArenaHeader:
+        """Raises PreconditionError, naming both, for another kind of memory or layout version."""
+        magic, version, *values, epoch, challenge = _HEADER.unpack_from(data)
+        # struct takes trailing zeros for part of the string, so the magic compares whole.
+        if magic != MAGIC:
+            raise PreconditionError(f"arena: starts with {magic!r} instead of {MAGIC!r}")
+        if version != LAYOUT_VERSION:
+            raise PreconditionError(f"arena: layout version {version}, this drafter has {LAYOUT_VERSION}")
+        return ArenaHeader(ArenaLayout(*values), epoch, challenge)
+
+
+def new_memory(name: str, size: int) -> int:
+    """The descriptor of ``size`` bytes of zeroed memory without a name in any file system."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def seal(fd: int, seals: int) -> None:
+    """Seal memory for all of its holders: without SIZE_SEALS one of them could shrink it under another's reads."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def map_memory(fd: int, size: int, *, writable: bool) -> mmap.mmap:
+    """Raises PreconditionError if the memory has another size."""
+    actual = os.fstat(fd).st_size
+    if actual != size:
+        raise PreconditionError(f"arena: memory of {actual} bytes, its layout needs {size}")
+    return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+
+
+class _Cursor:
+    """Hands out one array after the other."""
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        self._memory = memory
+        self._offset = offset
+
+    def array(self, dtype: type[Scalar], count: int) -> NDArray[Scalar]:
+        array: NDArray[Scalar] = np.frombuffer(self._memory, dtype, count, self._offset)
+        self._offset += array.nbytes
+        return array
+
+
+class RequestBuffer:
+    """One buffer of the request memory, as arrays. Columns of 8 bytes come first, so that all are aligned."""
+
+    def __init__(self, memory: mmap.mmap, layout: ArenaLayout, index: int) -> None:
+        self._memory = memory
+        self._layout = layout
+        self._offset = HEADER_BYTES + index * layout.request_stride
+        cursor = _Cursor(memory, self._offset + _REQUEST_HEAD.size)
+        self._columns = {name: cursor.array(dtype, layout.max_rows) for name, dtype in _COLUMNS.items()}
+        self._starts = cursor.array(np.int32, layout.max_rows + 1)
+        self._tokens = cursor.array(np.int32, layout.token_capacity)
+
+    def write(self, request: DraftRequest) -> None:
+        """The request fits: RequestQueue has split it."""
+        rows, num_tokens = request.num_rows, len(request.new_tokens)
+        _REQUEST_HEAD.pack_into(
+            self._memory, self._offset, KIND_DRAFT, request.epoch, request.step_id, rows, num_tokens
+        )
+        for name, column in self._columns.items():
+            column[:rows] = getattr(request, name)
+        self._starts[: rows + 1] = request.new_token_starts
+        self._tokens[:num_tokens] = request.new_tokens
+
+    def write_release(self, slots: tuple[int, ...]) -> None:
+        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_RELEASE, 0, 0, len(slots), 0)
+        self._columns["slots"][: len(slots)] = slots
+
+    def read(self) -> DraftRequest | tuple[int, ...]:
+        """A private copy: a request, or slots to release. Raises ValueError for counts beyond the layout."""
+        kind, epoch, step_id, rows, num_tokens = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
+        if rows > self._layout.max_rows or num_tokens > self._layout.token_capacity:
+            raise ValueError(f"a request of {rows} rows and {num_tokens} tokens does not fit in the arena")
+        if kind == KIND_RELEASE:
+            return tuple(self._columns["slots"][:rows].tolist())
+        if kind != KIND_DRAFT:
+            raise ValueError(f"a request of unknown kind {kind}")
+        columns = {name: column[:rows].copy() for name, column in self._columns.items()}
+        request = DraftRequest(
+            epoch=epoch,
+            step_id=step_id,
+            new_token_starts=self._starts[: rows + 1].copy(),
+            new_tokens=self._tokens[:num_tokens].copy(),
+            **columns,
+        )
+        check_request(request, self._layout.max_rows)
+        return request
+
+
+class ReplyBuffer:
+    """One buffer of the reply memory, as arrays."""
+
+    def __init__(self, memory: mmap.mmap, layout: ArenaLayout, index: int) -> None:
+        self._memory = memory
+        self._layout = layout
+        self._offset = HEADER_BYTES + index * layout.reply_stride
+        cursor = _Cursor(memory, self._offset + _REPLY_HEAD.size)
+        self._starts = cursor.array(np.int32, layout.max_rows + 1)
+        self._tokens = cursor.array(np.int32, layout.max_rows * layout.max_nodes)
+        self._parents = cursor.array(np.int32, layout.max_rows * layout.max_nodes)
+
+    def write(self, batch: DraftBatch) -> None:
+        """The batch has passed ``check_batch``, so it fits."""
+        rows, nodes = batch.num_rows, len(batch.tokens)
+        _REPLY_HEAD.pack_into(self._memory, self._offset, batch.epoch, batch.step_id, rows, nodes)
+        self._starts[: rows + 1] = batch.node_starts
+        self._tokens[:nodes] = batch.tokens
+        self._parents[:nodes] = batch.parents
+
+    def read(self) -> DraftBatch | None:
+        """A private copy, to be checked by ``check_batch``; None for counts beyond the layout."""
+        epoch, step_id, rows, nodes = _REPLY_HEAD.unpack_from(self._memory, self._offset)
+        if rows > self._layout.max_rows or nodes > len(self._tokens):
+            return None
+        starts = self._starts[: rows + 1].copy()
+        return DraftBatch(epoch, step_id, starts, self._tokens[:nodes].copy(), self._parents[:nodes].copy())

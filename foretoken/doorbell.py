@@ -1,0 +1,81 @@
+"""Doorbells between two processes: eventfd counters, and waiting on several of them at once.
+
+What a ring costs, and what spinning buys and costs, stands in benchmarks/transports.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Iterable
+
+# With more than two cores a waiter may watch for a moment before it blocks: a wake-up costs more than that.
+DEFAULT_SPIN_US = 50
+MIN_CORES_TO_SPIN = 3
+
+
+def default_spin_us() -> int:
+    """Microseconds to spin before blocking: none where the spinning core is one that the other side needs."""
+    return DEFAULT_SPIN_US if len(os.sched_getaffinity(0)) >= MIN_CORES_TO_SPIN else 0
+
+
+class Doorbell:
+    """A counter of rings that a process can block on. Its descriptor may be handed to another process.
+
+    ``ring`` may come from any thread, also late ones: on a closed doorbell it does nothing.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        """Takes over ``fd``, or makes a new one. The flag of not blocking is shared by all holders."""
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if fd is None else fd
+        # A descriptor that is closed between its look-up and its use may be another file's by then.
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ring(self) -> None:
+        """Never blocks: a counter at its limit is rung already."""
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def take(self) -> int:
+        """Rings since the last take; 0 if there were none."""
+        try:
+            return os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+class Waiter:
+    """Blocks until one of several descriptors is readable or hung up. Owns none of them."""
+
+    def __init__(self, fds: Iterable[int], spin_us: int = 0) -> None:
+        """``spin_us``: microseconds to look again and again before blocking, at the cost of a core."""
+        self._poll = select.poll()
+        self._spin_ns = spin_us * 1_000
+        for fd in fds:
+            self._poll.register(fd, select.POLLIN)
+
+    def wait(self, timeout_s: float | None) -> set[int]:
+        """The descriptors that are ready; empty after ``timeout_s``, which is rounded up to milliseconds."""
+        if self._spin_ns:
+            spin_ns = self._spin_ns if timeout_s is None else min(self._spin_ns, int(timeout_s * 1e9))
+            deadline = time.monotonic_ns() + spin_ns
+            while time.monotonic_ns() < deadline:
+                if ready := self._poll.poll(0):
+                    return {fd for fd, _ in ready}
+        # -1e-9: 200 ms as a float must not become 201.
+        timeout_ms = None if timeout_s is None else max(0, -int(-(timeout_s * 1e3 - 1e-9) // 1))
+        return {fd for fd, _ in self._poll.poll(timeout_ms)}

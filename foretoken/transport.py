@@ -1,0 +1,381 @@
+"""What all transports between a verifier and a drafter share: the protocol, the order of requests, the checks.
+
+A transport moves ``DraftRequest``s one way and ``DraftBatch``es the other, in order, one reply a request. It knows
+neither policies nor models. There are three: the arena (foretoken/arena.py), the gRPC stream
+(verifier_svc/draft_stream.py) and the one below, for a drafter in the same process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from foretoken.drafting import DraftBatch, Drafter, DraftRequest
+from foretoken.tree import Int32
+
+# New tokens of one request on the wire. A batch with more is split; the tokens of four long prompts fit in a few.
+DEFAULT_TOKEN_CAPACITY = 8192
+# A request has a row for each running sequence, and for each that ended since the last one.
+ROWS_PER_SLOT = 2
+# Requests that a drafter may be behind. The next ones wait on the verifier's side.
+WINDOW = 4
+# Requests that may wait there before new ones are dropped: a drafter that is this far behind is as good as gone.
+MAX_WAITING = 1024
+
+
+class TransportClosedError(Exception):
+    """The other side is gone, or what it sent ended the attachment. The transport is of no more use."""
+
+
+class MalformedBatchError(ValueError):
+    """A reply that may not be sliced: its counts contradict each other or the request."""
+
+
+class DraftTransport(Protocol):
+    """The verifier's end, used by the engine thread. ``close`` may come from any thread."""
+
+    @property
+    def name(self) -> str:
+        """shared-memory, grpc or in-process."""
+        ...
+
+    def post(self, request: DraftRequest) -> None:
+        """Send a request without waiting. Raises TransportClosedError if the drafter is gone."""
+        ...
+
+    def receive(self, timeout_s: float) -> DraftBatch | None:
+        """The reply to the request posted last, checked by ``check_batch``; older replies are dropped.
+
+        None if it did not come in time, or was dropped as malformed: then the request counts as unanswered, and a
+        late reply is dropped when it comes. Raises TransportClosedError as soon as the drafter is gone.
+        """
+        ...
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Tell the drafter to forget slots, before it sees any later request. Does not wait."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        ...
+
+
+@dataclass(slots=True)
+class TransportCounters:
+    """What passed through the transports of one drafter. Written by the engine thread."""
+
+    num_posted: int = 0
+    num_received: int = 0
+    # Requests whose reply had not come in time, replies that were malformed or wrongly stamped, and requests that
+    # were never sent because the drafter was too far behind.
+    num_late: int = 0
+    num_malformed: int = 0
+    num_dropped: int = 0
+
+    @property
+    def num_rejected(self) -> int:
+        return self.num_late + self.num_malformed + self.num_dropped
+
+
+def check_request(request: DraftRequest, max_rows: int) -> None:
+    """Raise ValueError unless all columns have one entry a row and the token offsets may be sliced with."""
+    rows = request.num_rows
+    if rows > max_rows:
+        raise ValueError(f"a draft request has {rows} rows; at most {max_rows} were agreed at attach")
+    columns = (
+        request.generations,
+        request.lengths,
+        request.prompt_lengths,
+        request.max_nodes,
+        request.salts,
+        request.seeds,
+        request.choice_indices,
+        request.temperatures,
+    )
+    if any(len(column) != rows for column in columns):
+        raise ValueError("the columns of a draft request differ in length")
+    if not _are_offsets(request.new_token_starts, rows, len(request.new_tokens)):
+        raise ValueError("the token offsets of a draft request contradict its tokens")
+
+
+def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
+    """Raise MalformedBatchError unless each row has 1 to ``max_nodes[row]`` nodes and the arrays agree.
+
+    What the nodes hold is checked when a tree is used (``DraftTree.is_valid``).
+    """
+    rows = len(max_nodes)
+    if len(batch.tokens) != len(batch.parents):
+        raise MalformedBatchError(f"{len(batch.tokens)} tokens but {len(batch.parents)} parents")
+    if not _are_offsets(batch.node_starts, rows, len(batch.tokens)):
+        raise MalformedBatchError(f"node offsets that contradict {rows} rows of {len(batch.tokens)} nodes")
+    sizes = np.diff(batch.node_starts)
+    if rows and (sizes.min() < 1 or (sizes > np.maximum(max_nodes, 1)).any()):
+        raise MalformedBatchError("a tree without a root, or with more nodes than asked for")
+
+
+def _are_offsets(starts: Int32, rows: int, total: int) -> bool:
+    """Whether ``starts`` cuts ``total`` items into ``rows`` runs."""
+    if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] != total:
+        return False
+    return bool((starts[1:] >= starts[:-1]).all())
+
+
+def split_request(request: DraftRequest, token_capacity: int) -> list[DraftRequest]:
+    """The same request in parts of at most ``token_capacity`` new tokens: at least one for each row.
+
+    All parts but the last only extend. The last has every row, with the last new token of each, and asks for the
+    trees. All carry the request's step id.
+    """
+    total = len(request.new_tokens)
+    if total <= token_capacity:
+        return [request]
+    starts = request.new_token_starts
+    counts = np.diff(starts)
+    kept = np.minimum(counts, 1)
+    # Tokens to be told ahead, as (row, first, last) runs that fill one part after the other.
+    parts: list[DraftRequest] = []
+    runs: list[tuple[int, int, int]] = []
+    room = token_capacity
+    for row in np.flatnonzero(counts > 1):
+        low, end = int(starts[row]), int(starts[row + 1]) - 1
+        while low < end:
+            high = min(end, low + room)
+            runs.append((int(row), low, high))
+            room -= high - low
+            low = high
+            if room == 0:
+                parts.append(_extend_part(request, runs))
+                runs, room = [], token_capacity
+    if runs:
+        parts.append(_extend_part(request, runs))
+    last = starts[1:][counts > 0] - 1
+    parts.append(_with_tokens(request, np.arange(request.num_rows), request.lengths, request.max_nodes, kept, last))
+    return parts
+
+
+def _extend_part(request: DraftRequest, runs: list[tuple[int, int, int]]) -> DraftRequest:
+    rows = np.array([row for row, _, _ in runs])
+    highs = np.array([high for _, _, high in runs], np.int32)
+    counts = np.array([high - low for _, low, high in runs], np.int32)
+    lengths = request.lengths[rows] - (request.new_token_starts[rows + 1] - highs)
+    tokens = np.concatenate([np.arange(low, high) for _, low, high in runs])
+    return _with_tokens(request, rows, lengths, np.ones(len(rows), np.int32), counts, tokens)
+
+
+def _with_tokens(
+    request: DraftRequest, rows: np.ndarray, lengths: Int32, max_nodes: Int32, counts: Int32, tokens: np.ndarray
+) -> DraftRequest:
+    """Some rows of a request, with the new tokens at the indices ``tokens``, ``counts`` of them for each row."""
+    return DraftRequest(
+        epoch=request.epoch,
+        step_id=request.step_id,
+        slots=request.slots[rows],
+        generations=request.generations[rows],
+        lengths=lengths,
+        prompt_lengths=request.prompt_lengths[rows],
+        max_nodes=max_nodes,
+        new_token_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        new_tokens=request.new_tokens[tokens],
+        salts=request.salts[rows],
+        seeds=request.seeds[rows],
+        choice_indices=request.choice_indices[rows],
+        temperatures=request.temperatures[rows],
+    )
+
+
+def probe_request(epoch: int, step_id: int) -> DraftRequest:
+    """A request without rows: the other side answers it without its drafter."""
+    int32 = np.zeros(0, np.int32)
+    uint64 = np.zeros(0, np.uint64)
+    return DraftRequest(
+        epoch=epoch,
+        step_id=step_id,
+        slots=int32,
+        generations=int32,
+        lengths=int32,
+        prompt_lengths=int32,
+        max_nodes=int32,
+        new_token_starts=np.zeros(1, np.int32),
+        new_tokens=int32,
+        salts=uint64,
+        seeds=uint64,
+        choice_indices=int32,
+        temperatures=np.zeros(0, np.float32),
+    )
+
+
+def answer(drafter: Drafter, request: DraftRequest) -> DraftBatch:
+    """The drafter's reply, checked as the verifier will check it: a drafter's fault shows on its own side."""
+    if request.num_rows == 0:
+        empty = np.zeros(0, np.int32)
+        return DraftBatch(request.epoch, request.step_id, np.zeros(1, np.int32), empty, empty)
+    batch = drafter.draft(request)
+    check_batch(batch, request.max_nodes)
+    return batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A part of a request that is on its way; only the last part's reply is of use."""
+
+    request: DraftRequest
+    is_last: bool
+
+
+class RequestQueue:
+    """Order and back-pressure at the verifier's end: splits, holds back, and pairs replies with requests.
+
+    At most WINDOW parts are on their way; replies come in their order.
+    """
+
+    def __init__(
+        self, max_rows: int, token_capacity: int, counters: TransportCounters, *, releases_are_answered: bool
+    ) -> None:
+        """``token_capacity``: new tokens of one part, at least ``max_rows``."""
+        assert token_capacity >= max_rows, "the last part of a split request has a token for each row"
+        self._max_rows = max_rows
+        self._releases_are_answered = releases_are_answered
+        self._token_capacity = token_capacity
+        self._counters = counters
+        self._waiting: deque[_Part | tuple[int, ...]] = deque()
+        self._in_flight: deque[_Part | None] = deque()
+        self._awaited_step_id: int | None = None
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a reply is wanted: it has not come, and was not given up or dropped."""
+        return self._awaited_step_id is not None
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def add(self, request: DraftRequest) -> None:
+        """Queue a request. One with too many rows, or for a drafter that is too far behind, is dropped."""
+        self._awaited_step_id = None
+        if request.num_rows > self._max_rows or len(self._waiting) > MAX_WAITING:
+            self._counters.num_dropped += 1
+            return
+        parts = split_request(request, self._token_capacity)
+        self._waiting.extend(_Part(part, part is parts[-1]) for part in parts)
+        self._awaited_step_id = request.step_id
+        self._counters.num_posted += request.num_rows > 0
+
+    def add_release(self, slots: Sequence[int]) -> None:
+        """Queue a release, in order with the requests. Dropped like them: a slot's next generation forgets too."""
+        if len(self._waiting) > MAX_WAITING:
+            return
+        for low in range(0, len(slots), self._max_rows):
+            self._waiting.append(tuple(int(slot) for slot in slots[low : low + self._max_rows]))
+
+    def next(self) -> DraftRequest | tuple[int, ...] | None:
+        """What to send now, a request or slots to release; None if there is nothing or the window is full."""
+        if not self._waiting or len(self._in_flight) >= WINDOW:
+            return None
+        part = self._waiting.popleft()
+        if isinstance(part, tuple):
+            if self._releases_are_answered:
+                self._in_flight.append(None)
+            return part
+        self._in_flight.append(part)
+        return part.request
+
+    def take(self, read: Callable[[], DraftBatch | None]) -> DraftBatch | None:
+        """Pair a reply with its request; the reply that is awaited comes back checked, any other one is dropped.
+
+        ``read`` is called for the awaited reply only; it gives None for one that cannot be read.
+        """
+        if not self._in_flight:
+            raise TransportClosedError("the drafter sent a reply that nobody asked for")
+        part = self._in_flight.popleft()
+        if part is None or not part.is_last or part.request.step_id != self._awaited_step_id:
+            return None
+        self._awaited_step_id = None
+        request = part.request
+        batch = read()
+        try:
+            if batch is None:
+                raise MalformedBatchError("a reply that cannot be read")
+            if (batch.epoch, batch.step_id) != (request.epoch, request.step_id):
+                raise MalformedBatchError("a reply with another request's stamp")
+            check_batch(batch, request.max_nodes)
+        except MalformedBatchError:
+            self._counters.num_malformed += 1
+            return None
+        # Probes have no rows and count for nothing.
+        self._counters.num_received += batch.num_rows > 0
+        return batch
+
+    def give_up(self) -> None:
+        """The awaited reply is late: it is dropped when it comes."""
+        if self._awaited_step_id is not None:
+            self._awaited_step_id = None
+            self._counters.num_late += 1
+
+
+class InProcessTransport:
+    """A drafter in the same process and thread: ``post`` drafts. It isolates nothing and costs nothing."""
+
+    def __init__(self, drafter: Drafter, counters: TransportCounters) -> None:
+        self._drafter = drafter
+        self._counters = counters
+        self._batch: DraftBatch | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return "in-process"
+
+    @property
+    def is_closed(self) -> bool:
+        """Also after the drafter raised."""
+        return self._closed
+
+    def post(self, request: DraftRequest) -> None:
+        """Raises TransportClosedError if the drafter raises: it has ended its attachment."""
+        with self._lock:
+            self._check_open()
+            self._batch = None
+            self._counters.num_posted += 1
+            try:
+                self._batch = answer(self._drafter, request)
+            except MalformedBatchError:
+                self._counters.num_malformed += 1
+                return
+            except Exception as error:
+                self._closed = True
+                raise TransportClosedError(f"the drafter raised {error!r}") from error
+            if (self._batch.epoch, self._batch.step_id) != (request.epoch, request.step_id):
+                self._counters.num_malformed += 1
+                self._batch = None
+
+    def receive(self, timeout_s: float) -> DraftBatch | None:
+        """Does not wait: the reply is there, or was malformed."""
+        with self._lock:
+            self._check_open()
+            batch, self._batch = self._batch, None
+            self._counters.num_received += batch is not None
+            return batch
+
+    def release(self, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._check_open()
+            try:
+                self._drafter.release(slots)
+            except Exception as error:
+                self._closed = True
+                raise TransportClosedError(f"the drafter raised {error!r}") from error
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosedError("the transport is closed")

@@ -1,0 +1,139 @@
+"""The gRPC transport: a drafter on another host, behind one long-lived bidi stream.
+
+Two threads of gRPC's own kind stand between the engine and the stream: one writes what the engine queues, one reads
+replies. The engine thread itself never waits for the network but in ``receive``.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from foretoken.doorbell import Doorbell
+from foretoken.draft_wire import batch_from_proto, request_to_proto
+from foretoken.drafting import DraftBatch, DraftRequest
+from foretoken.transport import RequestQueue, TransportClosedError, TransportCounters
+from protos import drafter_pb2
+
+# The reader's word for: the stream has ended.
+_END = None
+
+
+class StreamTransport:
+    """The verifier's end: a ``foretoken.transport.DraftTransport`` over ``DrafterService.Draft``."""
+
+    def __init__(self, stub: Any, epoch: int, max_rows: int, token_capacity: int, counters: TransportCounters) -> None:
+        """``stub``: a synchronous DrafterServiceStub that is attached. Opens the stream."""
+        self._stub = stub
+        self._epoch = epoch
+        self._queue = RequestQueue(max_rows, max(token_capacity, max_rows), counters, releases_are_answered=False)
+        self._outgoing: queue.SimpleQueue[DraftRequest | tuple[int, ...] | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[drafter_pb2.DraftResponse | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._reason = "the stream ended"
+        self._ended = Doorbell()
+        self._call = stub.Draft(self._requests())
+        self._reader = threading.Thread(target=self._read, name="draft-stream-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def name(self) -> str:
+        return "grpc"
+
+    def fileno(self) -> int:
+        """Readable when the drafter is gone."""
+        return self._ended.fileno()
+
+    def post(self, request: DraftRequest) -> None:
+        with self._lock:
+            self._check_open()
+            self._queue.add(request)
+            self._take_replies()
+            self._send()
+
+    def receive(self, timeout_s: float) -> DraftBatch | None:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._check_open()
+            while self._queue.is_awaiting:
+                self._send()
+                try:
+                    message = self._replies.get(timeout=max(deadline - time.monotonic(), 0.0))
+                except queue.Empty:
+                    self._queue.give_up()
+                    return None
+                if (batch := self._take(message)) is not None:
+                    return batch
+            return None
+
+    def release(self, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._check_open()
+            self._queue.add_release(slots)
+            self._send()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._outgoing.put(None)
+        self._call.cancel()
+        self._reader.join()
+        self._ended.close()
+
+    def _requests(self) -> Iterator[drafter_pb2.DraftRequest]:
+        """Runs in gRPC's writing thread. A release is a call of its own; later requests wait for it."""
+        while (message := self._outgoing.get()) is not None:
+            if isinstance(message, tuple):
+                self._release(message)
+            else:
+                yield request_to_proto(message)
+
+    def _release(self, slots: tuple[int, ...]) -> None:
+        try:
+            self._stub.Release(drafter_pb2.ReleaseRequest(epoch=self._epoch, slots=slots))
+        except grpc.RpcError as error:
+            # The slots' next generations make up for it; a drafter that is gone ends the stream too.
+            self._reason = f"release failed: {error}"
+            self._call.cancel()
+
+    def _read(self) -> None:
+        """Runs in the reader thread until the stream ends."""
+        try:
+            for message in self._call:
+                self._replies.put(message)
+        except grpc.RpcError as error:
+            self._reason = f"{error.code().name}: {error.details()}"
+        self._replies.put(_END)
+        self._outgoing.put(None)
+        self._ended.ring()
+
+    def _send(self) -> None:
+        while (message := self._queue.next()) is not None:
+            self._outgoing.put(message)
+
+    def _take_replies(self) -> None:
+        """Replies that came after they were given up."""
+        while not self._replies.empty():
+            self._take(self._replies.get())
+
+    def _take(self, message: drafter_pb2.DraftResponse | None) -> DraftBatch | None:
+        if message is _END:
+            self._replies.put(_END)
+            raise TransportClosedError(self._reason)
+        try:
+            return self._queue.take(lambda: batch_from_proto(message))
+        except TransportClosedError:
+            self._call.cancel()
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosedError("the transport is closed")

@@ -1,0 +1,369 @@
+"""A drafter as the verifier sees it: attached, on its way back, or refused. The engine thread never waits here.
+
+Each client has one thread that attaches, proves the transport, watches for the drafter's end and attaches again, for
+ever. It sleeps in between. Whether drafts are any good is the engine's to judge: it reports, this decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from foretoken import rpc
+from foretoken.arena import ArenaListener, ArenaTransport
+from foretoken.arena_layout import CHALLENGE_BYTES, LAYOUT_VERSION, ArenaLayout
+from foretoken.doorbell import Doorbell, Waiter
+from foretoken.draft_wire import target_to_proto
+from foretoken.drafting import Drafter, TargetInfo
+from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
+from foretoken.transport import (
+    DraftTransport,
+    InProcessTransport,
+    TransportClosedError,
+    TransportCounters,
+    probe_request,
+)
+from protos import drafter_pb2, drafter_pb2_grpc
+from verifier_svc.config import DrafterEndpoint
+from verifier_svc.draft_source import MAX_CONSECUTIVE_FAILURES, CircuitBreaker, DraftSource, State, TransportName
+from verifier_svc.draft_stream import StreamTransport
+
+__all__ = ["DraftSource", "DrafterClient", "InProcessClient", "TransportClosedError"]
+
+logger = logging.getLogger(__name__)
+
+# A drafter may load a model at attach.
+ATTACH_TIMEOUT_S = 60.0
+PROBE_TIMEOUT_S = 5.0
+
+
+class DrafterClient:
+    """A ``DraftSource`` in another process, by arena or stream as its endpoint says."""
+
+    def __init__(
+        self, endpoint: DrafterEndpoint, target: TargetInfo, epoch: int, *, token_capacity: int | None = None
+    ) -> None:
+        """``epoch``: the verifier's. ``token_capacity``: new tokens of one request; None: the transport's default."""
+        self._endpoint = endpoint
+        self._target = target
+        self._epoch = epoch
+        self._socket_path = rpc.unix_path(endpoint.address)
+        self._layout = (
+            ArenaLayout.of_target(target) if token_capacity is None else ArenaLayout.of_target(target, token_capacity)
+        )
+        self._counters = TransportCounters()
+        self._breaker = CircuitBreaker()
+        self._lock = threading.Lock()
+        self._wake = Doorbell()
+        self._closing = False
+        # Set by the engine thread when the circuit opens.
+        self._break_reason = ""
+        self._state: State = "connecting"
+        self._algorithm = ""
+        self._num_attaches = 0
+        self._transport: DraftTransport | None = None
+        self._thread: threading.Thread | None = None
+        self._last_logged = ""
+
+    @property
+    def name(self) -> str:
+        return self._endpoint.name
+
+    @property
+    def algorithm(self) -> str:
+        return self._algorithm
+
+    @property
+    def transport(self) -> DraftTransport | None:
+        return self._transport
+
+    @property
+    def transport_name(self) -> TransportName:
+        """On one host the arena, unless the endpoint says otherwise. There is no falling back."""
+        if self._endpoint.transport == "auto":
+            return "grpc" if self._socket_path is None else "shared-memory"
+        return self._endpoint.transport
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def num_attaches(self) -> int:
+        return self._num_attaches
+
+    @property
+    def num_rejected(self) -> int:
+        return self._counters.num_rejected
+
+    def start(self) -> None:
+        """Begin to attach, in the background."""
+        self._thread = threading.Thread(target=self._run, name=f"drafter-{self.name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self._wake.ring()
+        if self._thread is not None:
+            self._thread.join()
+        self._wake.close()
+
+    def report_failure(self, reason: str) -> None:
+        with self._lock:
+            if self._transport is not None and self._breaker.failure():
+                self._transport = None
+                self._break_reason = f"{MAX_CONSECUTIVE_FAILURES} failures in a row, the last: {reason}"
+                self._wake.ring()
+
+    def report_success(self) -> None:
+        with self._lock:
+            self._breaker.success()
+
+    def _run(self) -> None:
+        """Attach, watch, attach again, until closed."""
+        while not self._closing:
+            try:
+                with contextlib.ExitStack() as attachment:
+                    transport = self._attach(attachment)
+                    self._watch(transport)
+            except (ForetokenError, TransportClosedError, OSError) as error:
+                # Not there yet is the normal life of a drafter; any other refusal is a fault.
+                self._lost("connecting" if isinstance(error, UnavailableError) else "broken", str(error))
+            if not self._closing:
+                with self._lock:
+                    backoff_s = self._breaker.next_backoff_s()
+                self._sleep(backoff_s)
+
+    def _watch(self, transport: ArenaTransport | StreamTransport) -> None:
+        """Block until the drafter is gone, the circuit opens, or the client is closed."""
+        waiter = Waiter((self._wake.fileno(), transport.fileno()))
+        while not self._closing:
+            ready = waiter.wait(None)
+            if transport.fileno() in ready:
+                self._lost("connecting", "the drafter is gone")
+                return
+            self._wake.take()
+            if self._break_reason:
+                reason, self._break_reason = self._break_reason, ""
+                self._lost("broken", reason)
+                return
+
+    def _lost(self, state: State, reason: str) -> None:
+        with self._lock:
+            self._transport = None
+            self._state = state
+        if self._closing or reason == self._last_logged:
+            return
+        self._last_logged = reason
+        logger.warning(
+            "drafter %s is not attached over %s (%s): %s; trying again",
+            self.name,
+            self.transport_name,
+            self._endpoint.address,
+            reason,
+        )
+
+    def _sleep(self, seconds: float) -> None:
+        """A wake-up that is not a close belongs to the attachment that has just ended."""
+        deadline = time.monotonic() + seconds
+        waiter = Waiter((self._wake.fileno(),))
+        while not self._closing and (left_s := deadline - time.monotonic()) > 0:
+            if waiter.wait(left_s):
+                self._wake.take()
+        self._break_reason = ""
+
+    def _attach(self, attachment: contextlib.ExitStack) -> ArenaTransport | StreamTransport:
+        """A new attachment, proved by its self-test. What it holds is given back by ``attachment``."""
+        channel = rpc.sync_channel(self._endpoint.address)
+        attachment.callback(channel.close)
+        stub = drafter_pb2_grpc.DrafterServiceStub(channel)
+        challenge = os.urandom(CHALLENGE_BYTES)
+        transport: ArenaTransport | StreamTransport
+        if self.transport_name == "shared-memory":
+            transport, response = self._attach_arena(stub, challenge, attachment)
+            transport.check_self_test()
+            # The step goes through the arena alone.
+            channel.close()
+        else:
+            response = self._call_attach(stub, challenge, "", None)
+            transport = StreamTransport(
+                stub, self._epoch, self._layout.max_rows, self._layout.token_capacity, self._counters
+            )
+            attachment.callback(transport.close)
+        if response.transport != transport.name:
+            raise PreconditionError(f"self-test: the drafter uses {response.transport!r}, not {transport.name!r}")
+        if not hmac.compare_digest(response.challenge_digest, hashlib.sha256(challenge).digest()):
+            raise PreconditionError(f"self-test: the drafter did not get the challenge over {transport.name}")
+        self._probe(transport)
+        with self._lock:
+            self._algorithm = response.algorithm
+            self._num_attaches += 1
+            self._break_reason = ""
+            self._state = "attached"
+            self._transport = transport
+        self._last_logged = ""
+        logger.info("drafter %s (%s) attached over %s", self.name, response.algorithm, transport.name)
+        return transport
+
+    def _probe(self, transport: DraftTransport) -> None:
+        """One empty round trip, both ways through what every step will use."""
+        transport.post(probe_request(self._epoch, 0))
+        if transport.receive(PROBE_TIMEOUT_S) is None:
+            raise PreconditionError(f"self-test: no answer over {transport.name}")
+
+    def _attach_arena(
+        self, stub: Any, challenge: bytes, attachment: contextlib.ExitStack
+    ) -> tuple[ArenaTransport, drafter_pb2.AttachResponse]:
+        transport = ArenaTransport(self._layout, self._epoch, challenge, self._counters)
+        attachment.callback(transport.close)
+        # Beside the drafter's own socket: a folder that both sides see.
+        folder: Path | None = self._socket_path.parent if self._socket_path is not None else None
+        with contextlib.closing(ArenaListener(folder)) as listener:
+            response = self._call_attach(
+                stub, challenge, listener.path, lambda: transport.hand_over(listener.accept()), listener.fileno()
+            )
+        return transport, response
+
+    def _call_attach(
+        self,
+        stub: Any,
+        challenge: bytes,
+        arena_socket: str,
+        on_connect: Callable[[], None] | None,
+        listener_fd: int | None = None,
+    ) -> drafter_pb2.AttachResponse:
+        """Call Attach, handing over the arena meanwhile. A close ends the wait at once."""
+        call = stub.Attach.future(
+            drafter_pb2.AttachRequest(
+                epoch=self._epoch,
+                target=target_to_proto(self._target),
+                arena_socket=arena_socket,
+                layout_version=LAYOUT_VERSION,
+                challenge=challenge,
+            ),
+            timeout=ATTACH_TIMEOUT_S,
+        )
+        try:
+            call.add_done_callback(lambda _: self._wake.ring())
+            fds = [self._wake.fileno()]
+            waiter = Waiter(fds if listener_fd is None else [*fds, listener_fd])
+            while not call.done():
+                ready = waiter.wait(None)
+                self._wake.take()
+                if self._closing:
+                    raise UnavailableError("the verifier stops")
+                if on_connect is not None and listener_fd in ready:
+                    on_connect()
+                    # Accepted and closed: its number may soon be another descriptor's.
+                    waiter = Waiter(fds)
+            response: drafter_pb2.AttachResponse = call.result()
+            return response
+        except grpc.RpcError as error:
+            raise rpc.error_from_rpc(error) from error
+        finally:
+            call.cancel()
+
+
+class InProcessClient:
+    """A ``DraftSource`` around a drafter in this process. The engine thread makes all calls to it."""
+
+    def __init__(
+        self,
+        name: str,
+        drafter: Drafter,
+        target: TargetInfo,
+        epoch: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``drafter``: built by the composition root. ``clock``: seconds, for the backoff after its failures."""
+        self._name = name
+        self._drafter = drafter
+        self._target = target
+        self._epoch = epoch
+        self._clock = clock
+        self._counters = TransportCounters()
+        self._breaker = CircuitBreaker()
+        self._transport: InProcessTransport | None = None
+        self._state: State = "connecting"
+        self._num_attaches = 0
+        self._retry_at: float | None = 0.0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def algorithm(self) -> str:
+        return self._drafter.algorithm
+
+    @property
+    def transport(self) -> DraftTransport | None:
+        """Attaches where it is time to."""
+        if self._transport is None and self._retry_at is not None and self._clock() >= self._retry_at:
+            self._attach()
+        return self._transport
+
+    @property
+    def transport_name(self) -> TransportName:
+        return "in-process"
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def num_attaches(self) -> int:
+        return self._num_attaches
+
+    @property
+    def num_rejected(self) -> int:
+        return self._counters.num_rejected
+
+    def start(self) -> None:
+        """Nothing runs beside the engine: the first use attaches."""
+
+    def close(self) -> None:
+        self._retry_at = None
+        self._transport = None
+
+    def report_failure(self, reason: str) -> None:
+        if self._transport is None:
+            return
+        if self._breaker.failure() or self._transport.is_closed:
+            self._break(reason)
+
+    def report_success(self) -> None:
+        self._breaker.success()
+
+    def _attach(self) -> None:
+        transport = InProcessTransport(self._drafter, self._counters)
+        try:
+            self._drafter.attach(self._target)
+            transport.post(probe_request(self._epoch, 0))
+            transport.receive(0)
+        except Exception as error:
+            self._break(f"attach failed: {error!r}")
+            return
+        self._transport = transport
+        self._num_attaches += 1
+        self._state = "attached"
+        logger.info("drafter %s (%s) attached in-process", self._name, self.algorithm)
+
+    def _break(self, reason: str) -> None:
+        self._transport = None
+        self._state = "broken"
+        self._retry_at = self._clock() + self._breaker.next_backoff_s()
+        logger.warning("drafter %s is not attached in-process: %s; trying again", self._name, reason)
