@@ -135,8 +135,51 @@ def _penalize(row: Float32, rules: RowRules, output_counts: Int32, seen: NDArray
 
 
 @njit(cache=True, nogil=True)
+def _sift_down(heap: Int64, size: int, place: int, row: Float32) -> None:
+    """Let the id at ``place`` sink until no child is ahead of it: larger in ``row``, or equal and a lower id."""
+    token_id = heap[place]
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            break
+        if child + 1 < size:
+            left, right = heap[child], heap[child + 1]
+            if row[right] > row[left] or (row[right] == row[left] and right < left):
+                child += 1
+        best = heap[child]
+        if row[best] < row[token_id] or (row[best] == row[token_id] and token_id < best):
+            break
+        heap[place] = best
+        place = child
+    heap[place] = token_id
+
+
+@njit(cache=True, nogil=True)
+def _heapify(ids: Int64, row: Float32) -> None:
+    """Make ids a heap whose first is the most likely. A heap: numba's own sorts take long to compile."""
+    for place in range(len(ids) // 2 - 1, -1, -1):
+        _sift_down(ids, len(ids), place, row)
+
+
+@njit(cache=True, nogil=True)
+def _pop(heap: Int64, size: int, row: Float32) -> int:
+    """Take the first id off a heap of ``size``; it is put behind the others."""
+    first = int(heap[0])
+    heap[0] = heap[size - 1]
+    _sift_down(heap, size - 1, 0, row)
+    heap[size - 1] = first
+    return first
+
+
+@njit(cache=True, nogil=True)
 def _keep_top_k(row: Float32, top_k: int) -> None:
-    lowest = np.partition(row, len(row) - top_k)[len(row) - top_k]
+    heap = np.empty(len(row), np.int64)
+    for token_id in range(len(row)):
+        heap[token_id] = token_id
+    _heapify(heap, row)
+    for taken in range(top_k - 1):
+        _pop(heap, len(row) - taken, row)
+    lowest = row[heap[0]]
     for token_id in range(len(row)):
         if not row[token_id] >= lowest:
             row[token_id] = _NEVER
@@ -172,25 +215,28 @@ def _keep_top_p(row: Float32, weights: Float64, top_p: float) -> None:
     total = 0.0
     for token_id in range(len(row)):
         total += weights[token_id]
-    # All tokens below this share hold less than half of what may be cut, so the rest holds the mass: only that is
+    # Tokens below this share hold less than half of what may be cut, so the others hold the mass: only those are
     # sorted. Should rounding ever say otherwise, all are.
     least = 0.5 * (1.0 - top_p) * total / len(row)
-    num_kept = 0
-    mass = 0.0
     while True:
-        ids = _candidates(weights, least)
-        ids = ids[np.argsort(-row[ids], kind="mergesort")]
-        num_kept = 0
+        heap = _candidates(weights, least)
+        _heapify(heap, row)
+        size = len(heap)
         mass = 0.0
-        while num_kept < len(ids) and (mass < top_p * total or mass == 0.0):
-            mass += weights[ids[num_kept]]
-            num_kept += 1
-        if num_kept < len(ids) or least < 0.0:
+        while size > 0 and (mass < top_p * total or mass == 0.0):
+            mass += weights[_pop(heap, size, row)]
+            size -= 1
+        if size > 0 or least < 0.0:
             break
         least = -1.0
-    kept = row[ids[:num_kept]]
-    row[:] = _NEVER
-    row[ids[:num_kept]] = kept
+    # A token's weight is not needed any more: it says from here on whether the token stays.
+    for token_id in range(len(row)):
+        weights[token_id] = -1.0
+    for place in range(size, len(heap)):
+        weights[heap[place]] = 1.0
+    for token_id in range(len(row)):
+        if weights[token_id] < 0.0:
+            row[token_id] = _NEVER
 
 
 @njit(cache=True, nogil=True)
