@@ -43,7 +43,7 @@ ChatTemplate = Annotated[
 ]
 RequestTimeout = Annotated[
     float | None,
-    typer.Option(help="Seconds that a request may take.", show_default="600"),
+    typer.Option("--request-timeout", help="Seconds that a request may take.", show_default="600"),
 ]
 SpeculativeMetrics = Annotated[
     Literal["none", "summary", "detailed"] | None,
@@ -55,7 +55,7 @@ MaxConcurrentRequests = Annotated[
 ]
 DrainTimeout = Annotated[
     float | None,
-    typer.Option(help="Seconds that running streams may go on after SIGTERM.", show_default="20"),
+    typer.Option("--drain-timeout", help="Seconds that running streams may go on after SIGTERM.", show_default="20"),
 ]
 
 # The model and its engine.

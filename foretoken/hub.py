@@ -29,11 +29,11 @@ def resolve(model: str, revision: str | None = None) -> Path:
     Raises ConfigError, in one line, for whatever keeps the folder from being there.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         if revision is not None:
             raise ConfigError(f"--revision has no meaning for a folder: {model}")
         return path
-    if path.exists():
+    if path.is_file():
         raise ConfigError(f"MODEL is a file, expected a folder or a hub id: {model}")
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise ConfigError(f"no such folder: {model}")

@@ -1,0 +1,349 @@
+"""The command line: flags against settings, what `serve` starts, one line for a mistake, no import too many."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+import drafter_svc
+import gateway
+import verifier_svc
+from drafter_svc.config import DrafterSettings, NgramSettings
+from foretoken.cli import app
+from foretoken.config import flag_of
+from foretoken.supervisor import Service
+from gateway.config import GatewaySettings
+from verifier_svc.config import DrafterEndpoint, VerifierSettings
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+SETTINGS: dict[str, type[BaseModel]] = {
+    "gateway": GatewaySettings,
+    "verifier": VerifierSettings,
+    "drafter": DrafterSettings,
+}
+NGRAM_FIELDS = {f"ngram_{name}": field.default for name, field in NgramSettings.model_fields.items()}
+ONE_OF_EACH = (
+    *("--served-model-name", "demo", "--host", "127.0.0.1", "--request-timeout", "30", "--dtype", "bfloat16"),
+    *("--threads", "2", "--context-length", "512", "--block-size", "8", "--max-total-tokens", "4096"),
+    *("--max-running-requests", "4", "--max-queued-requests", "5", "--chunked-prefill-size", "64"),
+    *("--disable-radix-cache", "--speculative-num-draft-tokens", "6", "--speculative-max-batch-size", "3"),
+)
+NGRAM = (
+    *("--speculative-ngram-min-match-window-size", "2", "--speculative-ngram-max-match-window-size", "5"),
+    *("--speculative-ngram-min-bfs-breadth", "2", "--speculative-ngram-max-bfs-breadth", "3"),
+    *("--speculative-ngram-capacity", "4096", "--speculative-ngram-order", "frequency"),
+)
+NGRAM_SETTINGS = NgramSettings(
+    min_match_window_size=2,
+    max_match_window_size=5,
+    min_bfs_breadth=2,
+    max_bfs_breadth=3,
+    capacity=4096,
+    order="frequency",
+)
+
+
+def foretoken(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "foretoken", *arguments],
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
+    """The arguments that each service's ``run`` was called with, by service; nothing is started."""
+    seen: dict[str, tuple[Any, ...]] = {}
+
+    def record(name: str) -> Callable[..., None]:
+        return lambda *arguments: seen.update({name: arguments})
+
+    for name, package in (("gateway", gateway), ("verifier", verifier_svc), ("drafter", drafter_svc)):
+        fake = SimpleNamespace(run=record(name), make_drafter=lambda settings: settings, plan=lambda settings: "a plan")
+        monkeypatch.setattr(package, "server", fake, raising=False)
+        monkeypatch.setitem(sys.modules, f"{package.__name__}.server", fake)
+    return seen
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
+    """The services that ``serve`` hands to its supervisor, by name; nothing is started."""
+    seen: dict[str, Service] = {}
+
+    class Recorder:
+        def __init__(self, services: Sequence[Service], **callbacks: object) -> None:
+            seen.update({service.name: service for service in services})
+
+        async def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr("foretoken.supervisor.Supervisor", Recorder)
+    return seen
+
+
+def invoke(*arguments: str) -> None:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def serve(*arguments: str) -> None:
+    invoke("serve", *arguments, "--port", free_port(), "--grpc-port", free_port())
+
+
+def words(service: Service) -> tuple[str, ...]:
+    """What follows ``python -P -m foretoken``."""
+    return service.command[service.command.index("foretoken") + 1 :]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_has_its_flag_and_every_flag_its_setting(name: str) -> None:
+    parameters = {parameter.name for parameter in COMMANDS[name].params} - {"log_level", "revision", "dry_run"}
+    fields = set(SETTINGS[name].model_fields)
+    if name == "drafter":
+        fields = fields - {"ngram"} | set(NGRAM_FIELDS)
+    if name == "verifier":
+        fields |= {"drafter_placement", *NGRAM_FIELDS}
+    if name == "gateway":
+        parameters |= {"model"}
+    assert parameters == fields
+
+
+@pytest.mark.parametrize("name", ["serve", *SETTINGS])
+def test_flags_have_the_names_that_messages_give_them(name: str) -> None:
+    for parameter in COMMANDS[name].params:
+        if parameter.name == "model":
+            continue
+        nested = parameter.name in NGRAM_FIELDS
+        field = parameter.name.removeprefix("ngram_")
+        assert parameter.opts == [flag_of(field, "ngram") if nested else flag_of(parameter.name)]
+
+
+def test_serve_has_flags_of_its_services_only() -> None:
+    own = {"revision", "dry_run", "log_level", "speculative_algorithm", "drafter_placement"}
+    known = {field for settings in SETTINGS.values() for field in settings.model_fields} | set(NGRAM_FIELDS) | own
+    assert {parameter.name for parameter in COMMANDS["serve"].params} <= known
+
+
+@pytest.mark.parametrize("name", ["serve", *SETTINGS])
+def test_help_states_the_defaults_of_the_settings(name: str) -> None:
+    defaults = dict(NGRAM_FIELDS)
+    for settings in SETTINGS.values():
+        defaults |= {field: info.default for field, info in settings.model_fields.items()}
+    defaults |= {"served_model_name": "the folder's name, or the hub id", "chat_template": "the tokenizer's"}
+    defaults |= {"revision": "main", "drafters": "none"}
+    for parameter in COMMANDS[name].params:
+        shown = getattr(parameter, "show_default", None)
+        if isinstance(shown, str):
+            assert (
+                shown == f"{defaults[parameter.name]:g}"
+                if isinstance(defaults[parameter.name], float)
+                else str(defaults[parameter.name])
+            ), parameter.name
+
+
+def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
+    tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
+) -> None:
+    serve(str(tmp_path), *ONE_OF_EACH, *NGRAM)
+    assert list(supervised) == ["drafter", "verifier", "gateway"]
+    assert [service.required for service in supervised.values()] == [False, True, True]
+    for service in supervised.values():
+        invoke(*words(service))
+    (drafter,) = served["drafter"]
+    verifier, in_process = served["verifier"]
+    (rim,) = served["gateway"]
+    assert drafter == DrafterSettings(name="ngram", address=drafter.address, ngram=NGRAM_SETTINGS)
+    assert verifier == VerifierSettings(
+        model=tmp_path,
+        served_model_name="demo",
+        address=verifier.address,
+        dtype="bfloat16",
+        threads=2,
+        context_length=512,
+        block_size=8,
+        max_total_tokens=4096,
+        max_running_requests=4,
+        max_queued_requests=5,
+        chunked_prefill_size=64,
+        disable_radix_cache=True,
+        speculative_num_draft_tokens=6,
+        speculative_max_batch_size=3,
+        drafters=(DrafterEndpoint(name="ngram", address=drafter.address),),
+    )
+    assert in_process == {}
+    assert (rim.model, rim.served_model_name, rim.verifier) == (tmp_path, "demo", verifier.address)
+    assert rim.request_timeout_s == 30
+    assert verifier.address.startswith("unix:/") and verifier.address != drafter.address
+
+
+def test_an_in_process_drafter_gets_its_flags_through_the_verifier(
+    tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
+) -> None:
+    serve(str(tmp_path), "--drafter-placement", "in-process", *NGRAM)
+    assert list(supervised) == ["verifier", "gateway"]
+    invoke(*words(supervised["verifier"]))
+    verifier, in_process = served["verifier"]
+    assert verifier.drafters == ()
+    assert in_process == {"ngram": DrafterSettings(name="ngram", address="in-process", ngram=NGRAM_SETTINGS)}
+
+
+def test_without_an_algorithm_there_is_no_drafter(
+    tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
+) -> None:
+    serve(str(tmp_path), "--speculative-algorithm", "NONE")
+    assert list(supervised) == ["verifier", "gateway"]
+    invoke(*words(supervised["verifier"]))
+    assert served["verifier"][0].drafters == ()
+    assert served["verifier"][1] == {}
+
+
+def test_a_verifier_takes_several_drafters(tmp_path: Path, served: dict[str, tuple[Any, ...]]) -> None:
+    drafters = ("--drafter", "name=a,address=unix:/a", "--drafter", "name=b,address=h:1,transport=grpc")
+    invoke("verifier", str(tmp_path), "--address", "127.0.0.1:1", *drafters)
+    assert served["verifier"][0].drafters == (
+        DrafterEndpoint(name="a", address="unix:/a"),
+        DrafterEndpoint(name="b", address="h:1", transport="grpc"),
+    )
+
+
+def test_the_sockets_of_a_stack_go_with_it(tmp_path: Path, supervised: dict[str, Service]) -> None:
+    serve(str(tmp_path))
+    command = words(supervised["verifier"])
+    socket_path = Path(command[command.index("--address") + 1].removeprefix("unix:"))
+    assert not socket_path.parent.exists()
+
+
+@pytest.mark.parametrize("command", [("serve",), ("verifier", "--address", "unix:/v")])
+def test_dry_run_prints_the_plan_and_starts_nothing(
+    tmp_path: Path,
+    served: dict[str, tuple[Any, ...]],
+    supervised: dict[str, Service],
+    command: tuple[str, ...],
+) -> None:
+    result = CliRunner().invoke(app, [*command, str(tmp_path), "--dry-run"])
+    assert result.stdout == "a plan\n"
+    assert (served, supervised) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "./nowhere"), "no such folder: ./nowhere"),
+        (("serve", ".", "--threads", "-1"), "--threads: input should be greater than or equal to 0, got -1"),
+        (("serve", ".", "--port", "70000"), "--port: expected 1 to 65535, got 70000"),
+        (("serve", ".", "--port", "4001", "--grpc-port", "4001"), "--port and --grpc-port are both 4001"),
+        (("serve", ".", "--request-timeout", "0"), "--request-timeout: input should be greater than 0, got 0.0"),
+        (
+            ("serve", ".", "--speculative-algorithm", "NONE", "--speculative-ngram-capacity", "5000"),
+            "--speculative-ngram-capacity has an effect only with --speculative-algorithm NGRAM",
+        ),
+        (
+            ("verifier", ".", "--address", "unix:/v", "--speculative-ngram-order", "recency"),
+            "--speculative-ngram-order has an effect only with --drafter-placement in-process",
+        ),
+        (
+            ("verifier", ".", "--address", "unix:/v", "--drafter", "ngram"),
+            "--drafter: expected key=value,key=value with each key once, got 'ngram'",
+        ),
+        (("drafter", "--address", "unix:/d", "--name", "N!"), "--name: string should match pattern"),
+        (("complete", "x", "--no-speculation", "--drafter", "n"), "--no-speculation and --drafter exclude each other"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments: tuple[str, ...], message: str) -> None:
+    if arguments[0] == "serve" and "--port" not in arguments:
+        arguments += ("--port", free_port(), "--grpc-port", free_port())
+    result = foretoken(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith(f"foretoken: {message}")
+
+
+def test_a_port_in_use_is_noticed_before_anything_starts() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        result = foretoken("serve", "./nowhere", "--port", free_port(), "--grpc-port", port)
+    assert result.returncode == 2
+    expected = f"foretoken: port {port} is in use; choose another with --grpc-port (make serve GRPC_PORT=...)\n"
+    assert result.stderr == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve",), "Missing argument 'MODEL'"),
+        (("serve", ".", "--attention-backend", "x"), "No such option: --attention-backend"),
+        (("serve", ".", "--speculative-algorithm", "EAGLE3"), "'EAGLE3' is not"),
+        (("verifier", "."), "Missing option '--address'"),
+        (("gateway", "."), "Missing option '--verifier'"),
+    ],
+)
+def test_usage_errors_name_the_argument(arguments: tuple[str, ...], message: str) -> None:
+    result = foretoken(*arguments)
+    assert result.returncode == 2
+    assert message in re.sub(r"\s+", " ", result.stderr)
+
+
+def test_complete_says_how_to_start_a_server() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    result = foretoken("complete", "x", FORETOKEN_URL=url)
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        f"foretoken: nothing answers at {url}; start a server with: make serve, or: foretoken serve MODEL"
+    ]
+
+
+def test_help_and_version() -> None:
+    assert foretoken("--version").stdout.strip() == "0.1.0"
+    for arguments in ((), ("--help",)):
+        result = foretoken(*arguments)
+        assert result.returncode == 0
+        assert all(command in result.stdout for command in ("serve", "gateway", "verifier", "drafter", "complete"))
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules that are loaded after ``code``."""
+    script = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.splitlines()[-1].split())
+
+
+def test_help_loads_no_service_and_nothing_heavy() -> None:
+    loaded = loaded_by("from foretoken.cli import app\napp(['--help'], standalone_mode=False)")
+    assert loaded & {"torch", "transformers", "numba", "numpy", "grpc", "pydantic", "httpx", "fastapi"} == set()
+    assert loaded & {"gateway", "verifier_svc", "drafter_svc"} == set()
+
+
+def test_complete_loads_no_model_code() -> None:
+    assert loaded_by("import foretoken.complete") & {"torch", "transformers", "numba", "numpy", "fastapi"} == set()
+
+
+def test_a_gateway_loads_no_torch() -> None:
+    loaded = loaded_by("import foretoken.cli, gateway.server")
+    assert "torch" not in loaded
+    assert loaded & {"verifier_svc", "drafter_svc", "foretoken_kernels"} == set()

@@ -1,0 +1,183 @@
+"""``foretoken complete`` against a scripted REST server: what it asks, shows, colours and says at the end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from foretoken.complete import CompletionOptions, complete, render
+from foretoken.errors import ForetokenError, UnavailableError
+
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
+SPECULATION = {"num_draft_tokens": 8, "num_accepted_draft_tokens": 6, "mean_acceptance_length": 2.5}
+
+
+def chunk(texts: list[str], sources: list[int]) -> dict[str, Any]:
+    choice = {"index": 0, "text": "".join(texts), "token_texts": texts, "token_sources": sources}
+    return {"object": "text_completion", "choices": [choice]}
+
+
+LAST = {"choices": [], "usage": {"completion_tokens": 5}, "metrics": {"speculative_decoding": SPECULATION}}
+CHUNKS = [chunk(["def", " f"], [0, 1]), chunk(["(", ")", ":\n"], [0, 2, 2]), LAST]
+
+
+class Server(ThreadingHTTPServer):
+    """Lists one model, streams ``events`` and keeps the bodies that it was sent."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.events: list[str] = [json.dumps(item) for item in CHUNKS] + ["[DONE]"]
+        self.refusal: tuple[int, bytes] | None = None
+        self.models: bytes = b'{"data": [{"id": "demo"}]}'
+        self.bodies: list[dict[str, Any]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+    def do_GET(self) -> None:
+        assert self.path == "/v1/models"
+        self.reply(200, self.server.models)
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/completions"
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        if self.server.refusal is not None:
+            self.reply(*self.server.refusal)
+        else:
+            self.reply(
+                200, b": a comment\n\n" + b"".join(f"data: {event}\n\n".encode() for event in self.server.events)
+            )
+
+    def reply(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def run(server: Server, *, colour: bool = False, **options: Any) -> tuple[str, str]:
+    """The text that was written and the line of figures."""
+    written: list[str] = []
+    figures = complete(server.url, CompletionOptions("def", **options), write=written.append, colour=colour)
+    return "".join(written), figures
+
+
+def test_plain_text_is_what_the_server_sent(server: Server) -> None:
+    text, figures = run(server)
+    assert text == "def f():\n"
+    assert figures.startswith("5 tokens, ")
+    assert figures.endswith("6 of 8 draft tokens accepted (75%), mean acceptance length 2.50")
+
+
+def test_accepted_draft_tokens_are_green_and_no_other_token_is(server: Server) -> None:
+    text, _ = run(server, colour=True)
+    assert text == f"def{GREEN} f{RESET}({GREEN}){RESET}{GREEN}:\n{RESET}"
+
+
+def test_the_request_names_what_was_asked_for_and_nothing_else(server: Server) -> None:
+    run(server)
+    run(server, max_tokens=7, temperature=0.5, seed=3, drafter="ngram")
+    run(server, speculation=False)
+    default, full, plain = server.bodies
+    assert default == {
+        "model": "demo",
+        "prompt": "def",
+        "max_tokens": 128,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_sources": True,
+    }
+    assert (full["max_tokens"], full["temperature"], full["seed"]) == (7, 0.5, 3)
+    assert full["speculative"] == {"drafter": "ngram"}
+    assert plain["speculative"] == {"enabled": False}
+
+
+def test_nothing_drafted_is_said(server: Server) -> None:
+    speculation = {"num_draft_tokens": 0, "num_accepted_draft_tokens": 0, "mean_acceptance_length": 1.0}
+    server.events[2] = json.dumps(LAST | {"metrics": {"speculative_decoding": speculation}})
+    assert run(server)[1].endswith("nothing drafted")
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown"),
+    [
+        ({"text": "a\x1b[2Jb\x07\tc\n"}, "a\ufffd[2Jb\ufffd\tc\n"),
+        ({"text": "ab", "token_texts": ["a", "\x1bb"], "token_sources": [0, 1]}, f"a{GREEN}\ufffdb{RESET}"),
+        ({"text": "", "token_texts": [""], "token_sources": [3]}, ""),
+        ({"text": "ab", "token_texts": ["a"], "token_sources": [0, 1]}, "ab"),
+        ({"text": None}, ""),
+    ],
+)
+def test_a_model_cannot_drive_the_terminal(choice: dict[str, Any], shown: str) -> None:
+    assert render(choice, colour=True) == shown
+
+
+def test_nothing_answers() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(UnavailableError, match=f"^nothing answers at {url}$"):
+        complete(url, CompletionOptions("x"), write=print, colour=False)
+
+
+def test_a_refusal_is_the_servers_own_message(server: Server) -> None:
+    server.refusal = (400, b'{"error": {"message": "max_tokens: at most 4096", "param": "max_tokens"}}')
+    with pytest.raises(ForetokenError, match=r"^max_tokens: at most 4096$") as caught:
+        run(server)
+    assert caught.value.field == "max_tokens"
+
+
+def test_a_refusal_without_a_message_names_the_status(server: Server) -> None:
+    server.refusal = (502, b"<html>")
+    with pytest.raises(ForetokenError, match="answered with status 502"):
+        run(server)
+
+
+def test_an_error_in_the_stream_is_raised(server: Server) -> None:
+    server.events[1:] = [json.dumps({"error": {"message": "the engine stopped"}})]
+    with pytest.raises(ForetokenError, match=r"^the engine stopped$"):
+        run(server)
+
+
+def test_a_stream_that_breaks_off_is_an_error(server: Server) -> None:
+    del server.events[1:]
+    with pytest.raises(UnavailableError, match="ended the stream before it was complete"):
+        run(server)
+
+
+@pytest.mark.parametrize("models", [b"hello", b"{}", b'{"data": []}', b"[]"])
+def test_a_server_of_another_kind(server: Server, models: bytes) -> None:
+    server.models = models
+    with pytest.raises(UnavailableError, match="no OpenAI-compatible server"):
+        run(server)
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(UnavailableError, match="localhost:8000"):
+        complete("localhost:8000", CompletionOptions("x"), write=print, colour=False)

@@ -1,0 +1,224 @@
+"""MODEL: a folder, or what a fake hub on this machine gives for an id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from foretoken.errors import ConfigError
+from foretoken.hub import default_name, resolve
+
+ROOT = Path(__file__).parents[2]
+COMMIT = "1" * 40
+BRANCH_COMMIT = "2" * 40
+# Wanted and not.
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "merges.txt": b"a b",
+    "chat_template.jinja": b"{{ messages }}",
+    "pytorch_model.bin": b"a pickle",
+    "modeling_evil.py": b"import os",
+    "tokenization_evil.py": b"import os",
+    "tokenizer.py": b"import os",
+    "README.md": b"# model",
+    "onnx/config.json": b"{}",
+    "consolidated.safetensors": b"weights once more",
+}
+WANTED = {"config.json", "model.safetensors", "tokenizer.json", "merges.txt", "chat_template.jinja"}
+RESOLVE = """
+import sys
+from foretoken.errors import ConfigError
+from foretoken.hub import resolve
+try:
+    print(resolve(*sys.argv[1:]))
+except ConfigError as error:
+    sys.exit(f"ConfigError: {error}")
+"""
+
+
+class FakeHub(ThreadingHTTPServer):
+    """The part of the hub's HTTP interface that a snapshot download uses, for the repository ``org/model``."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.paths: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeHub
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.server.paths.append(path)
+        parts = path.strip("/").split("/")
+        if path.startswith("/api/models/org/gated"):
+            self.reply(403, b'{"error": "gated"}', {"X-Error-Code": "GatedRepo"})
+        elif path.startswith("/api/models/org/model/revision/"):
+            self.revision(parts[-1])
+        elif path.startswith("/api/models/org/model/tree/"):
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": etag(data)} for name, data in FILES.items()
+            ]
+            self.reply(200, json.dumps(entries).encode())
+        elif path.startswith("/org/model/resolve/") and "/".join(parts[4:]) in FILES:
+            data = FILES["/".join(parts[4:])]
+            self.reply(200, data, {"ETag": f'"{etag(data)}"', "X-Repo-Commit": parts[3]})
+        else:
+            self.reply(404, b'{"error": "not found"}', {"X-Error-Code": "RepoNotFound"})
+
+    def revision(self, name: str) -> None:
+        commit = {"main": COMMIT, COMMIT: COMMIT, "branch": BRANCH_COMMIT, BRANCH_COMMIT: BRANCH_COMMIT}.get(name)
+        if commit is None:
+            self.reply(404, b'{"error": "no revision"}', {"X-Error-Code": "RevisionNotFound"})
+            return
+        siblings = [{"rfilename": name} for name in FILES]
+        body = {"id": "org/model", "modelId": "org/model", "sha": commit, "private": False, "siblings": siblings}
+        self.reply(200, json.dumps(body | {"downloads": 0, "likes": 0, "tags": []}).encode())
+
+    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        standard = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        for key, value in (standard | (headers or {})).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+def etag(data: bytes) -> str:
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+
+
+@dataclass
+class Hub:
+    """The fake hub and a client with a cache of its own, which reads its environment once: a process a call."""
+
+    server: FakeHub
+    cache: Path
+
+    def resolve(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        inherited = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+        return subprocess.run(
+            [sys.executable, "-c", RESOLVE, *arguments],
+            env=inherited
+            | {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": self.server.url, "HF_HOME": str(self.cache)}
+            | environment,
+            capture_output=True,
+            text=True,
+        )
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    server = FakeHub()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield Hub(server, tmp_path / "cache")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_download_takes_weights_configs_and_tokenizer_only(hub: Hub) -> None:
+    result = hub.resolve("org/model")
+    assert result.returncode == 0, result.stderr
+    folder = Path(result.stdout.strip())
+    assert {path.name for path in folder.rglob("*") if path.is_file()} == WANTED
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    fetched = {path.rpartition("/")[2] for path in hub.server.paths if "/resolve/" in path}
+    assert fetched == WANTED
+    # Progress for the user.
+    assert "Fetching" in result.stderr or "%" in result.stderr
+
+
+def test_a_revision(hub: Hub) -> None:
+    result = hub.resolve("org/model", "branch")
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()).name == BRANCH_COMMIT
+
+
+def test_offline_mode_takes_the_cache_and_asks_nobody(hub: Hub) -> None:
+    first = hub.resolve("org/model")
+    num_requests = len(hub.server.paths)
+    second = hub.resolve("org/model", HF_HUB_OFFLINE="1")
+    assert (second.returncode, second.stdout) == (0, first.stdout)
+    assert len(hub.server.paths) == num_requests
+
+
+def test_a_hub_that_does_not_answer_leaves_the_cache(hub: Hub) -> None:
+    first = hub.resolve("org/model")
+    second = hub.resolve("org/model", HF_ENDPOINT="http://127.0.0.1:9")
+    assert (second.returncode, second.stdout) == (0, first.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (("org/model",), {"HF_HUB_OFFLINE": "1"}, "org/model is not in the cache and the hub does not answer"),
+        (("org/model",), {"HF_ENDPOINT": "http://127.0.0.1:9"}, "org/model is not in the cache and the hub does not"),
+        (("org/model", "nowhere"), {}, "--revision: the hub has no 'nowhere' of org/model"),
+        (("org/other",), {}, "no folder and no public hub id: org/other"),
+        (("org/gated",), {}, "org/gated is gated: accept its terms on the hub"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(
+    hub: Hub, arguments: tuple[str, ...], environment: dict[str, str], message: str
+) -> None:
+    result = hub.resolve(*arguments, **environment)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"ConfigError: {message}")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "a/b/c", "a b", "", "-x"])
+def test_no_folder_and_no_hub_id(model: str) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve(model)
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="MODEL is a file"):
+        resolve(str(tmp_path / "model.safetensors"))
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--revision has no meaning for a folder"):
+        resolve(str(tmp_path), "main")
+
+
+def test_served_names(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    assert default_name(f"{tmp_path}/my-model/") == "my-model"
+    assert default_name("org/model") == "org/model"

@@ -1,0 +1,131 @@
+"""Commands, ports and the ready text of a stack; readiness probes against real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from drafter_svc.config import DrafterSettings
+from foretoken import probes, rpc, stack
+from foretoken.errors import ConfigError
+
+
+def test_ps_shows_the_words_of_each_service() -> None:
+    settings = DrafterSettings(name="ngram", address="unix:/d")
+    command = stack.command("drafter", settings, ("--log-level", "info"))
+    assert command[0] == sys.executable
+    assert "foretoken drafter --name ngram --address unix:/d --log-level info" in " ".join(command)
+    # Where the user stands is not on the import path.
+    assert "-P" in command[: command.index("foretoken")]
+
+
+def test_grace_periods_together_stay_under_thirty_seconds() -> None:
+    assert stack.GATEWAY_GRACE_S + stack.VERIFIER_GRACE_S + stack.DRAFTER_GRACE_S < 30
+
+
+@pytest.mark.parametrize("reuse_port", [False, True])
+def test_a_port_in_use_is_one_line_that_says_what_to_do(reuse_port: bool) -> None:
+    with socket.socket() as listener:
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            stack.check_port_free("127.0.0.1", port, "--port", "PORT")
+    assert str(caught.value) == f"port {port} is in use; choose another with --port (make serve PORT=...)"
+    stack.check_port_free("127.0.0.1", port, "--port", "PORT")
+
+
+def test_a_connection_that_lingers_is_no_use_of_the_port() -> None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            served, _ = listener.accept()
+            served.close()  # The server closes first: its side goes to TIME_WAIT.
+            assert client.recv(1) == b""
+    stack.check_port_free("127.0.0.1", port, "--port", "PORT")
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("no.such.host.invalid", "--host: cannot resolve 'no.such.host.invalid'"),
+        ("192.0.2.1", "--host: cannot listen on 192.0.2.1"),
+    ],
+)
+def test_a_host_that_is_not_ours(host: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stack.check_port_free(host, 8000, "--port", "PORT")
+
+
+def test_ready_text_holds_requests_to_copy() -> None:
+    text = stack.ready_text("demo", "0.0.0.0", 9000, 50052, ".venv/bin/foretoken")
+    assert "foretoken is ready: demo at http://127.0.0.1:9000 (OpenAI REST) and 127.0.0.1:50052 (gRPC)" in text
+    curl = shlex.split(next(line for line in text.splitlines() if line.startswith("  curl")))
+    assert curl[2] == "http://127.0.0.1:9000/v1/completions"
+    assert json.loads(curl[-1])["model"] == "demo"
+    words = shlex.split(next(line for line in text.splitlines() if "complete" in line))
+    assert words == [".venv/bin/foretoken", "complete", "def fibonacci(n):", "--url", "http://127.0.0.1:9000"]
+    compile("\n".join(line[2:] for line in text.partition("In Python:\n")[2].splitlines()), "example", "exec")
+
+
+def test_grpc_probe_follows_the_health_of_the_service(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/health.sock"
+
+    async def scenario() -> list[bool]:
+        seen = [await probes.grpc_serving(address, "a.Service")]
+        server = rpc.async_server()
+        health = rpc.Health(server, ["a.Service"])
+        await health.mark(False)
+        rpc.bind(server, address)
+        await server.start()
+        try:
+            seen.append(await probes.grpc_serving(address, "a.Service"))
+            await health.mark(True)
+            seen.append(await probes.grpc_serving(address, "a.Service"))
+            seen.append(await probes.grpc_serving(address, "another.Service"))
+        finally:
+            await server.stop(None)
+        return seen
+
+    assert asyncio.run(scenario()) == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("answer", "ready"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", True),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", False),
+        (b"SSH-2.0-x\r\n", False),
+        (b"", False),
+    ],
+)
+def test_http_probe_wants_a_200(answer: bytes, ready: bool) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert (await reader.readline()).startswith(b"GET /ready HTTP/1.1")
+        writer.write(answer)
+        writer.close()
+
+    async def scenario() -> bool:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            return await probes.http_ok("0.0.0.0", server.sockets[0].getsockname()[1], "/ready")
+
+    assert asyncio.run(scenario()) is ready
+
+
+def test_http_probe_of_a_port_that_nobody_listens_on() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert asyncio.run(probes.http_ok("127.0.0.1", port, "/ready")) is False
