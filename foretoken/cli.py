@@ -94,7 +94,7 @@ def serve(
     ngram_order: flags.NgramOrder = None,
     drafter_placement: flags.DrafterPlacement = "process",
     dry_run: flags.DryRun = False,
-    log_level: flags.LogLevel = "info",
+    log_level: flags.LogLevel = "warning",
 ) -> None:
     """Start gateway, verifier and drafter on one host, and keep them running."""
     from foretoken.runtime_folder import runtime_folder
@@ -126,9 +126,10 @@ def gateway(
 ) -> None:
     """Start one gateway: text in, text out, over REST and gRPC. MODEL holds its tokenizer."""
     settings = _gateway_settings(context, _checkpoint(context), verifier)
-    _configure_logging("gateway", log_level)
+    from foretoken.telemetry import configure_logging
     from gateway import server
 
+    configure_logging("gateway", log_level)
     server.run(settings)
 
 
@@ -178,9 +179,10 @@ def verifier(
         in_process[NGRAM_DRAFTER] = make_drafter(_drafter_settings(context, NGRAM_DRAFTER, "in-process"))
     else:
         _refuse_ngram_flags(context, "--drafter-placement in-process")
-    _configure_logging("verifier", log_level)
+    from foretoken.telemetry import configure_logging
     from verifier_svc import server
 
+    configure_logging("verifier", log_level)
     server.run(settings, in_process)
 
 
@@ -200,9 +202,10 @@ def drafter(
 ) -> None:
     """Start one drafter: it proposes tokens to the verifiers that attach to it."""
     settings = _drafter_settings(context, name, address)
-    _configure_logging("drafter", log_level)
     from drafter_svc import server
+    from foretoken.telemetry import configure_logging
 
+    configure_logging("drafter", log_level)
     server.run(settings)
 
 
@@ -366,14 +369,6 @@ def _checkpoint(context: typer.Context) -> dict[str, Any]:
     model = context.params["model"]
     folder = hub.resolve(model, context.params["revision"]).resolve()
     return {"model": folder, "served_model_name": context.params["served_model_name"] or hub.default_name(model)}
-
-
-def _configure_logging(service: str, level: str) -> None:
-    import logging
-
-    logging.basicConfig(
-        level=level.upper(), format=f"%(asctime)s {service} %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
 
 
 def _program() -> str:

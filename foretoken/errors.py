@@ -1,14 +1,14 @@
 """The error tree. Each class carries its gRPC status and HTTP status; the rims translate.
 
-    ForetokenError
-      InvalidRequestError       bad field: INVALID_ARGUMENT, 400
-      NotFoundError             unknown model: NOT_FOUND, 404
-      QueueFullError            RESOURCE_EXHAUSTED, 429
-      UnavailableError          draining, dead or not ready: UNAVAILABLE, 503
-      DeadlineError             DEADLINE_EXCEEDED, 504
-      PreconditionError         another model than asked for: FAILED_PRECONDITION, 409
-      ConfigError               refused at start; never on the wire
-        CheckpointError         a checkpoint that cannot be loaded, with file and tensor
+ForetokenError
+  InvalidRequestError       bad field: INVALID_ARGUMENT, 400
+  NotFoundError             unknown model: NOT_FOUND, 404
+  QueueFullError            RESOURCE_EXHAUSTED, 429
+  UnavailableError          draining, dead or not ready: UNAVAILABLE, 503
+  DeadlineError             DEADLINE_EXCEEDED, 504
+  PreconditionError         another model than asked for: FAILED_PRECONDITION, 409
+  ConfigError               refused at start; never on the wire
+    CheckpointError         a checkpoint that cannot be loaded, with file and tensor
 """
 
 from __future__ import annotations

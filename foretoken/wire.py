@@ -25,16 +25,12 @@ _OPTIONAL_SAMPLING = (
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     """Absent fields take the defaults of SamplingParams."""
     values = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
-    return SamplingParams(
-        **values, logit_bias=dict(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids)
-    )
+    return SamplingParams(**values, logit_bias=dict(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids))
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     """Every field is set, also those at their default."""
-    message = common_pb2.SamplingParams(
-        logit_bias=params.logit_bias, stop_token_ids=params.stop_token_ids
-    )
+    message = common_pb2.SamplingParams(logit_bias=params.logit_bias, stop_token_ids=params.stop_token_ids)
     for name in _OPTIONAL_SAMPLING:
         value = getattr(params, name)
         if value is not None:

@@ -1,0 +1,97 @@
+"""A drafter whose replies show all that reached it, to test transports with; also runnable as a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import uvloop
+
+from drafter_svc.config import DrafterSettings
+from drafter_svc.server import serve
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+
+INT31 = 2**31 - 1
+# A row with this salt makes the drafter raise.
+POISON_SALT = 0xDEAD
+# Nodes that show a row's columns; a row with fewer shows as many of them as it has nodes.
+NUM_SHOWN = 12
+
+
+class MirrorDrafter:
+    """Node 1 + k of a row's chain holds column k of its request; the root is the last token known of its slot."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[int, list[int]]] = {}
+        self.attached: list[TargetInfo] = []
+        self.num_requests = 0
+        self.most_new_tokens = 0
+
+    @property
+    def algorithm(self) -> str:
+        return "MIRROR"
+
+    def attach(self, target: TargetInfo) -> None:
+        self.known.clear()
+        self.attached.append(target)
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        self.num_requests += 1
+        self.most_new_tokens = max(self.most_new_tokens, len(request.new_tokens))
+        if POISON_SALT in request.salts:
+            raise RuntimeError("poisoned")
+        chains = []
+        for row in range(request.num_rows):
+            tokens = self._learn(request, row)
+            chains.append(shown(request, row, tokens)[: max(int(request.max_nodes[row]), 1)])
+        return DraftBatch(
+            request.epoch,
+            request.step_id,
+            np.cumsum([0, *map(len, chains)]).astype(np.int32),
+            np.array([token for chain in chains for token in chain], np.int32),
+            np.array([node - 1 for chain in chains for node in range(len(chain))], np.int32),
+        )
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.known.pop(int(slot), None)
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "slots": float(len(self.known)),
+            "requests": float(self.num_requests),
+            "most_new_tokens": float(self.most_new_tokens),
+        }
+
+    def _learn(self, request: DraftRequest, row: int) -> list[int]:
+        slot, generation = int(request.slots[row]), int(request.generations[row])
+        known_generation, tokens = self.known.get(slot, (generation, []))
+        if known_generation != generation:
+            tokens = []
+        tokens = [*tokens, *request.new_tokens[request.new_token_starts[row] : request.new_token_starts[row + 1]]]
+        self.known[slot] = (generation, [int(token) for token in tokens])
+        return self.known[slot][1]
+
+
+def shown(request: DraftRequest, row: int, tokens: list[int]) -> list[int]:
+    """The chain of a row whose slot knows ``tokens``, before it is cut to the nodes wanted."""
+    salt, seed = int(request.salts[row]), int(request.seeds[row])
+    return [
+        tokens[-1] if tokens else 0,
+        sum((place + 1) * token for place, token in enumerate(tokens)) % INT31,
+        int(request.slots[row]),
+        int(request.generations[row]),
+        int(request.lengths[row]),
+        int(request.prompt_lengths[row]),
+        salt % INT31,
+        salt >> 40,
+        seed % INT31,
+        seed >> 40,
+        int(request.choice_indices[row]),
+        int(request.temperatures[row : row + 1].view(np.int32)[0]),
+    ]
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(DrafterSettings(name="mirror", address=sys.argv[1]), MirrorDrafter))
