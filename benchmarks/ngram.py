@@ -1,0 +1,197 @@
+"""Microbenchmark of the n-gram drafter at full size: python -m benchmarks.ngram
+
+Fills the trie with the standard library's source code until eviction runs, then streams held-out files through it as
+a verifier would: in each step some rows get a few new tokens each, then a tree is drafted for all of them. Inserting
+and matching are timed apart, whole calls of ``NgramDrafter.draft``, Python included. Exits with 1 above a bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_svc.config import NgramSettings
+from drafter_svc.ngram import NgramDrafter
+from foretoken.drafting import DraftRequest, TargetInfo
+from models.demo.held_out import held_out_files
+
+TOKENIZER = Path(__file__).parent.parent / "models" / "demo" / "target" / "tokenizer.json"
+WORD = re.compile(r"\w+|\s+|[^\w\s]")
+MAX_SEQUENCE = 8192
+FILL_CHUNK = 512
+SALT = 1
+
+MAX_MATCH_US = 30.0
+MAX_INSERT_US = 10.0
+MAX_MEMORY_MB = 600.0
+
+
+@dataclass
+class Row:
+    """A slot that a stream of sequences runs through."""
+
+    slot: int
+    sequences: Iterator[NDArray[np.int32]]
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    length: int = 0
+    generation: int = 0
+
+    def take(self, count: int) -> NDArray[np.int32]:
+        """The next tokens, of a new sequence once this one has ended."""
+        if self.length == len(self.tokens):
+            self.tokens, self.length, self.generation = next(self.sequences), 0, self.generation + 1
+        taken = self.tokens[self.length : self.length + count]
+        self.length += len(taken)
+        return taken
+
+
+def make_tokenizer() -> tuple[str, int, Callable[[str], NDArray[np.int32]]]:
+    """(name, vocabulary, text to ids)."""
+    if TOKENIZER.is_file():
+        from tokenizers import Tokenizer
+
+        demo = Tokenizer.from_file(str(TOKENIZER))
+        return "the demo tokenizer", demo.get_vocab_size(), lambda text: np.array(demo.encode(text).ids, np.int32)
+
+    def hash_words(text: str) -> NDArray[np.int32]:
+        return np.array([zlib.crc32(word.encode()) % 8192 for word in WORD.findall(text)], np.int32)
+
+    return "words hashed to 8192 ids (there is no demo tokenizer)", 8192, hash_words
+
+
+def load(files: list[Path], encode: Callable[[str], NDArray[np.int32]]) -> list[NDArray[np.int32]]:
+    """Token ids of files, cut into sequences."""
+    sequences = []
+    for file in files:
+        ids = encode(file.read_text(encoding="utf-8", errors="replace"))
+        sequences += [ids[start : start + MAX_SEQUENCE] for start in range(0, len(ids), MAX_SEQUENCE)]
+    return [ids for ids in sequences if len(ids)]
+
+
+def make_request(step: int, rows: list[Row], taken: list[NDArray[np.int32]], max_nodes: int) -> DraftRequest:
+    def column(values: list[int]) -> NDArray[np.int32]:
+        return np.array(values, np.int32)
+
+    return DraftRequest(
+        epoch=1,
+        step_id=step,
+        slots=column([row.slot for row in rows]),
+        generations=column([row.generation for row in rows]),
+        lengths=column([row.length for row in rows]),
+        prompt_lengths=np.zeros(len(rows), np.int32),
+        max_nodes=np.full(len(rows), max_nodes, np.int32),
+        new_token_starts=column([0, *itertools.accumulate(len(each) for each in taken)]),
+        new_tokens=np.concatenate(taken),
+        salts=np.full(len(rows), SALT, np.uint64),
+        seeds=np.zeros(len(rows), np.uint64),
+        choice_indices=np.zeros(len(rows), np.int32),
+        temperatures=np.zeros(len(rows), np.float32),
+    )
+
+
+def fill(drafter: NgramDrafter, sequences: list[NDArray[np.int32]], slot: int, extra_tokens: int) -> tuple[int, float]:
+    """Insert sequences until the trie is full and then ``extra_tokens`` more: (tokens, seconds)."""
+    row = Row(slot, itertools.cycle(sequences))
+    total, seconds, left = 0, 0.0, extra_tokens
+    for step in itertools.count(1):
+        taken = row.take(FILL_CHUNK)
+        request = make_request(step, [row], [taken], max_nodes=1)
+        start = time.perf_counter()
+        drafter.draft(request)
+        seconds += time.perf_counter() - start
+        total += len(taken)
+        left -= len(taken) if drafter.gauges()["ngram_evictions"] > 0 else 0
+        if left <= 0 or row.generation > 3 * len(sequences):
+            return total, seconds
+    raise AssertionError("unreachable")
+
+
+def stream(
+    drafter: NgramDrafter, rows: list[Row], steps: int, new_tokens: int, max_nodes: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """Per step: microseconds of inserting per token, of matching per row; and nodes drafted per row in the mean."""
+    inserts, matches, nodes = [], [], 0
+    nothing = [np.zeros(0, np.int32)] * len(rows)
+    for step in range(steps):
+        taken = [row.take(new_tokens) for row in rows]
+        insert = make_request(2 * step, rows, taken, max_nodes=1)
+        match = make_request(2 * step + 1, rows, nothing, max_nodes=max_nodes)
+        started = time.perf_counter()
+        drafter.draft(insert)
+        inserted = time.perf_counter()
+        batch = drafter.draft(match)
+        matched = time.perf_counter()
+        inserts.append((inserted - started) * 1e6 / sum(map(len, taken)))
+        matches.append((matched - inserted) * 1e6 / len(rows))
+        nodes += len(batch.tokens) - len(rows)
+    return np.array(inserts), np.array(matches), nodes / steps / len(rows)
+
+
+def resident_mb() -> float:
+    """Resident memory of this process in units of 10**6 bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) * 1024 / 1e6
+
+
+def report(name: str, values: NDArray[np.float64], bar: float) -> bool:
+    """Print a line; whether the median is under the bar."""
+    p50, p99 = np.percentile(values, [50, 99])
+    good = bool(p50 < bar)
+    print(f"{name:<42} p50 {p50:6.2f} us   p99 {p99:6.2f} us   bar {bar:.0f} us at p50: {'ok' if good else 'OVER'}")
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Insert and match times of the n-gram drafter at full size.")
+    parser.add_argument("--capacity", type=int, default=10_000_000)
+    parser.add_argument("--order", choices=("recency", "frequency"), default="recency")
+    parser.add_argument("--max-nodes", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2000)
+    arguments = parser.parse_args()
+
+    name, vocab_size, encode = make_tokenizer()
+    held_out = held_out_files()
+    library = Path(sysconfig.get_paths()["stdlib"])
+    installed = {file for file in library.rglob("*.py") if "site-packages" not in file.parts}
+    history, streamed = load(sorted(installed - set(held_out)), encode), load(held_out, encode)
+    print(f"{sum(map(len, history)):,} tokens of history, {sum(map(len, streamed)):,} held out; {name}")
+
+    drafter = NgramDrafter(NgramSettings(capacity=arguments.capacity, order=arguments.order))
+    start = time.perf_counter()
+    drafter.attach(TargetInfo("benchmark", vocab_size, MAX_SEQUENCE, max_slots=64, max_nodes=256))
+    print(f"attach: {time.perf_counter() - start:.1f} s (compiled, or loaded from the cache)")
+    before = resident_mb()
+    tokens, seconds = fill(drafter, history, slot=63, extra_tokens=200_000)
+    gauges = drafter.gauges()
+    print(
+        f"fill: {tokens:,} tokens, {seconds * 1e6 / tokens:.2f} us a token in chunks of {FILL_CHUNK}; "
+        f"{gauges['ngram_nodes']:,.0f} nodes, {gauges['ngram_evictions']:,.0f} evictions"
+    )
+    good = True
+    for count in (1, 8):
+        sequences = itertools.cycle(streamed)
+        rows = [Row(slot, sequences) for slot in range(count)]
+        inserts, matches, nodes = stream(drafter, rows, arguments.steps // count, 2, arguments.max_nodes)
+        good &= report(f"insert, {count} rows x 2 tokens, per token", inserts, MAX_INSERT_US)
+        good &= report(f"match, {count} rows, {nodes:.1f} nodes drafted, per row", matches, MAX_MATCH_US)
+        drafter.release(range(count))
+    memory = resident_mb() - before
+    good &= memory < MAX_MEMORY_MB and drafter.gauges()["ngram_evictions"] > gauges["ngram_evictions"] > 0
+    print(f"memory: {memory:.0f} MB for {drafter.gauges()['ngram_nodes']:,.0f} nodes, bar {MAX_MEMORY_MB:.0f} MB")
+    print(f"evictions while measuring: {drafter.gauges()['ngram_evictions'] - gauges['ngram_evictions']:,.0f}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

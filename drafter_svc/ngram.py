@@ -1,0 +1,145 @@
+"""The n-gram drafter: drafts what followed the same tokens before, in the row's own text or in its tenant's history.
+
+Owns the arrays and their life; the loops over them are compiled (ngram_trie, ngram_tree). Needs no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_svc.config import NgramSettings
+from drafter_svc.ngram_sequences import GENERATION, new_sequences
+from drafter_svc.ngram_tree import compile_draft_batch, new_scratch
+from drafter_svc.ngram_trie import NUM_EVICTIONS, NUM_NODES, new_trie
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.errors import PreconditionError
+
+
+class NgramDrafter:
+    """A ``foretoken.drafting.Drafter``.
+
+    A tenant's history outlives its sequences, and an attachment to the same target; memory is 44 bytes a node of
+    ``capacity``, touched as the trie fills, and 8 bytes a token of the longest sequence of each slot.
+
+    Construction compiles, once per installation (10 to 20 s), or loads what is cached (0.3 s), so that an attachment
+    does not wait for it. The cache lies beside the source files, or per user where those are read-only.
+    """
+
+    def __init__(self, settings: NgramSettings) -> None:
+        self._settings = settings
+        # A window and the token that follows it.
+        self._depth = settings.max_match_window_size + 1
+        self._draft_batch = compile_draft_batch()
+        self._trie = new_trie(settings.capacity)
+        self._target: TargetInfo | None = None
+        self._sequences = new_sequences(0, 1, self._depth)
+        self._scratch = new_scratch(1, 1, self._depth)
+        self._options = self._make_options(1)
+        self._num_drafted_rows = 0
+        self._num_rows = 0
+        self._warm_up()
+
+    @property
+    def algorithm(self) -> str:
+        return "NGRAM"
+
+    def attach(self, target: TargetInfo) -> None:
+        """Forget every sequence, and the history too if it is of another target.
+
+        Raises:
+            PreconditionError: a target without slots, tokens or nodes.
+        """
+        if min(target.vocab_size, target.max_model_len, target.max_slots, target.max_nodes) < 1:
+            raise PreconditionError("the n-gram drafter needs a target with tokens, a context, slots and nodes")
+        if self._target is not None and self._target.model_fingerprint != target.model_fingerprint:
+            self._trie = new_trie(self._settings.capacity)
+        self._target = target
+        self._sequences = new_sequences(target.max_slots, target.max_model_len, self._depth)
+        self._scratch = new_scratch(target.max_nodes, self._settings.max_bfs_breadth, self._depth)
+        self._options = self._make_options(target.vocab_size)
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        """Learn the new tokens, then propose a tree for each row that wants one: one compiled call.
+
+        Tokens outside of the vocabulary are not learnt, and nothing is learnt across them.
+        """
+        rows = request.num_rows
+        columns = np.empty((rows, 5), np.int64)
+        columns[:, 0] = request.slots
+        columns[:, 1] = request.generations
+        columns[:, 2] = request.lengths
+        columns[:, 3] = request.max_nodes
+        columns[:, 4] = request.salts.view(np.int64)
+        # Own, writable copies: another layout or a read-only array would be another type, and compiled anew.
+        starts = np.array(request.new_token_starts, np.int32)
+        new_tokens = np.array(request.new_tokens, np.int32)
+        most = rows * len(self._scratch.grown)
+        node_starts = np.empty(rows + 1, np.int32)
+        tokens = np.empty(most, np.int32)
+        parents = np.empty(most, np.int32)
+        self._num_rows += rows
+        self._num_drafted_rows += self._draft_batch(
+            self._trie,
+            self._sequences,
+            self._scratch,
+            self._options,
+            columns,
+            starts,
+            new_tokens,
+            node_starts,
+            tokens,
+            parents,
+        )
+        total = int(node_starts[rows])
+        return DraftBatch(request.epoch, request.step_id, node_starts, tokens[:total], parents[:total])
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the own text of slots; what their tenants' later sequences may draft from stays."""
+        for slot in slots:
+            if 0 <= slot < len(self._sequences.state):
+                self._sequences.state[slot] = 0
+                self._sequences.state[slot, GENERATION] = -1
+                self._sequences.ends[slot] = 0
+
+    def gauges(self) -> dict[str, float]:
+        counters = self._trie.counters
+        return {
+            "ngram_nodes": float(counters[NUM_NODES]),
+            "ngram_capacity": float(self._settings.capacity),
+            "ngram_evictions": float(counters[NUM_EVICTIONS]),
+            "ngram_rows": float(self._num_rows),
+            "ngram_drafted_rows": float(self._num_drafted_rows),
+        }
+
+    def _make_options(self, vocab_size: int) -> NDArray[np.int64]:
+        """int64 [6], as ngram_tree.VOCAB_SIZE and the following name them."""
+        return np.array(
+            [
+                vocab_size,
+                self._settings.min_match_window_size,
+                self._settings.max_match_window_size,
+                self._settings.min_bfs_breadth,
+                self._settings.max_bfs_breadth,
+                self._settings.order == "frequency",
+            ],
+            np.int64,
+        )
+
+    def _warm_up(self) -> None:
+        """Call the compiled function once, on arrays of its own: a first compilation takes many seconds."""
+        one = np.ones(1, np.int32)
+        self._draft_batch(
+            new_trie(64),
+            new_sequences(1, 4, self._depth),
+            new_scratch(2, self._settings.max_bfs_breadth, self._depth),
+            self._options,
+            np.array([[0, 0, 1, 2, 0]], np.int64),
+            np.array([0, 1], np.int32),
+            one,
+            np.empty(2, np.int32),
+            np.empty(2, np.int32),
+            np.empty(2, np.int32),
+        )

@@ -1,0 +1,331 @@
+"""Compiled inner loops of the n-gram drafter: a suffix trie in flat arrays with exact least-recently-used eviction.
+
+Knows arrays and token ids only.
+
+Every window of at most ``depth`` consecutive tokens is a path from the root of its tenant's salt. One token
+extends the ``depth`` paths that started at the last tokens, so learning it is ``depth`` child look-ups,
+and afterwards the ends of the paths *are* the matches of all suffix lengths: matching searches nothing.
+
+- Each path start takes the next *stamp*; a node carries the largest stamp of the paths through it, so no
+  child is younger than its parent. Popping the oldest stamp frees exactly the nodes of that path that no
+  later path shares, deepest first: eviction in steps of one path, by least recent use, without a list.
+- A path whose stamp has not been popped keeps all its nodes alive; a state older than that is dropped.
+- A node at ``depth`` links to the node of its window without the first token, which is always younger, and
+  so drafts run on past the depth of the trie.
+- Children are found through one hash table with linear hashing (Litwin, 1980): one bucket splits per new
+  node, so that nothing is ever rehashed at once, and memory is touched only as the trie fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.tree import Int32
+
+Int64 = NDArray[np.int64]
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def compiled(function: Function) -> Function:
+    """numba in nopython mode without the GIL. Not cached by itself: it becomes part of ngram_tree's draft_batch."""
+    return cast(Function, numba.njit(nogil=True)(function))
+
+
+# Columns of Trie.nodes, 32 bytes a node. Node 0 is "none".
+TOKEN, PARENT, CHILD, NEXT, PREVIOUS, COUNT, STAMP, CHAIN = range(8)
+# TOKEN of a salt's root. It has no siblings: NEXT and PREVIOUS hold the halves of its salt.
+ROOT = -1
+# Entries of Trie.counters.
+NUM_NODES, NUM_CREATED, FREE, NUM_BUCKETS, BUCKET_LEVEL, NEXT_STAMP, OLDEST_STAMP, NUM_EVICTIONS = range(8)
+# Stamps are compared modulo 2**31; those alive are at most `capacity` apart.
+STAMP_MASK = 0x7FFFFFFF
+BUCKETS_PER_NODE = 2
+
+
+class Trie(NamedTuple):
+    """Attributes:
+    nodes: int32 [capacity + 1, 8].
+    buckets: int32 [2 * capacity + 2]; first node of each hash bucket, chained by CHAIN.
+    paths: int32 [capacity]; deepest node of the path with stamp ``s`` at ``s % capacity``.
+    counters: int64 [8].
+    """
+
+    nodes: Int32
+    buckets: Int32
+    paths: Int32
+    counters: Int64
+
+
+def new_trie(capacity: int) -> Trie:
+    """An empty trie of at most ``capacity`` nodes, 44 bytes each; the memory is touched as it fills."""
+    counters = np.zeros(8, np.int64)
+    counters[NUM_BUCKETS] = counters[BUCKET_LEVEL] = 1
+    return Trie(
+        nodes=np.zeros((capacity + 1, 8), np.int32),
+        buckets=np.zeros(BUCKETS_PER_NODE * capacity + 2, np.int32),
+        paths=np.zeros(capacity, np.int32),
+        counters=counters,
+    )
+
+
+@compiled
+def mix(high: int, low: int) -> int:
+    """Non-negative hash of two 32-bit values (the finaliser of splitmix64)."""
+    x = (np.uint64(high & 0xFFFFFFFF) << np.uint64(32)) | np.uint64(low & 0xFFFFFFFF)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return int((x ^ (x >> np.uint64(31))) >> np.uint64(1))
+
+
+@compiled
+def bucket_of(counters: Int64, digest: int) -> int:
+    level: int = counters[BUCKET_LEVEL]
+    bucket = digest & (2 * level - 1)
+    return bucket if bucket < counters[NUM_BUCKETS] else digest & (level - 1)
+
+
+@compiled
+def digest_of(nodes: Int32, node: int) -> int:
+    if nodes[node, TOKEN] == ROOT:
+        return mix(~nodes[node, PREVIOUS], nodes[node, NEXT])
+    return mix(nodes[node, PARENT], nodes[node, TOKEN])
+
+
+@compiled
+def find_child(trie: Trie, parent: int, token: int) -> int:
+    """The child of ``parent`` for ``token``, or 0."""
+    node: int = trie.buckets[bucket_of(trie.counters, mix(parent, token))]
+    while node != 0 and (trie.nodes[node, PARENT] != parent or trie.nodes[node, TOKEN] != token):
+        node = trie.nodes[node, CHAIN]
+    return node
+
+
+@compiled
+def find_root(trie: Trie, salt: int) -> int:
+    """The root of a salt, or 0."""
+    low, high = int(np.int32(salt & 0xFFFFFFFF)), salt >> 32
+    node: int = trie.buckets[bucket_of(trie.counters, mix(~high, low))]
+    while node != 0:
+        if trie.nodes[node, TOKEN] == ROOT and trie.nodes[node, NEXT] == low and trie.nodes[node, PREVIOUS] == high:
+            return node
+        node = trie.nodes[node, CHAIN]
+    return 0
+
+
+@compiled
+def split_bucket(trie: Trie) -> None:
+    """Add one bucket and move into it what belongs there from the bucket that it splits."""
+    nodes, buckets, counters = trie.nodes, trie.buckets, trie.counters
+    if counters[NUM_BUCKETS] == 2 * counters[BUCKET_LEVEL]:
+        counters[BUCKET_LEVEL] *= 2
+    new = counters[NUM_BUCKETS]
+    old = new - counters[BUCKET_LEVEL]
+    counters[NUM_BUCKETS] += 1
+    node = int(buckets[old])
+    buckets[old] = 0
+    buckets[new] = 0
+    while node != 0:
+        following = int(nodes[node, CHAIN])
+        bucket = bucket_of(counters, digest_of(nodes, node))
+        nodes[node, CHAIN] = buckets[bucket]
+        buckets[bucket] = node
+        node = following
+
+
+@compiled
+def link_first(nodes: Int32, parent: int, node: int) -> None:
+    """Put ``node`` before the other children of ``parent``: children are listed latest seen first."""
+    first = nodes[parent, CHILD]
+    nodes[node, PREVIOUS] = 0
+    nodes[node, NEXT] = first
+    if first != 0:
+        nodes[first, PREVIOUS] = node
+    nodes[parent, CHILD] = node
+
+
+@compiled
+def unlink(nodes: Int32, node: int) -> None:
+    before, after = nodes[node, PREVIOUS], nodes[node, NEXT]
+    if before != 0:
+        nodes[before, NEXT] = after
+    else:
+        nodes[nodes[node, PARENT], CHILD] = after
+    if after != 0:
+        nodes[after, PREVIOUS] = before
+
+
+@compiled
+def put_back(trie: Trie, node: int) -> None:
+    trie.nodes[node, CHAIN] = trie.counters[FREE]
+    trie.counters[FREE] = node
+    trie.counters[NUM_NODES] -= 1
+
+
+@compiled
+def remove(trie: Trie, node: int) -> None:
+    """Take a node without children out of its bucket and its parent's children."""
+    nodes, buckets = trie.nodes, trie.buckets
+    bucket = bucket_of(trie.counters, digest_of(nodes, node))
+    other = buckets[bucket]
+    if other == node:
+        buckets[bucket] = nodes[node, CHAIN]
+    else:
+        while nodes[other, CHAIN] != node:
+            other = nodes[other, CHAIN]
+        nodes[other, CHAIN] = nodes[node, CHAIN]
+    if nodes[node, TOKEN] != ROOT:
+        unlink(nodes, node)
+    put_back(trie, node)
+    trie.counters[NUM_EVICTIONS] += 1
+
+
+@compiled
+def evict_oldest(trie: Trie) -> None:
+    """Pop the oldest path and free its nodes that no later path shares, deepest first."""
+    stamp = trie.counters[OLDEST_STAMP]
+    trie.counters[OLDEST_STAMP] = stamp + 1
+    node = int(trie.paths[stamp % len(trie.paths)])
+    while node != 0 and trie.nodes[node, STAMP] == stamp & STAMP_MASK:
+        # That of a root is 0.
+        parent = int(trie.nodes[node, PARENT])
+        remove(trie, node)
+        node = parent
+
+
+@compiled
+def allocate(trie: Trie) -> int:
+    """An unused node; makes room by eviction."""
+    counters = trie.counters
+    while counters[FREE] == 0 and counters[NUM_CREATED] == len(trie.nodes) - 1:
+        evict_oldest(trie)
+    counters[NUM_NODES] += 1
+    node: int = counters[FREE]
+    if node != 0:
+        counters[FREE] = trie.nodes[node, CHAIN]
+        return node
+    node = counters[NUM_CREATED] + 1
+    counters[NUM_CREATED] = node
+    for _ in range(BUCKETS_PER_NODE):
+        split_bucket(trie)
+    return node
+
+
+@compiled
+def allocate_for(trie: Trie, stamp: int) -> int:
+    """An unused node for path ``stamp``; 0 if making room popped that path itself."""
+    node = int(allocate(trie))
+    if stamp < trie.counters[OLDEST_STAMP]:
+        put_back(trie, node)
+        return 0
+    return node
+
+
+@compiled
+def touch(trie: Trie, node: int, stamp: int) -> None:
+    """Count a node once more, as the deepest of the path ``stamp`` so far; a node keeps its largest stamp."""
+    mark = stamp & STAMP_MASK
+    if (trie.nodes[node, STAMP] - mark) & STAMP_MASK > STAMP_MASK >> 1:
+        trie.nodes[node, STAMP] = mark
+    trie.nodes[node, COUNT] += 1
+    trie.paths[stamp % len(trie.paths)] = node
+
+
+@compiled
+def enter(trie: Trie, node: int, stamp: int) -> None:
+    """Put a new node, whose key is set, into its bucket and on the path ``stamp``."""
+    nodes = trie.nodes
+    bucket = bucket_of(trie.counters, digest_of(nodes, node))
+    nodes[node, CHAIN] = trie.buckets[bucket]
+    trie.buckets[bucket] = node
+    nodes[node, CHILD], nodes[node, COUNT] = 0, 0
+    nodes[node, STAMP] = stamp & STAMP_MASK
+    touch(trie, node, stamp)
+
+
+@compiled
+def add_root(trie: Trie, salt: int, stamp: int) -> int:
+    """The root of a new salt; 0 if making room popped path ``stamp``."""
+    node = allocate_for(trie, stamp)
+    if node != 0:
+        trie.nodes[node, TOKEN], trie.nodes[node, PARENT] = ROOT, 0
+        trie.nodes[node, NEXT], trie.nodes[node, PREVIOUS] = np.int32(salt & 0xFFFFFFFF), np.int32(salt >> 32)
+        enter(trie, node, stamp)
+    return node
+
+
+@compiled
+def add_child(trie: Trie, parent: int, token: int, stamp: int) -> int:
+    """A new child of ``parent``; 0 if making room popped path ``stamp``, and perhaps freed the parent."""
+    node = allocate_for(trie, stamp)
+    if node != 0:
+        trie.nodes[node, TOKEN], trie.nodes[node, PARENT] = token, parent
+        link_first(trie.nodes, parent, node)
+        enter(trie, node, stamp)
+    return node
+
+
+@compiled
+def start_path(trie: Trie, ends: Int32, stamps: Int64, salt: int) -> None:
+    """Start a path at the root of ``salt``: entry 0 of ``ends`` and ``stamps``."""
+    counters = trie.counters
+    stamp: int = counters[NEXT_STAMP]
+    if stamp - counters[OLDEST_STAMP] == len(trie.paths):
+        evict_oldest(trie)
+    counters[NEXT_STAMP] = stamp + 1
+    trie.paths[stamp % len(trie.paths)] = 0
+    root = int(find_root(trie, salt))
+    if root != 0:
+        touch(trie, root, stamp)
+    else:
+        root = add_root(trie, salt, stamp)
+    ends[0] = root
+    stamps[0] = stamp
+
+
+@compiled
+def find_and_touch(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: int) -> None:
+    """Fill ``found[d]`` with the child of ``ends[d]`` for ``token``, or 0, and mark it as seen.
+
+    All look-ups come before the first eviction: they depend on nothing that the others load, so that their
+    cache misses overlap.
+    """
+    nodes = trie.nodes
+    for d in range(len(ends) - 1):
+        found[d] = find_child(trie, int(ends[d]), token) if ends[d] != 0 else 0
+    for d in range(len(ends) - 1):
+        node = int(found[d])
+        if node == 0 or stamps[d] < trie.counters[OLDEST_STAMP]:
+            found[d] = 0
+            continue
+        touch(trie, node, stamps[d])
+        if nodes[node, PREVIOUS] != 0:
+            unlink(nodes, node)
+            link_first(nodes, int(ends[d]), node)
+
+
+@compiled
+def insert_token(trie: Trie, ends: Int32, stamps: Int64, found: Int32, salt: int, token: int) -> None:
+    """Extend the paths that end at a sequence's last tokens by one token, and start one.
+
+    Args:
+        ends: int32 [depth + 1]; ``ends[d]`` is the node of the last ``d`` tokens, or 0.
+        stamps: int64 [depth + 1]; the stamps of those paths. ``ends[d]`` is dead if ``stamps[d]`` was popped.
+        found: int32 [depth]; scratch.
+    """
+    depth = len(ends) - 1
+    start_path(trie, ends, stamps, salt)
+    find_and_touch(trie, ends, stamps, found, token)
+    for d in range(depth - 1, -1, -1):
+        node = int(found[d])
+        alive = ends[d] != 0 and stamps[d] >= trie.counters[OLDEST_STAMP]
+        if alive and node == 0:
+            node = int(add_child(trie, int(ends[d]), token, stamps[d]))
+        ends[d + 1] = node if alive else 0
+        stamps[d + 1] = stamps[d]
+    if ends[depth] != 0 and stamps[depth] >= trie.counters[OLDEST_STAMP]:
+        trie.nodes[ends[depth], CHILD] = ends[depth - 1]
