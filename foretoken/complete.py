@@ -114,17 +114,21 @@ def complete(url: str, options: CompletionOptions, *, write: Callable[[str], Non
 
 
 def render(choice: dict[str, Any], *, colour: bool) -> str:
-    """The text of one chunk's choice; accepted draft tokens in green where the server told the sources apart."""
+    """The text of one chunk's choice; accepted draft tokens in green where the server tells the tokens apart."""
     text: str = choice.get("text") or ""
     if not colour:
         return text
-    texts, sources = choice.get("token_texts"), choice.get("token_sources")
-    if not texts or not sources or len(texts) != len(sources):
-        return text.translate(_VISIBLE)
-    return "".join(
-        f"{_GREEN}{piece.translate(_VISIBLE)}{_RESET}" if source and piece else piece.translate(_VISIBLE)
-        for piece, source in zip(texts, sources, strict=True)
-    )
+    sources: list[int] = choice.get("token_sources") or []
+    texts: list[str] = choice.get("token_texts") or []
+    if len(texts) == len(sources) and "".join(texts) == text:
+        return "".join(_paint(piece, source) for piece, source in zip(texts, sources, strict=True))
+    # A chunk of one kind needs no division; one of both kinds cannot be divided without the tokens' texts.
+    return _paint(text, 1 if sources and all(sources) else 0)
+
+
+def _paint(text: str, source: int) -> str:
+    shown = text.translate(_VISIBLE)
+    return f"{_GREEN}{shown}{_RESET}" if source and shown else shown
 
 
 def dim(text: str) -> str:

@@ -131,6 +131,9 @@ def test_nothing_drafted_is_said(server: Server) -> None:
         ({"text": "ab", "token_texts": ["a", "\x1bb"], "token_sources": [0, 1]}, f"a{GREEN}\ufffdb{RESET}"),
         ({"text": "", "token_texts": [""], "token_sources": [3]}, ""),
         ({"text": "ab", "token_texts": ["a"], "token_sources": [0, 1]}, "ab"),
+        ({"text": "ab", "token_texts": ["a", "c"], "token_sources": [0, 1]}, "ab"),
+        ({"text": "ab", "token_sources": [2, 1]}, f"{GREEN}ab{RESET}"),
+        ({"text": "ab", "token_sources": [2, 0]}, "ab"),
         ({"text": None}, ""),
     ],
 )

@@ -1,0 +1,286 @@
+"""The whole stack as a user starts it: `foretoken serve` on a tiny checkpoint, its words, deaths and stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from foretoken.complete import CompletionOptions, complete
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")} | {
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"
+}
+SERVICES = ("gateway", "verifier", "drafter")
+# A stream long enough to outlive its drafter's death and return: the loop of text makes n-grams hit.
+LONG = {"prompt": "for i in range(10):\n", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+@dataclass
+class Stack:
+    """One ``foretoken serve`` in a process group of its own."""
+
+    process: subprocess.Popen[str]
+    port: int
+    grpc_port: int
+    log: Path
+    ready_text: str = ""
+    descendants: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.ready_text += line
+            if "client.completions.create" in line:
+                self.ready_text += self.process.stdout.readline()
+                self.descendants = psutil.Process(self.process.pid).children(recursive=True)
+                return
+        raise AssertionError(f"it ended before it was ready:\n{self.log.read_text()}")
+
+    def service(self, name: str) -> psutil.Process:
+        """The one descendant whose command line holds ``foretoken <name>``."""
+        found = [
+            process
+            for process in psutil.Process(self.process.pid).children(recursive=True)
+            if f"foretoken {name} " in " ".join(process.cmdline())
+        ]
+        assert len(found) == 1, found
+        return found[0]
+
+    def runtime_folder(self) -> Path:
+        words = self.service("verifier").cmdline()
+        return Path(words[words.index("--address") + 1].removeprefix("unix:")).parent
+
+    def announced(self, text: str) -> bool:
+        return text in self.log.read_text()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(checkpoint: Path, log: Path, *, port: int = 0, grpc_port: int = 0) -> Stack:
+    port, grpc_port = port or free_port(), grpc_port or free_port()
+    ports = ("--port", str(port), "--grpc-port", str(grpc_port))
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "foretoken", "serve", str(checkpoint), *ports, "--threads", "1"],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+    return Stack(process, port, grpc_port, log)
+
+
+@pytest.fixture(scope="module")
+def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = start(checkpoint, tmp_path_factory.mktemp("serve") / "log")
+    try:
+        stack.wait_ready()
+        yield stack
+    finally:
+        stack.close()
+
+
+def wait_until(condition: Any, stack: Stack) -> None:
+    while not condition():
+        assert stack.process.poll() is None, stack.log.read_text()
+        time.sleep(0.02)
+
+
+def assert_all_gone(stack: Stack, folder: Path) -> None:
+    alive = [process for process in stack.descendants if process.is_running() and process.status() != "zombie"]
+    assert alive == []
+    assert not folder.exists()
+    for port in (stack.port, stack.grpc_port):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+
+
+def stream(url: str, **fields: Any) -> Iterator[dict[str, Any]]:
+    """The chunks of a completion."""
+    body = LONG | {"model": "tiny", "stream_options": {"include_usage": True}} | fields
+    with (
+        httpx.Client(trust_env=False, timeout=120) as client,
+        client.stream("POST", f"{url}/v1/completions", json=body) as response,
+    ):
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            if data and data != "[DONE]" and not data.startswith(":"):
+                yield json.loads(data)
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+def test_ps_shows_each_service_by_its_words(stack: Stack) -> None:
+    listing = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    ours = {process.pid for process in psutil.Process(stack.process.pid).children(recursive=True)}
+    lines = [line for line in listing.splitlines()[1:] if int(line.split()[0]) in ours]
+    for name in SERVICES:
+        assert sum(f"foretoken {name}" in line for line in lines) == 1
+
+
+def test_the_printed_curl_streams(stack: Stack) -> None:
+    if shutil.which("curl") is None:
+        raise AssertionError("curl is missing: the ready text could not be tried")
+    line = next(line for line in stack.ready_text.splitlines() if line.strip().startswith("curl"))
+    words = [*shlex.split(line), "--silent", "--noproxy", "*"]
+    answer = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert answer.count("data: ") > 2
+    assert answer.rstrip().endswith("data: [DONE]")
+
+
+def test_the_printed_client_example_runs(stack: Stack) -> None:
+    lines = stack.ready_text.partition("In Python:\n")[2].splitlines()
+    code = "\n".join(line.removeprefix("  ") for line in lines)
+    result = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+def test_complete_streams_and_tells_what_was_accepted(stack: Stack) -> None:
+    written: list[str] = []
+    options = CompletionOptions("for i in range(10):\n", max_tokens=400, temperature=0)
+    figures = complete(stack.url, options, write=written.append, colour=False)
+    plain: list[str] = []
+    options = CompletionOptions("for i in range(10):\n", max_tokens=400, temperature=0, speculation=False)
+    assert complete(stack.url, options, write=plain.append, colour=False).endswith("nothing drafted")
+    assert "".join(written) == "".join(plain) != ""
+    assert "draft tokens accepted" in figures
+
+
+def test_a_second_stack_on_the_port_is_told_so_and_the_first_lives(
+    stack: Stack, checkpoint: Path, tmp_path: Path
+) -> None:
+    second = start(checkpoint, tmp_path / "log", port=stack.port)
+    assert second.process.wait() == 2
+    assert (tmp_path / "log").read_text() == (
+        f"foretoken: port {stack.port} is in use; choose another with --port (make serve PORT=...)\n"
+    )
+    second.close()
+    assert httpx.get(f"{stack.url}/ready", trust_env=False).status_code == 200
+
+
+def test_a_drafter_killed_in_mid_stream_is_started_again_and_changes_no_text(stack: Stack) -> None:
+    plain = list(stream(stack.url, speculative={"enabled": False}))
+    chunks: list[dict[str, Any]] = []
+    killed = stack.service("drafter")
+    speculative = stream(stack.url)
+    for chunk in speculative:
+        chunks.append(chunk)
+        if len(chunks) == 20:
+            killed.kill()
+    assert text_of(chunks) == text_of(plain)
+    assert chunks[-1]["usage"]["completion_tokens"] == plain[-1]["usage"]["completion_tokens"] == LONG["max_tokens"]
+    wait_until(lambda: stack.announced("drafter ended (SIGKILL); starting it again"), stack)
+    # Speculation comes back by itself.
+    wait_until(lambda: drafted_tokens(stack) > 0, stack)
+    assert stack.service("drafter").pid != killed.pid
+
+
+def drafted_tokens(stack: Stack) -> int:
+    last = list(stream(stack.url, max_tokens=200))[-1]
+    num_draft_tokens: int = last["metrics"]["speculative_decoding"]["num_draft_tokens"]
+    return num_draft_tokens
+
+
+def test_sigterm_lets_a_running_stream_finish_and_leaves_nothing(stack: Stack) -> None:
+    """The last test of this stack."""
+    expected = text_of(list(stream(stack.url, speculative={"enabled": False})))
+    folder = stack.runtime_folder()
+    chunks: list[dict[str, Any]] = []
+    started = threading.Event()
+
+    def read() -> None:
+        for chunk in stream(stack.url, speculative={"enabled": False}):
+            chunks.append(chunk)
+            started.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    started.wait()
+    stack.descendants = psutil.Process(stack.process.pid).children(recursive=True)
+    stack.process.send_signal(signal.SIGTERM)
+    assert stack.process.wait() == 0, stack.log.read_text()
+    reader.join()
+    assert text_of(chunks) == expected
+    assert_all_gone(stack, folder)
+    assert not stack.announced("killed"), stack.log.read_text()
+
+
+def test_sigkill_of_serve_leaves_nothing_and_the_next_one_stops_on_a_group_signal(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    first = start(checkpoint, tmp_path / "first")
+    with contextlib.closing(first):
+        first.wait_ready()
+        folder = first.runtime_folder()
+        first.process.kill()
+        first.process.wait()
+        _, alive = psutil.wait_procs(first.descendants, timeout=60)
+        assert alive == []
+        assert_all_gone(first, folder)
+    second = start(checkpoint, tmp_path / "second", port=first.port, grpc_port=first.grpc_port)
+    with contextlib.closing(second):
+        second.wait_ready()
+        folder = second.runtime_folder()
+        os.killpg(second.process.pid, signal.SIGINT)
+        assert second.process.wait() == 0, second.log.read_text()
+        assert_all_gone(second, folder)
+        assert not second.announced("killed"), second.log.read_text()
+
+
+def test_a_stop_before_readiness_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    stack = start(checkpoint, tmp_path / "log")
+    with contextlib.closing(stack):
+        wait_until(lambda: len(psutil.Process(stack.process.pid).children()) == 4, stack)
+        folder = stack.runtime_folder()
+        stack.descendants = psutil.Process(stack.process.pid).children(recursive=True)
+        stack.process.send_signal(signal.SIGTERM)
+        assert stack.process.wait() == 0
+        assert_all_gone(stack, folder)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_ends_serve_with_its_message(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    stack = start(tmp_path / "empty", tmp_path / "log")
+    with contextlib.closing(stack):
+        assert stack.process.wait() == 2
+    assert "foretoken: " in (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text()
