@@ -124,7 +124,7 @@ def build(
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
     sources: list[DraftSource] = [DrafterClient(endpoint, target, epoch) for endpoint in settings.drafters]
-    sources += [InProcessClient(name, drafter, target) for name, drafter in placed.items()]
+    sources += [InProcessClient(name, drafter, target, epoch) for name, drafter in placed.items()]
     blocks = BlockManager(budget.num_blocks, settings.block_size, enable_prefix_cache=not settings.disable_radix_cache)
     scheduler = Scheduler(
         blocks,

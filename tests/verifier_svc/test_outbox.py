@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from foretoken.errors import QueueFullError
-from verifier_svc.messages import ErrorEvent, SequenceKey, SpeculationStats, TokensEvent
-from verifier_svc.messages import FinishedEvent, FinishReason
+from verifier_svc.messages import ErrorEvent, FinishedEvent, FinishReason, SequenceKey, SpeculationStats, TokensEvent
 from verifier_svc.outbox import MAX_PENDING_SEQUENCES, Outbox
 
 KEY = SequenceKey(1, "r", 0)
