@@ -1,0 +1,55 @@
+"""Where and on what a run took place: machine, versions, commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "numpy", "numba", "grpcio", "fastapi", "uvicorn")
+ROOT = Path(__file__).parents[1]
+
+
+def pin_cores(count: int) -> int:
+    """Keep this process and all that it starts on ``count`` cores, or on those there are; returns how many."""
+    cores = sorted(os.sched_getaffinity(0))[:count]
+    os.sched_setaffinity(0, cores)
+    return len(cores)
+
+
+def machine() -> str:
+    """The processor's name and the number of its cores."""
+    return f"{processor_name(Path('/proc/cpuinfo').read_text())}, {os.cpu_count()} cores, {platform.system()}"
+
+
+def processor_name(cpuinfo: str) -> str:
+    """The first ``model name`` of /proc/cpuinfo; some processors have none, and then it is the architecture."""
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def versions() -> str:
+    """Python and the packages that matter to speed."""
+    return ", ".join(
+        [f"Python {platform.python_version()}", *(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)]
+    )
+
+
+def commit() -> str:
+    """The commit that is checked out, and whether tracked files differ from it; empty outside a clone."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    return f"{head} with changes" if head and _git("status", "--porcelain", "--untracked-files=no") else head
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        # An archive without history, or no git: there is no commit to name.
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,94 @@
+"""The formulas of the benchmark, and nothing else. Times are seconds, rates are output tokens a second."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.client import Completion
+
+NGRAM = 8
+
+
+class TooShortError(Exception):
+    """A run that is too short to have a rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When the tokens of one output came, whoever made it: ``decode_s`` = last token - first token."""
+
+    num_tokens: int
+    first_token_s: float
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """(tokens - 1) / (last token - first token)."""
+        return decode_rate([self])
+
+    @property
+    def ms_per_token(self) -> float:
+        """1000 x (last token - first token) / (tokens - 1)."""
+        return 1e3 / self.tokens_per_s
+
+
+def timing_of(completion: Completion) -> Timing:
+    """What the client saw of one completion; time to first token counts from sending the request."""
+    return Timing(
+        completion.num_tokens,
+        completion.first_at - completion.sent_at,
+        completion.last_at - completion.first_at,
+    )
+
+
+def decode_rate(timings: Sequence[Timing]) -> float:
+    """sum(tokens - 1) / sum(last token - first token) over runs that followed each other."""
+    num_tokens = sum(timing.num_tokens - 1 for timing in timings)
+    seconds = sum(timing.decode_s for timing in timings)
+    if num_tokens < 1 or seconds <= 0:
+        raise TooShortError("a rate needs two tokens that came at different times")
+    return num_tokens / seconds
+
+
+def concurrent_rate(completions: Sequence[Completion]) -> float:
+    """Tokens that came while all streams were active / length of that time.
+
+    The window is from the last stream's first token to the first stream's last token, so that no prefill and no
+    half-empty batch is in it. A token at the window's start is not counted: it was made before.
+    """
+    start = max(completion.first_at for completion in completions)
+    end = min(completion.last_at for completion in completions)
+    if end <= start:
+        raise TooShortError("the streams were never all active at once")
+    return sum(tokens_by(each, end) - tokens_by(each, start) for each in completions) / (end - start)
+
+
+def tokens_by(completion: Completion, at: float) -> int:
+    """Output tokens that had arrived by ``at``. Needs running totals in the stream (continuous_usage_stats)."""
+    arrived = 0
+    for chunk in completion.chunks:
+        if chunk.num_tokens is None:
+            raise ValueError("the server sends no running usage totals")
+        if chunk.at <= at:
+            arrived = chunk.num_tokens
+    return arrived
+
+
+def repeated_share(outputs: Sequence[Sequence[int]], size: int = NGRAM) -> float:
+    """Share of output tokens that lie in an n-gram of ``size`` tokens which occurs twice or more in the same output."""
+    inside = 0
+    for tokens in outputs:
+        starts: dict[tuple[int, ...], list[int]] = {}
+        for start in range(len(tokens) - size + 1):
+            starts.setdefault(tuple(tokens[start : start + size]), []).append(start)
+        covered = {start + i for found in starts.values() if len(found) > 1 for start in found for i in range(size)}
+        inside += len(covered)
+    total = sum(len(tokens) for tokens in outputs)
+    return inside / total if total else 0.0
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value; of an even number, the mean of the two middle ones."""
+    return float(statistics.median(values))

@@ -1,0 +1,166 @@
+"""What was measured, judged against the bars, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from benchmarks.figures import Timing, decode_rate, median
+from benchmarks.measure import Pair, ReferencePass, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a figure must reach."""
+
+    kind: Literal["at least", "below"]
+    limit: float
+
+    def holds(self, value: float) -> bool:
+        """A value that is not a number holds nowhere."""
+        return value >= self.limit if self.kind == "at least" else value < self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number that a bar counts, with its formula. ``value`` of None: not measured in this run."""
+
+    name: str
+    value: float | None
+    unit: str
+    formula: str
+    bar: Bar
+    # The values behind a median.
+    values: tuple[float, ...] = ()
+
+    @property
+    def passed(self) -> bool | None:
+        """None where there is nothing to judge."""
+        return None if self.value is None else self.bar.holds(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way of decoding, in one table."""
+
+    name: str
+    tokens_per_s: float
+    first_token_ms: float | None
+    tokens_per_step: float | None
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that is shown. ``judged`` is false for a run too short to hold against the bars."""
+
+    facts: dict[str, str]
+    cold: list[Row]
+    random: list[Row]
+    warm: list[Row]
+    figures: list[Figure]
+    notes: list[str]
+    judged: bool
+    mismatches: list[str] = field(default_factory=list)
+    prompts: list[dict[str, Any]] = field(default_factory=list)
+
+    def failures(self) -> list[str]:
+        """Why the run fails, a line each. Texts must be equal in any run; bars count if the run is judged."""
+        missed = [
+            f"{figure.name}: {figure.value:.3g} {figure.unit}, must be {figure.bar.kind} {figure.bar.limit:g}"
+            for figure in self.figures
+            if self.judged and figure.value is not None and not figure.passed
+        ]
+        return [*self.mismatches, *missed]
+
+
+def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
+    """Plain and n-gram over all pairs."""
+    plain = [sample for pair in pairs for sample in pair.plain]
+    speculative = [sample for pair in pairs for sample in pair.speculative]
+    ratio = median([pair.ratio for pair in pairs])
+    return [_row("plain", plain, 1.0), _row("n-gram", speculative, ratio)]
+
+
+def _row(name: str, samples: Sequence[Sample], ratio: float) -> Row:
+    timings = [sample.timing for sample in samples]
+    tokens_per_step = sum(sample.tokens_per_step for sample in samples) / len(samples)
+    return Row(name, decode_rate(timings), _first_token_ms(timings), tokens_per_step, ratio)
+
+
+def reference_rows(passes: Sequence[ReferencePass], plain: Row) -> list[Row]:
+    """The engine alone and transformers; ratios are to the served plain runs of the same passes."""
+    rows = []
+    for name, timings_of in (("engine alone, in process", _engine), ("transformers generate", _transformers)):
+        timings = [timing for one in passes for timing in timings_of(one)]
+        ratio = median([decode_rate(timings_of(one)) / decode_rate(one.served) for one in passes])
+        rows.append(Row(name, decode_rate(timings), _first_token_ms(timings), plain.tokens_per_step, ratio))
+    return rows
+
+
+def concurrent_row(num_streams: int, rates: Sequence[float], ratio: float) -> Row:
+    return Row(f"plain, {num_streams} streams at once", median(rates), None, None, ratio)
+
+
+def _engine(one: ReferencePass) -> list[Timing]:
+    return one.engine
+
+
+def _transformers(one: ReferencePass) -> list[Timing]:
+    return one.transformers
+
+
+def _first_token_ms(timings: Sequence[Timing]) -> float:
+    return 1e3 * median([timing.first_token_s for timing in timings])
+
+
+def mismatch_lines(workload: str, pairs: Sequence[Pair]) -> list[str]:
+    """A line for each prompt whose texts differ within a pair, or between pairs."""
+    lines = []
+    for number, pair in enumerate(pairs, start=1):
+        lines += [f"{workload}, pair {number}, prompt {i}: n-gram text is not plain text" for i in pair.mismatches()]
+        if [sample.text for sample in pair.plain] != [sample.text for sample in pairs[0].plain]:
+            lines.append(f"{workload}, pair {number}: plain text is not that of pair 1")
+    return lines
+
+
+def to_json(report: Report) -> str:
+    """All of the report. Figures have ``passed`` beside the bar."""
+    value = asdict(report)
+    for entry, figure in zip(value["figures"], report.figures, strict=True):
+        entry["passed"] = figure.passed if report.judged else None
+    value["failures"] = report.failures()
+    return json.dumps(value, indent=1) + "\n"
+
+
+def to_markdown(report: Report) -> str:
+    """Tables and notes for a terminal or a README."""
+    parts = ["\n".join(f"- {name}: {text}" for name, text in report.facts.items())]
+    parts.append("Cold, held-out code, greedy:\n\n" + _rows_table(report.cold, "vs plain"))
+    parts.append("Cold, random identifiers, temperature 1.0:\n\n" + _rows_table(report.random, "vs plain"))
+    parts.append("Warm history (no bar counts it):\n\n" + _rows_table(report.warm, "vs plain"))
+    parts.append(_figures_table(report))
+    parts.append("\n".join(f"- {note}" for note in report.notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows_table(rows: Sequence[Row], ratio_title: str) -> str:
+    lines = [f"| | tok/s | first token, ms | tokens a step | {ratio_title} |", "| --- | ---: | ---: | ---: | ---: |"]
+    for row in rows:
+        first = "" if row.first_token_ms is None else f"{row.first_token_ms:.1f}"
+        per_step = "" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}"
+        lines.append(f"| {row.name} | {row.tokens_per_s:.0f} | {first} | {per_step} | {row.ratio:.2f}x |")
+    return "\n".join(lines)
+
+
+def _figures_table(report: Report) -> str:
+    lines = ["| figure | value | bar | | formula |", "| --- | ---: | ---: | --- | --- |"]
+    for figure in report.figures:
+        value = "not measured" if figure.value is None else f"{figure.value:.3g} {figure.unit}"
+        spread = f" ({min(figure.values):.3g} to {max(figure.values):.3g})" if len(figure.values) > 1 else ""
+        verdict = {True: "pass", False: "**FAIL**", None: ""}[figure.passed if report.judged else None]
+        bar = f"{figure.bar.kind} {figure.bar.limit:g}"
+        lines.append(f"| {figure.name} | {value}{spread} | {bar} | {verdict} | {figure.formula} |")
+    return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""Starts the stack under test as a user would, with ``foretoken serve``, and stops it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from benchmarks.client import Address, StreamError, get
+
+READY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.1
+LOG_TAIL_LINES = 20
+
+
+class StackError(Exception):
+    """The stack did not start, or is not what the benchmark needs."""
+
+
+@contextlib.contextmanager
+def running_stack(model: Path, threads: int) -> Iterator[tuple[Address, psutil.Process]]:
+    """``foretoken serve`` on free ports, ready and with its drafter attached; yields its address and its supervisor.
+
+    Raises:
+        StackError: it ended or was not ready in time; the message has the end of its log.
+    """
+    port, grpc_port = free_ports(2)
+    command = [sys.executable, "-P", "-m", "foretoken", "serve", str(model)]
+    command += ["--port", str(port), "--grpc-port", str(grpc_port), "--threads", str(threads)]
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        try:
+            address = Address("127.0.0.1", port)
+            _wait_ready(address, child, log)
+            yield address, psutil.Process(child.pid)
+        finally:
+            _stop(child)
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports that nobody listens on now."""
+    with contextlib.ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in sockets]
+
+
+def describe(address: Address) -> dict[str, Any]:
+    """GET /version: the model, its mode, and each drafter with its transport. Raises StackError."""
+    try:
+        status, body = get(address, "/version")
+    except (OSError, StreamError) as error:
+        raise StackError(f"http://{address.host}:{address.port}/version: {error}") from error
+    if status != 200:
+        raise StackError(f"/version: status {status}: {body[:200]!r}")
+    details: dict[str, Any] = json.loads(body)
+    return details
+
+
+def cpu_seconds(root: psutil.Process) -> dict[int, float]:
+    """CPU seconds, user and system, that each process of the tree has used, by process id."""
+    used = {}
+    for process in (root, *root.children(recursive=True)):
+        times = process.cpu_times()
+        used[process.pid] = times.user + times.system
+    return used
+
+
+def idle_share(root: psutil.Process, seconds: float) -> float:
+    """CPU seconds of the whole tree during ``seconds`` without a request / ``seconds``.
+
+    Raises:
+        StackError: a process ended or began meanwhile, so that the sum says nothing.
+    """
+    before, began = cpu_seconds(root), time.perf_counter()
+    time.sleep(seconds)
+    after, ended = cpu_seconds(root), time.perf_counter()
+    if before.keys() != after.keys():
+        raise StackError("the stack's processes changed while it was idle")
+    return (sum(after.values()) - sum(before.values())) / (ended - began)
+
+
+def _wait_ready(address: Address, child: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not _is_ready(address):
+        if child.poll() is not None:
+            raise StackError(f"foretoken serve ended with status {child.returncode}:\n{_tail(log)}")
+        if time.monotonic() > deadline:
+            raise StackError(f"foretoken serve was not ready within {READY_TIMEOUT_S:g} s:\n{_tail(log)}")
+        time.sleep(POLL_S)
+
+
+def _is_ready(address: Address) -> bool:
+    """Whether requests are taken and every drafter is attached."""
+    try:
+        status, body = get(address, "/ready")
+    except (OSError, StreamError):
+        return False
+    drafters = json.loads(body).get("drafters", []) if status == 200 else []
+    return bool(drafters) and all(drafter["state"] == "attached" for drafter in drafters)
+
+
+def _tail(log: IO[bytes]) -> str:
+    log.seek(0)
+    return "\n".join(log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """End the stack: its supervisor by SIGTERM; past the time that it promises, the whole process group."""
+    if child.poll() is None:
+        child.terminate()
+    try:
+        child.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise StackError(f"foretoken serve did not stop within {STOP_TIMEOUT_S:g} s and was killed") from None

@@ -1,0 +1,86 @@
+"""An HTTP server on a real socket that answers each request with scripted pieces, one send a piece."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.client import Address
+
+# From a request's body to the pieces of the answer. Between two pieces the script may wait for the client.
+Script = Callable[[dict[str, Any]], Iterator[bytes]]
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass(slots=True)
+class ScriptedServer:
+    """Where it listens, and the bodies that it got, in order of arrival."""
+
+    address: Address
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def scripted_server(script: Script) -> Iterator[ScriptedServer]:
+    """Serves until the block is left; every connection has its own thread and is closed after the answer."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            length = 0
+            while (line := self.rfile.readline()) not in (b"\r\n", b""):
+                name, _, value = line.partition(b":")
+                if name.lower() == b"content-length":
+                    length = int(value)
+            body = json.loads(self.rfile.read(length)) if length else {}
+            served.bodies.append(body)
+            for piece in script(body):
+                self.wfile.write(piece)
+                self.wfile.flush()
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        served = ScriptedServer(Address("127.0.0.1", server.server_address[1]))
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield served
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a chunked body; the empty one ends it."""
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def event(value: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+
+
+def text_event(text: str, total: int | None = None, finish: str | None = None, **fields: object) -> dict[str, Any]:
+    """A completion chunk; ``total``: output tokens so far, for a client that asked for them."""
+    usage = None if total is None else {"prompt_tokens": 3, "completion_tokens": total}
+    return {"choices": [{"index": 0, "text": text, "finish_reason": finish, **fields}], "usage": usage}
+
+
+def usage_event(num_tokens: int, *, drafted: int = 0, cached: int = 0, prompt: int = 3) -> dict[str, Any]:
+    """The last chunk: totals and figures of speculation."""
+    return {
+        "choices": [],
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": num_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        },
+        "metrics": {"speculative_decoding": {"num_draft_tokens": drafted, "mean_tokens_per_step": 1.0 + drafted / 4}},
+    }

@@ -1,0 +1,143 @@
+"""The streaming client against a scripted server on a real socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.client import Address, Recording, StreamError, complete, get, read_completion
+from tests.benchmarks.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
+
+END = chunk(event(b"[DONE]")) + chunk(b"")
+
+
+def plain_script(body: dict[str, Any]) -> Iterator[bytes]:
+    """Echoes the prompt's name, two tokens and three more in one chunk."""
+    yield STREAM_HEAD
+    yield chunk(event(text_event(body["prompt"])))
+    yield chunk(event(text_event("b")))
+    yield chunk(event(text_event("cde"))) + chunk(event(text_event("", finish="length")))
+    yield chunk(event(usage_event(5, drafted=4))) + END
+
+
+def test_reads_text_usage_and_figures_of_a_stream() -> None:
+    with scripted_server(plain_script) as server:
+        (completion,) = complete(server.address, [{"prompt": "a", "stream": True}])
+    assert server.bodies == [{"prompt": "a", "stream": True}]
+    assert completion.text == "abcde"
+    assert (completion.num_prompt_tokens, completion.num_tokens, completion.num_cached_tokens) == (3, 5, 0)
+    assert completion.finish_reason == "length"
+    assert completion.speculation == {"num_draft_tokens": 4, "mean_tokens_per_step": 2.0}
+    assert [each.num_tokens for each in completion.chunks] == [None, None, None]
+    assert completion.sent_at <= completion.first_at <= completion.last_at
+
+
+def test_streams_run_at_once_and_answers_keep_their_order() -> None:
+    together = threading.Barrier(3, timeout=10.0)
+
+    def script(body: dict[str, Any]) -> Iterator[bytes]:
+        # Nobody gets a byte before all three requests are there.
+        together.wait()
+        yield from plain_script(body)
+
+    with scripted_server(script) as server:
+        completions = complete(server.address, [{"prompt": name} for name in ("x", "y", "z")])
+    assert [completion.text for completion in completions] == ["xbcde", "ybcde", "zbcde"]
+
+
+def recording(*arrivals: tuple[float, bytes]) -> Recording:
+    """A response that came in these pieces at these times."""
+    made = Recording(sent_at=0.0)
+    for at, data in arrivals:
+        made.raw += data
+        made.ends.append(len(made.raw))
+        made.times.append(at)
+    return made
+
+
+def test_an_event_arrives_with_its_last_byte() -> None:
+    first, second = event(text_event("a", 1)), event(text_event("bcd", 4))
+    # One event in two HTTP chunks, and the second event's HTTP chunk in two TCP segments.
+    stream = STREAM_HEAD + chunk(first[:20]) + chunk(first[20:])
+    tail = chunk(second)
+    rest = chunk(event(usage_event(4))) + END
+    completion = read_completion(
+        recording((1.0, stream[:-30]), (2.0, stream[-30:] + tail[:10]), (3.0, tail[10:]), (4.0, rest))
+    )
+    assert [(each.at, each.text, each.num_tokens) for each in completion.chunks] == [(2.0, "a", 1), (3.0, "bcd", 4)]
+    assert (completion.first_at, completion.last_at) == (2.0, 3.0)
+
+
+def test_chunks_without_text_have_no_part_in_the_times() -> None:
+    completion = read_completion(
+        recording(
+            (1.0, STREAM_HEAD + chunk(event(text_event("")))),
+            (2.0, chunk(b": keep-alive\n\n") + chunk(event(text_event("a")))),
+            (3.0, chunk(event(text_event("b")))),
+            (4.0, chunk(event(text_event("", finish="length"))) + chunk(event(usage_event(2))) + END),
+        )
+    )
+    assert (completion.first_at, completion.last_at) == (2.0, 3.0)
+
+
+def test_token_ids_are_joined() -> None:
+    completion = read_completion(
+        recording(
+            (
+                1.0,
+                STREAM_HEAD
+                + chunk(event(text_event("a", token_ids=[5])))
+                + chunk(event(text_event("", token_ids=[6, 7])))
+                + chunk(event(usage_event(3)))
+                + END,
+            )
+        )
+    )
+    assert completion.token_ids == (5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"HTTP/1.1 429 Too Many\r\ncontent-length: 9\r\n\r\nqueuefull", "status 429: queuefull"),
+        (STREAM_HEAD + chunk(event(text_event("a"))), "cut off"),
+        (STREAM_HEAD + chunk(event(text_event("a")))[:-6], "cut off"),
+        (STREAM_HEAD + chunk(event(text_event("a"))) + chunk(event(usage_event(1))) + chunk(b""), "DONE"),
+        (STREAM_HEAD + chunk(event(text_event("a"))) + END, "usage"),
+        (STREAM_HEAD + chunk(event(usage_event(1))) + END, "text"),
+        (STREAM_HEAD + chunk(event({"error": {"message": "gone"}})) + END, "gone"),
+        (b"", "no HTTP response"),
+    ],
+)
+def test_an_incomplete_stream_is_an_error(answer: bytes, message: str) -> None:
+    with scripted_server(lambda body: iter([answer])) as server, pytest.raises(StreamError, match=message):
+        complete(server.address, [{}])
+
+
+def test_silence_is_an_error() -> None:
+    ended = threading.Event()
+
+    def script(body: dict[str, Any]) -> Iterator[bytes]:
+        ended.wait(10.0)
+        yield b""
+
+    with scripted_server(script) as server:
+        with pytest.raises(StreamError, match="nothing came"):
+            complete(server.address, [{}], timeout_s=0.05)
+        ended.set()
+
+
+def test_get_reads_status_and_body() -> None:
+    answer = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 2\r\n\r\n{}"
+    with scripted_server(lambda body: iter([answer])) as server:
+        assert get(server.address, "/ready") == (503, b"{}")
+
+
+def test_address_of_a_url() -> None:
+    assert Address.parse("http://127.0.0.1:8000/") == Address("127.0.0.1", 8000)
+    for url in ("127.0.0.1:8000", "https://127.0.0.1:8000", "http://127.0.0.1", "http://:80"):
+        with pytest.raises(ValueError, match="expected http"):
+            Address.parse(url)

@@ -1,0 +1,117 @@
+"""Starting and watching the stack under test; real processes, no model."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.stack import StackError, cpu_seconds, describe, free_ports, idle_share, running_stack
+from tests.benchmarks.scripted_server import scripted_server
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=sys.stdin)
+print("started", flush=True)
+child.wait()
+"""
+# Says nothing, uses half a second of CPU time at once, and waits for its input's end.
+BUSY_CHILD = """
+import sys, time
+while time.process_time() < 0.5:
+    pass
+sys.stdin.read()
+"""
+
+
+def test_free_ports_differ_and_are_free() -> None:
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    for port in ports:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def start(child: str) -> subprocess.Popen[bytes]:
+    """A process with one child that runs ``child``."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"started\n"
+    return process
+
+
+def test_cpu_time_counts_descendants() -> None:
+    with start(BUSY_CHILD) as process:
+        root = psutil.Process(process.pid)
+        while sum(cpu_seconds(root).values()) < 0.5:
+            pass
+        used = cpu_seconds(root)
+        assert len(used) == 2
+        (child,) = root.children()
+        assert used[child.pid] > used[root.pid]
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_idle_share_of_sleepers_is_near_nothing() -> None:
+    with start("import sys; print('ready', flush=True); sys.stdin.read()") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert 0.0 <= idle_share(psutil.Process(process.pid), 0.2) < 0.5
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_a_process_that_ends_meanwhile_spoils_the_idle_figure() -> None:
+    with start("import sys; sys.stdin.read(1)") as process:
+        assert process.stdin is not None
+        root = psutil.Process(process.pid)
+        (child,) = root.children()
+
+        class Ending(psutil.Process):  # type: ignore[misc]
+            """Its child ends between the first and the second look."""
+
+            looks = 0
+
+            def children(self, recursive: bool = False) -> list[psutil.Process]:
+                self.looks += 1
+                if self.looks == 2:
+                    process.stdin.close()
+                    psutil.wait_procs([child])
+                    process.wait()
+                    return []
+                return super().children(recursive)
+
+            def cpu_times(self):  # type: ignore[no-untyped-def]
+                return psutil.Process().cpu_times()
+
+        with pytest.raises(StackError, match="changed"):
+            idle_share(Ending(process.pid), 0.01)
+
+
+def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(StackError, match=r"ended with status \d+"), running_stack(tmp_path / "nothing", 1):
+        pass
+
+
+def test_describe_reads_the_version() -> None:
+    details = {"model": "demo", "verifier": {"mode": "strict"}, "drafters": []}
+    payload = json.dumps(details).encode()
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(payload), payload)
+    with scripted_server(lambda body: iter([answer])) as server:
+        assert describe(server.address) == details
+
+
+def test_describe_of_nothing_names_the_address() -> None:
+    (port,) = free_ports(1)
+    from benchmarks.client import Address
+
+    with pytest.raises(StackError, match=f"127.0.0.1:{port}"):
+        describe(Address("127.0.0.1", port))
