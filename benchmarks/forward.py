@@ -1,0 +1,168 @@
+"""Milliseconds of one forward pass by row count, beside transformers' one-token decode on the same random weights.
+
+    python benchmarks/forward.py [--threads 2] [--dtype float32] [--weights bfloat16]
+
+A decode row attends to 400 positions; the rows of ``tree`` are nodes of one tree, those of ``batch`` are sequences of
+their own. Medians and minima of many passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]
+
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from foretoken.models.batch import ForwardBatch  # noqa: E402
+from foretoken.tree import ancestor_mask  # noqa: E402
+from verifier_svc.model_runner import ModelRunner  # noqa: E402
+
+CONTEXT = 400
+PREFILL = 300
+BLOCK_SIZE = 16
+BLOCKS_PER_SEQ = 32
+
+
+def demo_shape() -> LlamaConfig:
+    """The shape of the bundled demo model."""
+    return LlamaConfig(
+        vocab_size=8192,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+
+
+def tree_batch(num_nodes: int) -> ForwardBatch:
+    """One sequence's tree, a chain, whose root is at position 400."""
+    nodes = np.arange(num_nodes, dtype=np.int32)
+    return ForwardBatch(
+        token_ids=nodes + 1,
+        positions=CONTEXT + nodes,
+        slot_mapping=CONTEXT + nodes,
+        row_seqs=np.zeros(num_nodes, np.int32),
+        context_lens=np.full(num_nodes, CONTEXT, np.int32),
+        masks=ancestor_mask(nodes - 1),
+        tree_starts=np.array([CONTEXT], np.int32),
+        block_tables=np.arange(BLOCKS_PER_SEQ, dtype=np.int32)[None],
+        logit_rows=nodes,
+    )
+
+
+def plain_batch(num_seqs: int) -> ForwardBatch:
+    """One decode row at position 400 of each of ``num_seqs`` sequences."""
+    seqs = np.arange(num_seqs, dtype=np.int32)
+    return ForwardBatch(
+        token_ids=seqs + 1,
+        positions=np.full(num_seqs, CONTEXT, np.int32),
+        slot_mapping=seqs * BLOCKS_PER_SEQ * BLOCK_SIZE + CONTEXT,
+        row_seqs=seqs,
+        context_lens=np.full(num_seqs, CONTEXT, np.int32),
+        masks=np.ones((num_seqs, 1), np.uint64),
+        tree_starts=np.full(num_seqs, CONTEXT, np.int32),
+        block_tables=np.arange(num_seqs * BLOCKS_PER_SEQ, dtype=np.int32).reshape(num_seqs, BLOCKS_PER_SEQ),
+        logit_rows=seqs,
+    )
+
+
+def prefill_batch(length: int, first: int = 0) -> ForwardBatch:
+    """A prompt of ``length`` tokens from position ``first``; logits of its last row."""
+    positions = np.arange(first, first + length, dtype=np.int32)
+    return ForwardBatch(
+        token_ids=positions % 8192,
+        positions=positions,
+        slot_mapping=positions,
+        row_seqs=np.zeros(length, np.int32),
+        context_lens=positions + 1,
+        masks=np.zeros((length, 1), np.uint64),
+        tree_starts=np.zeros(1, np.int32),
+        block_tables=np.arange(BLOCKS_PER_SEQ, dtype=np.int32)[None],
+        logit_rows=np.array([length - 1], np.int32),
+    )
+
+
+def measure(step: Callable[[], object], repeats: int) -> str:
+    """``median (min)`` in ms."""
+    for _ in range(5):
+        step()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1e3)
+    return f"{statistics.median(times):8.2f} ({min(times):.2f})"
+
+
+def measure_runner(runner: ModelRunner) -> None:
+    for name, build in (("tree", tree_batch), ("batch", plain_batch)):
+        for rows in (1, 2, 4, 8, 16, 32):
+            step = partial(runner.forward, build(rows))
+            print(f"{name:>12} {rows:4d} rows {measure(step, 100)} ms")
+    for rows in (64, PREFILL):
+        step = partial(runner.forward, prefill_batch(rows))
+        print(f"{'prefill':>12} {rows:4d} rows {measure(step, 15)} ms")
+
+
+@torch.inference_mode()
+def measure_transformers(model: LlamaForCausalLM, rows: int) -> str:
+    """One-token steps of ``rows`` sequences over a cache of 400 positions; the cache is cut back after each."""
+    cache = DynamicCache(config=model.config)
+    model(torch.ones((rows, CONTEXT), dtype=torch.long), past_key_values=cache, logits_to_keep=1)
+    token = torch.ones((rows, 1), dtype=torch.long)
+
+    def step() -> None:
+        model(token, past_key_values=cache)
+        cache.crop(-1)
+
+    return measure(step, 60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--weights", choices=("float32", "bfloat16"), default="bfloat16", help="as stored on disk")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(demo_shape()).to(getattr(torch, options.weights)).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        runner = ModelRunner(
+            Path(folder),
+            dtype=options.dtype,
+            threads=options.threads,
+            block_size=BLOCK_SIZE,
+            num_blocks=32 * BLOCKS_PER_SEQ,
+        )
+    runner.warm_up()
+    print(f"{options.threads} threads, {options.dtype}, weights stored as {options.weights}; median (min)")
+    measure_runner(runner)
+    model = model.to(getattr(torch, options.dtype))
+    for rows in (1, 8):
+        print(f"transformers {rows:4d} rows {measure_transformers(model, rows)} ms")
+    prompt = torch.ones((1, PREFILL), dtype=torch.long)
+    with torch.inference_mode():
+        print(f"transformers {PREFILL:4d} rows {measure(lambda: model(prompt, logits_to_keep=1), 10)} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The paged keys and values of one model. Which block belongs to whom is the block manager's business."""
+
+from __future__ import annotations
+
+import torch
+
+
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes that one token's keys and values take in all layers."""
+    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of ``num_blocks * block_size`` slots. Slots that were never written hold noise.
+
+    Attributes:
+        data: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; keys, then values.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.data = torch.empty((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype)
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """[num_blocks, block_size, num_kv_heads, head_dim]; a view."""
+        return self.data[layer, 0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """[num_blocks, block_size, num_kv_heads, head_dim]; a view."""
+        return self.data[layer, 1]
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes

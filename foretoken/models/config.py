@@ -1,0 +1,183 @@
+"""What a checkpoint's config.json says, reduced to what the forward pass needs; the rest is refused by name.
+
+Reads local files only and never runs code from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from foretoken.errors import CheckpointError, ConfigError
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# The CPU kernels work on whole vectors.
+_WIDTH_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. The last three fields are those of Llama 3.1's scaling (``rope_type: llama3``)."""
+
+    kind: Literal["default", "linear", "llama3"]
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder. ``vocab_size`` may be larger than the tokenizer's: checkpoints pad their embedding."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    head_norm: bool
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def load_config(path: Path) -> ModelConfig:
+    """The config of the checkpoint folder ``path``.
+
+    Raises:
+        CheckpointError: no folder, no config.json, or not JSON.
+        ConfigError: a model type or feature that is not supported, by name.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder with a checkpoint")
+    raw = _read_json(path / "config.json")
+    if raw is None:
+        raise CheckpointError(f"{path / 'config.json'} does not exist")
+    if raw.get("auto_map"):
+        raise ConfigError(f"{path / 'config.json'}: auto_map needs code from the checkpoint, which is never run")
+    if raw.get("model_type") not in MODEL_TYPES:
+        supported = ", ".join(MODEL_TYPES)
+        raise ConfigError(f"model_type {raw.get('model_type')!r} is not supported; there is: {supported}")
+    from transformers import AutoConfig
+
+    try:
+        parsed = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises many kinds, validation errors of its own among them
+        raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+    generation = _read_json(path / "generation_config.json") or {}
+    return _reduce(parsed, generation)
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    return content
+
+
+def _reduce(parsed: Any, generation: dict[str, Any]) -> ModelConfig:
+    _refuse_unsupported(parsed)
+    num_heads = parsed.num_attention_heads
+    config = ModelConfig(
+        model_type=parsed.model_type,
+        vocab_size=parsed.vocab_size,
+        hidden_size=parsed.hidden_size,
+        intermediate_size=parsed.intermediate_size,
+        num_layers=parsed.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=getattr(parsed, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(parsed, "head_dim", None) or parsed.hidden_size // num_heads,
+        rms_norm_eps=parsed.rms_norm_eps,
+        rope=_rope(parsed),
+        max_position_embeddings=parsed.max_position_embeddings,
+        tie_word_embeddings=parsed.tie_word_embeddings,
+        qkv_bias=parsed.model_type == "qwen2",
+        head_norm=parsed.model_type == "qwen3",
+        eos_token_ids=_eos_token_ids(parsed.eos_token_id, generation.get("eos_token_id")),
+    )
+    _check_sizes(config)
+    return config
+
+
+def _refuse_unsupported(parsed: Any) -> None:
+    if getattr(parsed, "quantization_config", None) is not None:
+        raise ConfigError("quantization_config: quantized checkpoints are not supported")
+    if parsed.hidden_act != "silu":
+        raise ConfigError(f"hidden_act {parsed.hidden_act!r} is not supported; there is: silu")
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(parsed, name, False):
+            raise ConfigError(f"{name} is not supported")
+    if parsed.model_type == "mistral":
+        windowed = getattr(parsed, "sliding_window", None) is not None
+    else:
+        windowed = getattr(parsed, "use_sliding_window", False)
+    if windowed or any(kind != "full_attention" for kind in getattr(parsed, "layer_types", None) or ()):
+        raise ConfigError("sliding_window: attention over a sliding window is not supported")
+
+
+def _rope(parsed: Any) -> RopeConfig:
+    parameters = dict(parsed.rope_parameters or {})
+    kind = parameters.get("rope_type", "default")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor is not supported")
+    theta = float(parameters.get("rope_theta", 10000.0))
+    if kind == "default":
+        return RopeConfig("default", theta)
+    try:
+        if kind == "linear":
+            return RopeConfig("linear", theta, float(parameters["factor"]))
+        if kind == "llama3":
+            return RopeConfig(
+                "llama3",
+                theta,
+                float(parameters["factor"]),
+                float(parameters["low_freq_factor"]),
+                float(parameters["high_freq_factor"]),
+                int(parameters["original_max_position_embeddings"]),
+            )
+    except KeyError as error:
+        raise ConfigError(f"rope_type {kind!r} needs {error.args[0]}") from error
+    raise ConfigError(f"rope_type {kind!r} is not supported; there is: default, linear, llama3")
+
+
+def _eos_token_ids(*sources: int | list[int] | None) -> tuple[int, ...]:
+    """The ids of config.json and generation_config.json together, ascending."""
+    ids: set[int] = set()
+    for source in sources:
+        ids.update([source] if isinstance(source, int) else source or [])
+    return tuple(sorted(ids))
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} must be positive, got {getattr(config, name)}")
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
+        if getattr(config, name) < 1 or getattr(config, name) % _WIDTH_MULTIPLE:
+            raise ConfigError(f"{name} must be a multiple of {_WIDTH_MULTIPLE}, got {getattr(config, name)}")
+    if config.num_heads % config.num_kv_heads:
+        raise ConfigError(
+            f"num_attention_heads {config.num_heads} must be a multiple of num_key_value_heads {config.num_kv_heads}"
+        )

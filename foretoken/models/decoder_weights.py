@@ -1,0 +1,164 @@
+"""The weights of one decoder, packed for the kernels that will read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu.linear import pack, pack_gate_up
+from numpy.typing import NDArray
+
+from foretoken.models.config import ModelConfig
+from foretoken.models.weights import Checkpoint
+
+# Called with (done, total, what); done == total once at the end.
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """Matrices are flat panels (see the kernels' linear), float32 or bfloat16 bits; vectors are float32.
+
+    ``qkv_bias``, ``query_norm`` and ``key_norm`` are empty in models without.
+    """
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor
+    query_norm: torch.Tensor
+    key_norm: torch.Tensor
+    output: torch.Tensor
+    post_attention_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for field in fields(self):
+            yield getattr(self, field.name)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """``embedding`` is [vocab_size, hidden_size], or the head's panels where the two are tied."""
+
+    bfloat16: bool
+    embedding: torch.Tensor
+    head: torch.Tensor
+    final_norm: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [self.head, self.final_norm, *(tensor for layer in self.layers for tensor in layer.tensors())]
+        if self.embedding is not self.head:
+            tensors.append(self.embedding)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this model holds, in Hugging Face's names."""
+    size, middle = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, size)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (size,)
+        for name, out_features in (("q", queries), ("k", keys), ("v", keys)):
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (out_features, size)
+            if config.qkv_bias:
+                shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (out_features,)
+        if config.head_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes[f"{prefix}.self_attn.o_proj.weight"] = (size, queries)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (size,)
+        shapes[f"{prefix}.mlp.gate_proj.weight"] = (middle, size)
+        shapes[f"{prefix}.mlp.up_proj.weight"] = (middle, size)
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (size, middle)
+    shapes["model.norm.weight"] = (size,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, size)
+    return shapes
+
+
+def load_decoder_weights(
+    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
+) -> DecoderWeights:
+    """Read and pack all weights.
+
+    ``dtype`` is that of the model as served. Matrices are held as bfloat16 if it is bfloat16, and also where the
+    checkpoint stores all of them so: widened as they are read, they give what float32 copies would, from half
+    the memory.
+    """
+    shapes = tensor_shapes(config)
+    _check_names(config, checkpoint, shapes)
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    bfloat16 = dtype == torch.bfloat16 or all(checkpoint.dtype(name) == torch.bfloat16 for name in matrices)
+    loader = _Loader(checkpoint, shapes, bfloat16)
+    layers = []
+    for index in range(config.num_layers):
+        progress(index, config.num_layers + 1, "loading weights")
+        layers.append(_load_layer(config, loader, f"model.layers.{index}"))
+    progress(config.num_layers, config.num_layers + 1, "loading weights")
+    embedding = loader.matrix("model.embed_tokens.weight")
+    tied = config.tie_word_embeddings
+    head = _packed(pack(embedding if tied else loader.matrix("lm_head.weight")))
+    weights = DecoderWeights(
+        bfloat16=bfloat16,
+        embedding=head if tied else _packed(embedding.reshape(-1)),
+        head=head,
+        final_norm=loader.vector("model.norm.weight"),
+        layers=tuple(layers),
+    )
+    progress(config.num_layers + 1, config.num_layers + 1, "loading weights")
+    return weights
+
+
+def _check_names(config: ModelConfig, checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A tensor that the model has no place for is refused, but for two that old exporters leave behind."""
+    leftovers = {name for name in checkpoint.names if name.endswith(".rotary_emb.inv_freq")}
+    if config.tie_word_embeddings:
+        leftovers.add("lm_head.weight")
+    checkpoint.check_all_known(shapes.keys() | leftovers)
+
+
+class _Loader:
+    def __init__(self, checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], bfloat16: bool) -> None:
+        self._checkpoint = checkpoint
+        self._shapes = shapes
+        self._bfloat16 = bfloat16
+
+    def matrix(self, name: str) -> NDArray[np.generic]:
+        """[out_features, in_features], float32 or the bits of bfloat16."""
+        tensor = self._checkpoint.read(name, self._shapes[name])
+        if self._bfloat16:
+            return tensor.to(torch.bfloat16).view(torch.uint16).numpy()
+        return tensor.to(torch.float32).numpy()
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self._checkpoint.read(name, self._shapes[name]).to(torch.float32).contiguous()
+
+
+def _load_layer(config: ModelConfig, loader: _Loader, prefix: str) -> LayerWeights:
+    attention, mlp, none = f"{prefix}.self_attn", f"{prefix}.mlp", torch.empty(0)
+    projections = [loader.matrix(f"{attention}.{name}_proj.weight") for name in "qkv"]
+    biases = [loader.vector(f"{attention}.{name}_proj.bias") for name in "qkv"] if config.qkv_bias else [none]
+    gate, up = (loader.matrix(f"{mlp}.{name}_proj.weight") for name in ("gate", "up"))
+    return LayerWeights(
+        input_norm=loader.vector(f"{prefix}.input_layernorm.weight"),
+        qkv=_packed(pack(np.concatenate(projections))),
+        qkv_bias=torch.cat(biases),
+        query_norm=loader.vector(f"{attention}.q_norm.weight") if config.head_norm else none,
+        key_norm=loader.vector(f"{attention}.k_norm.weight") if config.head_norm else none,
+        output=_packed(pack(loader.matrix(f"{attention}.o_proj.weight"))),
+        post_attention_norm=loader.vector(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=_packed(pack_gate_up(gate, up)),
+        down=_packed(pack(loader.matrix(f"{mlp}.down_proj.weight"))),
+    )
+
+
+def _packed(panels: NDArray[np.generic]) -> torch.Tensor:
+    """A copy in memory of PyTorch's, which starts at a cache line: a vector load that straddles two costs double."""
+    return torch.from_numpy(panels).clone()

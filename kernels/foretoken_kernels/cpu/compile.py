@@ -1,0 +1,76 @@
+"""How this package's functions are compiled, and where the result is kept between runs.
+
+Only what Python calls is cached on disk. numba looks at the file of the cached function alone, so a change in a file
+that it inlines would go unseen; here the digest of the whole package decides whether a cached function is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import llvmlite.ir
+import numba
+import numba.core.caching
+import numba.core.ccallback
+import numba.core.cgutils
+import numba.extending
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The library's modules that build code: typed in part only, so they are taken as untyped as a whole.
+ir: Any = llvmlite.ir
+_numba: Any = numba
+types = _numba.types
+carray = _numba.carray
+cgutils: Any = numba.core.cgutils
+_caching: Any = numba.core.caching
+
+
+def emitted(typed: Callable[..., Any]) -> Any:
+    """An operation of compiled code whose instructions ``typed`` builds (numba's ``intrinsic``)."""
+    return numba.extending.intrinsic(typed)
+
+
+def inlined(function: Function) -> Function:
+    """A function that only other compiled functions call."""
+    return cast(Function, _numba.njit(error_model="numpy")(function))
+
+
+def compiled(function: Function) -> Function:
+    """A function that Python calls: arrays in, no interpreter lock while it runs, kept on disk."""
+    dispatcher = _numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher._cache = _PackageCache(function)
+    return cast(Function, dispatcher)
+
+
+def callback(function: Callable[..., Any]) -> Any:
+    """``function`` as a C function ``void f(void *)``, kept on disk; its ``address`` holds while the result lives."""
+    signature = _numba.void(types.voidptr)
+    parts = (signature.args, signature.return_type)
+    compiled_callback: Any = numba.core.ccallback.CFunc(function, parts, {}, {"error_model": "numpy"})
+    compiled_callback._cache = _PackageCache(function)
+    compiled_callback.compile()
+    return compiled_callback
+
+
+@cache
+def _package_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _PackageCache(numba.core.caching.FunctionCache):
+    """numba's own cache of a function, stamped with the digest of the package instead of one file's date."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        parent: Any = super()
+        parent.__init__(function)
+        self._cache_file = _caching.IndexDataCacheFile(
+            cache_path=self._cache_path, filename_base=self._impl.filename_base, source_stamp=_package_digest()
+        )

@@ -1,0 +1,44 @@
+"""Root-mean-square norm of token rows. Threads share the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from foretoken_kernels.cpu.compile import inlined
+from foretoken_kernels.cpu.simd import LANES, fma, load, multiply, reduce_add, splat, store
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+
+@inlined
+def normalize(x: Any, at: int, size: int, weight: Any, epsilon: np.float32, out: Any, out_at: int) -> None:
+    """One vector of ``size`` elements, a multiple of 16; ``out`` may be ``x``."""
+    squares = splat(_ZERO)
+    for i in range(0, size, LANES):
+        value = load(x, at + i)
+        squares = fma(value, value, squares)
+    mean = reduce_add(squares) / np.float32(size)
+    factor = splat(_ONE / np.sqrt(mean + epsilon))
+    for i in range(0, size, LANES):
+        store(out, out_at + i, multiply(load(weight, i), multiply(load(x, at + i), factor)))
+
+
+@inlined
+def rms_norm(
+    x: Any, rows: Any, num_rows: int, size: int, weight: Any, epsilon: np.float32, out: Any, team: Any
+) -> None:
+    """This thread's share of ``out[i] = norm(x[rows[i]]) * weight``.
+
+    Args:
+        x: float32, flat [any, size].
+        rows: int32 [num_rows].
+        weight: float32 [size].
+        out: float32, flat [num_rows, size].
+        team: (thread, num_threads).
+    """
+    thread, num_threads = team
+    for i in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
+        normalize(x, rows[i] * size, size, weight, epsilon, out, i * size)

@@ -1,0 +1,262 @@
+"""Sixteen float32 lanes as one value inside numba functions, so that the order of every sum is written down.
+
+An auto-vectorised reduction leaves its order to the compiler; here each operation is one LLVM instruction on
+``<16 x float>``, which every CPU runs with the same result (narrower machines split it). Products that are summed
+use ``fma``, which rounds once. Lanes never meet but in ``reduce_add`` and ``reduce_max``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba.extending import models, register_model
+
+from foretoken_kernels.cpu.compile import cgutils, emitted, ir, types
+
+LANES = 16
+
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_VECTOR = ir.VectorType(_F32, LANES)
+_IVECTOR = ir.VectorType(_I32, LANES)
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+
+class F32x16Type(types.Type):  # type: ignore[misc]
+    """The numba type of one vector; it lives in registers and cannot leave compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+f32x16 = F32x16Type()
+
+
+@register_model(F32x16Type)
+class F32x16Model(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        parent: Any = super()
+        parent.__init__(dmm, fe_type, _VECTOR)
+
+
+def _is_flat(array_type: Any, *dtypes: Any) -> bool:
+    return isinstance(array_type, types.Array) and array_type.ndim == 1 and array_type.dtype in dtypes
+
+
+@emitted
+def load(_typing: Any, array: Any, index: Any) -> Any:
+    """Lanes ``array[index : index + 16]`` of a flat array, unchecked; uint16 elements are bfloat16 bits, widened."""
+    if not _is_flat(array, types.float32, types.uint16):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit_load(builder, data_pointer(context, builder, signature.args[0], args[0]), args[1])
+
+    return f32x16(array, types.intp), codegen
+
+
+def data_pointer(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    return cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
+
+
+def emit_load(builder: Any, data: Any, index: Any) -> Any:
+    element = builder.gep(data, [index])
+    if data.type.pointee == _F32:
+        return builder.load(builder.bitcast(element, _VECTOR.as_pointer()), align=4)
+    bits = builder.zext(builder.load(builder.bitcast(element, _HALVES.as_pointer()), align=2), _IVECTOR)
+    return builder.bitcast(builder.shl(bits, _every(16)), _VECTOR)
+
+
+def _every(number: int) -> Any:
+    return ir.Constant(_IVECTOR, [number] * LANES)
+
+
+@emitted
+def store(_typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """Write the lanes to ``array[index : index + 16]``, unchecked; into uint16 as bfloat16 bits, ties to even."""
+    if not _is_flat(array, types.float32, types.uint16):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = data_pointer(context, builder, signature.args[0], args[0])
+        element = builder.gep(data, [args[1]])
+        if data.type.pointee == _F32:
+            builder.store(args[2], builder.bitcast(element, _VECTOR.as_pointer()), align=4)
+        else:
+            builder.store(_bfloat16_bits(builder, args[2]), builder.bitcast(element, _HALVES.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+def _bfloat16_bits(builder: Any, vector: Any) -> Any:
+    bits = builder.bitcast(vector, _IVECTOR)
+    odd = builder.and_(builder.lshr(bits, _every(16)), _every(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, _every(0x7FFF)), odd), _every(16))
+    # A NaN's payload could carry over into an infinity or a zero.
+    is_nan = builder.fcmp_unordered("uno", vector, vector)
+    return builder.trunc(builder.select(is_nan, _every(0x7FC0), rounded), _HALVES)
+
+
+def emit_splat(builder: Any, scalar: Any) -> Any:
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_IVECTOR, [0] * LANES))
+
+
+@emitted
+def splat(_typing: Any, _scalar: Any) -> Any:
+    """The same number in every lane."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return emit_splat(builder, args[0])
+
+    return f32x16(types.float32), codegen
+
+
+@emitted
+def load_splat(_typing: Any, array: Any, index: Any) -> Any:
+    """``array[index]`` in every lane; unchecked."""
+    if not _is_flat(array, types.float32):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = data_pointer(context, builder, signature.args[0], args[0])
+        return emit_splat(builder, builder.load(builder.gep(data, [args[1]])))
+
+    return f32x16(array, types.intp), codegen
+
+
+def _binary(emit: Callable[[Any, Any, Any], Any]) -> Any:
+    def typed(_typing: Any, _left: Any, _right: Any) -> Any:
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return emit(builder, args[0], args[1])
+
+        return f32x16(f32x16, f32x16), codegen
+
+    return emitted(typed)
+
+
+add = _binary(lambda builder, left, right: builder.fadd(left, right))
+subtract = _binary(lambda builder, left, right: builder.fsub(left, right))
+multiply = _binary(lambda builder, left, right: builder.fmul(left, right))
+divide = _binary(lambda builder, left, right: builder.fdiv(left, right))
+
+
+def _maximum(builder: Any, left: Any, right: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", left, right), left, right)
+
+
+def _minimum(builder: Any, left: Any, right: Any) -> Any:
+    return builder.select(builder.fcmp_ordered("<", left, right), left, right)
+
+
+# A NaN on the left gives the right operand.
+maximum = _binary(_maximum)
+minimum = _binary(_minimum)
+
+
+def _call(builder: Any, name: str, args: Any) -> Any:
+    function_type = ir.FunctionType(_VECTOR, [_VECTOR] * len(args))
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
+
+
+def emit_fma(builder: Any, left: Any, right: Any, addend: Any) -> Any:
+    return _call(builder, "llvm.fma.v16f32", [left, right, addend])
+
+
+@emitted
+def fma(_typing: Any, _left: Any, _right: Any, _addend: Any) -> Any:
+    """``left * right + addend`` with one rounding."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return emit_fma(builder, *args)
+
+    return f32x16(f32x16, f32x16, f32x16), codegen
+
+
+@emitted
+def round_even(_typing: Any, _value: Any) -> Any:
+    """The nearest whole numbers, ties to even."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return _call(builder, "llvm.rint.v16f32", args)
+
+    return f32x16(f32x16), codegen
+
+
+@emitted
+def power_of_two(_typing: Any, _exponent: Any) -> Any:
+    """2 to the power of each lane, which must hold a whole number in [-126, 127]."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        exponent = builder.add(builder.fptosi(args[0], _IVECTOR), _every(127))
+        return builder.bitcast(builder.shl(exponent, _every(23)), _VECTOR)
+
+    return f32x16(f32x16), codegen
+
+
+def _reduce(builder: Any, vector: Any, emit: Callable[[Any, Any, Any], Any]) -> Any:
+    width = LANES
+    while width > 1:
+        width //= 2
+        lower = builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_I32, width), list(range(width))))
+        upper = builder.shuffle_vector(
+            vector, vector, ir.Constant(ir.VectorType(_I32, width), list(range(width, 2 * width)))
+        )
+        vector = emit(builder, lower, upper)
+    return builder.extract_element(vector, ir.Constant(_I32, 0))
+
+
+@emitted
+def reduce_add(_typing: Any, _value: Any) -> Any:
+    """The sum of the lanes: halves are added to halves, 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return _reduce(builder, args[0], lambda b, lower, upper: b.fadd(lower, upper))
+
+    return types.float32(f32x16), codegen
+
+
+@emitted
+def reduce_max(_typing: Any, _value: Any) -> Any:
+    """The largest lane."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return _reduce(builder, args[0], _maximum)
+
+    return types.float32(f32x16), codegen
+
+
+@emitted
+def sum_rows(_typing: Any, array: Any) -> Any:
+    """Lane l is the sum of ``array[16 * l : 16 * l + 16]``: neighbours are added, then pairs, fours and eights."""
+    if not _is_flat(array, types.float32):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = data_pointer(context, builder, signature.args[0], args[0])
+        vectors = [emit_load(builder, data, ir.Constant(ir.IntType(64), LANES * lane)) for lane in range(LANES)]
+        while len(vectors) > 1:
+            vectors = [_add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
+        return vectors[0]
+
+    return f32x16(array), codegen
+
+
+def _add_pairs(builder: Any, left: Any, right: Any) -> Any:
+    """Sums of neighbouring lanes: those of ``left`` in the lower half, those of ``right`` in the upper one."""
+    even = ir.Constant(_IVECTOR, list(range(0, 2 * LANES, 2)))
+    odd = ir.Constant(_IVECTOR, list(range(1, 2 * LANES, 2)))
+    return builder.fadd(builder.shuffle_vector(left, right, even), builder.shuffle_vector(left, right, odd))
+
+
+def emit_prefetch(builder: Any, data: Any, index: Any) -> None:
+    """Ask for the cache line of ``data[index]``, which may lie past the end of the memory."""
+    byte_pointer = ir.IntType(8).as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    # A read, to all levels of the cache, of data.
+    line = builder.bitcast(builder.gep(data, [index]), byte_pointer)
+    builder.call(function, [line, _I32(0), _I32(3), _I32(1)])

@@ -1,0 +1,102 @@
+"""Threads that run one compiled function together: the OpenMP pool that PyTorch has already loaded.
+
+A second pool beside PyTorch's would fight it for the cores. Without GNU OpenMP (not Linux) a team is one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+import torch  # loads the OpenMP library that is looked up below
+from numba.core.ccallback import CFunc
+
+from foretoken_kernels.cpu.compile import types
+
+_THREAD = "foretoken_thread_num"
+_THREADS = "foretoken_num_threads"
+_BARRIER = "foretoken_barrier"
+
+# Called from compiled functions; linked by name when they are loaded, so ``load_symbols`` comes first.
+thread_num = types.ExternalFunction(_THREAD, numba.int32())
+num_threads = types.ExternalFunction(_THREADS, numba.int32())
+barrier = types.ExternalFunction(_BARRIER, numba.void())
+
+
+def _zero() -> int:
+    return 0
+
+
+def _one() -> int:
+    return 1
+
+
+def _nothing() -> None:
+    return None
+
+
+def _find_openmp() -> ctypes.CDLL | None:
+    if "openmp" not in torch.__config__.parallel_info().lower():
+        return None
+    try:
+        library = ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        return None
+    return library if hasattr(library, "GOMP_parallel") else None
+
+
+@cache
+def load_symbols() -> ctypes.CDLL | None:
+    """Make the three functions known to the linker. Returns the OpenMP library, or None where a team is one thread."""
+    library = _find_openmp()
+    if library is None:
+        for name, function, result in (
+            (_THREAD, _zero, numba.int32),
+            (_THREADS, _one, numba.int32),
+            (_BARRIER, _nothing, numba.void),
+        ):
+            llvm.add_symbol(name, _single_thread_function(function, result))
+        return None
+    for name, symbol in (
+        (_THREAD, "omp_get_thread_num"),
+        (_THREADS, "omp_get_num_threads"),
+        (_BARRIER, "GOMP_barrier"),
+    ):
+        llvm.add_symbol(name, ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value)
+    return library
+
+
+@cache
+def _kept(function: Any, result: Any) -> Any:
+    compiled = CFunc(function, ((), result), {}, {})
+    compiled.compile()
+    return compiled
+
+
+def _single_thread_function(function: Any, result: Any) -> int:
+    return int(_kept(function, result).address)
+
+
+class ThreadTeam:
+    """``num_threads`` threads of which the caller is one.
+
+    Idle threads spin for some milliseconds and then sleep, as OpenMP's settings say.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        library = load_symbols()
+        self.num_threads = num_threads if library is not None else 1
+        self._parallel = library.GOMP_parallel if library is not None else None
+        if self._parallel is not None:
+            self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+            self._parallel.restype = None
+
+    def run(self, function: Any, arguments: int) -> None:
+        """Run a callback (see compile.callback) on every thread of the team with the address ``arguments``."""
+        if self._parallel is None:
+            function.ctypes(arguments)
+        else:
+            self._parallel(function.address, arguments, self.num_threads, 0)

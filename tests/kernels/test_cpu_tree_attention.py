@@ -1,0 +1,225 @@
+"""The CPU attention against its definition, and its bits across batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from foretoken_kernels import reference
+from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretoken.tree import ancestor_mask
+
+
+@dataclass
+class Rows:
+    """The batch half of a call."""
+
+    row_seqs: np.ndarray
+    context_lens: np.ndarray
+    masks: np.ndarray
+    tree_starts: np.ndarray
+    block_tables: np.ndarray
+
+    def select(self, rows: list[int]) -> Rows:
+        return Rows(self.row_seqs[rows], self.context_lens[rows], self.masks[rows], self.tree_starts, self.block_tables)
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Rows, block_size: int, threads: int = 1
+) -> torch.Tensor:
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    stride = 512
+    out = torch.full((num_rows * num_heads * head_dim,), torch.nan)
+    batch = (
+        num_rows,
+        rows.row_seqs,
+        rows.context_lens,
+        rows.masks.reshape(-1),
+        rows.masks.shape[1],
+        rows.tree_starts,
+        rows.block_tables.reshape(-1),
+        rows.block_tables.shape[1],
+    )
+    for thread in range(threads):
+        group = num_heads // num_kv_heads
+        scratch = (
+            np.full(ROW_TILE * group * stride, np.nan, np.float32),
+            np.zeros(ROW_TILE * stride, np.int64),
+            np.zeros(ROW_TILE, np.int64),
+            np.zeros(256, np.float32),
+        )
+        tree_attention(
+            (num_heads, num_kv_heads, head_dim, block_size, stride),
+            batch,
+            (query.contiguous().view(-1).numpy(), num_heads * head_dim),
+            keys.view(-1).numpy(),
+            values.view(-1).numpy(),
+            out.numpy(),
+            scratch,
+            (thread, threads),
+        )
+    return out.view(num_rows, num_heads, head_dim)
+
+
+def defined(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Rows, block_size: int) -> torch.Tensor:
+    return reference.tree_attention(
+        query.double(),
+        keys,
+        values,
+        torch.from_numpy(rows.row_seqs),
+        torch.from_numpy(rows.context_lens),
+        torch.from_numpy(rows.masks),
+        torch.from_numpy(rows.tree_starts),
+        torch.from_numpy(rows.block_tables),
+        block_size,
+    )
+
+
+@st.composite
+def ragged_rows(draw: st.DrawFn) -> tuple[Rows, int]:
+    """Sequences with a prefill chunk or a tree each, over shuffled blocks."""
+    block_size = draw(st.sampled_from([1, 3, 16, 32]))
+    num_seqs = draw(st.integers(1, 3))
+    max_blocks = -(-200 // block_size)
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    tables = generator.permutation(num_seqs * max_blocks).astype(np.int32).reshape(num_seqs, max_blocks)
+    seqs, contexts, masks, starts = [], [], [], []
+    for seq in range(num_seqs):
+        start = draw(st.integers(0, 80))
+        starts.append(start)
+        if draw(st.booleans()):
+            length = draw(st.integers(1, 20))
+            seqs += [seq] * length
+            contexts += list(range(start + 1, start + 1 + length))
+            masks += [np.zeros(2, np.uint64)] * length
+        else:
+            nodes = draw(st.integers(1, 100))
+            parents = np.array([-1] + [generator.integers(0, i) for i in range(1, nodes)], np.int32)
+            bits = ancestor_mask(parents)
+            masks += list(np.pad(bits, ((0, 0), (0, 2 - bits.shape[1]))))
+            seqs += [seq] * nodes
+            contexts += [start] * nodes
+    return (
+        Rows(
+            np.array(seqs, np.int32),
+            np.array(contexts, np.int32),
+            np.array(masks, np.uint64),
+            np.array(starts, np.int32),
+            tables,
+        ),
+        block_size,
+    )
+
+
+def random_tensors(
+    rows: Rows, block_size: int, heads: tuple[int, int, int], seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_heads, num_kv_heads, head_dim = heads
+    generator = torch.Generator().manual_seed(seed)
+    slots = rows.block_tables.size * block_size
+    query = 2 * torch.randn(len(rows.row_seqs), num_heads, head_dim, generator=generator)
+    keys = torch.randn(slots, num_kv_heads, head_dim, generator=generator)
+    return query, keys, torch.randn(slots, num_kv_heads, head_dim, generator=generator)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ragged_rows(), st.sampled_from([(6, 2, 64), (4, 4, 16), (4, 1, 80), (2, 1, 128)]), st.integers(0, 1000))
+def test_equals_its_definition(drawn: tuple[Rows, int], heads: tuple[int, int, int], seed: int) -> None:
+    rows, block_size = drawn
+    query, keys, values = random_tensors(rows, block_size, heads, seed)
+    found = attend(query, keys, values, rows, block_size)
+    torch.testing.assert_close(found.double(), defined(query, keys, values, rows, block_size), rtol=0, atol=5e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(ragged_rows(), st.randoms(use_true_random=False), st.integers(1, 4))
+def test_a_row_has_the_same_bits_in_any_batch(drawn: tuple[Rows, int], random, threads: int) -> None:  # type: ignore[no-untyped-def]
+    rows, block_size = drawn
+    query, keys, values = random_tensors(rows, block_size, (6, 2, 64), 1)
+    together = attend(query, keys, values, rows, block_size)
+    chosen = random.sample(range(len(query)), min(len(query), 11))
+    some = attend(query[chosen], keys, values, rows.select(chosen), block_size, threads)
+    assert torch.equal(some, together[chosen])
+    alone = attend(query[chosen[:1]], keys, values, rows.select(chosen[:1]), block_size)
+    assert torch.equal(alone[0], together[chosen[0]])
+
+
+def test_a_tree_node_has_the_bits_of_its_path_as_plain_text() -> None:
+    """The path 0 -> 2 -> 4 behind 37 tokens, siblings between, against the same keys stored contiguously."""
+    parents = np.array([-1, 0, 0, 1, 2], np.int32)
+    table = np.arange(4, dtype=np.int32)[None]
+    tree = Rows(
+        np.zeros(5, np.int32), np.full(5, 37, np.int32), ancestor_mask(parents), np.array([37], np.int32), table
+    )
+    query, keys, values = random_tensors(tree, 16, (6, 2, 64), 3)
+    in_tree = attend(query, keys, values, tree, 16)[4]
+    moved_keys, moved_values = keys.clone(), values.clone()
+    for src, dst in ((39, 38), (41, 39)):
+        moved_keys[dst], moved_values[dst] = keys[src], values[src]
+    plain = Rows(
+        np.zeros(1, np.int32), np.array([40], np.int32), np.zeros((1, 1), np.uint64), np.zeros(1, np.int32), table
+    )
+    assert torch.equal(attend(query[4:], moved_keys, moved_values, plain, 16)[0], in_tree)
+
+
+def test_the_block_size_does_not_change_bits() -> None:
+    table = np.arange(96, dtype=np.int32)[None]
+    plain = Rows(
+        np.zeros(1, np.int32), np.array([93], np.int32), np.zeros((1, 1), np.uint64), np.zeros(1, np.int32), table
+    )
+    query, keys, values = random_tensors(plain, 1, (2, 1, 64), 5)
+    expected = attend(query, keys, values, plain, 1)
+    for block_size in (7, 16, 64):
+        assert torch.equal(attend(query, keys, values, plain, block_size), expected)
+
+
+def test_siblings_are_invisible() -> None:
+    """A sibling's keys and values may be anything."""
+    parents = np.array([-1, 0, 0], np.int32)
+    tree = Rows(
+        np.zeros(3, np.int32),
+        np.full(3, 5, np.int32),
+        ancestor_mask(parents),
+        np.array([5], np.int32),
+        np.arange(1, dtype=np.int32)[None],
+    )
+    query, keys, values = random_tensors(tree, 16, (2, 1, 16), 7)
+    before = attend(query, keys, values, tree, 16)
+    keys[6], values[6] = 100.0, -100.0
+    after = attend(query, keys, values, tree, 16)
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
+    assert not torch.equal(after[1], before[1])
+
+
+@pytest.mark.parametrize("size", [1, 16, 17])
+def test_uniform_keys_give_the_mean_of_the_values(size: int) -> None:
+    plain = Rows(
+        np.zeros(1, np.int32),
+        np.array([size], np.int32),
+        np.zeros((1, 1), np.uint64),
+        np.zeros(1, np.int32),
+        np.arange(2, dtype=np.int32)[None],
+    )
+    values = torch.arange(32.0)[:, None, None].expand(32, 1, 16).contiguous()
+    out = attend(torch.ones(1, 1, 16), torch.ones(32, 1, 16), values, plain, 16)
+    torch.testing.assert_close(out, torch.full_like(out, (size - 1) / 2))
+
+
+def test_bfloat16_keys_and_values() -> None:
+    plain = Rows(
+        np.zeros(1, np.int32),
+        np.array([30], np.int32),
+        np.zeros((1, 1), np.uint64),
+        np.zeros(1, np.int32),
+        np.arange(2, dtype=np.int32)[None],
+    )
+    query, keys, values = random_tensors(plain, 16, (4, 2, 64), 9)
+    keys, values = keys.bfloat16(), values.bfloat16()
+    found = attend(query, keys.view(torch.uint16), values.view(torch.uint16), plain, 16)
+    torch.testing.assert_close(found.double(), defined(query, keys, values, plain, 16), rtol=0, atol=5e-6)

@@ -1,0 +1,167 @@
+"""The target model of one verifier: loads it, runs it over flat batches, moves accepted keys and values.
+
+Knows nothing of sequences, scheduling or sampling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu.kv_commit import kv_commit
+from numpy.typing import NDArray
+
+from foretoken.errors import ConfigError
+from foretoken.kv_cache import KVCache, kv_bytes_per_token
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.config import ModelConfig, load_config
+from foretoken.models.decoder_weights import Progress, load_decoder_weights
+from foretoken.models.llama import Llama
+from foretoken.models.row_check import rows_are_independent
+from foretoken.models.weights import Checkpoint, hash_files
+from foretoken.sampling import SAMPLER_VERSION
+
+_log = logging.getLogger(__name__)
+
+
+def _silent(_done: int, _total: int, _what: str) -> None:
+    """No progress shown."""
+
+
+class ModelRunner:
+    """The target model with its cache. One thread calls it, any thread may build it.
+
+    Args:
+        path: checkpoint folder in Hugging Face's layout.
+        dtype: element type of the matrices and the cache; "auto" is float32. Arithmetic is float32 in both.
+        threads: of a forward pass, the calling one counted; 0 is one per core.
+        context_length: tokens of context; 0 is what the checkpoint says.
+        progress: called with (done, total, what) while weights are loaded.
+
+    Raises:
+        ConfigError: an unsupported feature, by name, or a context longer than the checkpoint's.
+        CheckpointError: a file or tensor that cannot be loaded, by name.
+
+    Attributes:
+        config: the model's sizes; ``config.vocab_size`` is the width of the logits, ``config.eos_token_ids`` ends text.
+        max_model_len: tokens of context.
+        mode: "strict" if a row's logits have the same bits in any batch, as ``warm_up`` has checked.
+        fingerprint: hex sha256 over checkpoint, dtype, mode and sampler version.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        threads: int = 0,
+        block_size: int = 16,
+        num_blocks: int,
+        context_length: int = 0,
+        progress: Progress = _silent,
+    ) -> None:
+        self.config: ModelConfig = load_config(path)
+        self.max_model_len = _context_length(self.config, context_length)
+        self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self.threads = threads or len(os.sched_getaffinity(0))
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.mode: Literal["strict", "fast"] = "strict"
+        with Checkpoint(path) as checkpoint:
+            weights = load_decoder_weights(self.config, checkpoint, self.dtype, progress)
+            self._checkpoint_hash = hash_files([path / "config.json", *checkpoint.files])
+        self.weights_bytes = weights.num_bytes
+        self._cache = KVCache(
+            self.config.num_layers,
+            num_blocks,
+            block_size,
+            self.config.num_kv_heads,
+            self.config.head_dim,
+            self.dtype,
+        )
+        self._planes = (
+            self._cache.data.view(_plain(self.dtype))
+            .numpy()
+            .reshape(2 * self.config.num_layers, self._cache.num_slots, -1)
+        )
+        self._model = Llama(self.config, weights, self._cache, self.max_model_len, self.threads)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache."""
+        return self._cache.num_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for runners whose text is the same; final once ``warm_up`` has returned."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        content = f"{self._checkpoint_hash} {dtype} {self.mode} {SAMPLER_VERSION}"
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """float32 [len(batch.logit_rows), vocab_size]; valid until the next call.
+
+        All rows' keys and values are written before any row attends.
+
+        Raises:
+            ValueError: an index of the batch is out of range; nothing was written.
+        """
+        return self._model.forward(batch)
+
+    def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
+        """Copy keys and values of slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, in ascending i.
+
+        Along a path ``dst_slots[i] <= src_slots[i]`` in logical order, so a slot is read before it is overwritten.
+
+        Raises:
+            ValueError: the arrays differ in length or name a slot that is not there.
+        """
+        if len(src_slots) != len(dst_slots):
+            raise ValueError("src_slots and dst_slots differ in length")
+        for slots in (src_slots, dst_slots):
+            if len(slots) and not 0 <= slots.min() <= slots.max() < self._cache.num_slots:
+                raise ValueError(f"a slot is not in [0, {self._cache.num_slots})")
+        kv_commit(self._planes, src_slots, dst_slots)
+
+    def warm_up(self, progress: Progress = _silent) -> None:
+        """Compile what is not yet compiled, touch all buffers, and check that rows are independent.
+
+        Leaves noise in the cache; call it before any sequence. Sets ``mode``.
+        """
+        start = time.perf_counter()
+        independent = rows_are_independent(
+            self._model.forward, self.config, self.block_size, self._cache.num_slots, progress
+        )
+        self.mode = "strict" if independent else "fast"
+        took = time.perf_counter() - start
+        if independent:
+            _log.info("numerics: strict; a row has the same bits in any batch (checked in %.2f s)", took)
+        else:
+            _log.warning(
+                "numerics: fast; a row's bits depend on its batch here, so near-ties may flip with speculation"
+            )
+
+
+def cache_bytes_per_token(config: ModelConfig, dtype: Literal["auto", "float32", "bfloat16"]) -> int:
+    """Bytes that one token takes in the cache of a ModelRunner built with ``dtype``; for the memory plan."""
+    element = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    return kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, element)
+
+
+def _context_length(config: ModelConfig, wanted: int) -> int:
+    if wanted > config.max_position_embeddings:
+        raise ConfigError(
+            f"--context-length {wanted} is more than this checkpoint's {config.max_position_embeddings} tokens"
+        )
+    return wanted or config.max_position_embeddings
+
+
+def _plain(dtype: torch.dtype) -> torch.dtype:
+    """The type under which numpy sees a tensor's elements: it has no bfloat16."""
+    return torch.uint16 if dtype == torch.bfloat16 else dtype
