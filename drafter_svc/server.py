@@ -36,14 +36,17 @@ def run(settings: DrafterSettings) -> None:
     uvloop.run(serve(settings, lambda: make_drafter(settings)))
 
 
-async def serve(settings: DrafterSettings, make: Callable[[], Drafter]) -> None:
-    """Serve the drafter that ``make`` gives until SIGTERM or SIGINT; it is made and used in a thread of its own."""
+async def serve(settings: DrafterSettings, make: Callable[[], Drafter], spin_us: int | None = None) -> None:
+    """Serve the drafter that ``make`` gives until SIGTERM or SIGINT; it is made and used in a thread of its own.
+
+    ``spin_us``: microseconds to watch for the next request before the thread blocks; None: ``default_spin_us``.
+    """
     with rpc.stop_signals() as stop:
         server = rpc.async_server()
         health = rpc.Health(server, (SERVICE_NAME,))
         await health.mark(False)
         rpc.bind(server, settings.address)
-        thread = DrafterThread(make)
+        thread = DrafterThread(make, spin_us)
         try:
             drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterService(settings.name, thread), server)
             await server.start()

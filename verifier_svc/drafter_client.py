@@ -27,6 +27,7 @@ from foretoken.draft_wire import target_to_proto
 from foretoken.drafting import Drafter, TargetInfo
 from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
 from foretoken.transport import (
+    DEFAULT_TOKEN_CAPACITY,
     DraftTransport,
     InProcessTransport,
     TransportClosedError,
@@ -51,16 +52,21 @@ class DrafterClient:
     """A ``DraftSource`` in another process, by arena or stream as its endpoint says."""
 
     def __init__(
-        self, endpoint: DrafterEndpoint, target: TargetInfo, epoch: int, *, token_capacity: int | None = None
+        self,
+        endpoint: DrafterEndpoint,
+        target: TargetInfo,
+        epoch: int,
+        *,
+        token_capacity: int = DEFAULT_TOKEN_CAPACITY,
+        spin_us: int | None = None,
     ) -> None:
-        """``epoch``: the verifier's. ``token_capacity``: new tokens of one request; None: the transport's default."""
+        """``epoch``: the verifier's. ``token_capacity``: of one request. ``spin_us``: as ArenaTransport's."""
         self._endpoint = endpoint
         self._target = target
         self._epoch = epoch
         self._socket_path = rpc.unix_path(endpoint.address)
-        self._layout = (
-            ArenaLayout.of_target(target) if token_capacity is None else ArenaLayout.of_target(target, token_capacity)
-        )
+        self._layout = ArenaLayout.of_target(target, token_capacity)
+        self._spin_us = spin_us
         self._counters = TransportCounters()
         self._breaker = CircuitBreaker()
         self._lock = threading.Lock()
@@ -226,7 +232,7 @@ class DrafterClient:
     def _attach_arena(
         self, stub: Any, challenge: bytes, attachment: contextlib.ExitStack
     ) -> tuple[ArenaTransport, drafter_pb2.AttachResponse]:
-        transport = ArenaTransport(self._layout, self._epoch, challenge, self._counters)
+        transport = ArenaTransport(self._layout, self._epoch, challenge, self._counters, spin_us=self._spin_us)
         attachment.callback(transport.close)
         # Beside the drafter's own socket: a folder that both sides see.
         folder: Path | None = self._socket_path.parent if self._socket_path is not None else None
