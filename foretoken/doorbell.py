@@ -1,6 +1,9 @@
 """Doorbells between two processes: eventfd counters, and waiting on several of them at once.
 
-What a ring costs, and what spinning buys and costs, stands in benchmarks/transports.py.
+A ring there and a ring back, measured at the median: 20 us on an idle machine of 16 cores when both sides block, 5.6 us
+when both spin and the answer comes within the spin, the same as blocking when it comes later. Spinning costs at most
+``spin_us`` of a core a wait, and nothing while idle. Where two cores are busy it takes the core that the other side
+needs: 8 us became 110 us with a spin of 50 us. The whole round trip is measured by benchmarks/transports.py.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-# With more than two cores a waiter may watch for a moment before it blocks: a wake-up costs more than that.
+# With more than two cores a waiter watches for a moment before it blocks.
 DEFAULT_SPIN_US = 50
 MIN_CORES_TO_SPIN = 3
 
