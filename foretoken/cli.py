@@ -279,7 +279,7 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
         endpoints = [f"name={NGRAM_DRAFTER},address={drafter_address}"]
         services.append(stack.drafter(stack.command("drafter", drafter_settings, level), drafter_address))
     verifier_settings = _verifier_settings(context, checkpoint, verifier_address, endpoints)
-    gateway_settings = _gateway_settings(context, checkpoint, verifier_address)
+    gateway_settings = _gateway_settings(context, checkpoint, verifier_address, drain_timeout_s=stack.GATEWAY_DRAIN_S)
     services.append(
         stack.verifier(stack.command("verifier", verifier_settings, (*in_process, *level)), verifier_address)
     )
@@ -312,11 +312,13 @@ def _print_plan(settings: VerifierSettings) -> None:
     print(server.plan(settings))
 
 
-def _gateway_settings(context: typer.Context, checkpoint: dict[str, Any], verifier: str) -> GatewaySettings:
+def _gateway_settings(
+    context: typer.Context, checkpoint: dict[str, Any], verifier: str, **more: float
+) -> GatewaySettings:
     from foretoken.config import build
     from gateway.config import GatewaySettings
 
-    return build(GatewaySettings, _given(context, GatewaySettings) | checkpoint | {"verifier": verifier})
+    return build(GatewaySettings, _given(context, GatewaySettings) | checkpoint | {"verifier": verifier} | more)
 
 
 def _verifier_settings(

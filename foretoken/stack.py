@@ -21,11 +21,12 @@ from foretoken.supervisor import Service
 
 VERIFIER_HEALTH_NAME = "foretoken.verifier.v1.VerifierService"
 DRAFTER_HEALTH_NAME = "foretoken.drafter.v1.DrafterService"
-# From SIGTERM to SIGKILL, one after the other in this order: together under 30 s. The gateway's covers its drain,
-# after which the others have nothing left to do.
-GATEWAY_GRACE_S = 22.0
-VERIFIER_GRACE_S = 4.0
-DRAFTER_GRACE_S = 2.0
+# A stop is over in 30 s: the gateway lets running streams go on for so long, and after it the others have little left
+# to do. From SIGTERM to SIGKILL each, one after the other in this order:
+GATEWAY_DRAIN_S = 14.0
+GATEWAY_GRACE_S = 17.0
+VERIFIER_GRACE_S = 8.0
+DRAFTER_GRACE_S = 4.0
 _EXAMPLE_PROMPT = "def fibonacci(n):\n"
 
 

@@ -23,6 +23,7 @@ import verifier_svc
 from drafter_svc.config import DrafterSettings, NgramSettings
 from foretoken.cli import app
 from foretoken.config import flag_of
+from foretoken.stack import GATEWAY_DRAIN_S
 from foretoken.supervisor import Service
 from gateway.config import GatewaySettings
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
@@ -194,7 +195,7 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
     )
     assert in_process == {}
     assert (rim.model, rim.served_model_name, rim.verifier) == (tmp_path, "demo", verifier.address)
-    assert rim.request_timeout_s == 30
+    assert (rim.request_timeout_s, rim.drain_timeout_s) == (30, GATEWAY_DRAIN_S)
     assert verifier.address.startswith("unix:/") and verifier.address != drafter.address
 
 

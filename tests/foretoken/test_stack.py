@@ -26,6 +26,7 @@ def test_ps_shows_the_words_of_each_service() -> None:
 
 
 def test_grace_periods_together_stay_under_thirty_seconds() -> None:
+    assert stack.GATEWAY_DRAIN_S < stack.GATEWAY_GRACE_S
     assert stack.GATEWAY_GRACE_S + stack.VERIFIER_GRACE_S + stack.DRAFTER_GRACE_S < 30
 
 
