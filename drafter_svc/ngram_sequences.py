@@ -94,10 +94,10 @@ def learn_row(
     state = sequences.state[slot]
     window = min(options[MAX_WINDOW], 2)
     told_before = columns[LENGTH_OF] - len(new_tokens)
-    if state[GENERATION] != columns[GENERATION_OF] or state[SALT] != columns[SALT_OF] or told_before < state[SEEN]:
+    other = state[GENERATION] != columns[GENERATION_OF] or state[SALT] != columns[SALT_OF]
+    if other or told_before < state[SEEN]:
         state[GENERATION], state[SALT], state[OWN_LENGTH], state[LAST] = columns[GENERATION_OF], columns[SALT_OF], 0, 0
-        state[SEEN] = -1
-    if told_before != state[SEEN]:
+    if other or told_before != state[SEEN]:
         break_off(sequences, slot, window)
     for token in new_tokens:
         if 0 <= token < options[VOCAB_SIZE]:

@@ -1,0 +1,364 @@
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter_svc.config import NgramSettings
+from drafter_svc.ngram import NgramDrafter
+from foretoken.drafting import DraftBatch, TargetInfo
+from foretoken.errors import PreconditionError
+from tests.drafter_svc.ngram_reference import ReferenceNgram
+from tests.support.draft_requests import draft_request
+
+VOCAB_SIZE = 100
+TARGET = TargetInfo(model_fingerprint="m", vocab_size=VOCAB_SIZE, max_model_len=200, max_slots=4, max_nodes=32)
+Tree = tuple[list[int], list[int]]
+ROOT = [-1]
+
+
+def make_drafter(**changes: Any) -> NgramDrafter:
+    drafter = NgramDrafter(NgramSettings(**({"capacity": 10_000} | changes)))
+    drafter.attach(TARGET)
+    return drafter
+
+
+def trees_of(batch: DraftBatch) -> list[Tree]:
+    trees = [batch.tree(row) for row in range(batch.num_rows)]
+    return [(tree.tokens.tolist(), tree.parents.tolist()) for tree in trees]
+
+
+class Feed:
+    """Sends one row at a time and counts its length."""
+
+    def __init__(self, drafter: NgramDrafter) -> None:
+        self.drafter = drafter
+        self.lengths: dict[tuple[int, int], int] = {}
+
+    def __call__(
+        self, slot: int, tokens: list[int], *, generation: int = 1, salt: int = 7, max_nodes: int = 32, missed: int = 0
+    ) -> Tree:
+        length = self.lengths.get((slot, generation), 0) + missed + len(tokens)
+        self.lengths[slot, generation] = length
+        request = draft_request(
+            [tokens],
+            slots=[slot],
+            generations=[generation],
+            lengths=[length],
+            max_nodes=[max_nodes],
+            salts=[salt],
+        )
+        return trees_of(self.drafter.draft(request))[0]
+
+    def history(self, *sequences: list[int], salt: int = 7) -> None:
+        """Finished sequences, one after another in slot 3."""
+        for tokens in sequences:
+            generation = 1 + max((g for slot, g in self.lengths if slot == 3), default=0)
+            self(3, tokens, generation=generation, salt=salt, max_nodes=1)
+
+
+def test_own_text_is_continued() -> None:
+    feed = Feed(make_drafter())
+    # 0.6 x 0.62 x 0.63 x 0.64 x 0.66 is above the least weight; x 0.7 is below.
+    assert feed(0, [1, 2, 3, 4, 5, 6, 1, 2, 3]) == ([3, 4, 5, 6, 1, 2], [-1, 0, 1, 2, 3, 4])
+
+
+def test_own_text_that_repeats_is_continued_beyond_its_end() -> None:
+    feed = Feed(make_drafter())
+    assert feed(0, [1, 2, 1, 2, 1, 2, 1, 2], max_nodes=6) == ([2, 1, 2, 1, 2, 1], [-1, 0, 1, 2, 3, 4])
+
+
+def test_a_draft_runs_on_past_the_depth_of_the_trie() -> None:
+    feed = Feed(make_drafter(max_match_window_size=2, min_match_window_size=2))
+    feed.history([1, 2, 3, 4, 5, 6, 7])
+    # Depth 3: 3 ends the window (1, 2, 3), then its suffix (2, 3) goes on, and so forth.
+    assert feed(0, [1, 2]) == ([2, 3, 4, 5], [-1, 0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("order", "max_breadth", "expected"),
+    [
+        ("recency", 10, ([2, 4, 3], [-1, 0, 0])),
+        ("frequency", 10, ([2, 3, 4], [-1, 0, 0])),
+        ("recency", 1, ([2, 4], [-1, 0])),
+        ("frequency", 1, ([2, 3], [-1, 0])),
+    ],
+)
+def test_order_and_breadth(order: Literal["recency", "frequency"], max_breadth: int, expected: Tree) -> None:
+    feed = Feed(make_drafter(order=order, max_bfs_breadth=max_breadth))
+    feed.history([1, 2, 3], [1, 2, 3], [1, 2, 4])
+    assert feed(0, [1, 2]) == expected
+
+
+@pytest.mark.parametrize(("order", "first"), [("recency", 4), ("frequency", 3)])
+def test_order_within_the_own_text(order: Literal["recency", "frequency"], first: int) -> None:
+    feed = Feed(make_drafter(order=order))
+    tokens, _ = feed(0, [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2])
+    assert tokens[1] == first
+
+
+@pytest.mark.parametrize(
+    ("max_breadth", "expected"),
+    [(1, ([4, 8], [-1, 0])), (2, ([4, 8, 5, 7, 6], [-1, 0, 0, 2, 2])), (10, ([4, 8, 5, 7, 6], [-1, 0, 0, 2, 2]))],
+)
+def test_branches_below_the_root(max_breadth: int, expected: Tree) -> None:
+    feed = Feed(make_drafter(max_match_window_size=4, max_bfs_breadth=max_breadth))
+    feed.history([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 8])
+    # 8 and 5: half of 0.62 each; 5 7 and 5 6: half of 0.62 x 0.31.
+    assert feed(0, [1, 2, 3, 4]) == expected
+
+
+def test_own_text_ranks_before_later_history() -> None:
+    feed = Feed(make_drafter())
+    feed(0, [1, 2, 3, 5, 1, 2], max_nodes=1)
+    feed.history([8, 1, 2, 3, 9])
+    # 5: 0.6; 5 1: 0.372; 5 1 2: 0.234; 5 1 2 3: 0.15; 9: half of 0.4 x 0.6.
+    assert feed(0, [3], max_nodes=6) == ([3, 5, 1, 2, 3, 9], [-1, 0, 1, 2, 3, 0])
+
+
+def test_a_longer_match_ranks_before_a_shorter_one() -> None:
+    feed = Feed(make_drafter())
+    feed.history([1, 2, 3, 4], [9, 3, 5])
+    # (1, 2, 3) -> 4 with 0.6, though (3,) -> 5 is later; 5 is left with 0.4 x 0.45 x ... and falls away.
+    assert feed(0, [1, 2, 3]) == ([3, 4], [-1, 0])
+
+
+def test_one_token_of_context_drafts_little() -> None:
+    feed = Feed(make_drafter())
+    feed.history([5, 6, 7, 8, 9])
+    assert feed(0, [5]) == ([5, 6, 7], [-1, 0, 1])
+
+
+def test_min_match_window() -> None:
+    feed = Feed(make_drafter(min_match_window_size=3))
+    feed.history([5, 6, 7, 8])
+    assert feed(0, [5, 6]) == ([6], ROOT)
+    assert feed(0, [7]) == ([7, 8], [-1, 0])
+
+
+def test_one_token_windows() -> None:
+    feed = Feed(make_drafter(max_match_window_size=1))
+    assert feed(0, [5, 6, 5]) == ([5, 6, 5], [-1, 0, 1])
+
+
+def test_no_match_is_a_root() -> None:
+    feed = Feed(make_drafter())
+    feed.history([1, 2, 3])
+    assert feed(0, [4, 5, 6]) == ([6], ROOT)
+
+
+def test_a_row_that_wants_one_node_only_learns() -> None:
+    feed = Feed(make_drafter())
+    assert feed(0, [1, 2, 3, 1, 2], max_nodes=1) == ([2], ROOT)
+    assert feed(1, [1, 2])[0][:2] == [2, 3]
+
+
+def test_no_new_tokens_draft_the_same_again() -> None:
+    feed = Feed(make_drafter())
+    tree = feed(0, [1, 2, 3, 4, 1, 2])
+    assert feed(0, []) == tree != ([2], ROOT)
+
+
+def test_empty_batch_and_unknown_slot() -> None:
+    drafter = make_drafter()
+    assert drafter.draft(draft_request([])).node_starts.tolist() == [0]
+    batch = drafter.draft(draft_request([[], [1, 2, 1], [3]], slots=[0, 99, -5], lengths=[5, 3, 1]))
+    assert batch.node_starts.tolist() == [0, 1, 2, 3]
+    assert drafter.gauges()["ngram_nodes"] == 0
+
+
+def test_rows_of_one_batch_learn_from_each_other() -> None:
+    drafter = make_drafter()
+    batch = drafter.draft(draft_request([[1, 2], [1, 2, 3]], salts=[7, 7]))
+    assert trees_of(batch)[0] == ([2, 3], [-1, 0])
+
+
+def test_a_salt_sees_nothing_of_another() -> None:
+    # Equal halves, and the key of a node ("token 2 below node 2") as a salt.
+    salts = [0, 1, 1 << 32, (1 << 32) + 1, (2 << 32) + 2, 2**64 - 1, 2**63]
+    feed = Feed(make_drafter())
+    for other, salt in enumerate(salts):
+        feed.history([1, 2, 3 + other, 20 + other], salt=salt)
+    for generation, salt in enumerate(salts):
+        expected = [2, 3 + generation, 20 + generation]
+        assert feed(0, [1, 2], generation=generation, salt=salt) == (expected, [-1, 0, 1])
+    assert feed(1, [1, 2], salt=5) == ([2], ROOT)
+
+
+def test_a_slot_that_changes_its_salt_forgets() -> None:
+    feed = Feed(make_drafter())
+    feed(0, [1, 2, 3, 4], salt=7)
+    assert feed(0, [1, 2], salt=8) == ([2], ROOT)
+    # Nor was (3, 4) -> 1 learnt.
+    assert feed(1, [3, 4], salt=7) == ([4], ROOT)
+
+
+def test_a_new_generation_forgets_the_own_text_and_keeps_the_history() -> None:
+    feed = Feed(make_drafter(min_match_window_size=2))
+    feed(0, [1, 2, 3, 4])
+    assert feed(0, [5], generation=2) == ([5], ROOT)
+    assert feed(0, [1, 2], generation=2) == ([2, 3, 4], [-1, 0, 1])
+    assert feed(1, [4, 5]) == ([5], ROOT)
+
+
+def test_release_forgets_the_own_text() -> None:
+    feed = Feed(make_drafter())
+    feed(0, [1, 2, 3, 4])
+    feed.drafter.release([0, 99, -1])
+    # A release of another slot's text would show here too: 4 -> 1 is not learnt.
+    feed(0, [1])
+    assert feed(1, [3, 4]) == ([4], ROOT)
+
+
+def test_missed_tokens_are_not_linked_across() -> None:
+    feed = Feed(make_drafter())
+    feed(0, [1, 2, 3])
+    # The own text goes on after (1, 2) with 3, and there it ends.
+    assert feed(0, [1, 2], missed=5) == ([2, 3], [-1, 0])
+    assert feed(1, [2, 3]) == ([3], ROOT)
+
+
+def test_attached_in_the_middle_of_a_sequence() -> None:
+    feed = Feed(make_drafter())
+    assert feed(0, [1, 2, 3, 1, 2], missed=50)[0][:2] == [2, 3]
+
+
+def test_tokens_outside_of_the_vocabulary_are_not_learnt() -> None:
+    feed = Feed(make_drafter())
+    assert feed(0, [1, 2, VOCAB_SIZE, 3, 1, 2]) == ([2], ROOT)
+    assert feed(0, [-7]) == ([-7], ROOT)
+    assert feed(1, [2]) == ([2], ROOT)
+
+
+def test_sequences_longer_than_announced_start_again() -> None:
+    feed = Feed(make_drafter())
+    tokens = [i % 90 for i in range(3 * TARGET.max_model_len)]
+    assert feed(0, tokens)[0][1] == (tokens[-1] + 1) % 90
+
+
+def test_attach_keeps_the_history_of_the_same_target_only() -> None:
+    drafter = make_drafter()
+    Feed(drafter)(0, [1, 2, 3, 4])
+    drafter.attach(TARGET)
+    assert Feed(drafter)(0, [1, 2]) == ([2, 3, 4], [-1, 0, 1])
+    drafter.attach(TargetInfo("other", VOCAB_SIZE, 200, 4, 32))
+    assert drafter.gauges()["ngram_nodes"] == 0
+    assert Feed(drafter)(0, [1, 2]) == ([2], ROOT)
+
+
+def test_attach_refuses_a_target_without_slots() -> None:
+    with pytest.raises(PreconditionError):
+        make_drafter().attach(TargetInfo("m", VOCAB_SIZE, 200, 0, 32))
+
+
+def test_read_only_columns() -> None:
+    request = draft_request([[1, 2, 3, 1, 2]])
+    for name in request.__slots__[2:]:
+        getattr(request, name).setflags(write=False)
+    assert trees_of(make_drafter().draft(request))[0][0][:2] == [2, 3]
+
+
+def test_gauges() -> None:
+    feed = Feed(make_drafter(capacity=2000))
+    feed(0, [1, 2, 3, 1, 2])
+    # Windows of 1, 2, 3, 4 and 5 tokens: 3 + 3 + 3 + 2 + 1; and the root.
+    expected = {"ngram_nodes": 13, "ngram_capacity": 2000, "ngram_evictions": 0, "ngram_rows": 1}
+    assert feed.drafter.gauges() == expected | {"ngram_drafted_rows": 1}
+
+
+def test_a_full_trie_forgets_the_oldest() -> None:
+    feed = Feed(make_drafter(capacity=1024, max_match_window_size=3))
+    random = np.random.default_rng(0)
+    feed.history([1, 2, 3, 4])
+    for _ in range(30):
+        feed.history([*random.integers(10, VOCAB_SIZE, 40).tolist()])
+    feed.history([5, 6, 7, 8])
+    gauges = feed.drafter.gauges()
+    assert gauges["ngram_evictions"] > 1000 and 1000 < gauges["ngram_nodes"] <= 1024
+    assert feed(0, [5, 6, 7]) == ([7, 8], [-1, 0])
+    assert feed(1, [1, 2, 3]) == ([3], ROOT)
+
+
+def test_what_is_used_again_is_not_evicted() -> None:
+    feed = Feed(make_drafter(capacity=1024, max_match_window_size=3))
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        feed.history([1, 2, 3, 4], [*random.integers(10, VOCAB_SIZE, 40).tolist()])
+    assert feed.drafter.gauges()["ngram_evictions"] > 1000
+    assert feed(0, [1, 2, 3]) == ([3, 4], [-1, 0])
+
+
+NGRAM_SETTINGS = st.builds(
+    lambda windows, breadths, order: NgramSettings(
+        capacity=20_000,
+        min_match_window_size=min(windows),
+        max_match_window_size=max(windows),
+        min_bfs_breadth=min(breadths),
+        max_bfs_breadth=max(breadths),
+        order=order,
+    ),
+    st.tuples(st.integers(1, 6), st.integers(1, 12)),
+    st.tuples(st.integers(1, 3), st.integers(1, 10)),
+    st.sampled_from(["recency", "frequency"]),
+)
+ROWS = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # slot
+        st.integers(0, 9),  # 0: a new generation; 1: tokens were missed
+        st.integers(1, 2),  # salt of a new generation
+        st.lists(st.integers(0, 3) | st.integers(-1, 8), max_size=12),
+        st.integers(1, 32),  # max_nodes
+    ),
+    max_size=40,
+)
+
+
+@given(NGRAM_SETTINGS, ROWS)
+@settings(max_examples=200, deadline=None)
+def test_trees_equal_those_of_the_reference(
+    config: NgramSettings, rows: list[tuple[int, int, int, list[int], int]]
+) -> None:
+    vocab_size = 8
+    drafter, reference = NgramDrafter(config), ReferenceNgram(config, vocab_size)
+    drafter.attach(TargetInfo("m", vocab_size, 600, 3, 32))
+    state = dict.fromkeys(range(3), (0, 1, 0))
+    for slot, event, salt, tokens, max_nodes in rows:
+        generation, old_salt, length = state[slot]
+        if event == 0:
+            generation, old_salt, length = generation + 1, salt, 0
+        length += len(tokens) + (event == 1)
+        state[slot] = generation, old_salt, length
+        batch = drafter.draft(
+            draft_request(
+                [tokens],
+                slots=[slot],
+                generations=[generation],
+                salts=[old_salt],
+                lengths=[length],
+                max_nodes=[max_nodes],
+            )
+        )
+        reference.learn(slot, generation, old_salt, length, tokens)
+        assert trees_of(batch) == [reference.draft(slot, max_nodes)]
+        last = reference.sequences[slot].last
+        if 0 <= last < vocab_size:
+            assert batch.tree(0).is_valid(last, vocab_size, max_nodes)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.lists(st.integers(1, 8), max_size=40), st.data())
+@settings(max_examples=100, deadline=None)
+def test_tokens_in_pieces_are_learnt_as_in_one(tokens: list[int], pieces: list[int], data: st.DataObject) -> None:
+    whole, parts = Feed(make_drafter()), Feed(make_drafter())
+    tree = whole(0, tokens)
+    left = tokens
+    for piece in pieces:
+        if piece < len(left):
+            parts(0, left[:piece])
+            left = left[piece:]
+    assert parts(0, left) == tree
+    assert parts.drafter.gauges()["ngram_nodes"] == whole.drafter.gauges()["ngram_nodes"]
+    probe = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+    assert parts(1, probe) == whole(1, probe)

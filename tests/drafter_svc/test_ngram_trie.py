@@ -1,0 +1,191 @@
+"""The trie's arrays against the set of windows that must be in them, at capacities where eviction never rests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter_svc.ngram_sequences import new_sequences
+from drafter_svc.ngram_tree import compile_draft_batch, new_scratch
+from drafter_svc.ngram_trie import (
+    CHAIN,
+    CHILD,
+    FREE,
+    NEXT,
+    NEXT_STAMP,
+    NUM_BUCKETS,
+    NUM_CREATED,
+    NUM_EVICTIONS,
+    NUM_NODES,
+    OLDEST_STAMP,
+    PARENT,
+    PREVIOUS,
+    ROOT,
+    TOKEN,
+    new_trie,
+)
+
+NUM_SLOTS = 3
+VOCAB_SIZE = 50
+# A salt and a window of its text.
+Key = tuple[int, tuple[int, ...]]
+
+
+@dataclass
+class Harness:
+    """A trie of any capacity, fed through the compiled batch, and the text of each path that was started."""
+
+    capacity: int
+    window: int
+    first_stamp: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
+    texts: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    # Stamp of a path to (slot's text, place in it).
+    paths: list[tuple[int, list[int], int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        depth = self.window + 1
+        self.trie = new_trie(self.capacity)
+        self.trie.counters[NEXT_STAMP] = self.trie.counters[OLDEST_STAMP] = self.first_stamp
+        self.sequences = new_sequences(NUM_SLOTS, 4096, depth)
+        self.scratch = new_scratch(16, 4, depth)
+        self.options = np.array([VOCAB_SIZE, 1, self.window, 1, 4, 0], np.int64)
+
+    def feed(self, slot: int, generation: int, salt: int, tokens: list[int]) -> list[int]:
+        """The tokens of the tree drafted after ``tokens``."""
+        if self.texts.get(slot, (0, []))[0] != generation:
+            self.texts[slot], self.lengths[slot] = (generation, []), 0
+        text = self.texts[slot][1]
+        for token in tokens:
+            self.paths.append((salt, text, len(text)))
+            text.append(token)
+        self.lengths[slot] += len(tokens)
+        node_starts, tree, parents = np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(16, np.int32)
+        compile_draft_batch()(
+            self.trie,
+            self.sequences,
+            self.scratch,
+            self.options,
+            np.array([[slot, generation, self.lengths[slot], 16, salt]], np.int64),
+            np.array([0, len(tokens)], np.int32),
+            np.array(tokens, np.int32),
+            node_starts,
+            tree,
+            parents,
+        )
+        return [int(token) for token in tree[: node_starts[1]]]
+
+    def expected(self) -> set[Key]:
+        """All beginnings of the paths that have not been popped, the roots included."""
+        alive = self.paths[int(self.trie.counters[OLDEST_STAMP]) - self.first_stamp :]
+        return {
+            (salt, tuple(text[start : start + size]))
+            for salt, text, start in alive
+            for size in range(min(self.window + 1, len(text) - start) + 1)
+        }
+
+    def nodes(self) -> dict[int, Key]:
+        """All nodes that the hash table reaches, with the windows that their parents spell."""
+        nodes = self.trie.nodes
+        found = []
+        for node in self.trie.buckets[: self.trie.counters[NUM_BUCKETS]].tolist():
+            while node != 0:
+                found.append(node)
+                node = int(nodes[node, CHAIN])
+        assert len(found) == len(set(found))
+        keys: dict[int, Key] = {}
+        for node in found:
+            window: list[int] = []
+            at = node
+            while nodes[at, TOKEN] != ROOT:
+                window.insert(0, int(nodes[at, TOKEN]))
+                at = int(nodes[at, PARENT])
+            keys[node] = int(nodes[at, NEXT]) & 0xFFFFFFFF | int(nodes[at, PREVIOUS]) << 32, tuple(window)
+        return keys
+
+    def check(self) -> None:
+        nodes, counters = self.trie.nodes, self.trie.counters
+        keys = self.nodes()
+        by_key = {key: node for node, key in keys.items()}
+        assert set(by_key) == self.expected() and len(by_key) == len(keys)
+        assert counters[NUM_NODES] == len(keys) <= self.capacity
+        assert counters[NEXT_STAMP] - self.first_stamp == len(self.paths)
+        assert counters[NEXT_STAMP] - counters[OLDEST_STAMP] <= self.capacity
+        free, num_free = int(counters[FREE]), 0
+        while free != 0:
+            assert free not in keys
+            free, num_free = int(nodes[free, CHAIN]), num_free + 1
+        assert num_free + len(keys) == counters[NUM_CREATED]
+        for node, (salt, window) in keys.items():
+            if len(window) == self.window + 1:
+                assert nodes[node, CHILD] == by_key[salt, window[1:]]
+                continue
+            children, before, child = set(), 0, int(nodes[node, CHILD])
+            while child != 0:
+                assert nodes[child, PREVIOUS] == before
+                children.add(keys[child])
+                before, child = child, int(nodes[child, NEXT])
+            assert children == {key for key in by_key if key[0] == salt and key[1][:-1] == window and key[1]}
+
+
+@given(
+    capacity=st.integers(1, 120),
+    window=st.integers(1, 5),
+    first_stamp=st.sampled_from([0, 2**31 - 30, 2**32 - 30]),
+    steps=st.lists(
+        st.tuples(st.integers(0, NUM_SLOTS - 1), st.booleans(), st.lists(st.integers(0, 5), max_size=10)), max_size=30
+    ),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_trie_holds_the_latest_paths_and_nothing_else(
+    capacity: int, window: int, first_stamp: int, steps: list[tuple[int, bool, list[int]]]
+) -> None:
+    harness = Harness(capacity, window, first_stamp)
+    generations = dict.fromkeys(range(NUM_SLOTS), 1)
+    for slot, new_sequence, tokens in steps:
+        generations[slot] += new_sequence
+        salt = [3, 3, 3 + (1 << 32)][(slot + generations[slot]) % 3]
+        harness.feed(slot, generations[slot], salt, tokens)
+        harness.check()
+
+
+def test_eviction_frees_no_more_than_it_must() -> None:
+    harness = Harness(capacity=500, window=4)
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 3000).tolist()
+    for start in range(0, len(tokens), 3):
+        harness.feed(0, 1, 9, tokens[start : start + 3])
+        if start > 300:
+            # The oldest path holds at most its own five nodes.
+            assert harness.trie.counters[NUM_NODES] > 500 - 5
+    harness.check()
+    assert harness.trie.counters[NUM_EVICTIONS] > 10_000
+
+
+def test_text_that_is_always_the_same_does_not_overflow_the_paths() -> None:
+    harness = Harness(capacity=50, window=3)
+    for _ in range(100):
+        harness.feed(0, 1, 9, [7, 8, 7])
+    harness.check()
+    assert harness.trie.counters[NUM_EVICTIONS] == 0
+    assert harness.feed(1, 1, 9, [8, 7])[1:3] == [7, 8]
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 7])
+def test_a_trie_smaller_than_one_path(capacity: int) -> None:
+    harness = Harness(capacity, window=8)
+    for step in range(50):
+        assert harness.feed(step % 2, 1 + step // 10, 9, [1, 2, 3, 4, step % VOCAB_SIZE])[0] == step % VOCAB_SIZE
+        harness.check()
+
+
+def test_many_salts_do_not_outlive_their_paths() -> None:
+    harness = Harness(capacity=200, window=3)
+    for salt in range(1000):
+        harness.feed(0, salt + 1, salt, [1, 2, 3, 4, 5])
+    harness.check()
+    assert harness.feed(1, 1, 999, [1, 2, 3])[1:] == [4, 5]
+    assert harness.feed(2, 1, 0, [1, 2, 3]) == [3]
