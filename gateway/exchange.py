@@ -43,8 +43,11 @@ class Exchange(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A request ends within its timeout; a client that has not read its answer in twice that time is gone.
+        patience_s = 2 * self._core.settings.request_timeout_s
         try:
             async with (
+                asyncio.timeout(patience_s),
                 self._core.generate(self._request, api=self._api, client_id=self._client_id) as generation,
                 _watch(generation, receive),
             ):
@@ -52,7 +55,7 @@ class Exchange(Response):
                     await self._send_events(generation, send)
                 else:
                     await self._send_whole(generation, send)
-        except ClientGoneError:
+        except (ClientGoneError, TimeoutError):
             return
         except ForetokenError:
             if not self._started:
@@ -94,12 +97,8 @@ class Exchange(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        """Returns when the client has taken most of what was sent. One that takes nothing for long is gone."""
-        try:
-            async with asyncio.timeout(self._core.settings.request_timeout_s):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise ClientGoneError from None
+        """Returns when the client has taken most of what was sent."""
+        await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 def _error_event(error: Exception) -> bytes:

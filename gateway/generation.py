@@ -107,6 +107,8 @@ class Output:
         self._on_change = on_change
         self._on_step = on_step
         self._delta = Delta(index)
+        # The delta's text in pieces: a reader may let thousands of them gather.
+        self._pieces: list[str] = []
 
     @property
     def ended(self) -> bool:
@@ -116,6 +118,8 @@ class Output:
     def take(self) -> Delta:
         """What is new since the last call."""
         delta, self._delta = self._delta, Delta(self.index)
+        delta.text = "".join(self._pieces)
+        self._pieces.clear()
         return delta
 
     def on_tokens(
@@ -130,7 +134,7 @@ class Output:
         delta = self._delta
         delta.prompt_logprobs.extend(prompt_logprobs)
         text, kept = self._to_text(token_ids)
-        delta.text += text
+        self._pieces.append(text)
         delta.token_ids += token_ids[:kept]
         delta.sources += sources[:kept]
         delta.logprobs += logprobs[:kept]
@@ -182,7 +186,7 @@ class Output:
         if self._matcher is not None:
             text = self._matcher.feed(text, honour=len(self.token_ids) >= self.spec.sampling.min_tokens)
             text += self._matcher.flush()
-        self._delta.text += text
+        self._pieces.append(text)
 
     def _note_time(self, num_tokens: int) -> None:
         now = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 
 import grpc
 
@@ -18,6 +18,9 @@ from gateway.messages import FinishReason, SpeculationStats, TokenLogprobs
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = "foretoken.gateway.v1.GatewayService"
+# Clients refuse messages beyond 4 MiB by default. 1024 tokens with 20 logprobs each are 0.3 MB, the text 1 MB at most.
+MAX_CHUNK_TOKENS = 1024
+MAX_CHUNK_CHARS = 1 << 18
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -40,9 +43,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         try:
             generation_request = await self._read(request, context)
             name = request.request_id or generation_request.id
-            async with self._core.generate(
-                generation_request, api="grpc", client_id=request.request_id
-            ) as generation:
+            async with self._core.generate(generation_request, api="grpc", client_id=request.request_id) as generation:
                 while not generation.done:
                     for delta in await generation.wait():
                         started = True
@@ -105,25 +106,32 @@ def _timeout_ms(context: Context, most: int) -> int:
 
 
 def _responses(output: Output, delta: Delta, name: str) -> list[gateway_pb2.GenerateResponse]:
-    responses = []
-    if delta.token_ids or delta.text or delta.prompt_logprobs:
-        responses.append(gateway_pb2.GenerateResponse(chunk=_chunk(output, delta)))
+    responses = [gateway_pb2.GenerateResponse(chunk=chunk) for chunk in _chunks(output, delta)]
     if delta.finished:
         responses.append(gateway_pb2.GenerateResponse(complete=_complete(output, name)))
     return responses
 
 
-def _chunk(output: Output, delta: Delta) -> gateway_pb2.Chunk:
-    return gateway_pb2.Chunk(
-        choice_index=output.index,
-        offset=len(output.token_ids) - len(delta.token_ids),
-        token_ids=delta.token_ids,
-        text=delta.text,
-        logprobs=_logprobs(delta.logprobs),
-        sources=delta.sources,
-        num_output_tokens=len(output.token_ids),
-        prompt_logprobs=_logprobs(delta.prompt_logprobs),
-    )
+def _chunks(output: Output, delta: Delta) -> Iterator[gateway_pb2.Chunk]:
+    """One chunk, or several where a slow reader let so much gather that a client would refuse the message."""
+    first = len(output.token_ids) - len(delta.token_ids)
+    num_entries = max(len(delta.token_ids), len(delta.prompt_logprobs))
+    count = max(-(-num_entries // MAX_CHUNK_TOKENS), -(-len(delta.text) // MAX_CHUNK_CHARS))
+    for number in range(count):
+        tokens = slice(number * MAX_CHUNK_TOKENS, (number + 1) * MAX_CHUNK_TOKENS)
+        text = slice(number * MAX_CHUNK_CHARS, (number + 1) * MAX_CHUNK_CHARS)
+        token_ids = delta.token_ids[tokens]
+        offset = first + min(tokens.start, len(delta.token_ids))
+        yield gateway_pb2.Chunk(
+            choice_index=output.index,
+            offset=offset,
+            token_ids=token_ids,
+            text=delta.text[text],
+            logprobs=_logprobs(delta.logprobs[tokens]),
+            sources=delta.sources[tokens],
+            num_output_tokens=offset + len(token_ids),
+            prompt_logprobs=_logprobs(delta.prompt_logprobs[tokens]),
+        )
 
 
 def _complete(output: Output, request_id: str) -> gateway_pb2.Complete:

@@ -24,6 +24,7 @@ from foretoken.limits import MAX_BODY_BYTES, MAX_REQUEST_ID_CHARS
 from gateway.fields import Fields, parse_object
 
 BODY_TIMEOUT_S = 60.0
+MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
 COMPONENTS = "#/components/schemas/"
 RETRY_AFTER_S = 1
 # OpenAI's words where there are any.
@@ -45,26 +46,38 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class BodyTooLargeError(InvalidRequestError):
-    """A body beyond MAX_BODY_BYTES; what is left of it is not read."""
+    """A body beyond MAX_BODY_BYTES."""
 
     http_status = 413
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object in the body, whatever its content type says. Reads MAX_BODY_BYTES at most."""
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
-    body = bytearray()
+    """The JSON object in the body, whatever its content type says. Holds MAX_BODY_BYTES at most.
+
+    A body somewhat beyond that is read to its end and thrown away: closing the connection while the client still
+    sends would lose it the answer.
+    """
+    body, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
-                    raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
+            if _content_length(request) <= MAX_DISCARDED_BYTES:
+                async for part in request.stream():
+                    size += len(part)
+                    if size <= MAX_BODY_BYTES:
+                        body += part
+                    if size > MAX_DISCARDED_BYTES:
+                        break
     except TimeoutError:
         raise InvalidRequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    if max(size, _content_length(request)) > MAX_BODY_BYTES:
+        raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
     return parse_object(bytes(body))
+
+
+def _content_length(request: Request) -> int:
+    """As announced; 0 if it is not."""
+    text = request.headers.get("content-length", "")
+    return int(text) if text.isdigit() and len(text) < 20 else 0
 
 
 def new_id(prefix: str) -> str:

@@ -112,9 +112,7 @@ class GatewayMetrics:
         counter("step_time_us", "Microseconds in steps, by phase.", self._step_times)
         counter("spec_decode_num_drafts", "Drafts verified.", self._per_drafter(lambda d: d.num_drafts))
         counter("spec_decode_num_draft_tokens", "Tokens drafted.", self._per_drafter(lambda d: d.num_draft_tokens))
-        counter(
-            "spec_decode_num_accepted_tokens", "Accepted ones.", self._per_drafter(lambda d: d.num_accepted_tokens)
-        )
+        counter("spec_decode_num_accepted_tokens", "Accepted ones.", self._per_drafter(lambda d: d.num_accepted_tokens))
         counter("spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by depth.", self._per_position)
         counter(
             "spec_decode_num_rejected_drafts",

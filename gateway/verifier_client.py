@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,18 +84,19 @@ class VerifierClient:
         """Keep a session until cancelled. Breaks are retried for ever, with at most a second in between."""
         backoff = FIRST_BACKOFF_S
         while True:
-            async with rpc.async_channel(self._address) as channel:
-                self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-                try:
+            was_up = False
+            try:
+                async with rpc.async_channel(self._address) as channel:
+                    self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
                     await self._session()
-                except UnavailableError as error:
-                    was_up = self.is_up
-                    await self._down(error.message)
-                    if was_up:
-                        backoff = FIRST_BACKOFF_S
-                except BaseException:
-                    await self._down("the gateway is stopping")
-                    raise
+            except UnavailableError as error:
+                was_up = self.is_up
+                await self._down(error.message)
+            except BaseException:
+                await self._down("the gateway is stopping")
+                raise
+            if was_up:
+                backoff = FIRST_BACKOFF_S
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF_S)
 
@@ -146,7 +147,8 @@ class VerifierClient:
     async def _session(self) -> None:
         """One session from connect to break. Always raises: UnavailableError when it breaks."""
         outgoing: asyncio.Queue[verifier_pb2.SessionRequest] = asyncio.Queue()
-        call = self._stub.Session(_drain(outgoing))
+        call = self._stub.Session()
+        writer = asyncio.create_task(_write(call, outgoing))
         watch = _SilenceWatch(call, CONNECT_TIMEOUT_S)
         try:
             async for response in call:
@@ -169,10 +171,13 @@ class VerifierClient:
         finally:
             watch.stop()
             call.cancel()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
         raise UnavailableError("the verifier ended the session")
 
     async def _down(self, reason: str) -> None:
-        was_up, self._reason, self._outgoing = self.is_up, reason, None
+        was_up, self._reason = self.is_up, reason
+        self._outgoing = self._stub = None
         self._up.clear()
         routes, self._routes = self._routes, {}
         for route in routes.values():
@@ -237,9 +242,10 @@ class VerifierClient:
             route.sink.on_error(ForetokenError(INTERNAL_ERROR))
 
 
-async def _drain(queue: asyncio.Queue[verifier_pb2.SessionRequest]) -> AsyncIterator[verifier_pb2.SessionRequest]:
+async def _write(call: Any, outgoing: asyncio.Queue[verifier_pb2.SessionRequest]) -> None:
+    """Send what is in the queue, in order. If the call breaks this ends; its reader learns the reason."""
     while True:
-        yield await queue.get()
+        await call.write(await outgoing.get())
 
 
 class _SilenceWatch:

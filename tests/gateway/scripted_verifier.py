@@ -1,0 +1,203 @@
+"""A VerifierService whose tokens are scripted by the test, behind a real gRPC server on a socket file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+
+import grpc
+
+from foretoken import rpc
+from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
+
+STOP = common_pb2.FINISH_REASON_STOP
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+ABORT = common_pb2.FINISH_REASON_ABORT
+
+
+class Player:
+    """One running sequence, as its script sees it."""
+
+    def __init__(self, sequence: verifier_pb2.Sequence, send: Callable[[verifier_pb2.SessionResponse], None]) -> None:
+        self.sequence = sequence
+        self.num_tokens = 0
+        self.aborted = asyncio.Event()
+        self._send = send
+
+    @property
+    def _key(self) -> dict[str, object]:
+        return {
+            "request_id": self.sequence.request_id,
+            "choice_index": self.sequence.choice_index,
+            "attempt": self.sequence.attempt,
+        }
+
+    def tokens(
+        self,
+        ids: Iterable[int],
+        sources: Iterable[int] | None = None,
+        logprobs: Iterable[common_pb2.TokenLogprobs] = (),
+        prompt_logprobs: Iterable[common_pb2.TokenLogprobs] = (),
+        offset: int | None = None,
+        attempt: int | None = None,
+    ) -> None:
+        """One step's tokens. By default the last one is the target's and the others are accepted drafts."""
+        ids = list(ids)
+        if sources is None:
+            sources = [1] * (len(ids) - 1) + [0]
+        message = verifier_pb2.Tokens(
+            **{**self._key, "attempt": self.sequence.attempt if attempt is None else attempt},
+            offset=self.num_tokens if offset is None else offset,
+            token_ids=ids,
+            sources=sources,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        if offset is None:
+            self.num_tokens += len(ids)
+        self._send(verifier_pb2.SessionResponse(tokens=[message]))
+
+    def finish(
+        self,
+        reason: int = LENGTH,
+        stats: common_pb2.SpeculationStats | None = None,
+        stop_token_id: int | None = None,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        finished = verifier_pb2.Finished(
+            **self._key,
+            reason=reason,
+            num_prompt_tokens=len(self.sequence.prompt_token_ids),
+            num_cached_tokens=num_cached_tokens,
+            num_output_tokens=self.num_tokens,
+            speculation=stats,
+            stop_token_id=stop_token_id,
+            queue_ms=1.5,
+            prefill_ms=2.5,
+        )
+        self._send(verifier_pb2.SessionResponse(finished=[finished]))
+
+    def error(self, code: grpc.StatusCode, message: str, field: str = "") -> None:
+        error = verifier_pb2.SequenceError(**self._key, code=code.value[0], message=message, field=field)
+        self._send(verifier_pb2.SessionResponse(errors=[error]))
+
+
+Script = Callable[[Player], Awaitable[None]]
+
+
+def steps(*runs: Iterable[int], reason: int = LENGTH, stats: common_pb2.SpeculationStats | None = None) -> Script:
+    """One message a run of tokens; then the end, or what an abort gets."""
+
+    async def play(player: Player) -> None:
+        for run in runs:
+            if player.aborted.is_set():
+                break
+            player.tokens(run)
+            # Messages of their own, as from engine steps.
+            await asyncio.sleep(0)
+        player.finish(ABORT if player.aborted.is_set() else reason, stats)
+
+    return play
+
+
+class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
+    """Plays ``script`` for every submitted sequence and records what came up the session."""
+
+    def __init__(self, vocab_size: int, max_model_len: int = 128) -> None:
+        self.script: Script = steps([1], [2])
+        self.submitted: list[verifier_pb2.Sequence] = []
+        self.aborts: list[verifier_pb2.Abort] = []
+        self.arrived = asyncio.Condition()
+        self.heartbeats = True
+        self.num_sessions = 0
+        self.info = verifier_pb2.GetInfoResponse(
+            version="test",
+            epoch=1,
+            model_name="scripted",
+            model_fingerprint="fp",
+            dtype="float32",
+            mode="strict",
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            num_blocks=10,
+            num_free_blocks=4,
+            num_running=3,
+            num_waiting=2,
+            num_preemptions=5,
+            num_plain_batch_steps=7,
+            drafters=[
+                verifier_pb2.DrafterState(
+                    name="ngram",
+                    algorithm="NGRAM",
+                    transport="shared-memory",
+                    state="attached",
+                    num_attaches=1,
+                    num_drafts=20,
+                    num_draft_tokens=60,
+                    num_accepted_tokens=30,
+                    accepted_per_position=[20, 10],
+                )
+            ],
+        )
+        self._players: dict[tuple[str, int], Player] = {}
+        self._calls: list[asyncio.Task[None]] = []
+
+    async def GetInfo(
+        self, request: verifier_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> verifier_pb2.GetInfoResponse:
+        return self.info
+
+    async def Session(
+        self, request_iterator: AsyncIterator[verifier_pb2.SessionRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[verifier_pb2.SessionResponse, None]:
+        self.num_sessions += 1
+        outgoing: asyncio.Queue[verifier_pb2.SessionResponse] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator, outgoing.put_nowait))
+        yield verifier_pb2.SessionResponse(started=verifier_pb2.SessionStarted(epoch=self.info.epoch))
+        try:
+            while True:
+                try:
+                    yield await asyncio.wait_for(outgoing.get(), 0.2)
+                except TimeoutError:
+                    if self.heartbeats:
+                        yield verifier_pb2.SessionResponse(heartbeat=verifier_pb2.Heartbeat())
+        finally:
+            reader.cancel()
+
+    async def _read(
+        self,
+        requests: AsyncIterator[verifier_pb2.SessionRequest],
+        send: Callable[[verifier_pb2.SessionResponse], None],
+    ) -> None:
+        async for request in requests:
+            if request.HasField("submit"):
+                player = Player(request.submit, send)
+                self._players[player.sequence.request_id, player.sequence.choice_index] = player
+                self.submitted.append(request.submit)
+                self._calls.append(asyncio.ensure_future(self.script(player)))
+            else:
+                self.aborts.append(request.abort)
+                self._players[request.abort.request_id, request.abort.choice_index].aborted.set()
+            async with self.arrived:
+                self.arrived.notify_all()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds; it is looked at whenever something came up the session."""
+        async with asyncio.timeout(20), self.arrived:
+            await self.arrived.wait_for(condition)
+
+
+@contextlib.asynccontextmanager
+async def serving(verifier: ScriptedVerifier, socket: Path) -> AsyncIterator[str]:
+    """The verifier behind a gRPC server; yields its address."""
+    server = rpc.async_server()
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server)
+    address = f"unix:{socket}"
+    rpc.bind(server, address)
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)

@@ -1,0 +1,177 @@
+"""The public gRPC API against a real server: streaming, errors as statuses, health, reflection."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from gateway.grpc_api import SERVICE_NAME
+from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
+from tests.gateway.conftest import LONG_TOKEN, Stack
+from tests.gateway.scripted_verifier import STOP, Player, steps
+
+pytestmark = pytest.mark.anyio
+STATS = common_pb2.SpeculationStats(num_decode_steps=3, num_accepted_tokens=2, acceptance_histogram=[1, 2])
+
+
+async def generate(stack: Stack, **fields: Any) -> list[gateway_pb2.GenerateResponse]:
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        return [response async for response in stub.Generate(gateway_pb2.GenerateRequest(**fields))]
+
+
+async def test_text_in_chunks_and_completions_out(stack: Stack) -> None:
+    stack.verifier.script = steps(stack.ids("hello"), stack.ids(" wor"), reason=STOP, stats=STATS)
+    responses = await generate(stack, text="def add", n=2, request_id="mine")
+    for index in (0, 1):
+        chunks = [r.chunk for r in responses if r.HasField("chunk") and r.chunk.choice_index == index]
+        assert "".join(chunk.text for chunk in chunks) == "hello wor"
+        ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        assert ids == stack.ids("hello") + stack.ids(" wor")
+        assert [chunk.offset for chunk in chunks] == [c.num_output_tokens - len(c.token_ids) for c in chunks]
+        assert all(len(chunk.sources) == len(chunk.token_ids) for chunk in chunks)
+    completes = [r.complete for r in responses if r.HasField("complete")]
+    assert [c.choice_index for c in completes] == [0, 1] and responses[-1].HasField("complete")
+    complete = completes[0]
+    assert (complete.reason, complete.request_id, complete.num_output_tokens) == (STOP, "mine", len(ids))
+    assert complete.speculation == STATS
+    assert complete.seed == stack.verifier.submitted[0].sampling.seed > 0
+    assert stack.verifier.submitted[0].sampling.max_tokens == 16
+
+
+async def test_ids_stop_strings_and_options(stack: Stack) -> None:
+    stack.verifier.script = steps(stack.ids("hello stop it"))
+    responses = await generate(
+        stack,
+        token_ids=gateway_pb2.TokenIds(ids=[5, 6]),
+        stop=["stop"],
+        sampling=common_pb2.SamplingParams(temperature=0, seed=0, max_tokens=50),
+        speculation=common_pb2.SpeculationOptions(max_draft_tokens=0),
+        cache_salt="s",
+        model="tiny",
+    )
+    assert "".join(r.chunk.text for r in responses) == "hello "
+    assert responses[-1].complete.stop == "stop"
+    assert responses[-1].complete.num_output_tokens < len(stack.ids("hello stop it"))
+    sequence = stack.verifier.submitted[0]
+    assert list(sequence.prompt_token_ids) == [5, 6]
+    assert (sequence.sampling.seed, sequence.sampling.temperature, sequence.cache_salt) == (0, 0, "s")
+    assert sequence.speculation.HasField("max_draft_tokens")
+
+
+BAD: list[tuple[grpc.StatusCode, str, dict[str, Any]]] = [
+    (grpc.StatusCode.NOT_FOUND, "model", {"text": "a", "model": "other"}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "prompt", {}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "text", {"text": ""}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "token_ids", {"token_ids": gateway_pb2.TokenIds(ids=[10**6])}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "token_ids", {"token_ids": gateway_pb2.TokenIds(ids=[1] * 128)}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "n", {"text": "a", "n": 17}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "n", {"text": "a", "n": 0}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "stop", {"text": "a", "stop": [""]}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "stop", {"text": "a", "stop": ["a"] * 5}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "request_id", {"text": "a", "request_id": "x" * 129}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "cache_salt", {"text": "a", "cache_salt": "x" * 257}),
+    (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "temperature",
+        {"text": "a", "sampling": common_pb2.SamplingParams(temperature=float("nan"))},
+    ),
+    (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "max_tokens",
+        {"text": "a", "sampling": common_pb2.SamplingParams(max_tokens=0)},
+    ),
+    (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "speculative.drafter",
+        {"text": "a", "speculation": common_pb2.SpeculationOptions(drafter="typo")},
+    ),
+]
+
+
+async def test_bad_requests_get_a_status_that_names_the_field(stack: Stack) -> None:
+    for code, field, fields in BAD:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stack, **fields)
+        metadata = dict(caught.value.trailing_metadata() or ())
+        assert (caught.value.code(), metadata.get("foretoken-field")) == (code, field), fields
+    assert not stack.verifier.submitted
+    assert await stack.metric("foretoken_admission_rejections_total", reason="not_found") == 1.0
+
+
+async def test_errors_of_the_verifier_are_statuses(stack: Stack) -> None:
+    async def play(player: Player) -> None:
+        player.error(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+    stack.verifier.script = play
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(stack, text="a")
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+
+async def test_cancelling_aborts_at_the_verifier(stack: Stack) -> None:
+    async def play(player: Player) -> None:
+        player.tokens([65])
+        await player.aborted.wait()
+
+    stack.verifier.script = play
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(gateway_pb2.GenerateRequest(text="a"))
+        await call.read()
+        call.cancel()
+        await stack.verifier.until(lambda: len(stack.verifier.aborts) == 1)
+    assert stack.gateway.client.num_sequences == 0
+
+
+async def test_the_callers_deadline_goes_on_to_the_verifier(stack: Stack) -> None:
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        async for _ in stub.Generate(gateway_pb2.GenerateRequest(text="a"), timeout=30):
+            pass
+    assert 0 < stack.verifier.submitted[0].timeout_ms <= 30_000
+
+
+async def test_model_health_and_reflection(stack: Stack) -> None:
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        model = await gateway_pb2_grpc.GatewayServiceStub(channel).GetModel(gateway_pb2.GetModelRequest())
+        assert (model.model, model.max_model_len, list(model.drafters)) == ("tiny", 128, ["ngram"])
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for name in ("", SERVICE_NAME):
+            answer = await check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for listed in stub.ServerReflectionInfo(iter([request])):
+            assert SERVICE_NAME in {service.name for service in listed.list_services_response.service}
+
+
+async def test_a_slow_reader_gets_merged_chunks(stack: Stack) -> None:
+    # More than all buffers on the way hold.
+    count = 10_000
+    (long_token,) = stack.ids(LONG_TOKEN)
+
+    async def play(player: Player) -> None:
+        for _ in range(count):
+            player.tokens([long_token])
+        player.finish(STOP)
+
+    stack.verifier.script = play
+    stack.verifier.info.max_model_len = 1_000_000
+    await stack.gateway.client.fetch_info()
+    request = gateway_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(max_tokens=count))
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request)
+        first = await call.read()
+        async with asyncio.timeout(20):
+            while stack.gateway.client.num_sequences:
+                assert (await stack.http.get("/health")).status_code == 200
+        chunks = [first.chunk]
+        while (response := await call.read()) is not grpc.aio.EOF:
+            chunks.append(response.chunk)
+    assert sum(len(chunk.token_ids) for chunk in chunks) == count
+    assert len(chunks) < count

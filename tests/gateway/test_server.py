@@ -1,0 +1,288 @@
+"""The process around the APIs: readiness, admission, disconnects, slow readers, drain, ports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from foretoken.errors import CheckpointError, ConfigError
+from gateway.config import GatewaySettings
+from gateway.server import Gateway, run
+from gateway.tokenizer import Tokenizer
+from tests.gateway.conftest import LONG_TOKEN, Stack, events, run_stack
+from tests.gateway.scripted_verifier import LENGTH, STOP, Player, ScriptedVerifier, serving, steps
+
+pytestmark = pytest.mark.anyio
+URL = "/v1/completions"
+
+
+async def until(stack: Stack, condition: object) -> None:
+    """Ask the gateway something until ``condition`` holds."""
+    async with asyncio.timeout(20):
+        while not condition():  # type: ignore[operator]
+            await stack.http.get("/health")
+
+
+async def test_not_ready_without_a_verifier(settings: GatewaySettings) -> None:
+    async with (
+        Gateway(settings),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}") as client,
+        grpc.aio.insecure_channel(f"127.0.0.1:{settings.grpc_port}") as channel,
+    ):
+        assert (await client.get("/health")).status_code == 200
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
+        for answer in (await client.get("/v1/models"), await client.post(URL, json={"prompt": "a"})):
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert (await client.get("/version")).json()["verifier"] is None
+        assert 'foretoken_verifier_up{model_name="tiny"} 0.0' in (await client.get("/metrics")).text
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_ready_and_version_show_drafters_and_transports(stack: Stack) -> None:
+    ready = await stack.http.get("/ready")
+    assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+    for body in (ready.json(), (await stack.http.get("/version")).json()):
+        (drafter,) = body["drafters"]
+        assert (drafter["name"], drafter["transport"], drafter["state"]) == ("ngram", "shared-memory", "attached")
+    models = (await stack.http.get("/v1/models")).json()
+    assert models["object"] == "list"
+    (model,) = models["data"]
+    assert (model["id"], model["object"], model["owned_by"], model["max_model_len"]) == (
+        "tiny",
+        "model",
+        "foretoken",
+        128,
+    )
+    assert (await stack.http.get("/v1/models/tiny")).json() == model
+    document = (await stack.http.get("/openapi.json")).json()
+    assert {"StreamOptions", "SpeculativeFields", "ChatMessage"} <= set(document["components"]["schemas"])
+    assert "#/components/schemas/SpeculativeFields" in json.dumps(document["paths"]["/generate"])
+
+
+async def test_metrics_hold_own_counts_and_the_verifiers(stack: Stack) -> None:
+    stack.verifier.script = steps([65, 66], [67], reason=STOP)
+    await stack.http.post(URL, json={"prompt": [5, 6, 7]})
+    expected = {
+        ("foretoken_prompt_tokens_total",): 3,
+        ("foretoken_generation_tokens_total",): 3,
+        ("foretoken_request_success_total", "finished_reason", "stop"): 1,
+        ("foretoken_time_to_first_token_seconds_count",): 1,
+        ("foretoken_inter_token_latency_seconds_count",): 1,
+        ("foretoken_e2e_request_latency_seconds_count",): 1,
+        ("foretoken_num_requests_running",): 3,
+        ("foretoken_num_requests_waiting",): 2,
+        ("foretoken_kv_cache_usage_perc",): 0.6,
+        ("foretoken_num_preemptions_total",): 5,
+        ("foretoken_plain_batch_steps_total",): 7,
+        ("foretoken_spec_decode_num_drafts_total", "drafter", "ngram"): 20,
+        ("foretoken_spec_decode_num_draft_tokens_total", "drafter", "ngram"): 60,
+        ("foretoken_spec_decode_num_accepted_tokens_total", "drafter", "ngram"): 30,
+        ("foretoken_spec_decode_num_accepted_tokens_per_pos_total", "position", "1"): 10,
+        ("foretoken_drafter_info", "transport", "shared-memory"): 1,
+    }
+    for (name, *label), value in expected.items():
+        assert await stack.metric(name, **dict([label] if label else [])) == pytest.approx(value), name
+
+
+async def test_a_disconnected_client_aborts_at_the_verifier(stack: Stack) -> None:
+    async def play(player: Player) -> None:
+        player.tokens([65])
+        await player.aborted.wait()
+
+    stack.verifier.script = play
+    for stream in (True, False):
+        stack.verifier.aborts.clear()
+        body = json.dumps({"prompt": "a", "stream": stream}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
+        writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (URL.encode(), len(body), body))
+        if stream:
+            await reader.readuntil(b"data: ")
+        else:
+            await stack.verifier.until(lambda: len(stack.verifier.submitted) == 2)
+        writer.close()
+        await stack.verifier.until(lambda: len(stack.verifier.aborts) == 1)
+        await until(stack, lambda: stack.gateway.core.admission.num_requests == 0)
+    assert await stack.metric("foretoken_request_failure_total", reason="cancelled") == 2.0
+
+
+async def test_a_reader_that_stops_reading_grows_nothing_and_stalls_nobody(stack: Stack) -> None:
+    # More than all buffers on the way hold.
+    count = 10_000
+    (long_token,) = stack.ids(LONG_TOKEN)
+
+    async def play(player: Player) -> None:
+        if len(player.sequence.prompt_token_ids) == 1:
+            for _ in range(count):
+                player.tokens([long_token])
+        player.finish(LENGTH)
+
+    stack.verifier.info.max_model_len = 100_000
+    await stack.gateway.client.fetch_info()
+    stack.verifier.script = play
+    body = json.dumps({"prompt": [5], "stream": True, "max_tokens": count}).encode()
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(slow, ("127.0.0.1", stack.settings.port))
+    await loop.sock_sendall(
+        slow, b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (URL.encode(), len(body), body)
+    )
+    parts = [await loop.sock_recv(slow, 10)]
+    # The verifier is done with the slow one and others are served, while most of it still waits to be read.
+    await until(stack, lambda: stack.verifier.submitted and not stack.gateway.client.num_sequences)
+    assert (await stack.http.post(URL, json={"prompt": [5, 6]})).status_code == 200
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    while not parts[-1].endswith(b"0\r\n\r\n"):
+        parts.append(await loop.sock_recv(slow, 1 << 20))
+    slow.close()
+    lines = b"".join(parts).decode().splitlines()
+    chunks = events("".join(line + "\n\n" for line in lines if line.startswith("data: ")))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == LONG_TOKEN * count
+    assert len(chunks) < count
+
+
+async def test_more_requests_than_allowed_get_429(
+    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    settings = settings.model_copy(update={"max_concurrent_requests": 2})
+    async for stack in run_stack(settings, tokenizer, tmp_path / "v.sock"):
+        release = asyncio.Event()
+
+        async def play(player: Player, release: asyncio.Event = release) -> None:
+            await release.wait()
+            player.finish(STOP)
+
+        stack.verifier.script = play
+        running = [asyncio.create_task(stack.http.post(URL, json={"prompt": "a"})) for _ in range(2)]
+        await stack.verifier.until(lambda stack=stack: len(stack.verifier.submitted) == 2)
+        answer = await stack.http.post(URL, json={"prompt": "a"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "queue_full"
+        release.set()
+        assert [(await task).status_code for task in running] == [200, 200]
+        assert (await stack.http.post(URL, json={"prompt": "a"})).status_code == 200
+
+
+async def test_a_verifier_that_goes_away_ends_streams_with_one_event(
+    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    verifier = ScriptedVerifier(tokenizer.vocab_size)
+
+    async def play(player: Player) -> None:
+        player.tokens([65])
+        await player.aborted.wait()
+
+    verifier.script = play
+    async with Gateway(settings) as gateway, httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}") as client:
+        async with serving(verifier, tmp_path / "v.sock"):
+            await gateway.client.wait_up()
+            request = client.build_request("POST", URL, json={"prompt": "a", "stream": True}, timeout=30)
+            answer = await client.send(request, stream=True)
+        text = (await answer.aread()).decode()
+        assert events(text)[-1]["error"]["type"] == "service_unavailable_error"
+        assert (await client.get("/ready")).status_code == 503
+        # It comes back, and so does the gateway.
+        verifier.script = steps([65], reason=STOP)
+        async with serving(verifier, tmp_path / "v.sock"):
+            await gateway.client.wait_up()
+            assert (await client.post(URL, json={"prompt": "a"})).status_code == 200
+
+
+async def test_drain_lets_streams_finish_and_takes_no_new_ones(stack: Stack) -> None:
+    release = asyncio.Event()
+
+    async def play(player: Player) -> None:
+        player.tokens([65])
+        await release.wait()
+        player.tokens([66])
+        player.finish(STOP)
+
+    stack.verifier.script = play
+    running = asyncio.create_task(stack.http.post(URL, json={"prompt": "a", "stream": True}))
+    await stack.verifier.until(lambda: len(stack.verifier.submitted) == 1)
+    drained = asyncio.create_task(stack.gateway._drain())
+    await until(stack, lambda: stack.gateway.core.admission.draining)
+    ready = await stack.http.get("/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+    refused = await stack.http.post(URL, json={"prompt": "a"})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert (await stack.http.get("/health")).status_code == 200
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert not drained.done()
+    release.set()
+    await drained
+    chunks = events((await running).text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == stack.tokenizer.decode([65, 66])
+
+
+async def test_streams_beyond_the_drain_are_told_so(
+    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    async def play(player: Player) -> None:
+        player.tokens([65])
+        await player.aborted.wait()
+
+    settings = settings.model_copy(update={"drain_timeout_s": 0.0})
+    async for stack in run_stack(settings, tokenizer, tmp_path / "v.sock"):
+        stack.verifier.script = play
+        request = stack.http.build_request("POST", URL, json={"prompt": "a", "stream": True})
+        answer = await stack.http.send(request, stream=True)
+        await stack.gateway._drain()
+        last = events((await answer.aread()).decode())[-1]
+        assert last["error"]["message"] == "the server is shutting down"
+
+
+def test_ports_in_use_are_one_line(settings: GatewaySettings) -> None:
+    for port, flag in ((settings.port, "--port"), (settings.grpc_port, str(settings.grpc_port))):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
+            taken.listen()
+            with pytest.raises(ConfigError) as caught:
+                run(settings)
+        assert flag in str(caught.value) and "in use" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(settings: GatewaySettings, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        run(settings.model_copy(update={"model": tmp_path}))
+
+
+async def test_the_process_ends_cleanly_on_sigterm(settings: GatewaySettings, tmp_path: Path) -> None:
+    program = (
+        "from gateway.config import GatewaySettings; from gateway.server import run; "
+        f"run(GatewaySettings.model_validate_json({settings.model_dump_json()!r}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}") as client, asyncio.timeout(60):
+            while True:
+                try:
+                    assert (await client.get("/health")).status_code == 200
+                    break
+                except httpx.ConnectError:
+                    assert process.poll() is None
+                    await asyncio.sleep(0.05)
+        os.kill(process.pid, signal.SIGTERM)
+        _, errors = await asyncio.to_thread(process.communicate, timeout=30)
+        assert (process.returncode, errors) == (0, b"")
+    finally:
+        process.kill()
+        process.wait()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", settings.port))
