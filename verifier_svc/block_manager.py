@@ -3,6 +3,8 @@
 A block is *referenced* by one or more tables, *cached* (unreferenced, but its content has a known hash and may be
 found again), or *empty*. Free means unreferenced: empty blocks are handed out first, then the cached ones that were
 released longest ago. Only full blocks are hashed, hashed blocks are never written again, so sharing needs no copies.
+Sequences that compute the same tokens side by side leave several blocks of one content: all stay findable while they
+are referenced, so that the end of one does not hide what follows in another; unreferenced, one copy is enough.
 
 Predicates come before actions: ``can_reserve`` says whether ``reserve`` may be called.
 """
@@ -46,9 +48,9 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
         self._ref_counts = [0] * num_blocks
-        # Hash of each block that the cache may find, and the other way round.
+        # Hash of each block that the cache may find, and the other way round; several only if all are referenced.
         self._hashes: dict[int, bytes] = {}
-        self._block_of_hash: dict[bytes, int] = {}
+        self._blocks_of_hash: dict[bytes, list[int]] = {}
         # Unreferenced blocks: without content to find (last one first), and with it (longest released first).
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -76,9 +78,9 @@ class BlockManager:
         if self.enable_prefix_cache:
             for index in range((len(token_ids) - 1) // self.block_size):
                 chain_hash = self._chain(table.chain_hash, token_ids, index)
-                block_id = self._block_of_hash.get(chain_hash)
-                if block_id is None:
+                if chain_hash not in self._blocks_of_hash:
                     break
+                block_id = self._blocks_of_hash[chain_hash][0]
                 self._acquire(block_id)
                 table.block_ids.append(block_id)
                 table.chain_hash = chain_hash
@@ -117,12 +119,8 @@ class BlockManager:
             raise ValueError(f"{num_written} tokens cannot be in the table's blocks")
         while (table.num_hashed + 1) * self.block_size <= num_written:
             table.chain_hash = self._chain(table.chain_hash, token_ids, table.num_hashed)
-            block_id = table.block_ids[table.num_hashed]
+            self._make_findable(table.block_ids[table.num_hashed], table.chain_hash)
             table.num_hashed += 1
-            # A block with this content may exist already, if two sequences computed it side by side: it stays the one.
-            if table.chain_hash not in self._block_of_hash:
-                self._block_of_hash[table.chain_hash] = block_id
-                self._hashes[block_id] = table.chain_hash
 
     def free(self, table: BlockTable) -> None:
         """Give up the table and its references; a second time is an error. Hashed blocks stay findable."""
@@ -141,7 +139,10 @@ class BlockManager:
         assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
         assert referenced.isdisjoint(free), "a referenced block is free"
         assert len(referenced) + len(free) == self.num_blocks, "a block is lost"
-        assert {block_id: chain for chain, block_id in self._block_of_hash.items()} == self._hashes, "hashes disagree"
+        found = [(block_id, chain) for chain, block_ids in self._blocks_of_hash.items() for block_id in block_ids]
+        assert sorted(found) == sorted(self._hashes.items()), "hashes disagree"
+        copies = [block_ids for block_ids in self._blocks_of_hash.values() if len(block_ids) != 1]
+        assert all(block_ids and referenced.issuperset(block_ids) for block_ids in copies), "a free block has a copy"
         assert self._hashes.keys().isdisjoint(self._empty), "an empty block has a hash"
         assert self._hashes.keys() >= self._cached.keys(), "a cached block has no hash"
 
@@ -159,12 +160,30 @@ class BlockManager:
             del self._cached[block_id]
         self._ref_counts[block_id] += 1
 
+    def _make_findable(self, block_id: int, chain_hash: bytes) -> None:
+        """Enter a referenced block that is full now."""
+        block_ids = self._blocks_of_hash.setdefault(chain_hash, [])
+        if block_ids and self._ref_counts[block_ids[0]] == 0:
+            copy = block_ids[0]
+            del self._cached[copy], self._hashes[copy]
+            block_ids.clear()
+            self._empty.append(copy)
+        block_ids.append(block_id)
+        self._hashes[block_id] = chain_hash
+
+    def _forget(self, block_id: int) -> None:
+        """Make a block's content unfindable."""
+        chain_hash = self._hashes.pop(block_id)
+        self._blocks_of_hash[chain_hash].remove(block_id)
+        if not self._blocks_of_hash[chain_hash]:
+            del self._blocks_of_hash[chain_hash]
+
     def _take_free(self) -> int:
         if self._empty:
             block_id = self._empty.pop()
         else:
             block_id, _ = self._cached.popitem(last=False)
-            del self._block_of_hash[self._hashes.pop(block_id)]
+            self._forget(block_id)
         self._ref_counts[block_id] = 1
         return block_id
 
@@ -172,11 +191,14 @@ class BlockManager:
         if self._ref_counts[block_id] == 0:
             raise ValueError(f"block {block_id} is freed twice")
         self._ref_counts[block_id] -= 1
-        if self._ref_counts[block_id] == 0:
-            if block_id in self._hashes:
-                self._cached[block_id] = None
-            else:
-                self._empty.append(block_id)
+        if self._ref_counts[block_id]:
+            return
+        if block_id in self._hashes and len(self._blocks_of_hash[self._hashes[block_id]]) > 1:
+            self._forget(block_id)
+        if block_id in self._hashes:
+            self._cached[block_id] = None
+        else:
+            self._empty.append(block_id)
 
 
 def _check_in_use(table: BlockTable) -> None:

@@ -121,19 +121,47 @@ def test_a_block_that_grows_full_token_by_token_has_the_same_hash():
     assert num_found(manager, TEN) == 2
 
 
-def test_two_sequences_that_compute_the_same_block_keep_both_and_one_is_found():
-    manager = BlockManager(8, 4)
-    first = manager.match_prefix(TEN, None)
-    second = manager.match_prefix(TEN, None)
-    for table in (first, second):
+def side_by_side(manager: BlockManager) -> tuple[BlockTable, BlockTable]:
+    """Two tables of the same ten tokens, neither of which found anything of the other."""
+    tables = manager.match_prefix(TEN, None), manager.match_prefix(TEN, None)
+    for table in tables:
         manager.reserve(table, 10)
         manager.hash_full_blocks(table, TEN, 10)
-    assert not set(first.block_ids) & set(second.block_ids)
+    assert not set(tables[0].block_ids) & set(tables[1].block_ids)
+    return tables
+
+
+def test_of_blocks_computed_twice_one_copy_stays_cached():
+    manager = BlockManager(8, 4)
+    first, second = side_by_side(manager)
     third = manager.match_prefix(TEN, None)
     assert third.block_ids == first.block_ids[:2]
     for table in (first, third, second):
         manager.free(table)
+        manager.check_integrity()
     assert (manager.num_free_blocks, manager.num_cached_blocks) == (8, 2)
+    assert num_found(manager, TEN) == 2
+
+
+def test_the_end_of_one_copy_does_not_hide_the_other():
+    manager = BlockManager(6, 4)
+    first, second = side_by_side(manager)
+    manager.free(first)
+    written(manager, [7] * 12)  # takes all that is free
+    assert manager.num_free_blocks == 0
+    assert manager.match_prefix(TEN, None).block_ids == second.block_ids[:2]
+
+
+def test_a_cached_block_gives_way_to_a_running_one_of_the_same_content():
+    manager = BlockManager(8, 4)
+    late = manager.match_prefix(TEN[:4], None)
+    manager.reserve(late, 4)
+    early = written(manager, TEN[:5])
+    manager.free(early)
+    assert manager.num_cached_blocks == 1
+    manager.hash_full_blocks(late, TEN[:4], 4)
+    assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 7)
+    assert manager.match_prefix(TEN, None).block_ids == late.block_ids
     manager.check_integrity()
 
 
@@ -202,6 +230,7 @@ def test_a_block_freed_through_another_table_is_an_error():
         (lambda m: m._empty.pop(), "lost"),
         (lambda m: m._ref_counts.__setitem__(m._empty[0], 1), "referenced block is free"),
         (lambda m: m._hashes.clear(), "hashes disagree"),
+        (lambda m: m._hashes.update({m._empty[0]: b"x"}) or m._blocks_of_hash.update({b"x": m._empty[:1]}), "empty"),
     ],
 )
 def test_the_integrity_check_finds_damage(damage, complaint):
@@ -340,4 +369,4 @@ class BlockManagerHistory(RuleBasedStateMachine):
 
 
 TestBlockManagerHistory = BlockManagerHistory.TestCase
-TestBlockManagerHistory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockManagerHistory.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
