@@ -129,6 +129,7 @@ class DrafterClient:
     def report_failure(self, reason: str) -> None:
         with self._lock:
             if self._transport is not None and self._breaker.failure():
+                self._state = "broken"
                 self._transport = None
                 self._break_reason = f"{MAX_CONSECUTIVE_FAILURES} failures in a row, the last: {reason}"
                 self._wake.ring()
@@ -168,8 +169,9 @@ class DrafterClient:
 
     def _lost(self, state: State, reason: str) -> None:
         with self._lock:
-            self._transport = None
+            # Readers do not lock: whoever finds no transport finds the state that says why.
             self._state = state
+            self._transport = None
         if self._closing or reason == self._last_logged:
             return
         self._last_logged = reason
