@@ -1,0 +1,38 @@
+"""Chat-shaped training samples: a function's first docstring line as the request, its source as the reply.
+
+They are cut from training files only, so that the chat template has meaning for the demo models.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MIN_REQUEST_CHARS, MAX_REQUEST_CHARS = 20, 200
+MIN_REPLY_LINES, MAX_REPLY_LINES = 4, 50
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSample:
+    """One exchange: ``request`` is a line of prose, ``reply`` a function at column 0 that ends with a newline."""
+
+    request: str
+    reply: str
+
+
+def chat_samples(text: str) -> Iterator[ChatSample]:
+    """The samples in one source text: its top-level functions that have a docstring and a moderate length."""
+    lines = text.split("\n")
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:
+            continue
+        docstring = ast.get_docstring(node)
+        num_lines = node.end_lineno - node.lineno + 1
+        if docstring is None or not MIN_REPLY_LINES <= num_lines <= MAX_REPLY_LINES:
+            continue
+        request = docstring.split("\n", 1)[0].strip()
+        if MIN_REQUEST_CHARS <= len(request) <= MAX_REQUEST_CHARS and request.isascii() and request[0].isupper():
+            reply = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+            yield ChatSample(request, reply + "\n")
