@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 # Stamps: what is installed is as new as these files.
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 STUBS := -I. --python_out=. --pyi_out=. --grpc_python_out=.
 
 .DEFAULT_GOAL := help
@@ -53,7 +53,7 @@ proto: $(DEV) ## Generate the stubs of protos/*.proto.
 	@$(BIN)/python -m grpc_tools.protoc $(STUBS) protos/*.proto
 	@rm protos/common_pb2_grpc.py  # It has no service.
 
-setup: $(DEV) ## Install everything that the other targets need.
+setup: $(DEV) ## Install everything that the other targets need, and no more.
 
 clean: ## Remove the environment and all caches.
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
