@@ -64,9 +64,16 @@ class DrafterProcess:
         command = [sys.executable, "-m", "tests.support.mirror_drafter", self.address]
         self._process = subprocess.Popen(command, env=environment)
 
-    def signal(self, number: signal.Signals) -> None:
+    def stop(self) -> None:
+        """Returns when every thread has stopped: a signal takes its time."""
         assert self._process is not None
-        self._process.send_signal(number)
+        self._process.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self._process.pid}/task")
+        until(lambda: all(_state(thread) == "T" for thread in threads.iterdir()))
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         assert self._process is not None
@@ -79,6 +86,11 @@ class DrafterProcess:
                 drafter_pb2.GetInfoRequest(), wait_for_ready=True
             )
             return info
+
+
+def _state(thread: Path) -> str:
+    """R, S, T, ... as the kernel names it."""
+    return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -227,11 +239,11 @@ def test_failures_in_a_row_detach_and_the_drafter_comes_back(source: DraftSource
 
 def test_a_late_draft_is_none_and_the_next_one_comes(client: DrafterClient, process: DrafterProcess) -> None:
     transport = attached(client)
-    process.signal(signal.SIGSTOP)
+    process.stop()
     transport.post(draft_request([[5]], epoch=EPOCH, step_id=1))
     assert transport.receive(SHORT_S) is None
     assert client.num_rejected == 1
-    process.signal(signal.SIGCONT)
+    process.resume()
     request = draft_request([[6]], epoch=EPOCH, step_id=2, lengths=[2])
     transport.post(request)
     batch = transport.receive(LONG_S)
@@ -243,11 +255,11 @@ def test_a_late_draft_is_none_and_the_next_one_comes(client: DrafterClient, proc
 
 def test_a_stopped_drafter_cannot_make_the_engine_wait_or_grow(client: DrafterClient, process: DrafterProcess) -> None:
     transport = attached(client)
-    process.signal(signal.SIGSTOP)
+    process.stop()
     for step_id in range(1, 40):
         transport.post(draft_request([[step_id]], epoch=EPOCH, step_id=step_id, lengths=[step_id]))
     assert transport.receive(0.0) is None
-    process.signal(signal.SIGCONT)
+    process.resume()
     transport.post(draft_request([[40]], epoch=EPOCH, step_id=40, lengths=[40]))
     batch = transport.receive(LONG_S)
     assert batch is not None and batch.step_id == 40
@@ -262,7 +274,7 @@ def test_a_killed_drafter_is_noticed_at_once_and_attached_again(
     process = DrafterProcess(tmp_path)
     with client_of(process.address, kind) as client:
         transport = attached(client)
-        process.signal(signal.SIGSTOP)
+        process.stop()
         transport.post(draft_request([[5]], epoch=EPOCH))
         killer = threading.Timer(SHORT_S, process.kill)
         killer.start()
