@@ -70,6 +70,6 @@ def _drafter_state(engine: Engine, index: int) -> verifier_pb2.DrafterState:
         num_drafts=counters.num_drafts,
         num_draft_tokens=counters.num_draft_tokens,
         num_accepted_tokens=counters.num_accepted_tokens,
-        num_rejected_drafts=counters.num_rejected_drafts,
+        num_rejected_drafts=counters.num_rejected_drafts + source.num_rejected,
         accepted_per_position=counters.accepted_per_position,
     )

@@ -136,8 +136,8 @@ class Speculator:
             decoding = ()
         for index, source in enumerate(self._sources):
             last_words, self._last_words[source.name] = self._last_words[source.name], []
-            # Slots are forgotten one request after their last tokens were told.
-            gone, self._to_release[source.name] = self._to_release[source.name], [row.slot for row in last_words]
+            # Slots are forgotten one request after their last tokens were told, and before a new owner's first.
+            gone = self._to_release[source.name]
             if source.transport is None:
                 continue
             if source.num_attaches != self._attaches_seen[index]:
@@ -148,6 +148,7 @@ class Speculator:
                     sequence.told_to = "" if sequence.told_to == source.name else sequence.told_to
             rows = last_words + self._rows(source, decoding)
             if rows:
+                self._to_release[source.name] = [row.slot for row in last_words]
                 self._post(source, rows, gone)
 
     def _post(self, source: DraftSource, rows: list[_Row], gone: list[int]) -> None:
