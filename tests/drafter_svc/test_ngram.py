@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -91,6 +92,13 @@ def test_order_and_breadth(order: Literal["recency", "frequency"], max_breadth: 
     feed = Feed(make_drafter(order=order, max_bfs_breadth=max_breadth))
     feed.history([1, 2, 3], [1, 2, 3], [1, 2, 4])
     assert feed(0, [1, 2]) == expected
+
+
+def test_what_is_seen_again_is_the_latest() -> None:
+    feed = Feed(make_drafter())
+    feed.history([1, 2, 3], [1, 2, 4], [1, 2, 5], [1, 2, 4], [1, 2, 3])
+    # Half of 0.45, and a quarter each.
+    assert feed(0, [1, 2]) == ([2, 3, 4, 5], [-1, 0, 0, 0])
 
 
 @pytest.mark.parametrize(("order", "first"), [("recency", 4), ("frequency", 3)])
@@ -304,44 +312,39 @@ NGRAM_SETTINGS = st.builds(
     st.tuples(st.integers(1, 3), st.integers(1, 10)),
     st.sampled_from(["recency", "frequency"]),
 )
-ROWS = st.lists(
-    st.tuples(
-        st.integers(0, 2),  # slot
-        st.integers(0, 9),  # 0: a new generation; 1: tokens were missed
-        st.integers(1, 2),  # salt of a new generation
-        st.lists(st.integers(0, 3) | st.integers(-1, 8), max_size=12),
-        st.integers(1, 32),  # max_nodes
-    ),
-    max_size=40,
-)
 
 
-@given(NGRAM_SETTINGS, ROWS)
-@settings(max_examples=200, deadline=None)
-def test_trees_equal_those_of_the_reference(
-    config: NgramSettings, rows: list[tuple[int, int, int, list[int], int]]
-) -> None:
+def random_rows(seed: int, count: int) -> Iterator[tuple[int, int, int, int, list[int], int]]:
+    """(slot, generation, salt, length, new tokens, max_nodes), over few enough tokens that most windows come again.
+
+    Now and then a sequence ends, tokens are missed, or one is outside of the vocabulary of 8.
+    """
+    random = np.random.default_rng(seed)
+    alphabet = int(random.integers(2, 8))
+    state = dict.fromkeys(range(3), (0, 1, 0))
+    for _ in range(count):
+        slot = int(random.integers(3))
+        generation, salt, length = state[slot]
+        if random.random() < 0.15:
+            generation, salt, length = generation + 1, int(random.integers(1, 3)), 0
+        tokens = random.integers(alphabet, size=random.integers(0, 9)).tolist()
+        if tokens and random.random() < 0.05:
+            tokens[int(random.integers(len(tokens)))] = int(random.choice([-1, 8]))
+        length += len(tokens) + int(random.random() < 0.05)
+        state[slot] = generation, salt, length
+        yield slot, generation, salt, length, tokens, int(random.integers(1, 33))
+
+
+@given(NGRAM_SETTINGS, st.integers(0, 2**32), st.integers(1, 60))
+@settings(max_examples=150, deadline=None)
+def test_trees_equal_those_of_the_reference(config: NgramSettings, seed: int, count: int) -> None:
     vocab_size = 8
     drafter, reference = NgramDrafter(config), ReferenceNgram(config, vocab_size)
     drafter.attach(TargetInfo("m", vocab_size, 600, 3, 32))
-    state = dict.fromkeys(range(3), (0, 1, 0))
-    for slot, event, salt, tokens, max_nodes in rows:
-        generation, old_salt, length = state[slot]
-        if event == 0:
-            generation, old_salt, length = generation + 1, salt, 0
-        length += len(tokens) + (event == 1)
-        state[slot] = generation, old_salt, length
-        batch = drafter.draft(
-            draft_request(
-                [tokens],
-                slots=[slot],
-                generations=[generation],
-                salts=[old_salt],
-                lengths=[length],
-                max_nodes=[max_nodes],
-            )
-        )
-        reference.learn(slot, generation, old_salt, length, tokens)
+    for slot, generation, salt, length, tokens, max_nodes in random_rows(seed, count):
+        columns = {"slots": [slot], "generations": [generation], "salts": [salt]}
+        batch = drafter.draft(draft_request([tokens], lengths=[length], max_nodes=[max_nodes], **columns))
+        reference.learn(slot, generation, salt, length, tokens)
         assert trees_of(batch) == [reference.draft(slot, max_nodes)]
         last = reference.sequences[slot].last
         if 0 <= last < vocab_size:
