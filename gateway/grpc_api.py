@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
+from typing import TypeAlias
 
 import grpc
 
@@ -26,8 +27,8 @@ _REASONS = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
 }
-Context = grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse]
-ModelContext = grpc.aio.ServicerContext[gateway_pb2.GetModelRequest, gateway_pb2.GetModelResponse]
+Context: TypeAlias = "grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse]"
+ModelContext: TypeAlias = "grpc.aio.ServicerContext[gateway_pb2.GetModelRequest, gateway_pb2.GetModelResponse]"
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):

@@ -70,7 +70,7 @@ class Gateway:
             stack.push_async_callback(self._grpc.stop, CUT_GRACE_S)
             self._client_task = await stack.enter_async_context(_background(self.client.run()))
             self._rest_task = await stack.enter_async_context(_serving(_RestServer(self.core, settings), listener))
-            stack.push_async_callback(self._drain)
+            stack.push_async_callback(self.drain)
             self._stack = stack.pop_all()
         logger.info("listening", extra={"host": settings.host, "port": settings.port, "grpc_port": settings.grpc_port})
         return self
@@ -89,7 +89,7 @@ class Gateway:
         for task in done:
             task.result()
 
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
         """Readiness flips first, new requests get 503, running ones go on for a while."""
         self.core.admission.draining = True
         await self._health.drain()
@@ -135,6 +135,7 @@ class _RestServer(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,

@@ -33,7 +33,9 @@ async def test_text_in_chunks_and_completions_out(stack: Stack) -> None:
         assert "".join(chunk.text for chunk in chunks) == "hello wor"
         ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         assert ids == stack.ids("hello") + stack.ids(" wor")
-        assert [chunk.offset for chunk in chunks] == [c.num_output_tokens - len(c.token_ids) for c in chunks]
+        ends = [sum(len(chunk.token_ids) for chunk in chunks[: k + 1]) for k in range(len(chunks))]
+        assert [chunk.num_output_tokens for chunk in chunks] == ends
+        assert [chunk.offset for chunk in chunks] == [0, *ends[:-1]]
         assert all(len(chunk.sources) == len(chunk.token_ids) for chunk in chunks)
     completes = [r.complete for r in responses if r.HasField("complete")]
     assert [c.choice_index for c in completes] == [0, 1] and responses[-1].HasField("complete")
@@ -173,5 +175,7 @@ async def test_a_slow_reader_gets_merged_chunks(stack: Stack) -> None:
         chunks = [first.chunk]
         while (response := await call.read()) is not grpc.aio.EOF:
             chunks.append(response.chunk)
+            assert response.ByteSize() < 4 << 20
+    assert [chunk.offset for chunk in chunks[1:-1]] == [chunk.num_output_tokens for chunk in chunks[:-2]]
     assert sum(len(chunk.token_ids) for chunk in chunks) == count
     assert len(chunks) < count

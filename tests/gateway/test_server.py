@@ -214,7 +214,7 @@ async def test_drain_lets_streams_finish_and_takes_no_new_ones(stack: Stack) -> 
     stack.verifier.script = play
     running = asyncio.create_task(stack.http.post(URL, json={"prompt": "a", "stream": True}))
     await stack.verifier.until(lambda: len(stack.verifier.submitted) == 1)
-    drained = asyncio.create_task(stack.gateway._drain())
+    drained = asyncio.create_task(stack.gateway.drain())
     await until(stack, lambda: stack.gateway.core.admission.draining)
     ready = await stack.http.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (503, "draining")
@@ -243,7 +243,7 @@ async def test_streams_beyond_the_drain_are_told_so(
         stack.verifier.script = play
         request = stack.http.build_request("POST", URL, json={"prompt": "a", "stream": True})
         answer = await stack.http.send(request, stream=True)
-        await stack.gateway._drain()
+        await stack.gateway.drain()
         last = events((await answer.aread()).decode())[-1]
         assert last["error"]["message"] == "the server is shutting down"
 
