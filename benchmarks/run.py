@@ -1,6 +1,6 @@
 """``make bench``: the stack against itself without speculation, and against transformers.
 
-    python -m benchmarks.run [--quick] [--url http://127.0.0.1:8000] [--model FOLDER] [--output FILE]
+    python -m benchmarks.run [--quick] [--url http://127.0.0.1:8000] [--model FOLDER] [--threads N] [--output FILE]
 
 Prints tables with every figure, its formula and its bar; the exit status is 1 if a bar is missed or a text differs.
 """
@@ -99,6 +99,9 @@ def _parse() -> argparse.Namespace:
     demo = environment.ROOT / "models" / "demo" / "target"
     parser.add_argument("--model", type=Path, default=demo, help="folder of the checkpoint (default: the demo model)")
     parser.add_argument("--url", type=Address.parse, help="a running server of the same model, instead of a new one")
+    parser.add_argument(
+        "--threads", type=int, help=f"of server and references alike (default: {NUM_CORES}, or the cores)"
+    )
     parser.add_argument("--quick", action="store_true", help="a short run to see that all works; no bar is judged")
     parser.add_argument("--output", type=Path, help="the JSON file to write (default: dated, in benchmarks/results)")
     return parser.parse_args()
@@ -114,11 +117,12 @@ def measure_all(options: argparse.Namespace) -> Report:
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     code = Workload("held-out code", code_prompts(tokenizer, plan.num_prompts), plan.num_tokens)
     random = Workload("random identifiers", random_prompts(tokenizer, plan.num_prompts), plan.num_tokens, 1.0)
-    with _server(options, num_cores) as (address, root):
-        measured = _measure(plan, options.model, num_cores, code, random, address, root)
+    threads = options.threads or num_cores
+    with _server(options, threads) as (address, root):
+        measured = _measure(plan, options.model, threads, code, random, address, root)
     result = summarize(measured, judged=plan.judged)
     result.facts["command"] = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
-    result.facts["machine"] = f"{environment.machine()}; used: {num_cores}, load {load:.1f} before the run"
+    result.facts["machine"] = f"{environment.machine()}; used: {num_cores}, {threads} threads, load {load:.1f} before"
     result.facts["versions"] = environment.versions()
     result.facts["commit"] = environment.commit() or "unknown"
     return result

@@ -8,7 +8,15 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from benchmarks.prompts import MAX_TOKENS, MIN_FILES, MIN_TOKENS, code_prompts, num_files, random_prompts
+from benchmarks.prompts import (
+    MAX_TOKENS,
+    MIN_FILES,
+    MIN_TOKENS,
+    BenchPrompt,
+    code_prompts,
+    num_files,
+    random_prompts,
+)
 from models.demo.held_out import HELD_OUT_STANDARD_LIBRARY
 
 
@@ -21,8 +29,12 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def test_code_prompts_have_the_promised_lengths_and_files(tokenizer: Tokenizer) -> None:
-    prompts = code_prompts(tokenizer, 20)
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[BenchPrompt]:
+    return code_prompts(tokenizer, 20)
+
+
+def test_code_prompts_have_the_promised_lengths_and_files(prompts: list[BenchPrompt]) -> None:
     assert len(prompts) == 20
     assert num_files(prompts) >= MIN_FILES
     assert all(MIN_TOKENS <= len(prompt.token_ids) <= MAX_TOKENS for prompt in prompts)
@@ -30,9 +42,9 @@ def test_code_prompts_have_the_promised_lengths_and_files(tokenizer: Tokenizer) 
     assert packages <= set(HELD_OUT_STANDARD_LIBRARY)
 
 
-def test_code_prompts_follow_from_the_seed(tokenizer: Tokenizer) -> None:
-    assert code_prompts(tokenizer, 3, seed=1) == code_prompts(tokenizer, 3, seed=1)
-    assert code_prompts(tokenizer, 3, seed=1) != code_prompts(tokenizer, 3, seed=2)
+def test_code_prompts_follow_from_the_seed(tokenizer: Tokenizer, prompts: list[BenchPrompt]) -> None:
+    assert code_prompts(tokenizer, 20) == prompts
+    assert code_prompts(tokenizer, 20, seed=1) != prompts
 
 
 def test_random_prompts_follow_from_the_seed(tokenizer: Tokenizer) -> None:

@@ -71,6 +71,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_transformers_and_the_engine_alone_make_the_same_tokens(checkpoint: Path) -> None:
     prompt = [3, 14, 15, 92, 65]
     outputs = {}
