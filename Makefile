@@ -3,7 +3,8 @@
 
 PORT ?= 8000
 GRPC_PORT ?= 50051
-MODEL ?= models/demo/target
+DEMO := models/demo/target
+MODEL ?= $(DEMO)
 VENV ?= .venv
 # Where PyTorch's CPU build comes from on a machine without an NVIDIA driver. Empty: from pip's own index.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -11,6 +12,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTHON ?=
 
 BIN := $(VENV)/bin
+# The demo's folder says nothing to a client.
+NAME := $(if $(filter $(DEMO),$(MODEL)),--served-model-name foretoken-demo)
 # Stamps: what is installed is as new as these files.
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
@@ -25,7 +28,7 @@ help: ## List the targets.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
 serve: $(CORE) ## Serve the demo model: REST on PORT, gRPC on GRPC_PORT.
-	@exec $(BIN)/foretoken serve $(MODEL) --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
+	@exec $(BIN)/foretoken serve $(MODEL) $(NAME) --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
 
 test: $(DEV) ## Run all tests.
 	@$(BIN)/python -m pytest $(ARGS)

@@ -128,7 +128,7 @@ def test_nothing_drafted_is_said(server: Server) -> None:
     ("choice", "shown"),
     [
         ({"text": "a\x1b[2Jb\x07\tc\n"}, "a\ufffd[2Jb\ufffd\tc\n"),
-        ({"text": "ab", "token_texts": ["a", "\x1bb"], "token_sources": [0, 1]}, f"a{GREEN}\ufffdb{RESET}"),
+        ({"text": "a\x1bb", "token_texts": ["a", "\x1bb"], "token_sources": [0, 1]}, f"a{GREEN}\ufffdb{RESET}"),
         ({"text": "", "token_texts": [""], "token_sources": [3]}, ""),
         ({"text": "ab", "token_texts": ["a"], "token_sources": [0, 1]}, "ab"),
         ({"text": "ab", "token_texts": ["a", "c"], "token_sources": [0, 1]}, "ab"),

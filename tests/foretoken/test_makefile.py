@@ -77,7 +77,10 @@ def test_serve_sets_up_once_and_then_uses_no_installer(checkout: Checkout) -> No
     first = checkout.make("serve")
     assert first.returncode == 0, first.stderr
     calls = checkout.calls()
-    assert calls[-1] == "foretoken serve models/demo/target --port 8000 --grpc-port 50051"
+    assert (
+        calls[-1]
+        == "foretoken serve models/demo/target --served-model-name foretoken-demo --port 8000 --grpc-port 50051"
+    )
     assert any("pip install" in call and call.endswith("--editable .") for call in calls)
     assert not any("[dev]" in call for call in calls)
     assert checkout.make("serve").returncode == 0
@@ -86,9 +89,15 @@ def test_serve_sets_up_once_and_then_uses_no_installer(checkout: Checkout) -> No
 
 def test_ports_come_from_the_environment_or_the_command_line(checkout: Checkout) -> None:
     checkout.make("serve", "PORT=9000", "GRPC_PORT=9001")
-    assert checkout.calls()[-1] == "foretoken serve models/demo/target --port 9000 --grpc-port 9001"
+    assert (
+        checkout.calls()[-1]
+        == "foretoken serve models/demo/target --served-model-name foretoken-demo --port 9000 --grpc-port 9001"
+    )
     checkout.make("serve", PORT="9002", GRPC_PORT="9003")
-    assert checkout.calls()[-1] == "foretoken serve models/demo/target --port 9002 --grpc-port 9003"
+    assert (
+        checkout.calls()[-1]
+        == "foretoken serve models/demo/target --served-model-name foretoken-demo --port 9002 --grpc-port 9003"
+    )
 
 
 def test_a_model_and_more_flags(checkout: Checkout) -> None:

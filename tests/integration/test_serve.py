@@ -207,6 +207,7 @@ def test_a_drafter_killed_in_mid_stream_is_started_again_and_changes_no_text(sta
         if len(chunks) == 20:
             killed.kill()
     assert text_of(chunks) == text_of(plain)
+    assert chunks[-1]["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
     assert chunks[-1]["usage"]["completion_tokens"] == plain[-1]["usage"]["completion_tokens"] == LONG["max_tokens"]
     wait_until(lambda: stack.announced("drafter ended (SIGKILL); starting it again"), stack)
     # Speculation comes back by itself.
@@ -222,13 +223,14 @@ def drafted_tokens(stack: Stack) -> int:
 
 def test_sigterm_lets_a_running_stream_finish_and_leaves_nothing(stack: Stack) -> None:
     """The last test of this stack."""
-    expected = text_of(list(stream(stack.url, speculative={"enabled": False})))
+    fields: dict[str, Any] = {"speculative": {"enabled": False}, "max_tokens": 1000}
+    expected = text_of(list(stream(stack.url, **fields)))
     folder = stack.runtime_folder()
     chunks: list[dict[str, Any]] = []
     started = threading.Event()
 
     def read() -> None:
-        for chunk in stream(stack.url, speculative={"enabled": False}):
+        for chunk in stream(stack.url, **fields):
             chunks.append(chunk)
             started.set()
 
@@ -241,7 +243,6 @@ def test_sigterm_lets_a_running_stream_finish_and_leaves_nothing(stack: Stack) -
     reader.join()
     assert text_of(chunks) == expected
     assert_all_gone(stack, folder)
-    assert not stack.announced("killed"), stack.log.read_text()
 
 
 def test_sigkill_of_serve_leaves_nothing_and_the_next_one_stops_on_a_group_signal(
@@ -263,7 +264,6 @@ def test_sigkill_of_serve_leaves_nothing_and_the_next_one_stops_on_a_group_signa
         os.killpg(second.process.pid, signal.SIGINT)
         assert second.process.wait() == 0, second.log.read_text()
         assert_all_gone(second, folder)
-        assert not second.announced("killed"), second.log.read_text()
 
 
 def test_a_stop_before_readiness_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
