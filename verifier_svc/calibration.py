@@ -23,10 +23,13 @@ def row_counts(most: int) -> list[int]:
     return counts
 
 
-def measure_step_costs(runner: TargetRunner, *, num_blocks: int, block_size: int, most_rows: int) -> dict[int, float]:
-    """Median seconds of a forward pass by row count. Writes to the cache: only before the first sequence runs."""
-    most = min(most_rows, max(num_blocks * block_size // 2, 1))
-    context = min(CONTEXT, num_blocks * block_size - most)
+def measure_step_costs(runner: TargetRunner, *, num_tokens: int, block_size: int, most_rows: int) -> dict[int, float]:
+    """Median seconds of a forward pass by row count. Writes to the cache: only before the first sequence runs.
+
+    ``num_tokens``: positions that one sequence may take, by context and by cache; at least 2.
+    """
+    most = min(most_rows, num_tokens // 2)
+    context = min(CONTEXT, num_tokens - most)
     costs = {}
     for rows in row_counts(most):
         batch = _chain(context, rows, block_size)

@@ -3,7 +3,7 @@
 The chance that a drafted token is accepted given that its parent was is estimated per row by smoothed counts. With
 that chance ``a`` a chain of k tokens yields 1 + a + ... + a^k tokens a step; the gate picks the k with the most tokens
 per second. Where plain decode wins the gate is shut, and opens now and then for one probe, ever more rarely while
-probes fail.
+probes fail. A drafter that has nothing to propose costs a round trip: it is asked less often while that goes on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ MEMORY = 0.9
 FIRST_PROBE_AFTER = 8
 RAREST_PROBE_AFTER = 128
 PROBE_TOKENS = 3
+# Replies without a draft in a row after which asking pauses, and the steps that it pauses at most.
+PATIENT_MISSES = 2
+LONGEST_PAUSE = 8
 
 
 class Gate:
@@ -29,6 +32,8 @@ class Gate:
         self._probe_after = FIRST_PROBE_AFTER
         self._shut_steps = 0
         self._probing = False
+        self._misses = 0
+        self._pause = 0
 
     @property
     def acceptance(self) -> float:
@@ -39,6 +44,9 @@ class Gate:
         """Tokens to draft in the next step, at most ``most``; ``relative_cost(k)`` is the cost of a step with k
         drafted tokens a row over that of a plain one. Called once a step."""
         if most <= 0:
+            return 0
+        if self._pause:
+            self._pause -= 1
             return 0
         acceptance = self.acceptance
         best, best_rate, expected, power = 0, 1.0, 1.0, 1.0
@@ -61,9 +69,16 @@ class Gate:
 
     def observe(self, num_accepted: int, depth: int) -> None:
         """Learn from a step that drafted to ``depth`` >= 1 and accepted ``num_accepted`` of its path."""
+        self._misses = 0
         self._accepted = self._accepted * MEMORY + num_accepted
         # The token after the last accepted one was tried too, unless the draft ended there.
         self._trials = self._trials * MEMORY + min(num_accepted + 1, depth)
         if self._probing:
             failed = num_accepted == 0
             self._probe_after = min(self._probe_after * 2, RAREST_PROBE_AFTER) if failed else FIRST_PROBE_AFTER
+
+    def observe_miss(self) -> None:
+        """Learn that the drafter, asked, had nothing to propose."""
+        self._misses += 1
+        if self._misses > PATIENT_MISSES:
+            self._pause = min(2 ** (self._misses - PATIENT_MISSES - 1), LONGEST_PAUSE)

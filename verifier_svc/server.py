@@ -118,7 +118,7 @@ def build(
     )
     costs = measure_step_costs(
         runner,
-        num_blocks=budget.num_blocks,
+        num_tokens=min(runner.max_model_len, budget.num_tokens),
         block_size=settings.block_size,
         most_rows=max(max_nodes * 2, settings.max_running_requests),
     )

@@ -279,4 +279,6 @@ class Speculator:
                 return
             if tree.num_nodes > 1:
                 trees[sequence.slot] = (tree, drafter)
+            elif row.nodes > 1:
+                sequence.gate.observe_miss()
         posted.source.report_success()

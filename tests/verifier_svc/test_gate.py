@@ -68,3 +68,23 @@ def test_acceptance_counts_the_first_refused_token_as_a_trial() -> None:
     for _ in range(200):
         gate.observe(1, 3)  # one accepted, the next refused, the third never tried
     assert 0.45 < gate.acceptance < 0.55
+
+
+def test_a_drafter_with_nothing_to_propose_is_asked_less_often_and_at_once_when_it_has() -> None:
+    gate = Gate()
+
+    def asks(steps: int) -> int:
+        count = 0
+        for _ in range(steps):
+            if gate.num_tokens(7, cheap):
+                count += 1
+                gate.observe_miss()
+        return count
+
+    assert asks(2) == 2
+    asks(20)
+    assert asks(9 * 4) == 4, "one ask in nine while misses go on"
+    while not gate.num_tokens(7, cheap):
+        pass
+    gate.observe(3, 3)
+    assert gate.num_tokens(7, cheap) and gate.num_tokens(7, cheap)

@@ -1,0 +1,44 @@
+"""Step costs are measured within the context and the cache, however small."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from foretoken.models.batch import ForwardBatch
+from verifier_svc.calibration import measure_step_costs, row_counts
+
+
+class Recorder:
+    """Takes a batch's positions and slots down."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.last_position = 0
+        self.last_slot = 0
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.rows.append(batch.num_rows)
+        self.last_position = max(self.last_position, int(batch.positions.max()))
+        self.last_slot = max(self.last_slot, int(batch.slot_mapping.max()))
+        assert (batch.context_lens == batch.positions + 1).all()
+        return torch.empty(0)
+
+    def commit(self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32]) -> None:
+        raise AssertionError("nothing to commit")
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 17, 100, 129, 2048])
+def test_no_position_outside_of_the_context(num_tokens: int) -> None:
+    recorder = Recorder()
+    costs = measure_step_costs(recorder, num_tokens=num_tokens, block_size=16, most_rows=64)
+    assert list(costs) == row_counts(min(64, num_tokens // 2))
+    assert recorder.last_position < num_tokens
+    assert recorder.last_slot < num_tokens
+
+
+def test_row_counts_double() -> None:
+    assert row_counts(1) == [1]
+    assert row_counts(20) == [1, 2, 4, 8, 16]
