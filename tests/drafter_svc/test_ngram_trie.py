@@ -189,3 +189,16 @@ def test_many_salts_do_not_outlive_their_paths() -> None:
     harness.check()
     assert harness.feed(1, 1, 999, [1, 2, 3])[1:] == [4, 5]
     assert harness.feed(2, 1, 0, [1, 2, 3]) == [3]
+
+
+def test_nodes_that_went_to_another_salt_are_not_drafted_from() -> None:
+    harness = Harness(capacity=60, window=3)
+    random = np.random.default_rng(0)
+    for generation in range(1, 30):
+        assert harness.feed(0, generation, 1, [1, 2, 3, 4]) == [4]
+        # Every node of slot 0's paths is freed and taken for others, with children.
+        for other in range(8):
+            harness.feed(1, 8 * generation + other, 2, random.integers(10, VOCAB_SIZE, 10).tolist())
+        assert harness.feed(0, generation, 1, []) == [4]
+        assert harness.feed(0, generation, 1, [5]) == [5]
+        harness.check()
