@@ -106,7 +106,7 @@ class Llama:
         if len(self._all_rows) < num_rows:
             self._all_rows = torch.arange(_power_of_two(num_rows), dtype=torch.int32)
             self._args[kernel.ALL_ROWS] = self._all_rows.data_ptr()
-        group = config.num_heads // config.num_kv_heads
+        queries = threads * kernel.ATTENTION_ROW_TILE * (config.num_heads // config.num_kv_heads)
         for field, size, dtype in (
             (kernel.HIDDEN, rows * config.hidden_size, torch.float32),
             (kernel.NORMED, rows * config.hidden_size, torch.float32),
@@ -114,8 +114,10 @@ class Llama:
             (kernel.ATTENTION_OUT, rows * config.num_heads * config.head_dim, torch.float32),
             (kernel.GATED, rows * config.intermediate_size, torch.float32),
             (kernel.LOGITS, max(wanted, 1) * config.vocab_size, torch.float32),
-            (kernel.SCORES, threads * kernel.ATTENTION_ROW_TILE * group * stride, torch.float32),
+            (kernel.SCORES, queries * stride, torch.float32),
             (kernel.OFFSETS, threads * kernel.ATTENTION_ROW_TILE * stride, torch.int64),
+            (kernel.QUERIES, queries * config.head_dim, torch.float32),
+            (kernel.QUERY_SUMS, queries * config.head_dim, torch.float32),
             (kernel.THREAD_SCRATCH, threads * kernel.THREAD_SCRATCH_FLOATS, torch.float32),
         ):
             buffer = self._buffers.get(field)

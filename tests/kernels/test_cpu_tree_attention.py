@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from foretoken_kernels import reference
+from foretoken_kernels.cpu.attention_blocks import PARTIAL_FLOATS
 from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +53,9 @@ def attend(
             np.full(ROW_TILE * group * stride, np.nan, np.float32),
             np.zeros(ROW_TILE * stride, np.int64),
             np.zeros(ROW_TILE, np.int64),
-            np.zeros(256, np.float32),
+            np.zeros(PARTIAL_FLOATS, np.float32),
+            np.zeros(ROW_TILE * group * head_dim, np.float32),
+            np.full(ROW_TILE * group * head_dim, np.nan, np.float32),
         )
         tree_attention(
             (num_heads, num_kv_heads, head_dim, block_size, stride),

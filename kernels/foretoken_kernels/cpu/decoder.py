@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from foretoken_kernels.cpu.attention_blocks import PARTIAL_FLOATS
 from foretoken_kernels.cpu.compile import callback, carray, cgutils, emitted, inlined, types
 from foretoken_kernels.cpu.linear import ADD, PANEL, SILU_AND_MULTIPLY, STORE, linear
 from foretoken_kernels.cpu.rms_norm import rms_norm
@@ -61,9 +62,11 @@ from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
     LOGITS,
     SCORES,
     OFFSETS,
+    QUERIES,
+    QUERY_SUMS,
     THREAD_SCRATCH,
     NUM_FIELDS,
-) = range(42)
+) = range(44)
 
 # The int64 table of a layer: addresses.
 (
@@ -83,7 +86,7 @@ from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
 
 # One thread's small scratch, in float32 elements: sums of a panel, partial sums of scores, lengths (as int64).
 _SUMS = 8 * PANEL
-_PARTIAL = LANES * LANES
+_PARTIAL = PARTIAL_FLOATS
 THREAD_SCRATCH_FLOATS = _SUMS + _PARTIAL + 2 * ROW_TILE
 # Rows of one attention tile: what scores and offsets are sized by.
 ATTENTION_ROW_TILE = ROW_TILE
@@ -244,12 +247,15 @@ def _attend(args: Any, layer: Any, weights: Any, cache: Any, normed: Any, hidden
         args[MAX_BLOCKS],
     )
     stride = args[SCORE_STRIDE]
+    queries = ROW_TILE * (num_heads // num_kv_heads)
     small = args[THREAD_SCRATCH] + 4 * THREAD_SCRATCH_FLOATS * team[0]
     scratch = (
-        _float32_at(args[SCORES] + 4 * ROW_TILE * (num_heads // num_kv_heads) * stride * team[0]),
+        _float32_at(args[SCORES] + 4 * queries * stride * team[0]),
         _int64_at(args[OFFSETS] + 8 * ROW_TILE * stride * team[0]),
         _int64_at(small + 4 * (_SUMS + _PARTIAL)),
         _float32_at(small + 4 * _SUMS),
+        _float32_at(args[QUERIES] + 4 * queries * head_dim * team[0]),
+        _float32_at(args[QUERY_SUMS] + 4 * queries * head_dim * team[0]),
     )
     paged_shape = (num_heads, num_kv_heads, head_dim, args[BLOCK_SIZE], stride)
     tree_attention(paged_shape, batch, (qkv, qkv_size), keys, values, attended, scratch, team)

@@ -230,19 +230,19 @@ def reduce_max(_typing: Any, _value: Any) -> Any:
 
 
 @emitted
-def sum_rows(_typing: Any, array: Any) -> Any:
-    """Lane l is the sum of ``array[16 * l : 16 * l + 16]``: neighbours are added, then pairs, fours and eights."""
+def sum_rows(_typing: Any, array: Any, index: Any) -> Any:
+    """Lane l sums ``array[index + 16 * l : index + 16 * l + 16]``: neighbours, then pairs, fours and eights."""
     if not _is_flat(array, types.float32):
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = data_pointer(context, builder, signature.args[0], args[0])
+        data = builder.gep(data_pointer(context, builder, signature.args[0], args[0]), [args[1]])
         vectors = [emit_load(builder, data, ir.Constant(ir.IntType(64), LANES * lane)) for lane in range(LANES)]
         while len(vectors) > 1:
             vectors = [_add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
         return vectors[0]
 
-    return f32x16(array), codegen
+    return f32x16(array, types.intp), codegen
 
 
 def _add_pairs(builder: Any, left: Any, right: Any) -> Any:
@@ -260,3 +260,8 @@ def emit_prefetch(builder: Any, data: Any, index: Any) -> None:
     # A read, to all levels of the cache, of data.
     line = builder.bitcast(builder.gep(data, [index]), byte_pointer)
     builder.call(function, [line, _I32(0), _I32(3), _I32(1)])
+
+
+def emit_store(builder: Any, data: Any, index: Any, vector: Any) -> None:
+    """Write the lanes to the float32 array ``data`` from ``index`` on."""
+    builder.store(vector, builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer()), align=4)
