@@ -1,6 +1,6 @@
 """The engine: one thread that schedules, drafts, verifies and commits, step after step.
 
-    inbox -> schedule -> collect drafts -> forward -> sample and walk -> commit -> post drafts -> outboxes
+    inbox -> schedule -> forward -> sample and walk -> commit -> draft the next step -> outboxes
 
 It owns every sequence, the cache and the decision of what is committed. The rim talks to it only through ``submit``,
 ``open_session``, ``close_session`` and the outboxes; it knows no protobuf and no asyncio.
@@ -182,33 +182,39 @@ class Engine:
         now = time.monotonic()
         self._take_inbox(now)
         self._end_overdue(now)
-        scheduled = self._scheduler.schedule(self._speculator.asked_nodes, now)
+        scheduled = self._scheduler.schedule(self._num_nodes, now)
         scheduled_at = time.perf_counter()
-        trees = self._speculator.collect()
-        collected_at = time.perf_counter()
         if scheduled:
-            self._run_scheduled(scheduled, trees)
+            self._run_scheduled(scheduled)
             self.counters.num_steps += 1
         ended_at = time.perf_counter()
+        if scheduled and all(part.was_decoding for part in scheduled):
+            self._speculator.observe_step(sum(part.num_rows for part in scheduled), ended_at - began)
         self._speculator.post([s for s in self._scheduler.running if s.is_decoding])
         posted_at = time.perf_counter()
-        if scheduled and all(part.sequence.is_decoding or part.sequence.slot == NO_SLOT for part in scheduled):
-            rows = sum(part.num_rows for part in scheduled)
-            self._speculator.observe_step(rows, posted_at - began - (collected_at - scheduled_at))
+        self._speculator.collect()
+        collected_at = time.perf_counter()
         self._publish()
-        for phase, seconds in (
-            ("schedule", scheduled_at - began),
-            ("draft_wait", collected_at - scheduled_at),
-            ("draft_post", posted_at - ended_at),
-            ("publish", time.perf_counter() - posted_at),
-            ("step", time.perf_counter() - began if scheduled else 0.0),
-        ):
-            self.counters.add_time(phase, seconds)
+        if scheduled:
+            published_at = time.perf_counter()
+            for phase, seconds in (
+                ("schedule", scheduled_at - began),
+                ("draft_post", posted_at - ended_at),
+                ("draft_wait", collected_at - posted_at),
+                ("publish", published_at - collected_at),
+                ("step", published_at - began),
+            ):
+                self.counters.add_time(phase, seconds)
 
-    def _run_scheduled(self, scheduled: list[Scheduled], trees: dict[int, tuple[DraftTree, int]]) -> None:
+    def _num_nodes(self, sequence: Sequence) -> int:
+        """Nodes of the tree that is there for a sequence's next step, the root counted."""
+        tree, _ = self._speculator.tree_of(sequence)
+        return tree.num_nodes if tree is not None else 1
+
+    def _run_scheduled(self, scheduled: list[Scheduled]) -> None:
         for part in scheduled:
-            if part.samples and part.sequence.is_decoding:
-                tree, drafter = trees.get(part.sequence.slot, (None, 0))
+            if part.was_decoding:
+                tree, drafter = self._speculator.tree_of(part.sequence)
                 if tree is not None and tree.num_nodes <= part.max_nodes:
                     part.tree, part.drafter = tree, drafter
         began = time.perf_counter()
@@ -232,7 +238,6 @@ class Engine:
                 self._advance(sequence, part.num_tokens)
                 continue
             tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
-            was_decoding = sequence.is_decoding
             result = sample_and_walk(
                 rows,
                 tree,
@@ -245,7 +250,7 @@ class Engine:
             moved = commit_slots(sequence, result.accepted_nodes, self._blocks.block_size)
             source_slots.extend(moved[0])
             target_slots.extend(moved[1])
-            self._commit(part, tree, result, was_decoding)
+            self._commit(part, tree, result)
         if source_slots:
             self._runner.commit(np.array(source_slots, np.int32), np.array(target_slots, np.int32))
 
@@ -267,14 +272,14 @@ class Engine:
         assert sequence.table is not None
         self._blocks.hash_full_blocks(sequence.table, sequence.tokens, sequence.num_computed)
 
-    def _commit(self, part: Scheduled, tree: DraftTree, result: WalkResult, was_decoding: bool) -> None:
+    def _commit(self, part: Scheduled, tree: DraftTree, result: WalkResult) -> None:
         """Append what the walk emitted; end the sequence if it is done."""
         sequence = part.sequence
         offset = sequence.num_output_tokens
         num_accepted = len(result.accepted_nodes)
         sequence.tokens.extend(result.tokens)
         self._advance(sequence, part.num_tokens + num_accepted)
-        if was_decoding:
+        if part.was_decoding:
             wanted = self._speculator.wants_drafts(sequence)
             drafted, matched = tree.num_speculative_tokens, result.num_accepted_drafts
             sequence.steps.append(DecodeStep(result.num_walked_tokens, drafted, matched, part.drafter, wanted))

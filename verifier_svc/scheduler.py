@@ -51,13 +51,13 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
 
-    def schedule(self, asked_nodes: Callable[[Sequence], int], now: float) -> list[Scheduled]:
-        """The next step's parts, pages reserved. ``asked_nodes``: room that a decode row's tree needs, root counted."""
+    def schedule(self, num_nodes: Callable[[Sequence], int], now: float) -> list[Scheduled]:
+        """The next step's parts, pages reserved. ``num_nodes``: of a decode row's tree, root counted."""
         scheduled: list[Scheduled] = []
         for sequence in [s for s in self.running if s.is_decoding]:
             if sequence.slot == NO_SLOT:
                 continue  # preempted for an older one just now
-            nodes = self._reserve_nodes(sequence, asked_nodes(sequence))
+            nodes = self._reserve_nodes(sequence, num_nodes(sequence))
             if nodes:
                 scheduled.append(Scheduled(sequence, 1, nodes))
         budget = self._chunk_tokens

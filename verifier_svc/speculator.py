@@ -1,8 +1,9 @@
 """The policy of speculation, all of it: which rows draft, with which drafter, how wide, and when plain decode is best.
 
-It posts one request a step for the whole batch right after a step's tokens are known, and collects the trees when the
-next step is built, so the drafter works while the engine publishes. Whatever goes wrong with a drafter costs
-root-only rows and a counter, never an error.
+It posts one request a step for the whole batch right after a step's tokens are known, and collects the trees before
+those tokens are published: on few cores a drafter that shares them with the gateway's work on the last tokens would
+answer later than one that runs alone. Whatever goes wrong with a drafter costs root-only rows and a counter, never an
+error.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class Speculator:
         self._clock = clock
         self._step_id = 0
         self._posted: list[_Posted] = []
-        # Nodes asked for in the request that is on its way, by slot.
-        self._asked: dict[int, int] = {}
+        # Sound trees for the next step by slot and generation, with the drafter's index + 1.
+        self._trees: dict[tuple[int, int], tuple[DraftTree, int]] = {}
         # Rows of ended sequences, by drafter: told in the next request, forgotten in the one after.
         self._last_words: dict[str, list[_Row]] = {source.name: [] for source in sources}
         self._to_release: dict[str, list[int]] = {source.name: [] for source in sources}
@@ -114,9 +115,9 @@ class Speculator:
         options = sequence.speculation
         return options.enabled and options.max_draft_tokens != 0 and bool(self._sources)
 
-    def asked_nodes(self, sequence: Sequence) -> int:
-        """Nodes to reserve room for in the next step, the root counted: what was asked of the drafter."""
-        return self._asked.get(sequence.slot, 1)
+    def tree_of(self, sequence: Sequence) -> tuple[DraftTree | None, int]:
+        """The tree to verify in the next step and its drafter's index + 1; (None, 0): the root alone."""
+        return self._trees.get((sequence.slot, sequence.generation), (None, 0))
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence is about to give its slot back: its last tokens ride in the next request, to be learnt."""
@@ -129,7 +130,6 @@ class Speculator:
 
     def post(self, decoding: Seq[Sequence]) -> None:
         """Ask for the next step's trees. ``decoding``: the sequences whose next step is a decode step."""
-        self._asked = {}
         if self._max_batch_size and len(decoding) > self._max_batch_size:
             # True plain decode. Drafters are told of these tokens when speculation returns.
             self.num_plain_batch_steps += 1
@@ -166,19 +166,19 @@ class Speculator:
         for row in rows:
             row.sequence.told_length = row.length
             row.sequence.told_to = source.name
-            if row.nodes > 1:
-                self._asked[row.slot] = row.nodes
         self._posted.append(_Posted(source, self._step_id, rows))
 
-    def collect(self) -> dict[int, tuple[DraftTree, int]]:
-        """Trees by sequence slot, with the drafter's index + 1, for the rows whose draft came and is sound."""
-        trees: dict[int, tuple[DraftTree, int]] = {}
+    def collect(self) -> None:
+        """Wait for the trees that were asked for and keep those that are sound; ``tree_of`` has them afterwards."""
+        self._trees = {}
         for posted in self._posted:
+            # Nothing is owed to rows that were only told: their reply is dropped when the next one is read.
+            if all(row.nodes == 1 for row in posted.rows):
+                continue
             batch = self._receive(posted)
             if batch is not None:
-                self._accept(posted, batch, trees)
+                self._accept(posted, batch)
         self._posted = []
-        return trees
 
     def observe(self, sequence: Sequence, tree: DraftTree, drafter: int, num_accepted: int) -> None:
         """Learn from a verified tree of ``drafter`` (index + 1)."""
@@ -260,7 +260,7 @@ class Speculator:
             posted.source.report_failure(f"no draft within {self._timeout_s * 1e3:.0f} ms")
         return batch
 
-    def _accept(self, posted: _Posted, batch: DraftBatch, trees: dict[int, tuple[DraftTree, int]]) -> None:
+    def _accept(self, posted: _Posted, batch: DraftBatch) -> None:
         """Take over the sound trees of a reply. A stale, short or malformed one is dropped and counted."""
         counters = self.counters[posted.source.name]
         if (batch.epoch, batch.step_id) != (self._epoch, posted.step_id) or batch.num_rows != len(posted.rows):
@@ -269,16 +269,13 @@ class Speculator:
             return
         drafter = 1 + self._sources.index(posted.source)
         for index, row in enumerate(posted.rows):
-            sequence = row.sequence
-            if (sequence.slot, sequence.generation) != (row.slot, row.generation):
-                continue  # preempted or ended since
             tree = batch.tree(index)
-            if not tree.is_valid(sequence.tokens[-1], self._vocab_size, row.nodes):
+            if not tree.is_valid(row.sequence.tokens[row.length - 1], self._vocab_size, row.nodes):
                 counters.num_rejected_drafts += 1
                 posted.source.report_failure("a malformed draft tree")
                 return
             if tree.num_nodes > 1:
-                trees[sequence.slot] = (tree, drafter)
+                self._trees[row.slot, row.generation] = (tree, drafter)
             elif row.nodes > 1:
-                sequence.gate.observe_miss()
+                row.sequence.gate.observe_miss()
         posted.source.report_success()

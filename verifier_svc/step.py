@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,11 @@ class Scheduled:
     tree: DraftTree | None = None
     # Index of the drafter + 1 that the tree is from.
     drafter: int = 0
+    # Whether this is a decode step of the sequence, as of when it was scheduled.
+    was_decoding: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.was_decoding = self.sequence.is_decoding
 
     @property
     def samples(self) -> bool:
