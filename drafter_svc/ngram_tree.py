@@ -372,4 +372,9 @@ def compile_draft_batch() -> Callable[..., int]:
         assert digest >= 0
         return draft_rows(trie, sequences, scratch, options, columns, starts, new_tokens, node_starts, tokens, parents)
 
-    return cast(Callable[..., int], numba.njit(nogil=True, cache=True)(draft_batch))
+    try:
+        batch = numba.njit(nogil=True, cache=True)(draft_batch)
+    except RuntimeError:
+        # numba finds no folder that it may write to: compiled anew by each process.
+        batch = numba.njit(nogil=True)(draft_batch)
+    return cast(Callable[..., int], batch)
