@@ -8,7 +8,7 @@ probes fail. A drafter that has nothing to propose costs a round trip: it is ask
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 # A row starts as a fair prospect; one refused draft does not shut it, a few do.
 PRIOR_TRIALS = 2.0
@@ -40,9 +40,12 @@ class Gate:
         """Estimated chance that a drafted token is accepted given that its parent was."""
         return self._accepted / self._trials
 
-    def num_tokens(self, most: int, relative_cost: Callable[[int], float]) -> int:
-        """Tokens to draft in the next step, at most ``most``; ``relative_cost(k)`` is the cost of a step with k
-        drafted tokens a row over that of a plain one. Called once a step."""
+    def num_tokens(self, most: int, relative_costs: Sequence[float]) -> int:
+        """Tokens to draft in the next step, at most ``most``. Called once a step.
+
+        ``relative_costs[k]``: the cost of a step with k drafted tokens a row over that of a plain one, for k up to
+        ``most``.
+        """
         if most <= 0:
             return 0
         if self._pause:
@@ -53,7 +56,7 @@ class Gate:
         for k in range(1, most + 1):
             power *= acceptance
             expected += power
-            rate = expected / relative_cost(k)
+            rate = expected / relative_costs[k]
             if rate > best_rate:
                 best, best_rate = k, rate
         self._probing = False

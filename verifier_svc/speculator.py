@@ -25,6 +25,8 @@ from verifier_svc.step_costs import StepCosts
 
 # Weight of a new wait in the estimate of what collecting a draft costs.
 WAIT_SMOOTHING = 0.05
+# Steps for which relative costs are taken as they are: they move slowly, and a step has better to do.
+COSTS_HOLD_FOR = 16
 
 
 @dataclass(slots=True)
@@ -102,6 +104,9 @@ class Speculator:
         self._last_words: dict[str, list[_Row]] = {source.name: [] for source in sources}
         self._to_release: dict[str, list[int]] = {source.name: [] for source in sources}
         self._wait_s = 0.0
+        self._num_posts = 0
+        # By batch size: when they were counted, and relative costs by drafted tokens.
+        self._cost_lists: dict[int, tuple[int, list[float]]] = {}
         self._attaches_seen = [0] * len(sources)
         self.counters = {source.name: DrafterCounters() for source in sources}
         self.num_plain_batch_steps = 0
@@ -130,6 +135,7 @@ class Speculator:
 
     def post(self, decoding: Seq[Sequence]) -> None:
         """Ask for the next step's trees. ``decoding``: the sequences whose next step is a decode step."""
+        self._num_posts += 1
         if self._max_batch_size and len(decoding) > self._max_batch_size:
             # True plain decode. Drafters are told of these tokens when speculation returns.
             self.num_plain_batch_steps += 1
@@ -201,12 +207,7 @@ class Speculator:
 
     def _rows(self, source: DraftSource, decoding: Seq[Sequence]) -> list[_Row]:
         """The rows that draft with this source in the next step."""
-        batch = max(len(decoding), 1)
-        plain = self._costs.estimate(batch)
-
-        def relative_cost(num_tokens: int) -> float:
-            return (self._costs.estimate(batch * (1 + num_tokens)) + self._wait_s) / plain
-
+        relative_costs = self._relative_costs(max(len(decoding), 1))
         rows = []
         for sequence in decoding:
             if not self.wants_drafts(sequence) or self._source_of(sequence) is not source:
@@ -216,11 +217,21 @@ class Speculator:
                 most = min(most, sequence.speculation.max_draft_tokens)
             # The last token that may be emitted needs no draft behind it.
             most = min(most, sequence.max_new_tokens - 1)
-            width = sequence.gate.num_tokens(most, relative_cost)
+            width = sequence.gate.num_tokens(most, relative_costs)
             if width > 0:
                 told = sequence.told_length if sequence.told_to == source.name else 0
                 rows.append(_Row(sequence, sequence.slot, sequence.generation, told, len(sequence.tokens), 1 + width))
         return rows
+
+    def _relative_costs(self, batch: int) -> list[float]:
+        """Cost of a step in which each of ``batch`` rows verifies k drafted tokens, over that of a plain step, by k."""
+        counted_at, costs = self._cost_lists.get(batch, (0, []))
+        if not costs or self._num_posts - counted_at >= COSTS_HOLD_FOR:
+            plain = self._costs.estimate(batch)
+            drafted = [self._costs.estimate(batch * (1 + k)) for k in range(1, self._max_nodes)]
+            costs = [1.0, *((seconds + self._wait_s) / plain for seconds in drafted)]
+            self._cost_lists[batch] = (self._num_posts, costs)
+        return costs
 
     def _request(self, rows: list[_Row]) -> DraftRequest:
         new_tokens: list[int] = []

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from verifier_svc.gate import FIRST_PROBE_AFTER, RAREST_PROBE_AFTER, Gate
 
-
-def cheap(num_tokens: int) -> float:
-    return 1.0 + 0.05 * num_tokens
-
-
-def dear(num_tokens: int) -> float:
-    return 1.0 + 1.0 * num_tokens
+CHEAP = [1.0 + 0.05 * k for k in range(16)]
+DEAR = [1.0 + 1.0 * k for k in range(16)]
 
 
 def shut(gate: Gate) -> None:
@@ -19,26 +14,26 @@ def shut(gate: Gate) -> None:
 
 
 def test_a_new_row_drafts_where_nodes_are_cheap() -> None:
-    assert Gate().num_tokens(7, cheap) > 1
+    assert Gate().num_tokens(7, CHEAP) > 1
 
 
 def test_never_more_than_asked_for() -> None:
-    assert Gate().num_tokens(2, cheap) <= 2
-    assert Gate().num_tokens(0, cheap) == 0
+    assert Gate().num_tokens(2, CHEAP) <= 2
+    assert Gate().num_tokens(0, CHEAP) == 0
 
 
 def test_plain_decode_where_a_node_costs_as_much_as_a_step() -> None:
-    assert Gate().num_tokens(7, dear) == 0
+    assert Gate().num_tokens(7, DEAR) == 0
 
 
 def test_accepted_drafts_widen_and_refused_ones_shut() -> None:
     gate = Gate()
-    before = gate.num_tokens(15, cheap)
+    before = gate.num_tokens(15, CHEAP)
     for _ in range(10):
         gate.observe(7, 7)
-    assert gate.num_tokens(15, cheap) > before
+    assert gate.num_tokens(15, CHEAP) > before
     shut(gate)
-    assert gate.num_tokens(15, cheap) == 0
+    assert gate.num_tokens(15, CHEAP) == 0
 
 
 def test_a_shut_gate_probes_ever_more_rarely_and_opens_again() -> None:
@@ -48,7 +43,7 @@ def test_a_shut_gate_probes_ever_more_rarely_and_opens_again() -> None:
     gap = 0
     while len(gaps) < 8:
         gap += 1
-        if gate.num_tokens(15, cheap):
+        if gate.num_tokens(15, CHEAP):
             gaps.append(gap)
             gap = 0
             gate.observe(0, 3)
@@ -56,11 +51,11 @@ def test_a_shut_gate_probes_ever_more_rarely_and_opens_again() -> None:
     assert gaps == sorted(gaps)
     assert gaps[-1] == RAREST_PROBE_AFTER
     for _ in range(RAREST_PROBE_AFTER):
-        if gate.num_tokens(15, cheap):
+        if gate.num_tokens(15, CHEAP):
             gate.observe(3, 3)
     for _ in range(6):
         gate.observe(3, 3)
-    assert gate.num_tokens(15, cheap) > 0
+    assert gate.num_tokens(15, CHEAP) > 0
 
 
 def test_acceptance_counts_the_first_refused_token_as_a_trial() -> None:
@@ -76,7 +71,7 @@ def test_a_drafter_with_nothing_to_propose_is_asked_less_often_and_at_once_when_
     def asks(steps: int) -> int:
         count = 0
         for _ in range(steps):
-            if gate.num_tokens(7, cheap):
+            if gate.num_tokens(7, CHEAP):
                 count += 1
                 gate.observe_miss()
         return count
@@ -84,7 +79,7 @@ def test_a_drafter_with_nothing_to_propose_is_asked_less_often_and_at_once_when_
     assert asks(2) == 2
     asks(20)
     assert asks(9 * 4) == 4, "one ask in nine while misses go on"
-    while not gate.num_tokens(7, cheap):
+    while not gate.num_tokens(7, CHEAP):
         pass
     gate.observe(3, 3)
-    assert gate.num_tokens(7, cheap) and gate.num_tokens(7, cheap)
+    assert gate.num_tokens(7, CHEAP) and gate.num_tokens(7, CHEAP)
