@@ -31,6 +31,7 @@ from benchmarks.prompts import code_prompts, num_files, random_prompts
 from benchmarks.reference import ReferenceFailedError, running_reference
 from benchmarks.report import Bar, Figure, Report
 from benchmarks.stack import StackError, describe, idle_share, running_stack
+from verifier_svc.model_runner import default_threads
 
 RESULTS = environment.ROOT / "benchmarks" / "results"
 NUM_CORES = 2
@@ -99,9 +100,7 @@ def _parse() -> argparse.Namespace:
     demo = environment.ROOT / "models" / "demo" / "target"
     parser.add_argument("--model", type=Path, default=demo, help="folder of the checkpoint (default: the demo model)")
     parser.add_argument("--url", type=Address.parse, help="a running server of the same model, instead of a new one")
-    parser.add_argument(
-        "--threads", type=int, help=f"of server and references alike (default: {NUM_CORES}, or the cores)"
-    )
+    parser.add_argument("--threads", type=int, help="of server and references alike (default: the server's own)")
     parser.add_argument("--quick", action="store_true", help="a short run to see that all works; no bar is judged")
     parser.add_argument("--output", type=Path, help="the JSON file to write (default: dated, in benchmarks/results)")
     return parser.parse_args()
@@ -117,7 +116,7 @@ def measure_all(options: argparse.Namespace) -> Report:
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     code = Workload("held-out code", code_prompts(tokenizer, plan.num_prompts), plan.num_tokens)
     random = Workload("random identifiers", random_prompts(tokenizer, plan.num_prompts), plan.num_tokens, 1.0)
-    threads = options.threads or num_cores
+    threads = options.threads or default_threads()
     with _server(options, threads) as (address, root):
         measured = _measure(plan, options.model, threads, code, random, address, root)
     result = summarize(measured, judged=plan.judged)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 NGRAM_DRAFTER = "ngram"
 _NGRAM_PREFIX = "ngram_"
+# Tens of microseconds: longer than a phase of a step lasts, shorter than it takes to be scheduled again.
+OPENMP_SPIN_COUNT = "20000"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -168,6 +170,9 @@ def verifier(
 
     With --drafter-placement in-process it also holds an n-gram drafter; the --speculative-ngram flags are for that.
     """
+    # Read by the OpenMP library as it is loaded: by default a thread spins through milliseconds at each barrier, also
+    # while the one it waits for has lost its core.
+    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     settings = _verifier_settings(context, _checkpoint(context), address, drafters or [])
     if dry_run:
         _print_plan(settings)

@@ -29,7 +29,7 @@ class VerifierSettings(BaseModel):
     # unix:/path or host:port.
     address: str
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # Threads of the forward pass; 0: one per core.
+    # Threads of the forward pass; 0: one per core but one, which is left to the other services.
     threads: int = Field(default=0, ge=0, le=256)
     # Tokens of context; 0: what the checkpoint says.
     context_length: int = Field(default=0, ge=0)

@@ -40,7 +40,7 @@ class ModelRunner:
     Args:
         path: checkpoint folder in Hugging Face's layout.
         dtype: element type of the matrices and the cache; "auto" is float32. Arithmetic is float32 in both.
-        threads: of a forward pass, the calling one counted; 0 is one per core.
+        threads: of a forward pass, the calling one counted; 0 is ``default_threads()``.
         context_length: tokens of context; 0 is what the checkpoint says.
         progress: called with (done, total, what) while weights are loaded.
 
@@ -69,7 +69,7 @@ class ModelRunner:
         self.config: ModelConfig = load_config(path)
         self.max_model_len = _context_length(self.config, context_length)
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or default_threads()
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.mode: Literal["strict", "fast"] = "strict"
@@ -146,6 +146,12 @@ class ModelRunner:
             _log.warning(
                 "numerics: fast; a row's bits depend on its batch here, so near-ties may flip with speculation"
             )
+
+
+def default_threads() -> int:
+    """Cores less one, which is left to gateway, drafters and clients: a thread that waits for another one that has lost
+    its core to them costs far more than the core gives."""
+    return max(len(os.sched_getaffinity(0)) - 1, 1)
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: Literal["auto", "float32", "bfloat16"]) -> int:
