@@ -1,6 +1,6 @@
 """Stream a completion with the openai client; run `make serve` first.
 
-    python examples/openai_stream.py "def fibonacci(n):"
+python examples/openai_stream.py "def fibonacci(n):"
 """
 
 import sys

@@ -3,7 +3,8 @@
 The chance that a drafted token is accepted given that its parent was is estimated per row by smoothed counts. With
 that chance ``a`` a chain of k tokens yields 1 + a + ... + a^k tokens a step; the gate picks the k with the most tokens
 per second. Where plain decode wins the gate is shut, and opens now and then for one probe, ever more rarely while
-probes fail. A drafter that has nothing to propose costs a round trip: it is asked less often while that goes on.
+probes fail. A drafter that has nothing to propose costs a round trip: while that goes on it is asked less often, and
+only scouted: nobody waits for the answer, which tells whether asking in earnest is worth it again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class Gate:
     def acceptance(self) -> float:
         """Estimated chance that a drafted token is accepted given that its parent was."""
         return self._accepted / self._trials
+
+    @property
+    def is_scouting(self) -> bool:
+        """Whether the next ask is not worth waiting for."""
+        return self._misses > PATIENT_MISSES
 
     def num_tokens(self, most: int, relative_costs: Sequence[float]) -> int:
         """Tokens to draft in the next step, at most ``most``. Called once a step.
@@ -83,5 +89,10 @@ class Gate:
     def observe_miss(self) -> None:
         """Learn that the drafter, asked, had nothing to propose."""
         self._misses += 1
-        if self._misses > PATIENT_MISSES:
+        if self.is_scouting:
             self._pause = min(2 ** (self._misses - PATIENT_MISSES - 1), LONGEST_PAUSE)
+
+    def observe_find(self) -> None:
+        """Learn that a scouted drafter had something: the next ask is in earnest."""
+        self._misses = 0
+        self._pause = 0

@@ -61,6 +61,8 @@ class _Row(NamedTuple):
     length: int
     # Nodes wanted at most, the root counted; 1: only to be learnt.
     nodes: int
+    # Whether the answer is worth waiting for.
+    awaited: bool
 
 
 @dataclass(slots=True)
@@ -98,6 +100,8 @@ class Speculator:
         self._clock = clock
         self._step_id = 0
         self._posted: list[_Posted] = []
+        # Requests of the step before that nobody waited for.
+        self._scouts: list[_Posted] = []
         # Sound trees for the next step by slot and generation, with the drafter's index + 1.
         self._trees: dict[tuple[int, int], tuple[DraftTree, int]] = {}
         # Rows of ended sequences, by drafter: told in the next request, forgotten in the one after.
@@ -130,12 +134,13 @@ class Speculator:
             return
         length = len(sequence.tokens)
         self._last_words[sequence.told_to].append(
-            _Row(sequence, sequence.slot, sequence.generation, sequence.told_length, length, 1)
+            _Row(sequence, sequence.slot, sequence.generation, sequence.told_length, length, 1, False)
         )
 
     def post(self, decoding: Seq[Sequence]) -> None:
         """Ask for the next step's trees. ``decoding``: the sequences whose next step is a decode step."""
         self._num_posts += 1
+        self._read_scouts()
         if self._max_batch_size and len(decoding) > self._max_batch_size:
             # True plain decode. Drafters are told of these tokens when speculation returns.
             self.num_plain_batch_steps += 1
@@ -178,13 +183,32 @@ class Speculator:
         """Wait for the trees that were asked for and keep those that are sound; ``tree_of`` has them afterwards."""
         self._trees = {}
         for posted in self._posted:
-            # Nothing is owed to rows that were only told: their reply is dropped when the next one is read.
-            if all(row.nodes == 1 for row in posted.rows):
+            if not any(row.awaited for row in posted.rows):
+                self._scouts.append(posted)
                 continue
             batch = self._receive(posted)
             if batch is not None:
                 self._accept(posted, batch)
         self._posted = []
+
+    def _read_scouts(self) -> None:
+        """See what the drafters that nobody waited for had to say: too late for a tree, in time for the gates."""
+        scouts, self._scouts = self._scouts, []
+        for posted in scouts:
+            transport = posted.source.transport
+            if transport is None or all(row.nodes == 1 for row in posted.rows):
+                continue
+            try:
+                batch = transport.receive(0.0)
+            except TransportClosedError as error:
+                posted.source.report_failure(str(error))
+                continue
+            if batch is None or batch.num_rows != len(posted.rows):
+                continue
+            for index, row in enumerate(posted.rows):
+                if row.nodes > 1:
+                    found = batch.tree(index).num_nodes > 1
+                    row.sequence.gate.observe_find() if found else row.sequence.gate.observe_miss()
 
     def observe(self, sequence: Sequence, tree: DraftTree, drafter: int, num_accepted: int) -> None:
         """Learn from a verified tree of ``drafter`` (index + 1)."""
@@ -220,7 +244,9 @@ class Speculator:
             width = sequence.gate.num_tokens(most, relative_costs)
             if width > 0:
                 told = sequence.told_length if sequence.told_to == source.name else 0
-                rows.append(_Row(sequence, sequence.slot, sequence.generation, told, len(sequence.tokens), 1 + width))
+                length = len(sequence.tokens)
+                awaited = not sequence.gate.is_scouting
+                rows.append(_Row(sequence, sequence.slot, sequence.generation, told, length, 1 + width, awaited))
         return rows
 
     def _relative_costs(self, batch: int) -> list[float]:

@@ -65,7 +65,7 @@ def test_acceptance_counts_the_first_refused_token_as_a_trial() -> None:
     assert 0.45 < gate.acceptance < 0.55
 
 
-def test_a_drafter_with_nothing_to_propose_is_asked_less_often_and_at_once_when_it_has() -> None:
+def test_a_drafter_with_nothing_to_propose_is_scouted_rarely_and_asked_at_once_when_it_finds() -> None:
     gate = Gate()
 
     def asks(steps: int) -> int:
@@ -76,10 +76,10 @@ def test_a_drafter_with_nothing_to_propose_is_asked_less_often_and_at_once_when_
                 gate.observe_miss()
         return count
 
-    assert asks(2) == 2
+    assert asks(2) == 2 and not gate.is_scouting
     asks(20)
+    assert gate.is_scouting
     assert asks(9 * 4) == 4, "one ask in nine while misses go on"
-    while not gate.num_tokens(7, CHEAP):
-        pass
-    gate.observe(3, 3)
+    gate.observe_find()
+    assert not gate.is_scouting
     assert gate.num_tokens(7, CHEAP) and gate.num_tokens(7, CHEAP)

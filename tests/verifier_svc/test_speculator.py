@@ -1,0 +1,105 @@
+"""The speculator's traffic with a drafter: what is asked, waited for, scouted, told at the end and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.sampling import SamplingParams
+from tests.support.engine_harness import Harness, Request
+from tests.support.hash_target import HashTarget
+
+VOCAB = 40
+PROMPT = [1, 2, 3]
+
+
+class Notebook:
+    """A drafter that notes what it is sent, and drafts one fixed token from its ``first_find``-th request on."""
+
+    algorithm = "NOTEBOOK"
+
+    def __init__(self, first_find: int) -> None:
+        self.requests: list[DraftRequest] = []
+        self.released: list[int] = []
+        self._first_find = first_find
+
+    def attach(self, target: TargetInfo) -> None:
+        return
+
+    def release(self, slots: Sequence[int]) -> None:
+        self.released.extend(slots)
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        self.requests.append(request)
+        finds = len(self.requests) >= self._first_find
+        starts, tokens, parents = [0], [], []
+        for row in range(request.num_rows):
+            tokens.append(int(request.new_tokens[request.new_token_starts[row + 1] - 1]))
+            parents.append(-1)
+            if finds and request.max_nodes[row] > 1:
+                tokens.append(5)
+                parents.append(0)
+            starts.append(len(tokens))
+        return DraftBatch(
+            request.epoch,
+            request.step_id,
+            np.array(starts, np.int32),
+            np.array(tokens, np.int32),
+            np.array(parents, np.int32),
+        )
+
+
+def run(drafter: Notebook, num_tokens: int = 60) -> Harness:
+    harness = Harness(
+        HashTarget(VOCAB, 100, 4), vocab_size=VOCAB, num_blocks=100, block_size=4, drafters={"notebook": drafter}
+    )
+    harness.run([Request(PROMPT, SamplingParams(temperature=0.0, max_tokens=num_tokens))])
+    harness.drain()
+    return harness
+
+
+def told(drafter: Notebook) -> list[int]:
+    return [int(token) for request in drafter.requests for token in request.new_tokens]
+
+
+def test_every_token_is_told_once_and_in_order_also_those_of_paused_steps_and_the_last() -> None:
+    drafter = Notebook(first_find=10_000)
+    harness = run(drafter)
+    result = next(iter(harness.results.values()))
+    assert told(drafter) == PROMPT + result.token_ids
+    assert drafter.requests[-1].max_nodes.tolist() == [1]
+    assert len(drafter.requests) < 25, "a drafter with nothing to propose is not asked in each step"
+
+
+def test_a_find_is_asked_for_in_earnest_in_the_next_step() -> None:
+    drafter = Notebook(first_find=8)
+    harness = run(drafter)
+    counters = harness.speculator.counters["notebook"]
+    assert counters.num_drafts > 3
+    lengths = [int(request.lengths[0]) for request in drafter.requests]
+    # Scouted with pauses; what the eighth request found is seen a step later, and asked for then.
+    assert lengths[7] - lengths[6] > 2
+    assert lengths[8] - lengths[7] == 1
+
+
+def test_a_slot_is_forgotten_after_its_last_tokens() -> None:
+    drafter = Notebook(first_find=1)
+    harness = run(drafter)
+    assert drafter.released == []
+    harness.run([Request(PROMPT, SamplingParams(temperature=0.0, max_tokens=9))])
+    assert drafter.released == [int(drafter.requests[0].slots[0])]
+
+
+def test_a_request_that_wants_no_drafts_is_not_told() -> None:
+    drafter = Notebook(first_find=1)
+    harness = Harness(
+        HashTarget(VOCAB, 100, 4), vocab_size=VOCAB, num_blocks=100, block_size=4, drafters={"notebook": drafter}
+    )
+    harness.run([Request(PROMPT, SamplingParams(temperature=0.0, max_tokens=20)).plain()])
+    harness.drain()
+    assert drafter.requests == []
