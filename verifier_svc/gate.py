@@ -35,6 +35,8 @@ class Gate:
         self._probing = False
         self._misses = 0
         self._pause = 0
+        self._pause_length = 0
+        self._in_earnest = True
 
     @property
     def acceptance(self) -> float:
@@ -44,7 +46,7 @@ class Gate:
     @property
     def is_scouting(self) -> bool:
         """Whether the next ask is not worth waiting for."""
-        return self._misses > PATIENT_MISSES
+        return not self._in_earnest
 
     def num_tokens(self, most: int, relative_costs: Sequence[float]) -> int:
         """Tokens to draft in the next step, at most ``most``. Called once a step.
@@ -78,21 +80,32 @@ class Gate:
 
     def observe(self, num_accepted: int, depth: int) -> None:
         """Learn from a step that drafted to ``depth`` >= 1 and accepted ``num_accepted`` of its path."""
-        self._misses = 0
         self._accepted = self._accepted * MEMORY + num_accepted
         # The token after the last accepted one was tried too, unless the draft ended there.
         self._trials = self._trials * MEMORY + min(num_accepted + 1, depth)
         if self._probing:
             failed = num_accepted == 0
             self._probe_after = min(self._probe_after * 2, RAREST_PROBE_AFTER) if failed else FIRST_PROBE_AFTER
+        if num_accepted:
+            self._misses = self._pause = self._pause_length = 0
+            self._in_earnest = True
+        elif self._misses > PATIENT_MISSES:
+            # What a scout had found was worth nothing.
+            self._scout()
 
     def observe_miss(self) -> None:
         """Learn that the drafter, asked, had nothing to propose."""
         self._misses += 1
-        if self.is_scouting:
-            self._pause = min(2 ** (self._misses - PATIENT_MISSES - 1), LONGEST_PAUSE)
+        if self._misses > PATIENT_MISSES:
+            self._scout()
 
     def observe_find(self) -> None:
         """Learn that a scouted drafter had something: the next ask is in earnest."""
-        self._misses = 0
+        self._in_earnest = True
         self._pause = 0
+
+    def _scout(self) -> None:
+        """Ask less often, and wait for no answer, until something is accepted."""
+        self._in_earnest = False
+        self._pause_length = min(max(2 * self._pause_length, 1), LONGEST_PAUSE)
+        self._pause = self._pause_length

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from verifier_svc.block_manager import BlockTable
 from verifier_svc.gate import Gate
-from verifier_svc.messages import FinishReason, SequenceKey, SpeculationStats, Submit, TokenLogprobs
+from verifier_svc.messages import SequenceKey, SpeculationStats, Submit, TokenLogprobs
 from verifier_svc.verify import SamplingState
 
 NO_SLOT = -1
@@ -27,6 +27,13 @@ class DecodeStep(NamedTuple):
     drafter: int
     # Whether drafts were wanted.
     wanted: bool
+
+
+class Attachment(NamedTuple):
+    """One attachment of one drafter."""
+
+    name: str
+    num_attaches: int
 
 
 class Sequence:
@@ -69,7 +76,7 @@ class Sequence:
         self.generation = 0
 
         # Speculation: the drafter that was told of tokens [0, told_length), and what drafting came to so far.
-        self.told_to = ""
+        self.told_to: Attachment | None = None
         self.told_length = 0
         self.gate = Gate()
         self.steps: list[DecodeStep] = []
@@ -112,7 +119,7 @@ class Sequence:
         self.table = None
         self.num_computed = 0
         self.slot = NO_SLOT
-        self.told_to = ""
+        self.told_to = None
         self.told_length = 0
         self.prompt_logprobs = []
 
@@ -151,6 +158,3 @@ def digest_of_salt(salt: str | None) -> int:
     if salt is None:
         return 0
     return int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8], "little") or 1
-
-
-__all__ = ["NO_SLOT", "DecodeStep", "FinishReason", "Sequence", "digest_of_salt"]

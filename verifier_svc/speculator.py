@@ -20,7 +20,7 @@ from foretoken.drafting import DraftBatch, DraftRequest
 from foretoken.transport import TransportClosedError
 from foretoken.tree import DraftTree, depths
 from verifier_svc.draft_source import DraftSource
-from verifier_svc.sequence import Sequence
+from verifier_svc.sequence import Attachment, Sequence
 from verifier_svc.step_costs import StepCosts
 
 # Weight of a new wait in the estimate of what collecting a draft costs.
@@ -48,6 +48,11 @@ class DrafterCounters:
         self.accepted_per_position.extend([0] * max(missing, 0))
         for position in range(num_accepted):
             self.accepted_per_position[position] += 1
+
+
+def attachment(source: DraftSource) -> Attachment:
+    """The drafter as it is attached now: after a death it comes back as another one that knows nothing."""
+    return Attachment(source.name, source.num_attaches)
 
 
 class _Row(NamedTuple):
@@ -111,7 +116,6 @@ class Speculator:
         self._num_posts = 0
         # By batch size: when they were counted, and relative costs by drafted tokens.
         self._cost_lists: dict[int, tuple[int, list[float]]] = {}
-        self._attaches_seen = [0] * len(sources)
         self.counters = {source.name: DrafterCounters() for source in sources}
         self.num_plain_batch_steps = 0
 
@@ -130,12 +134,25 @@ class Speculator:
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence is about to give its slot back: its last tokens ride in the next request, to be learnt."""
-        if not sequence.told_to:
+        if sequence.told_to is None:
             return
         length = len(sequence.tokens)
-        self._last_words[sequence.told_to].append(
+        self._last_words[sequence.told_to.name].append(
             _Row(sequence, sequence.slot, sequence.generation, sequence.told_length, length, 1, False)
         )
+
+    def tell(self, prefilling: Seq[Sequence]) -> None:
+        """Tell drafters the prompts that this step computes: they learn them while the target does."""
+        for source in self._sources:
+            rows = [
+                _Row(sequence, sequence.slot, sequence.generation, 0, len(sequence.tokens), 1, False)
+                for sequence in prefilling
+                if sequence.told_to != attachment(source)
+                and self.wants_drafts(sequence)
+                and self._source_of(sequence) is source
+            ]
+            if rows:
+                self._post(source, rows)
 
     def post(self, decoding: Seq[Sequence]) -> None:
         """Ask for the next step's trees. ``decoding``: the sequences whose next step is a decode step."""
@@ -145,27 +162,23 @@ class Speculator:
             # True plain decode. Drafters are told of these tokens when speculation returns.
             self.num_plain_batch_steps += 1
             decoding = ()
-        for index, source in enumerate(self._sources):
+        for source in self._sources:
             last_words, self._last_words[source.name] = self._last_words[source.name], []
-            # Slots are forgotten one request after their last tokens were told, and before a new owner's first.
-            gone = self._to_release[source.name]
             if source.transport is None:
                 continue
-            if source.num_attaches != self._attaches_seen[index]:
-                # A drafter that has just attached knows nothing: it is told all.
-                self._attaches_seen[index] = source.num_attaches
-                last_words, gone = [], []
-                for sequence in decoding:
-                    sequence.told_to = "" if sequence.told_to == source.name else sequence.told_to
+            # A drafter that attached anew knows nothing of what it was told before, and has nothing to forget.
+            last_words = [row for row in last_words if row.sequence.told_to == attachment(source)]
             rows = last_words + self._rows(source, decoding)
             if rows:
+                self._post(source, rows)
                 self._to_release[source.name] = [row.slot for row in last_words]
-                self._post(source, rows, gone)
 
-    def _post(self, source: DraftSource, rows: list[_Row], gone: list[int]) -> None:
+    def _post(self, source: DraftSource, rows: list[_Row]) -> None:
         transport = source.transport
         if transport is None:
             return
+        # Slots are forgotten one request after their last tokens were told, and before a new owner's first.
+        gone, self._to_release[source.name] = self._to_release[source.name], []
         self._step_id += 1
         try:
             if gone:
@@ -176,7 +189,7 @@ class Speculator:
             return
         for row in rows:
             row.sequence.told_length = row.length
-            row.sequence.told_to = source.name
+            row.sequence.told_to = attachment(source)
         self._posted.append(_Posted(source, self._step_id, rows))
 
     def collect(self) -> None:
@@ -243,7 +256,7 @@ class Speculator:
             most = min(most, sequence.max_new_tokens - 1)
             width = sequence.gate.num_tokens(most, relative_costs)
             if width > 0:
-                told = sequence.told_length if sequence.told_to == source.name else 0
+                told = sequence.told_length if sequence.told_to == attachment(source) else 0
                 length = len(sequence.tokens)
                 awaited = not sequence.gate.is_scouting
                 rows.append(_Row(sequence, sequence.slot, sequence.generation, told, length, 1 + width, awaited))

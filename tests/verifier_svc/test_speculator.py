@@ -103,3 +103,40 @@ def test_a_request_that_wants_no_drafts_is_not_told() -> None:
     harness.run([Request(PROMPT, SamplingParams(temperature=0.0, max_tokens=20)).plain()])
     harness.drain()
     assert drafter.requests == []
+
+
+def test_a_prompt_is_told_ahead_of_the_first_ask() -> None:
+    drafter = Notebook(first_find=1)
+    run(drafter)
+    first, second = drafter.requests[:2]
+    assert first.new_tokens.tolist() == PROMPT and first.max_nodes.tolist() == [1]
+    assert len(second.new_tokens) == 1 and second.max_nodes[0] > 1
+
+
+def test_a_slot_is_forgotten_before_its_next_owner_is_told() -> None:
+    """A bug once: the release came behind the new owner's prompt, and wiped it."""
+
+    class Strict(Notebook):
+        told: set[int]
+
+        def attach(self, target: TargetInfo) -> None:
+            self.told = set()
+
+        def release(self, slots: Sequence[int]) -> None:
+            super().release(slots)
+            self.told -= set(slots)
+
+        def draft(self, request: DraftRequest) -> DraftBatch:
+            for row, slot in enumerate(request.slots.tolist()):
+                whole = request.new_token_starts[row + 1] - request.new_token_starts[row] == request.lengths[row]
+                assert whole or slot in self.told, "a slot with a past that was forgotten"
+                self.told.add(slot)
+            return super().draft(request)
+
+    drafter = Strict(first_find=3)
+    harness = run(drafter, num_tokens=1)
+    for length in (1, 9, 1, 9):
+        harness.run([Request(PROMPT, SamplingParams(temperature=0.0, max_tokens=length))] * 3)
+    harness.drain()
+    assert not harness.sources[0].failures
+    assert drafter.released
