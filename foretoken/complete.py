@@ -120,8 +120,11 @@ def render(choice: dict[str, Any], *, colour: bool) -> str:
         return text
     sources: list[int] = choice.get("token_sources") or []
     texts: list[str] = choice.get("token_texts") or []
-    if len(texts) == len(sources) and "".join(texts) == text:
-        return "".join(_paint(piece, source) for piece, source in zip(texts, sources, strict=True))
+    told = "".join(texts)
+    if len(texts) == len(sources) and text.startswith(told):
+        painted = "".join(_paint(piece, source) for piece, source in zip(texts, sources, strict=True))
+        # Behind the last token: bytes that never became a character, text held back for a stop string.
+        return painted + _paint(text[len(told) :], 0)
     # A chunk of one kind needs no division; one of both kinds cannot be divided without the tokens' texts.
     return _paint(text, 1 if sources and all(sources) else 0)
 

@@ -67,6 +67,8 @@ class Delta:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    # What each of these tokens added to the text.
+    token_texts: list[str] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -133,8 +135,10 @@ class Output:
             return
         delta = self._delta
         delta.prompt_logprobs.extend(prompt_logprobs)
-        text, kept = self._to_text(token_ids)
-        self._pieces.append(text)
+        texts = self._to_texts(token_ids)
+        kept = len(texts)
+        self._pieces += texts
+        delta.token_texts += texts
         delta.token_ids += token_ids[:kept]
         delta.sources += sources[:kept]
         delta.logprobs += logprobs[:kept]
@@ -168,17 +172,20 @@ class Output:
         self.error = error
         self._on_change(self)
 
-    def _to_text(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
-        """New text that may be shown, and how many of the tokens are part of the output: a stop string may cut."""
-        if self._matcher is None:
-            return self._detokenizer.feed(token_ids), len(token_ids)
-        pieces = []
-        for kept, token_id in enumerate(token_ids, start=1):
-            honour = len(self.token_ids) + kept >= self.spec.sampling.min_tokens
-            pieces.append(self._matcher.feed(self._detokenizer.feed((token_id,)), honour=honour))
-            if self._matcher.matched is not None:
-                return "".join(pieces), kept
-        return "".join(pieces), len(token_ids)
+    def _to_texts(self, token_ids: tuple[int, ...]) -> list[str]:
+        """What each token adds to the text that may be shown, for the tokens that are part of the output: a stop string
+        may cut. A token's own text may come with a later one, when a character or a possible stop string is complete.
+        """
+        texts: list[str] = []
+        for token_id in token_ids:
+            text = self._detokenizer.feed((token_id,))
+            if self._matcher is not None:
+                honour = len(self.token_ids) + len(texts) + 1 >= self.spec.sampling.min_tokens
+                text = self._matcher.feed(text, honour=honour)
+            texts.append(text)
+            if self._matcher is not None and self._matcher.matched is not None:
+                break
+        return texts
 
     def _flush(self) -> None:
         """Text that waited for more tokens: there are none."""

@@ -82,7 +82,8 @@ class GenerationFields(Fields):
     # Ours.
     speculative: SpeculativeFields = SpeculativeFields()
     return_token_sources: bool = Field(
-        False, description="Each choice carries token_ids and token_sources: 0 = target, k = accepted from drafter k."
+        False,
+        description="Each choice carries token_ids, token_texts and token_sources (0: target, k: drafter k's, accepted).",
     )
 
 

@@ -103,7 +103,7 @@ class OpenAiFormat:
     def _sources(self, delta: Delta) -> dict[str, Any]:
         if not self._options.return_token_sources:
             return {}
-        return {"token_ids": delta.token_ids, "token_sources": delta.sources}
+        return {"token_ids": delta.token_ids, "token_sources": delta.sources, "token_texts": delta.token_texts}
 
     def _end(self, output: Output) -> dict[str, Any]:
         assert output.finish_reason is not None

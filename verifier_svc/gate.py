@@ -21,7 +21,7 @@ RAREST_PROBE_AFTER = 128
 PROBE_TOKENS = 3
 # Replies without a draft in a row after which asking pauses, and the steps that it pauses at most.
 PATIENT_MISSES = 2
-LONGEST_PAUSE = 8
+LONGEST_PAUSE = 16
 
 
 class Gate:
@@ -33,10 +33,11 @@ class Gate:
         self._probe_after = FIRST_PROBE_AFTER
         self._shut_steps = 0
         self._probing = False
-        self._misses = 0
+        # A row begins scouted: text that repeats nothing, as most does at first, pays for no wait.
+        self._misses = PATIENT_MISSES + 1
         self._pause = 0
         self._pause_length = 0
-        self._in_earnest = True
+        self._in_earnest = False
 
     @property
     def acceptance(self) -> float:

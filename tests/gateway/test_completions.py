@@ -298,6 +298,9 @@ async def test_token_sources_come_with_every_chunk_if_asked(stack: Stack) -> Non
     choices = [chunk["choices"][0] for chunk in events((await stack.http.post(URL, json=body)).text)]
     assert [i for choice in choices for i in choice["token_ids"]] == [*stack.ids("a"), 65, 66, 67]
     assert [i for choice in choices for i in choice["token_sources"]] == [0, 1, 1, 0]
+    for choice in choices:
+        assert len(choice["token_texts"]) == len(choice["token_ids"])
+        assert choice["text"].startswith("".join(choice["token_texts"]))
     plain = (await stack.http.post(URL, json={"prompt": "a"})).json()["choices"][0]
     assert "token_sources" not in plain and "token_ids" not in plain
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from verifier_svc.gate import FIRST_PROBE_AFTER, RAREST_PROBE_AFTER, Gate
+from verifier_svc.gate import FIRST_PROBE_AFTER, LONGEST_PAUSE, PATIENT_MISSES, RAREST_PROBE_AFTER, Gate
 
 CHEAP = [1.0 + 0.05 * k for k in range(16)]
 DEAR = [1.0 + 1.0 * k for k in range(16)]
 
 
 def shut(gate: Gate) -> None:
+    gate.observe(1, 3)  # not scouted
     for _ in range(120):
         gate.observe(0, 3)
 
@@ -65,21 +66,36 @@ def test_acceptance_counts_the_first_refused_token_as_a_trial() -> None:
     assert 0.45 < gate.acceptance < 0.55
 
 
-def test_a_drafter_with_nothing_to_propose_is_scouted_rarely_and_asked_at_once_when_it_finds() -> None:
+def asks(gate: Gate, steps: int) -> int:
+    """Asks in so many steps of a drafter that has nothing to propose."""
+    count = 0
+    for _ in range(steps):
+        if gate.num_tokens(7, CHEAP):
+            count += 1
+            gate.observe_miss()
+    return count
+
+
+def test_a_drafter_with_nothing_to_propose_is_scouted_ever_more_rarely() -> None:
     gate = Gate()
-
-    def asks(steps: int) -> int:
-        count = 0
-        for _ in range(steps):
-            if gate.num_tokens(7, CHEAP):
-                count += 1
-                gate.observe_miss()
-        return count
-
-    assert asks(2) == 2 and not gate.is_scouting
-    asks(20)
     assert gate.is_scouting
-    assert asks(9 * 4) == 4, "one ask in nine while misses go on"
+    asks(gate, 50)
+    cycle = LONGEST_PAUSE + 1
+    assert asks(gate, 4 * cycle) == 4, "one ask in a pause and a step"
+
+
+def test_what_a_scout_finds_is_asked_for_in_earnest_at_once_and_once() -> None:
+    gate = Gate()
+    asks(gate, 50)
     gate.observe_find()
-    assert not gate.is_scouting
-    assert gate.num_tokens(7, CHEAP) and gate.num_tokens(7, CHEAP)
+    assert not gate.is_scouting and gate.num_tokens(7, CHEAP)
+    gate.observe(0, 3)
+    assert gate.is_scouting and not gate.num_tokens(7, CHEAP)
+
+
+def test_an_accepted_draft_ends_scouting_until_misses_gather() -> None:
+    gate = Gate()
+    gate.observe_find()
+    gate.observe(3, 3)
+    assert asks(gate, PATIENT_MISSES) == PATIENT_MISSES and not gate.is_scouting
+    assert asks(gate, 1) == 1 and gate.is_scouting
