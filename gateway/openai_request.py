@@ -83,7 +83,7 @@ class GenerationFields(Fields):
     speculative: SpeculativeFields = SpeculativeFields()
     return_token_sources: bool = Field(
         False,
-        description="Each choice carries token_ids, token_texts and token_sources (0: target, k: accepted of drafter k).",
+        description="Each choice carries token_ids, token_texts and token_sources (0: target, k: drafter k).",
     )
 
 
