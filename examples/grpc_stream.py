@@ -1,6 +1,6 @@
 """Stream a completion over gRPC; run `make serve` first.
 
-python -m examples.grpc_stream "def fibonacci(n):"
+python -m examples.grpc_stream "def read_json(path):"
 """
 
 import sys
@@ -9,7 +9,7 @@ import grpc
 
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 
-prompt = sys.argv[1] if len(sys.argv) > 1 else "def fibonacci(n):"
+prompt = sys.argv[1] if len(sys.argv) > 1 else "def read_json(path):"
 request = gateway_pb2.GenerateRequest(text=prompt, sampling=common_pb2.SamplingParams(temperature=0, max_tokens=128))
 with grpc.insecure_channel("127.0.0.1:50051") as channel:
     print(prompt, end="")

@@ -1,6 +1,6 @@
 """Stream a completion with the openai client; run `make serve` first.
 
-python examples/openai_stream.py "def fibonacci(n):"
+python examples/openai_stream.py "def read_json(path):"
 """
 
 import sys
@@ -8,7 +8,7 @@ import sys
 from openai import OpenAI
 
 client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
-prompt = sys.argv[1] if len(sys.argv) > 1 else "def fibonacci(n):"
+prompt = sys.argv[1] if len(sys.argv) > 1 else "def read_json(path):"
 model = client.models.list().data[0].id
 
 stream = client.completions.create(

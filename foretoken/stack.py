@@ -27,7 +27,7 @@ GATEWAY_DRAIN_S = 14.0
 GATEWAY_GRACE_S = 17.0
 VERIFIER_GRACE_S = 8.0
 DRAFTER_GRACE_S = 4.0
-_EXAMPLE_PROMPT = "def fibonacci(n):\n"
+_EXAMPLE_PROMPT = "def read_json(path):\n"
 
 
 def command(service: str, settings: BaseModel, extra: Sequence[str] = ()) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ class VerifierClient:
                 was_up = self.is_up
                 await self._down(error.message)
             except BaseException:
-                await self._down("the gateway is stopping")
+                await self._down("the gateway is stopping", level=logging.INFO)
                 raise
             if was_up:
                 backoff = FIRST_BACKOFF_S
@@ -175,7 +175,7 @@ class VerifierClient:
             await asyncio.gather(writer, return_exceptions=True)
         raise UnavailableError("the verifier ended the session")
 
-    async def _down(self, reason: str) -> None:
+    async def _down(self, reason: str, *, level: int = logging.WARNING) -> None:
         was_up, self._reason = self.is_up, reason
         self._outgoing = self._stub = None
         self._up.clear()
@@ -183,7 +183,7 @@ class VerifierClient:
         for route in routes.values():
             route.sink.on_error(UnavailableError(reason))
         if was_up:
-            logger.warning("verifier session down", extra={"verifier": self._address, "reason": reason})
+            logger.log(level, "verifier session down", extra={"verifier": self._address, "reason": reason})
             await self._changed(False)
 
     async def _changed(self, up: bool) -> None:
