@@ -238,7 +238,7 @@ def complete(
     try:
         figures = stream(url, options, write=_write, colour=colour)
     except UnavailableError as error:
-        start = f"start a server with: make serve, or: {_program()} serve MODEL"
+        start = f"start a server with: make serve, or: {_program()} serve MODEL; or name a running one with --url"
         raise UnavailableError(f"{error}; {start}") from None
     _write("\n")
     print(dim(figures) if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else figures, file=sys.stderr)

@@ -93,6 +93,9 @@ def complete(url: str, options: CompletionOptions, *, write: Callable[[str], Non
     written as it came. Raises ForetokenError: UnavailableError if nothing answers, else what the server refused.
     """
     summary = _Summary()
+    # As people have it at hand: without a scheme, or with the /v1 that OpenAI clients want.
+    url = url.rstrip("/").removesuffix("/v1")
+    url = url if "://" in url else f"http://{url}"
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     # Straight to the address that was given, whatever proxy the machine uses for the web.
     with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:

@@ -78,18 +78,18 @@ def ready_text(model: str, host: str, port: int, grpc_port: int, program: str) -
     host = probes.reachable(host)
     host = f"[{host}]" if ":" in host else host
     url = f"http://{host}:{port}"
-    body = json.dumps({"model": model, "prompt": _EXAMPLE_PROMPT, "max_tokens": 64, "stream": True})
-    fields = f"model={model!r}, prompt={_EXAMPLE_PROMPT!r}, max_tokens=64, stream=True"
+    body = json.dumps({"model": model, "prompt": _EXAMPLE_PROMPT, "max_tokens": 64, "temperature": 0, "stream": True})
+    fields = f"model={model!r}, prompt={_EXAMPLE_PROMPT!r}, max_tokens=64, temperature=0, stream=True"
     option = "" if (host, port) == ("127.0.0.1", 8000) else f" --url {url}"
     return f"""
 foretoken is ready: {model} at {url} (OpenAI REST) and {host}:{grpc_port} (gRPC). Ctrl-C stops it.
 
 In another terminal:
-  {program} complete {shlex.quote(_EXAMPLE_PROMPT.strip())}{option}
+  {program} complete {shlex.quote(_EXAMPLE_PROMPT.strip())} --temperature 0{option}
 
   curl -N {url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}
 
-In Python:
+In Python (pip install openai):
   from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key="none")
   for chunk in client.completions.create({fields}):

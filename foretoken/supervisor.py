@@ -137,7 +137,7 @@ class Supervisor:
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         if not self._stopping.is_set():
-            self._announce("stopping")
+            self._announce("stopping; streams that run may finish first, Ctrl-C again stops at once")
             self._stopping.set()
         elif number == signal.SIGINT:
             # Only an impatient user: make and shells pass on a second SIGTERM of their own.

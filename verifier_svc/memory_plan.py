@@ -59,6 +59,11 @@ def make_plan(
     ``max_model_len``: tokens of context. A sequence also needs room for the tree behind its last token.
     """
     available = psutil.virtual_memory().available
+    if settings.max_total_tokens and weights_bytes + settings.max_total_tokens * bytes_per_token > available:
+        raise ConfigError(
+            f"--max-total-tokens {settings.max_total_tokens} takes {_mib(settings.max_total_tokens * bytes_per_token)} "
+            f"beside {_mib(weights_bytes)} of weights; {_mib(available)} of memory are available"
+        )
     longest = max_model_len + settings.speculative_num_draft_tokens
     blocks_of_one = -(-longest // settings.block_size)
     if settings.max_total_tokens:

@@ -67,7 +67,7 @@ class ModelRunner:
         progress: Progress = _silent,
     ) -> None:
         self.config: ModelConfig = load_config(path)
-        self.max_model_len = _context_length(self.config, context_length)
+        self.max_model_len = context_tokens(self.config, context_length)
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self.threads = threads or default_threads()
         self.block_size = block_size
@@ -160,7 +160,8 @@ def cache_bytes_per_token(config: ModelConfig, dtype: Literal["auto", "float32",
     return kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, element)
 
 
-def _context_length(config: ModelConfig, wanted: int) -> int:
+def context_tokens(config: ModelConfig, wanted: int) -> int:
+    """Tokens of context: ``wanted``, or the checkpoint's if that is 0. Raises ConfigError if it has fewer."""
     if wanted > config.max_position_embeddings:
         raise ConfigError(
             f"--context-length {wanted} is more than this checkpoint's {config.max_position_embeddings} tokens"

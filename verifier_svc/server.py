@@ -7,6 +7,7 @@ import gc
 import logging
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ from verifier_svc.drafter_client import DrafterClient, InProcessClient
 from verifier_svc.engine import Engine
 from verifier_svc.info import VerifierInfo
 from verifier_svc.memory_plan import MemoryPlan, make_plan
-from verifier_svc.model_runner import ModelRunner, cache_bytes_per_token
+from verifier_svc.model_runner import ModelRunner, cache_bytes_per_token, context_tokens
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.service import VerifierService
 from verifier_svc.speculator import Speculator
@@ -41,20 +42,28 @@ SERVICE_NAME = "foretoken.verifier.v1.VerifierService"
 # Seconds between looks at the engine thread and, while draining, at what still runs.
 WATCH_S = 0.5
 STOP_GRACE_S = 2.0
+PROGRESS_S = 1.0
 
 Progress = Callable[[int, int, str], None]
 
 
-def show_progress(done: int, total: int, what: str) -> None:
-    """One line for each tenth, on stderr."""
-    if done == total or done * 10 // total != (done - 1) * 10 // total:
-        print(f"verifier: {what} {done * 100 // total}%", file=sys.stderr, flush=True)
+class ProgressLines:
+    """A line on stderr for what takes long: at most one in PROGRESS_S, none for what is over sooner."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._shown_at = clock()
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        now = self._clock()
+        if now - self._shown_at >= PROGRESS_S:
+            self._shown_at = now
+            print(f"verifier: {what} {done * 100 // max(total, 1)}%", file=sys.stderr, flush=True)
 
 
 def memory_plan(settings: VerifierSettings) -> MemoryPlan:
     """Where memory will go, without loading a weight. Raises ConfigError or CheckpointError."""
     config = load_config(settings.model)
-    context = settings.context_length or config.max_position_embeddings
     with Checkpoint(settings.model) as checkpoint:
         stored = checkpoint.dtype(min(checkpoint.names)).itemsize
         weights_bytes = checkpoint.num_bytes // stored * (2 if settings.dtype == "bfloat16" else 4)
@@ -62,7 +71,7 @@ def memory_plan(settings: VerifierSettings) -> MemoryPlan:
         settings,
         weights_bytes=weights_bytes,
         bytes_per_token=cache_bytes_per_token(config, settings.dtype),
-        max_model_len=context,
+        max_model_len=context_tokens(config, settings.context_length),
     )
 
 
@@ -88,10 +97,11 @@ class Verifier:
 def build(
     settings: VerifierSettings,
     in_process_drafters: Mapping[str, Drafter] | None = None,
-    progress: Progress = show_progress,
+    progress: Progress | None = None,
 ) -> Verifier:
     """Load the model, warm it up, attach drafters, wire the engine. The engine is not started."""
     placed = in_process_drafters or {}
+    progress = progress or ProgressLines()
     budget = memory_plan(settings)
     runner = ModelRunner(
         settings.model,

@@ -313,7 +313,8 @@ def test_complete_says_how_to_start_a_server() -> None:
     result = foretoken("complete", "x", FORETOKEN_URL=url)
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        f"foretoken: nothing answers at {url}; start a server with: make serve, or: foretoken serve MODEL"
+        f"foretoken: nothing answers at {url}; start a server with: make serve, or: foretoken serve MODEL; "
+        "or name a running one with --url"
     ]
 
 

@@ -76,7 +76,15 @@ def test_ready_text_holds_requests_to_copy() -> None:
     assert curl[2] == "http://127.0.0.1:9000/v1/completions"
     assert json.loads(curl[-1])["model"] == "demo"
     words = shlex.split(next(line for line in text.splitlines() if "complete" in line))
-    assert words == [".venv/bin/foretoken", "complete", "def read_json(path):", "--url", "http://127.0.0.1:9000"]
+    assert words == [
+        ".venv/bin/foretoken",
+        "complete",
+        "def read_json(path):",
+        "--temperature",
+        "0",
+        "--url",
+        "http://127.0.0.1:9000",
+    ]
     compile("\n".join(line[2:] for line in text.partition("In Python:\n")[2].splitlines()), "example", "exec")
 
 

@@ -1,0 +1,57 @@
+"""The memory plan refuses what the start would: by flag, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foretoken.errors import ConfigError
+from verifier_svc.config import VerifierSettings
+from verifier_svc.memory_plan import make_plan
+from verifier_svc.server import ProgressLines, memory_plan
+
+DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
+
+
+def settings(**fields: int) -> VerifierSettings:
+    return VerifierSettings(model=DEMO, served_model_name="demo", address="unix:/none", **fields)
+
+
+def test_the_demo_fits_and_says_where_memory_goes() -> None:
+    plan = memory_plan(settings())
+    assert plan.max_model_len == 2048
+    assert plan.num_blocks * plan.block_size >= 2048
+    text = str(plan)
+    assert "weights" in text and "KV cache" in text and f"{plan.num_blocks} blocks of 16 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"context_length": 4096}, "--context-length"),
+        ({"max_total_tokens": 999_999_999_999}, "--max-total-tokens"),
+        ({"max_total_tokens": 100}, "--max-total-tokens"),
+    ],
+)
+def test_what_cannot_start_is_refused_by_flag(fields: dict[str, int], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        memory_plan(settings(**fields))
+
+
+def test_weights_that_leave_no_room_name_the_way_out() -> None:
+    with pytest.raises(ConfigError, match="--context-length"):
+        make_plan(settings(), weights_bytes=10**15, bytes_per_token=8192, max_model_len=2048)
+
+
+def test_progress_is_shown_for_what_takes_long_only(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    show = ProgressLines(clock=lambda: now)
+    for done in range(5):
+        now += 0.1
+        show(done, 5, "loading")
+    assert capsys.readouterr().err == ""
+    now += 1.0
+    show(5, 10, "checking")
+    show(6, 10, "checking")
+    assert capsys.readouterr().err == "verifier: checking 50%\n"
