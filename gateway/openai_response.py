@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal, Protocol
 
 import orjson
@@ -41,7 +42,7 @@ def event(value: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-class OpenAiFormat:
+class OpenAiFormat(ABC):
     """What chat and completions share: envelope, usage and metrics."""
 
     whole_object: str
@@ -91,11 +92,13 @@ class OpenAiFormat:
         body = {**self._envelope(generation, self.chunk_object), "choices": [], "usage": _usage(generation)}
         return event(self._with_metrics(body, generation)) + DONE
 
+    @abstractmethod
     def _whole_choice(self, output: Output, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
+        """One choice of a whole response, without its end."""
 
+    @abstractmethod
     def _chunk_choice(self, output: Output, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
+        """One choice of a streamed chunk, without its end."""
 
     def _envelope(self, generation: Generation, kind: str) -> dict[str, Any]:
         return {"id": generation.request.id, "object": kind, "created": self._created, "model": self._model}
