@@ -33,9 +33,9 @@ class DraftRequest:
     A row is told exactly once of each committed token of its sequence, prompt included, in order: ``lengths[r]``
     counts the tokens after this request's ``new_tokens``. If the drafter has not seen the tokens before those (it
     attached late, or a request was lost), it notices by the length and drafts over what it has from now on.
-    Tokens of a row whose ``max_nodes`` is 1 are to be learnt, not drafted for. A request has at most two rows a slot: the
-    last tokens of a sequence that ended ride beside the slot's new owner. A transport may split a request with many new
-    tokens; its parts share the step id.
+    Tokens of a row whose ``max_nodes`` is 1 are to be learnt, not drafted for. A request has at most two rows a slot:
+    the last tokens of a sequence that ended ride beside the slot's new owner. A transport may split a request with many
+    new tokens; its parts share the step id.
 
     Attributes:
         epoch: the verifier's; a reply that carries another is dropped.
