@@ -163,22 +163,24 @@ class Speculator:
             self.num_plain_batch_steps += 1
             decoding = ()
         for source in self._sources:
-            last_words, self._last_words[source.name] = self._last_words[source.name], []
-            if source.transport is None:
-                continue
-            # A drafter that attached anew knows nothing of what it was told before, and has nothing to forget.
-            last_words = [row for row in last_words if row.sequence.told_to == attachment(source)]
-            rows = last_words + self._rows(source, decoding)
-            if rows:
+            rows = self._rows(source, decoding) if source.transport is not None else []
+            if rows or self._last_words[source.name]:
                 self._post(source, rows)
-                self._to_release[source.name] = [row.slot for row in last_words]
 
     def _post(self, source: DraftSource, rows: list[_Row]) -> None:
+        """Send rows behind the last tokens of the sequences that ended since, one of whose slots they may have."""
+        last_words, self._last_words[source.name] = self._last_words[source.name], []
+        # A drafter that attached anew knows nothing of what it was told before, and has nothing to forget.
+        last_words = [row for row in last_words if row.sequence.told_to == attachment(source)]
+        owned = {row.slot for row in rows}
+        rows = last_words + rows
         transport = source.transport
-        if transport is None:
+        if transport is None or not rows:
             return
-        # Slots are forgotten one request after their last tokens were told, and before a new owner's first.
-        gone, self._to_release[source.name] = self._to_release[source.name], []
+        # Slots are forgotten one request after their last tokens were told, and before a new owner's first; a new
+        # owner in the same request makes the drafter forget by its generation.
+        gone = self._to_release[source.name]
+        self._to_release[source.name] = [row.slot for row in last_words if row.slot not in owned]
         self._step_id += 1
         try:
             if gone:

@@ -140,3 +140,39 @@ def test_a_slot_is_forgotten_before_its_next_owner_is_told() -> None:
     harness.drain()
     assert not harness.sources[0].failures
     assert drafter.released
+
+
+def test_a_slot_that_changes_hands_within_a_step_is_told_in_order() -> None:
+    """A bug once: an aborted owner's last tokens came behind the prompt of the next one, and wiped it."""
+    drafter = Notebook(first_find=1)
+    harness = Harness(
+        HashTarget(VOCAB, 100, 4),
+        vocab_size=VOCAB,
+        num_blocks=100,
+        block_size=4,
+        drafters={"notebook": drafter},
+        max_running=1,
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=40)
+    first = harness.submit(Request(PROMPT, sampling))
+    second = harness.submit(Request([4, 5, 6, 7], sampling))
+    while len(harness.results[first].token_ids) < 8:
+        harness.step()
+    harness.abort(first)
+    while not harness.results[second].is_done:
+        harness.step()
+        if harness.results[second].token_ids:
+            assert not drafter.released, "the slot has an owner: there is nothing to forget"
+    harness.drain()
+    generations = [generation for request in drafter.requests for generation in request.generations.tolist()]
+    assert generations == sorted(generations)
+    for key, generation in ((first, 1), (second, 2)):
+        known = [
+            token
+            for request in drafter.requests
+            for row in range(request.num_rows)
+            if request.generations[row] == generation
+            for token in request.new_tokens[request.new_token_starts[row] : request.new_token_starts[row + 1]].tolist()
+        ]
+        prompt = PROMPT if key == first else [4, 5, 6, 7]
+        assert known == prompt + harness.results[key].token_ids
