@@ -190,9 +190,8 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
         verifier: Verifier | None = None
         try:
             verifier = await asyncio.to_thread(build, settings, in_process_drafters)
-            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(
-                VerifierService(verifier.engine, verifier.info), server
-            )
+            service = VerifierService(verifier.engine, verifier.info)
+            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
             # What start-up made stays: a collection in the middle of a step then walks over little.
             gc.collect()
             gc.freeze()
@@ -203,7 +202,9 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             await health.mark(True)
             await _watch(verifier.engine, stop)
             await health.drain()
-            await _drain(verifier.engine, settings.drain_timeout_s)
+            service.drain()
+            await _idle(verifier.engine, settings.drain_timeout_s)
+            service.close()
             await server.stop(STOP_GRACE_S)
         finally:
             rpc.remove_socket(settings.address)
@@ -222,9 +223,8 @@ async def _watch(engine: Engine, stop: asyncio.Event) -> None:
             continue
 
 
-async def _drain(engine: Engine, timeout_s: float) -> None:
-    """Refuse new sequences and wait for the running ones, up to ``timeout_s``."""
-    engine.drain()
+async def _idle(engine: Engine, timeout_s: float) -> None:
+    """Wait for the running sequences, up to ``timeout_s``. What is left then is resumed by its gateway elsewhere."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not engine.is_idle and loop.time() < deadline:

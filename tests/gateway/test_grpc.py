@@ -127,7 +127,7 @@ async def test_cancelling_aborts_at_the_verifier(stack: Stack) -> None:
         await call.read()
         call.cancel()
         await stack.verifier.until(lambda: len(stack.verifier.aborts) == 1)
-    assert stack.gateway.client.num_sequences == 0
+    assert stack.gateway.verifiers.num_sequences == 0
 
 
 async def test_the_callers_deadline_goes_on_to_the_verifier(stack: Stack) -> None:
@@ -164,13 +164,13 @@ async def test_a_slow_reader_gets_merged_chunks(stack: Stack) -> None:
 
     stack.verifier.script = play
     stack.verifier.info.max_model_len = 1_000_000
-    await stack.gateway.client.fetch_info()
+    await stack.gateway.verifiers.fetch_infos()
     request = gateway_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(max_tokens=count))
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
         call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request)
         first = await call.read()
         async with asyncio.timeout(20):
-            while stack.gateway.client.num_sequences:
+            while stack.gateway.verifiers.num_sequences:
                 assert (await stack.http.get("/health")).status_code == 200
         chunks = [first.chunk]
         while (response := await call.read()) is not grpc.aio.EOF:
