@@ -82,12 +82,12 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                         self._check_alive()
                         response.heartbeat.CopyFrom(self._heartbeat())
                         beat_at = time.monotonic() + HEARTBEAT_S
-                    elif not batch and not closed and told_draining == self._draining:
+                    elif not batch and told_draining == self._draining:
+                        if closed:
+                            return
                         continue
                     response.draining = told_draining = self._draining
                     yield response
-                    if closed:
-                        return
                 await reader
             finally:
                 self._sessions.discard(session)
