@@ -142,6 +142,10 @@ class VerifierClient:
             response = await self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"the verifier does not answer: {error.code().name}") from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise UnavailableError("the verifier's session ended meanwhile") from None
         self._info = verifier_wire.info_from_proto(response)
         return self._info
 
@@ -173,11 +177,11 @@ class VerifierClient:
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"the verifier's session broke: {error.code().name}") from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not watch.expired or (task is not None and task.cancelling()):
+            if not watch.expired or _is_cancelled():
                 raise
             raise UnavailableError(f"the verifier was silent for {watch.limit_s:g} s") from None
         finally:
+            self._stub = None
             watch.stop()
             call.cancel()
             writer.cancel()
@@ -194,7 +198,7 @@ class VerifierClient:
 
     async def _down(self, reason: str, *, level: int = logging.WARNING) -> None:
         had_session, self._reason = self._outgoing is not None, reason
-        self._outgoing = self._stub = None
+        self._outgoing = None
         self._up.clear()
         routes, self._routes = self._routes, {}
         if had_session:
@@ -266,6 +270,12 @@ class VerifierClient:
         if route is not None:
             self.drop(tokens.request_id, tokens.choice_index)
             route.sink.on_error(ForetokenError(INTERNAL_ERROR))
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task is: a call that was cancelled elsewhere raises CancelledError too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _write(call: Any, outgoing: asyncio.Queue[verifier_pb2.SessionRequest]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,3 +182,35 @@ async def test_a_silent_verifier_is_a_dead_one(tmp_path: Path) -> None:
         assert verifier.num_sessions == 2
         finished = (await play(client, spec("again"))).finished
         assert finished is not None and finished.reason is FinishReason.LENGTH
+
+
+async def test_a_question_that_a_break_cuts_off_is_unavailable_and_no_cancellation(tmp_path: Path) -> None:
+    class Mute(ScriptedVerifier):
+        """Answers the first question and no other."""
+
+        num_questions = 0
+
+        async def GetInfo(self, request: Any, context: Any) -> Any:
+            self.num_questions += 1
+            if self.num_questions > 1:
+                asked.set()
+                await asyncio.Event().wait()
+            return self.info
+
+    asked = asyncio.Event()
+    client = VerifierClient(f"unix:{tmp_path / 's'}", silence_limit_s=0.5)
+    task = asyncio.create_task(client.run())
+    verifier = Mute(vocab_size=100)
+    async with serving(verifier, tmp_path / "s"):
+        await client.wait_up()
+        question = asyncio.create_task(client.fetch_info())
+        await asked.wait()
+        verifier.heartbeats = False
+        with pytest.raises(UnavailableError):
+            await question
+        question = asyncio.create_task(client.fetch_info())
+        asked.clear()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with pytest.raises(UnavailableError):
+            await question
