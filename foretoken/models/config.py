@@ -173,10 +173,8 @@ def _refuse_unsupported(parsed: _ConfigFile) -> None:
     for name in ("attention_bias", "mlp_bias"):
         if getattr(parsed, name, False):
             raise ConfigError(f"{name} is not supported")
-    if parsed.model_type == "mistral":
-        windowed = parsed.sliding_window is not None
-    else:
-        windowed = parsed.use_sliding_window
+    # Mistral's files switch it by the width alone.
+    windowed = parsed.sliding_window is not None and (parsed.model_type == "mistral" or parsed.use_sliding_window)
     if windowed or any(kind != "full_attention" for kind in parsed.layer_types or ()):
         raise ConfigError("sliding_window: attention over a sliding window is not supported")
 
