@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foretoken.errors import CheckpointError, ConfigError
 from gateway.config import GatewaySettings
+from gateway.grpc_api import SERVICE_NAME
 from gateway.server import Gateway, run
 from gateway.tokenizer import Tokenizer
 from tests.gateway.conftest import LONG_TOKEN, Stack, events, run_stack
@@ -49,8 +50,10 @@ async def test_not_ready_without_a_verifier(settings: GatewaySettings) -> None:
         assert "model_name" not in verifier
         up = f'foretoken_verifier_up{{model_name="tiny",verifier="{settings.verifiers[0]}"}}'
         assert f"{up} 0.0" in (await client.get("/metrics")).text
-        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        alive = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert alive.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_ready_and_version_show_drafters_and_transports(stack: Stack) -> None:
@@ -200,8 +203,10 @@ async def test_drain_lets_streams_finish_and_takes_no_new_ones(stack: Stack) -> 
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert (await stack.http.get("/health")).status_code == 200
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
-        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        alive = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert alive.status == health_pb2.HealthCheckResponse.SERVING
     assert not drained.done()
     release.set()
     await drained
