@@ -25,6 +25,17 @@ PATIENCE_S = 240.0
 SLOW_TOTAL_S = 4.0
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
 # done: to its end. dropped: by us. broken: the connection ended. failed: the server said so, or nothing came any more.
+# gRPC's own words for a lost connection.
+_CONNECTION_PHRASES = (
+    "Broken pipe",
+    "Connection reset",
+    "GOAWAY",
+    "Socket closed",
+    "Stream removed",
+    "failed to connect",
+    "recvmsg",
+    "sendmsg",
+)
 ItemT = TypeVar("ItemT")
 Outcome = Literal["done", "dropped", "broken", "failed"]
 
@@ -90,8 +101,7 @@ class Client:
         except httpx.TransportError as error:
             record.outcome, record.error = "broken", repr(error)
         except grpc.aio.AioRpcError as error:
-            # Also what a server says of itself; whether that is excused depends on what was killed then.
-            record.outcome = "broken" if error.code() is grpc.StatusCode.UNAVAILABLE else "failed"
+            record.outcome = "broken" if _is_connections(error) else "failed"
             record.error = f"{error.code().name}: {error.details()}"
         record.ended_at = time.monotonic()
         return record
@@ -130,6 +140,12 @@ class Client:
             reader.answer.ended = True
         finally:
             call.cancel()
+
+
+def _is_connections(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the connection failed. A server that says UNAVAILABLE of itself has the same status."""
+    details = error.details() or ""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and any(phrase in details for phrase in _CONNECTION_PHRASES)
 
 
 def _note(record: Record, choices: list[int]) -> None:

@@ -20,7 +20,7 @@ from tests.chaos.watcher import Watcher
 POLL_S = 0.1
 # A stack that is not itself again after so long has failed; the run goes on without waiting any more.
 RECOVERY_S = 60.0
-# A dead gateway's last connections are noticed a little after its successor answers.
+# Its listening socket comes and goes in no order that a client could rely on.
 OUTAGE_GRACE_S = 1.0
 
 
@@ -75,10 +75,13 @@ class Killer:
                 ended_at = blow.ended_at
                 blow.over_at = min((at for at in self._watcher.first_seen.values() if at > ended_at), default=None)
 
-    def excuses(self, at: float) -> bool:
-        """Whether a connection that broke then may have broken by a gateway's death."""
+    def excuses(self, sent_at: float, ended_at: float) -> bool:
+        """Whether a connection that was used from then to then may have broken by a gateway's death.
+
+        When is no matter: a slow reader finds out late.
+        """
         return any(
-            blow.at <= at <= (blow.over_at or at) + OUTAGE_GRACE_S
+            blow.at <= ended_at and sent_at <= (blow.over_at or ended_at) + OUTAGE_GRACE_S
             for blow in self.blows
             if blow.strike.process == "gateway" and blow.strike.is_death
         )

@@ -17,6 +17,7 @@ DROP_SHARE = 0.1
 LATEST_DROP_S = 3.0
 SLOW_SHARE = 0.1
 SLOWEST_S = 0.2
+REST_AFTER_FAILURE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class Tally:
 class Judge:
     """Compares records with the undisturbed answers, by request number."""
 
-    def __init__(self, expected: Mapping[int, Answer], excuses: Callable[[float], bool]) -> None:
-        """``excuses``: whether a connection that ended then may have ended by a gateway's death."""
+    def __init__(self, expected: Mapping[int, Answer], excuses: Callable[[float, float], bool]) -> None:
+        """``excuses``: whether a connection used from then to then may have broken by a gateway's death."""
         self._expected = expected
         self._excuses = excuses
         self.tally = Tally()
@@ -60,7 +61,7 @@ class Judge:
         counts = tally.by_kind[record.request.kind]
         if record.status is not None and record.status >= 500:
             tally.num_server_errors += 1
-        if record.outcome == "broken" and self._excuses(record.ended_at):
+        if record.outcome == "broken" and self._excuses(record.sent_at, record.ended_at):
             counts["sent again"] += 1
             self._complain(record, prefix_differences(expected, record.answer))
             return True
@@ -114,8 +115,12 @@ class Load:
                 request, manner = next(self._row)
                 while True:
                     await self._may_send.wait()
-                    if not self._judge.judge(await client.send(request, manner)):
+                    record = await client.send(request, manner)
+                    if not self._judge.judge(record):
                         break
+                if record.outcome in ("broken", "failed"):
+                    # The run has failed; what it can still show is not to be drowned in refusals.
+                    await asyncio.sleep(REST_AFTER_FAILURE_S)
         finally:
             await client.close()
 

@@ -96,12 +96,13 @@ class Watcher:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     while True:
                         info = await stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=ANSWER_S)
-                        self._take(_sample(info))
+                        self.take(_sample(info))
                         await asyncio.sleep(POLL_S)
-            self._take(None)
+            self.take(None)
             await asyncio.sleep(POLL_S)
 
-    def _take(self, sample: Sample | None) -> None:
+    def take(self, sample: Sample | None) -> None:
+        """One more answer; None: there was none."""
         self.latest = sample
         if sample is not None:
             self.epochs[sample.epoch] = sample
