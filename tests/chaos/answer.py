@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Characters, tokens or entries shown on either side of a first difference.
-SHOWN = 40
+# Shown on either side of a first difference.
+SHOWN_CHARS = 60
+SHOWN_ITEMS = 8
 
 
 @dataclass(slots=True)
@@ -136,5 +137,6 @@ def _first_difference(where: str, expected: Sequence[Any], got: Sequence[Any]) -
 
 
 def _around(items: Sequence[Any], at: int) -> str:
-    start = max(0, at - SHOWN)
-    return f"{'...' if start else ''}{items[start : at + SHOWN]!r}{'...' if at + SHOWN < len(items) else ''}"
+    shown = SHOWN_CHARS if isinstance(items, str) else SHOWN_ITEMS
+    start, end = max(0, at - shown), at + shown
+    return f"{'...' if start else ''}{items[start:end]!r}{'...' if end < len(items) else ''}"
