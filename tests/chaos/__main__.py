@@ -121,7 +121,7 @@ async def _disturb(
     before, epochs_before = resources.holdings(stack), dict(watcher.epochs)
     acceptance_before = watcher.acceptance()
     killer = Killer(stack, watcher, strikes)
-    judge = Judge(expected, killer.excuses)
+    judge = Judge(expected, options.seed, killer.excuses)
     load = Load(stack.url, stack.grpc_address, requests, judge, options.seed, killer.gateway_up)
     _say(f"{len(strikes)} strikes in {options.seconds:g} s, {NUM_CLIENTS} clients")
     stop = asyncio.Event()

@@ -49,9 +49,10 @@ class Tally:
 class Judge:
     """Compares records with the undisturbed answers, by request number."""
 
-    def __init__(self, expected: Mapping[int, Answer], excuses: Callable[[float, float], bool]) -> None:
-        """``excuses``: whether a connection used from then to then may have broken by a gateway's death."""
+    def __init__(self, expected: Mapping[int, Answer], seed: int, excuses: Callable[[float, float], bool]) -> None:
+        """``seed``: that of the requests. ``excuses``: whether a connection used from then to then may have broken by a gateway's death."""
         self._expected = expected
+        self._seed = seed
         self._excuses = excuses
         self.tally = Tally()
 
@@ -67,7 +68,7 @@ class Judge:
             return True
         if record.outcome in ("broken", "failed"):
             counts["failed"] += 1
-            tally.failures.append(f"{_title(record)}: {record.error}\n{_replay(record)}")
+            tally.failures.append(f"{_title(record)}: {record.error}\n{self._replay(record)}")
             return False
         counts[record.outcome] += 1
         if record.outcome == "dropped":
@@ -85,9 +86,13 @@ class Judge:
             lines = [
                 f"{_title(record)}: {len(found)} differences",
                 *(f"  {item}" for item in found[:4]),
-                _replay(record),
+                self._replay(record),
             ]
             self.tally.failures.append("\n".join(lines))
+
+    def _replay(self, record: Record) -> str:
+        body = json.dumps(record.request.body, ensure_ascii=False)
+        return f"  replay with --seed {self._seed} --only {record.request.number}; it was {body}"
 
 
 class Load:
@@ -170,7 +175,3 @@ def _timeline(record: Record) -> Timeline:
 
 def _title(record: Record) -> str:
     return f"request {record.request.number} ({record.request.kind})"
-
-
-def _replay(record: Record) -> str:
-    return f"  replay with --only {record.request.number}; it was {json.dumps(record.request.body, ensure_ascii=False)}"

@@ -28,7 +28,7 @@ def record(outcome: Outcome = "done", answer: Answer = EXPECTED, manner: Manner 
 
 
 def judge(excused: bool = False) -> Judge:
-    return Judge({7: EXPECTED}, lambda sent_at, ended_at: excused and (sent_at, ended_at) == (1.0, 2.0))
+    return Judge({7: EXPECTED}, 3, lambda sent_at, ended_at: excused and (sent_at, ended_at) == (1.0, 2.0))
 
 
 def test_an_equal_answer_is_counted_with_its_tokens_and_times() -> None:
@@ -50,7 +50,7 @@ def test_a_difference_is_a_failure_that_can_be_replayed() -> None:
     made.judge(record(answer=wrong))
     (failure,) = made.tally.failures
     assert "request 7 (completions, streamed)" in failure and "changed choice 0: token_ids, at 1 of 3" in failure
-    assert '--only 7; it was {"prompt": "def"}' in failure
+    assert '--seed 3 --only 7; it was {"prompt": "def"}' in failure
     assert made.tally.total("differing") == 1
 
 
