@@ -151,5 +151,5 @@ async def _is_ready(client: httpx.AsyncClient, url: str, *, attached: bool) -> b
         return False
     if response.status_code != 200:
         return False
-    drafters = response.json()["drafters"]
+    drafters = [drafter for verifier in response.json()["verifiers"] for drafter in verifier["drafters"]]
     return not attached or (bool(drafters) and all(drafter["state"] == "attached" for drafter in drafters))
