@@ -50,7 +50,9 @@ class Judge:
     """Compares records with the undisturbed answers, by request number."""
 
     def __init__(self, expected: Mapping[int, Answer], seed: int, excuses: Callable[[float, float], bool]) -> None:
-        """``seed``: that of the requests. ``excuses``: whether a connection used from then to then may have broken by a gateway's death."""
+        """``seed``: that of the requests. ``excuses``: whether a connection used from then to then may have broken by a
+        gateway's death.
+        """
         self._expected = expected
         self._seed = seed
         self._excuses = excuses
