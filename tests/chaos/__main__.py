@@ -34,6 +34,7 @@ from tests.chaos.stack import MODEL, Stack, StackError
 from tests.chaos.watcher import Watcher
 
 NUM_CLIENTS = 12
+ATTACHED_WITHIN_S = 30.0
 LEAST_REQUESTS, MOST_REQUESTS = 48, 150
 
 
@@ -60,6 +61,8 @@ async def _chaos(options: argparse.Namespace) -> bool:
     stack = await Stack.start(_flags(strikes))
     try:
         async with Watcher(stack.verifier_address).running() as watcher:
+            if not await watcher.wait_attached(ATTACHED_WITHIN_S):
+                raise StackError(f"the drafter was not attached within {ATTACHED_WITHIN_S:g} s:\n{stack.log_tail()}")
             _say(f"ready after {time.monotonic() - began:.0f} s; asking {count} requests undisturbed")
             requests, expected = await _ask_undisturbed(stack, requests, options.seed)
             run = await _disturb(stack, watcher, requests, expected, strikes, options)

@@ -14,7 +14,7 @@ import psutil
 from foretoken import probes
 from foretoken.stack import DRAFTER_HEALTH_NAME
 from tests.chaos.schedule import Process, Strike
-from tests.chaos.stack import HOST, Stack
+from tests.chaos.stack import Stack, answers
 from tests.chaos.watcher import Watcher
 
 POLL_S = 0.1
@@ -167,7 +167,7 @@ class Killer:
             blow.replaced_at = time.monotonic()
         if name == "gateway":
             async with httpx.AsyncClient(trust_env=False, timeout=1.0) as client:
-                while not await _answers(client, f"http://{HOST}:{self._stack.port}/health"):
+                while not await answers(client, f"{self._stack.url}/health"):
                     self._stack.check_alive()
                     await asyncio.sleep(POLL_S)
             blow.over_at = time.monotonic()
@@ -198,13 +198,6 @@ def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return False
-
-
-async def _answers(client: httpx.AsyncClient, url: str) -> bool:
-    try:
-        return (await client.get(url)).status_code == 200
-    except httpx.TransportError:
         return False
 
 

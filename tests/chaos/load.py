@@ -50,8 +50,8 @@ class Judge:
     """Compares records with the undisturbed answers, by request number."""
 
     def __init__(self, expected: Mapping[int, Answer], seed: int, excuses: Callable[[float, float], bool]) -> None:
-        """``seed``: that of the requests. ``excuses``: whether a gateway's death may have broken a connection that was
-        used from then to then.
+        """``seed``: that of the requests. ``excuses``: whether a connection used from then to then may have broken by a
+        gateway's death.
         """
         self._expected = expected
         self._seed = seed

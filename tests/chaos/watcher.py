@@ -77,6 +77,15 @@ class Watcher:
         await self.changed.wait()
         return self.latest
 
+    async def wait_attached(self, within_s: float) -> bool:
+        """Until every drafter is attached; whether that was so within the time."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            sample = await self.next_sample()
+            if sample is not None and sample.attached:
+                return True
+        return False
+
     def acceptance(self, since: dict[int, Sample] | None = None) -> tuple[int, int]:
         """Drafted and accepted tokens of all verifiers, less those that ``since`` (a copy of ``epochs``) held."""
         before = since or {}
