@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from foretoken import probes
+from foretoken.probes import GrpcProbe
 from foretoken.stack import DRAFTER_HEALTH_NAME
 from tests.chaos.schedule import Process, Strike
 from tests.chaos.stack import Stack, answers
@@ -111,11 +111,13 @@ class Killer:
             # With the verifier away there is nothing to prove: its return will.
             await self._until(lambda: watcher.latest is None or not watcher.owes_proof, "speculation did not come back")
             deadline = time.monotonic() + RECOVERY_S
-            while not await probes.grpc_serving(address, DRAFTER_HEALTH_NAME):
+            probe = GrpcProbe(address, DRAFTER_HEALTH_NAME)
+            while not await probe.is_ready():
                 if time.monotonic() > deadline:
                     self.failures.append(f"the drafter did not come back within {RECOVERY_S:g} s")
                     break
                 await asyncio.sleep(POLL_S)
+            await probe.close()
 
     async def _carry_out(self, strike: Strike) -> Blow:
         target = await self._find(strike.process)
