@@ -9,11 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from foretoken import limits
-from foretoken.errors import (
-    ForetokenError,
-    NotFoundError,
-)
-from foretoken.limits import ModelLimits
+from foretoken.errors import ForetokenError, NotFoundError, UnavailableError
 from gateway.admission import Admission
 from gateway.config import GatewaySettings
 from gateway.generation import ClientGoneError, Generation, GenerationRequest, Prompt, sum_stats
@@ -44,14 +40,15 @@ class GatewayCore:
         """Whether a new request would be taken now."""
         return self.verifiers.is_up and not self.admission.draining
 
-    @property
-    def info(self) -> VerifierInfo:
-        """The verifier's latest figures. Raises UnavailableError before it was first reached."""
-        return self.verifiers.info
+    async def info(self) -> VerifierInfo:
+        """A verifier's latest figures; a gateway that has just been started waits for them.
 
-    @property
-    def model_limits(self) -> ModelLimits:
-        return self.info.limits
+        Raises UnavailableError if no verifier is reached in time, and QueueFullError if too many wait.
+        """
+        with contextlib.suppress(UnavailableError):
+            return self.verifiers.info
+        with self.admission.enter():
+            return await self.verifiers.wait_info()
 
     @property
     def timeout_ms(self) -> int:
@@ -73,9 +70,9 @@ class GatewayCore:
             ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return Prompt(tuple(ids), text)
 
-    def check(self, request: GenerationRequest, *, prompt_field: str = "prompt") -> None:
+    async def check(self, request: GenerationRequest, *, prompt_field: str = "prompt") -> None:
         """Raise InvalidRequestError naming the first field that is out of its limits."""
-        model = self.model_limits
+        model = (await self.info()).limits
         limits.check_sampling(request.sampling, model)
         limits.check_speculation(request.speculation, model)
         limits.check_count("n", request.n, limits.MAX_N, least=1)
@@ -95,7 +92,7 @@ class GatewayCore:
         """
         with self.admission.enter():
             generation = Generation(
-                request, self.verifiers, self.tokenizer, self.info.max_model_len, self.metrics.tokens_arrived
+                request, self.verifiers, self.tokenizer, self.verifiers.info.max_model_len, self.metrics.tokens_arrived
             )
             failure: str | None = "cancelled"
             try:

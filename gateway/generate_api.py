@@ -187,7 +187,7 @@ def generate_router(core: GatewayCore) -> APIRouter:
             timeout_ms=core.timeout_ms,
             traceparent=http.traceparent(request),
         )
-        core.check(generation, prompt_field="input_ids" if fields.text is None else "text")
+        await core.check(generation, prompt_field="input_ids" if fields.text is None else "text")
         reply = SglangFormat(fields, core.tokenizer, many=many or sampling_fields.n > 1)
         name = http.clean_id(fields.rid or "") or http.client_id(request)
         return Exchange(core, generation, reply, stream=fields.stream, api="/generate", client_id=name)

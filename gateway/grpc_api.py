@@ -61,7 +61,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetModel(
         self, request: gateway_pb2.GetModelRequest, context: ModelContext
     ) -> gateway_pb2.GetModelResponse:
-        info = self._core.info
+        info = await self._core.info()
         return gateway_pb2.GetModelResponse(
             model=self._core.settings.served_model_name,
             version=foretoken.__version__,
@@ -90,7 +90,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
             timeout_ms=_timeout_ms(context, core.timeout_ms),
         )
-        core.check(generation, prompt_field=request.WhichOneof("prompt") or "prompt")
+        await core.check(generation, prompt_field=request.WhichOneof("prompt") or "prompt")
         return generation
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> Prompt:

@@ -32,12 +32,12 @@ def openai_router(core: GatewayCore) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        return http.json_response({"object": "list", "data": [_model(core)]})
+        return http.json_response({"object": "list", "data": [await _model(core)]})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         core.check_model(name)
-        return http.json_response(_model(core))
+        return http.json_response(await _model(core))
 
     @router.post("/v1/completions", openapi_extra=http.body_schema(CompletionFields))
     async def completions(request: Request) -> Response:
@@ -51,7 +51,7 @@ def openai_router(core: GatewayCore) -> APIRouter:
             for item in prompts_of(fields.prompt)
         ]
         generation = _request(core, request, "cmpl", tuple(prompts), options)
-        core.check(generation)
+        await core.check(generation)
         return _exchange(core, request, generation, options, CompletionFormat)
 
     @router.post("/v1/chat/completions", openapi_extra=http.body_schema(ChatFields))
@@ -61,7 +61,7 @@ def openai_router(core: GatewayCore) -> APIRouter:
         core.check_model(fields.model)
         prompt = await chat_prompt(core, fields)
         generation = _request(core, request, "chatcmpl", (prompt,), options)
-        core.check(generation, prompt_field="messages")
+        await core.check(generation, prompt_field="messages")
         return _exchange(core, request, generation, options, ChatFormat)
 
     return router
@@ -117,11 +117,11 @@ def _exchange(
     )
 
 
-def _model(core: GatewayCore) -> dict[str, Any]:
+async def _model(core: GatewayCore) -> dict[str, Any]:
     return {
         "id": core.settings.served_model_name,
         "object": "model",
         "created": core.created,
         "owned_by": "foretoken",
-        "max_model_len": core.info.max_model_len,
+        "max_model_len": (await core.info()).max_model_len,
     }

@@ -54,7 +54,7 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
         return http.json_response(
             {
                 "count": len(prompt.ids),
-                "max_model_len": core.info.max_model_len,
+                "max_model_len": (await core.info()).max_model_len,
                 "tokens": prompt.ids,
                 "token_strs": names,
             }
@@ -66,7 +66,7 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
         core.check_model(fields.model)
         if fields.tokens != [] and not is_id_list(fields.tokens):
             raise InvalidRequestError("tokens must be a list of token ids", field="tokens")
-        limits.check_token_ids("tokens", fields.tokens, core.model_limits.vocab_size)
+        limits.check_token_ids("tokens", fields.tokens, (await core.info()).vocab_size)
         text = core.tokenizer.decode(fields.tokens, skip_special_tokens=fields.skip_special_tokens)
         return http.json_response({"prompt": text})
 

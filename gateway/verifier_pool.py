@@ -30,7 +30,7 @@ class VerifierPool:
         on_change: Callable[[bool], Awaitable[None]] | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
-        """``wait_s``: seconds that a new sequence waits while no verifier is up; a lost one waits until its deadline.
+        """``wait_s``: seconds that a new request waits while no verifier is up; a lost one waits until its deadline.
         ``on_change`` is awaited with ``is_up``, each time that a verifier comes or goes.
         """
         self.clients = [
@@ -74,6 +74,13 @@ class VerifierPool:
         async with asyncio.TaskGroup() as group:
             for client in self.clients:
                 group.create_task(client.run())
+
+    async def wait_info(self) -> VerifierInfo:
+        """``info``, waiting ``wait_s`` for a first verifier. Raises UnavailableError if none comes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_s):
+                await self._up.wait()
+        return self.info
 
     async def wait_up(self) -> None:
         """Return once some verifier is up."""

@@ -332,6 +332,21 @@ async def test_a_new_request_waits_for_a_verifier_and_then_runs(
         assert running.attempts == [(0, 0, [])]
 
 
+async def test_requests_to_a_gateway_that_has_just_started_wait_too(
+    settings: GatewaySettings, tokenizer: Tokenizer
+) -> None:
+    async with deployment(settings, tokenizer, max_concurrent_requests=2) as running:
+        models = asyncio.create_task(running.http.get("/v1/models"))
+        asked = asyncio.create_task(ask(running))
+        admission = running.gateway.core.admission
+        await running.until(lambda: admission.num_requests == 2)
+        # What waits is bounded as what runs is.
+        assert (await ask(running)).status_code == 429
+        await running.start(steps([65], [66], reason=STOP))
+        assert (await asked).status_code == (await models).status_code == 200
+        assert admission.num_requests == 0
+
+
 async def test_a_new_request_does_not_wait_for_ever(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
     async with deployment(settings, tokenizer, verifier_wait_s=0.0) as running:
         await running.start(silent)

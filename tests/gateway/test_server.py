@@ -36,6 +36,7 @@ async def until(stack: Stack, condition: object) -> None:
 
 
 async def test_not_ready_without_a_verifier(settings: GatewaySettings) -> None:
+    settings = settings.model_copy(update={"verifier_wait_s": 0.0})
     async with (
         Gateway(settings),
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}") as client,
