@@ -154,7 +154,7 @@ class Killer:
         limit_s = strike.pause_s if strike.process == "drafter" and strike.action == "stop" else RECOVERY_S
         deadline = time.monotonic() + limit_s
         while _is_alive(target):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not blow.forced:
                 if strike.process != "drafter":
                     self.failures.append(f"nobody replaced the {strike.process} that had stopped")
                 blow.forced = True

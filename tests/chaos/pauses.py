@@ -14,6 +14,8 @@ from tests.chaos.schedule import Action, Process
 
 # Without these no token arrives, whatever else lives.
 _IN_THE_WAY: dict[Process, tuple[Process, ...]] = {"drafter": ("verifier", "gateway"), "verifier": ("gateway",)}
+# Tokens of a process that has died arrive no later than this.
+ON_THE_WAY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def after_deaths(
     *,
     since_signal: bool = False,
 ) -> Waits:
-    """From deaths of ``process`` to the next tokens of the outputs that were being streamed then.
+    """How long deaths of ``process`` silenced the outputs that were being streamed then.
 
     Waits during which a process that this one's work passes through was away too say nothing of this one and are left
     out.
@@ -61,19 +63,21 @@ def after_deaths(
         if blow.strike.process != process or blow.strike.action not in actions:
             continue
         at = blow.at if since_signal else blow.died_at
-        arrivals = [_next_tick(ticks, blow.at, at) for line in timelines for ticks in line.ticks.values()]
-        for arrival in arrivals:
-            if arrival is not None and not _overlaps(at, arrival, away):
-                waits.append(arrival - at)
+        rows = [ticks for line in timelines for ticks in line.ticks.values() if ticks and ticks[0] <= blow.at]
+        silences = [_silence(ticks, at) for ticks in rows]
+        waits += [end - start for start, end in silences if end > start and not _overlaps(at, end, away)]
     return Waits.of(waits)
 
 
-def _next_tick(ticks: Sequence[float], signal_at: float, at: float) -> float | None:
-    """The first arrival after ``at`` of an output that had begun before the signal and not ended."""
-    if not ticks or ticks[0] > signal_at:
-        return None
-    place = bisect.bisect_right(ticks, at)
-    return ticks[place] if place < len(ticks) else None
+def _silence(ticks: Sequence[float], at: float) -> tuple[float, float]:
+    """The longest time without arrivals that the death at ``at`` can have caused: its beginning and its end.
+
+    It begins at the death, or a little later: what was sent before it may still arrive. Empty if nothing came after it.
+    """
+    first = bisect.bisect_right(ticks, at)
+    pairs = zip((at, *ticks[first:]), ticks[first:], strict=False)
+    silences = [(start, end) for start, end in pairs if start <= at + ON_THE_WAY_S]
+    return max(silences, key=lambda pair: pair[1] - pair[0], default=(at, at))
 
 
 def _overlaps(start: float, end: float, spans: Sequence[tuple[float, float]]) -> bool:

@@ -46,3 +46,14 @@ def test_a_wait_for_the_verifier_says_nothing_of_the_drafter() -> None:
     assert after_deaths([line(1.0, 9.0)], deaths, "verifier") == Waits(1, 7.0, 7.0)
     deaths[1] = blow("verifier", "kill", 2.0, over_at=4.0)
     assert after_deaths([line(1.0, 4.5, 5.5)], deaths, "drafter") == Waits(1, 0.5, 0.5)
+
+
+def test_tokens_that_were_on_their_way_end_no_silence() -> None:
+    deaths = [blow("verifier", "kill", 2.0, over_at=9.0)]
+    assert after_deaths([line(1.0, 2.03, 2.25, 9.25, 9.3)], deaths, "verifier") == Waits(1, 7.0, 7.0)
+    # A later one is not of this death.
+    assert after_deaths([line(1.0, 2.25, 2.75, 9.25)], deaths, "verifier") == Waits(1, 0.5, 0.5)
+
+
+def test_an_output_that_brought_nothing_more_says_nothing() -> None:
+    assert after_deaths([line(1.0, 1.5)], [blow("verifier", "kill", 2.0)], "verifier").count == 0

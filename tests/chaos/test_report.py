@@ -25,7 +25,7 @@ def blow(process: Process, at: float) -> Blow:
 
 
 def good_run() -> Run:
-    tally = Tally(num_tokens_compared=1000, timelines=[Timeline(0.0, 9.0, {0: (1.0, 2.5, 6.0)})])
+    tally = Tally(num_tokens_compared=1000, timelines=[Timeline(0.0, 9.0, {0: (1.0, 2.75, 6.0)})])
     tally.by_kind["chat, whole"]["done"] = 3
     return Run(
         seconds=20,
@@ -53,7 +53,7 @@ def test_a_good_run_has_no_faults_and_says_so() -> None:
     text = to_text(run, [])
     assert "deaths: 1 verifier (1 scheduled), 1 drafter (1 scheduled), 1 gateway (1 scheduled)" in text
     assert "1000 tokens compared, of 3 distinct requests" in text
-    assert "after a drafter's death          median 0.500 s" in text
+    assert "after a drafter's death          median 0.750 s" in text
     assert text.endswith("Nothing changed, lost, doubled or leaked.")
     value = json.loads(to_json(run, []))
     assert (value["deaths"]["verifier"], value["tokens_compared"], value["faults"]) == (1, 1000, [])

@@ -1,0 +1,50 @@
+"""Channel and server options fit each other."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from foretoken import rpc
+
+pytestmark = pytest.mark.anyio
+METHOD = "/test.Silent/Wait"
+# gRPC sends no two pings within a second.
+FASTER = 10
+PINGS = 5
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def hurried(options: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
+    """The same options with pings and their limits so many times closer together."""
+    return [
+        (name, value // FASTER if name.endswith(("keepalive_time_ms", "without_data_ms")) else value)
+        for name, value in options
+    ]
+
+
+async def test_a_call_may_be_silent_for_as_long_as_it_likes() -> None:
+    """A server that finds its clients' keep-alive pings too many ends the connection, and every call on it."""
+
+    async def wait(request: bytes, context: object) -> bytes:
+        # The silence is what is tested.
+        await asyncio.sleep(PINGS * rpc.KEEPALIVE_TIME_MS / FASTER / 1e3)
+        return b"still here"
+
+    server = grpc.aio.server(options=hurried(rpc.SERVER_OPTIONS))
+    handler = grpc.unary_unary_rpc_method_handler(wait)
+    _, service, name = METHOD.split("/")
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=hurried(rpc.CHANNEL_OPTIONS)) as channel:
+            assert await channel.unary_unary(METHOD)(b"") == b"still here"
+    finally:
+        await server.stop(None)
