@@ -23,8 +23,8 @@ import psutil
 CONFIG_ERROR_STATUS = 2
 FIRST_RESTART_DELAY_S = 0.25
 LONGEST_RESTART_DELAY_S = 5.0
-# A child that lived so long starts with a clean slate.
-STABLE_AFTER_S = 30.0
+# A child that was ready for so long starts with a clean slate.
+STABLE_AFTER_S = 5.0
 # Ends of a required service that was never ready; so many end the whole.
 MAX_FAILED_STARTS = 3
 FIRST_PROBE_DELAY_S = 0.05
@@ -79,14 +79,14 @@ class Service:
 
 
 class RestartDelays:
-    """How long to wait before the next start: at once after a first or a late death, then doubling up to a bound."""
+    """How long to wait before the next start: not at all after a life of use, else twice as long up to a bound."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
 
-    def after(self, alive_s: float) -> float:
-        """Seconds to wait after a child that lived ``alive_s`` seconds."""
-        delay_s = 0.0 if alive_s >= STABLE_AFTER_S else self._next_s
+    def after(self, ready_s: float) -> float:
+        """Seconds to wait after a child that was ready for ``ready_s`` seconds."""
+        delay_s = 0.0 if ready_s >= STABLE_AFTER_S else self._next_s
         self._next_s = min(max(2 * delay_s, FIRST_RESTART_DELAY_S), LONGEST_RESTART_DELAY_S)
         return delay_s
 
@@ -113,7 +113,7 @@ class Heartbeats:
 class _Child:
     process: subprocess.Popen[bytes]
     ended: asyncio.Future[int]
-    started_at: float = field(default_factory=time.monotonic)
+    ready_at: float | None = None
 
 
 @dataclass(eq=False)
@@ -220,7 +220,7 @@ class Supervisor:
                 watch.away_since = time.monotonic()
             if not watch.ready.is_set() and self._gives_up(watch, child.ended.result()):
                 return
-            delay_s = watch.delays.after(time.monotonic() - child.started_at)
+            delay_s = watch.delays.after(0.0 if child.ready_at is None else time.monotonic() - child.ready_at)
             when = f" in {delay_s:g} s" if delay_s else ""
             self._announce(f"{watch.service.name} {end}; starting it again{when}")
             await asyncio.sleep(delay_s)
@@ -252,7 +252,7 @@ class Supervisor:
             asked_at = time.monotonic()
             if not is_ready and await probe.is_ready():
                 is_ready = answers = True
-                self._mark_ready(watch)
+                self._mark_ready(watch, child)
             else:
                 answers = await probe.is_alive()
             has_answered |= answers
@@ -264,10 +264,11 @@ class Supervisor:
             delay_s = HEARTBEAT_S if is_ready else min(1.2 * delay_s, LONGEST_PROBE_DELAY_S)
             await asyncio.sleep(max(asked_at + delay_s - now, FIRST_PROBE_DELAY_S))
 
-    def _mark_ready(self, watch: _Watch) -> None:
+    def _mark_ready(self, watch: _Watch, child: _Child) -> None:
+        child.ready_at = time.monotonic()
         again = " again" if watch.ready.is_set() else ""
         assert watch.away_since is not None, "a child becomes ready once"
-        away_s = time.monotonic() - watch.away_since
+        away_s = child.ready_at - watch.away_since
         watch.away_since = None
         watch.ready.set()
         self._announce(f"{watch.service.name} is ready{again} after {away_s:.1f} s")
