@@ -71,6 +71,7 @@ class Gate:
         self._probing = False
         if best:
             self._shut_steps = 0
+            self._probe_after = FIRST_PROBE_AFTER
             return best
         self._shut_steps += 1
         if self._shut_steps < self._probe_after:
@@ -85,8 +86,8 @@ class Gate:
         # The token after the last accepted one was tried too, unless the draft ended there.
         self._trials = self._trials * MEMORY + min(num_accepted + 1, depth)
         if self._probing:
-            failed = num_accepted == 0
-            self._probe_after = min(self._probe_after * 2, RAREST_PROBE_AFTER) if failed else FIRST_PROBE_AFTER
+            # Also one that was accepted has failed, unless the gate opens on it.
+            self._probe_after = min(self._probe_after * 2, RAREST_PROBE_AFTER)
         if num_accepted:
             self._misses = self._pause = self._pause_length = 0
             self._in_earnest = True

@@ -20,11 +20,10 @@ from foretoken.drafting import DraftBatch, DraftRequest
 from foretoken.transport import TransportClosedError
 from foretoken.tree import DraftTree, depths
 from verifier_svc.draft_source import DraftSource
+from verifier_svc.patience import Patience
 from verifier_svc.sequence import Attachment, Sequence
 from verifier_svc.step_costs import StepCosts
 
-# Weight of a new wait in the estimate of what collecting a draft costs.
-WAIT_SMOOTHING = 0.05
 # Steps for which relative costs are taken as they are: they move slowly, and a step has better to do.
 COSTS_HOLD_FOR = 16
 
@@ -102,6 +101,7 @@ class Speculator:
         self._max_nodes = max_nodes
         self._max_batch_size = max_batch_size
         self._timeout_s = timeout_s
+        self._late_reason = f"no sound draft within {timeout_s * 1e3:.0f} ms"
         self._clock = clock
         self._step_id = 0
         self._posted: list[_Posted] = []
@@ -112,10 +112,10 @@ class Speculator:
         # Rows of ended sequences, by drafter: told in the next request, forgotten in the one after.
         self._last_words: dict[str, list[_Row]] = {source.name: [] for source in sources}
         self._to_release: dict[str, list[int]] = {source.name: [] for source in sources}
-        self._wait_s = 0.0
+        self._patience = {source.name: Patience(timeout_s) for source in sources}
         self._num_posts = 0
-        # By batch size: when they were counted, and relative costs by drafted tokens.
-        self._cost_lists: dict[int, tuple[int, list[float]]] = {}
+        # By drafter and batch size: when they were counted, and relative costs by drafted tokens.
+        self._cost_lists: dict[tuple[str, int], tuple[int, list[float]]] = {}
         self.counters = {source.name: DrafterCounters() for source in sources}
         self.num_plain_batch_steps = 0
 
@@ -218,7 +218,13 @@ class Speculator:
             except TransportClosedError as error:
                 posted.source.report_failure(str(error))
                 continue
-            if batch is None or batch.num_rows != len(posted.rows):
+            patience = self._patience[posted.source.name]
+            if batch is None:
+                if patience.times_out_again(self._clock()):
+                    posted.source.report_failure(self._late_reason)
+                continue
+            patience.answer()
+            if batch.num_rows != len(posted.rows):
                 continue
             for index, row in enumerate(posted.rows):
                 if row.nodes > 1:
@@ -246,7 +252,8 @@ class Speculator:
 
     def _rows(self, source: DraftSource, decoding: Seq[Sequence]) -> list[_Row]:
         """The rows that draft with this source in the next step."""
-        relative_costs = self._relative_costs(max(len(decoding), 1))
+        relative_costs = self._relative_costs(source, max(len(decoding), 1))
+        is_affordable = self._patience[source.name].has_some(self._clock())
         rows = []
         for sequence in decoding:
             if not self.wants_drafts(sequence) or self._source_of(sequence) is not source:
@@ -260,18 +267,20 @@ class Speculator:
             if width > 0:
                 told = sequence.told_length if sequence.told_to == attachment(source) else 0
                 length = len(sequence.tokens)
-                awaited = not sequence.gate.is_scouting
+                awaited = is_affordable and not sequence.gate.is_scouting
                 rows.append(_Row(sequence, sequence.slot, sequence.generation, told, length, 1 + width, awaited))
         return rows
 
-    def _relative_costs(self, batch: int) -> list[float]:
-        """Cost of a step in which each of ``batch`` rows verifies k drafted tokens, over that of a plain step, by k."""
-        counted_at, costs = self._cost_lists.get(batch, (0, []))
+    def _relative_costs(self, source: DraftSource, batch: int) -> list[float]:
+        """Cost of a step in which each of ``batch`` rows verifies k tokens that ``source`` drafted, over that of a
+        plain step, by k."""
+        counted_at, costs = self._cost_lists.get((source.name, batch), (0, []))
         if not costs or self._num_posts - counted_at >= COSTS_HOLD_FOR:
             plain = self._costs.estimate(batch)
             drafted = [self._costs.estimate(batch * (1 + k)) for k in range(1, self._max_nodes)]
-            costs = [1.0, *((seconds + self._wait_s) / plain for seconds in drafted)]
-            self._cost_lists[batch] = (self._num_posts, costs)
+            wait_s = self._patience[source.name].wait_s
+            costs = [1.0, *((seconds + wait_s) / plain for seconds in drafted)]
+            self._cost_lists[source.name, batch] = (self._num_posts, costs)
         return costs
 
     def _request(self, rows: list[_Row]) -> DraftRequest:
@@ -307,9 +316,16 @@ class Speculator:
         except TransportClosedError as error:
             posted.source.report_failure(str(error))
             return None
-        self._wait_s += WAIT_SMOOTHING * (self._clock() - began - self._wait_s)
+        # Each row that waits gains at most its drafted tokens, each of which is a plain step of all rows saved.
+        gain = max(row.nodes - 1 for row in posted.rows)
+        worth_s = gain * self._costs.estimate(len(posted.rows))
+        patience, now = self._patience[posted.source.name], self._clock()
+        patience.observe(now - began, worth_s)
         if batch is None:
-            posted.source.report_failure(f"no draft within {self._timeout_s * 1e3:.0f} ms")
+            patience.time_out(now)
+            posted.source.report_failure(self._late_reason)
+        else:
+            patience.answer()
         return batch
 
     def _accept(self, posted: _Posted, batch: DraftBatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,7 @@ from foretoken.drafting import Drafter, TargetInfo
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transport import InProcessTransport, TransportCounters
 from verifier_svc.block_manager import BlockManager
+from verifier_svc.draft_source import DraftSource
 from verifier_svc.engine import Engine, TargetRunner
 from verifier_svc.messages import (
     Abort,
@@ -124,7 +126,12 @@ class Harness:
         max_batch_size: int = 0,
         prefix_cache: bool = True,
         costs: Mapping[int, float] | None = None,
+        token_limit: int | None = None,
+        sources: Sequence[DraftSource] = (),
+        timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """``sources``: beside ``drafters``, already started; ``clock``: by which waits for drafts are measured."""
         target = TargetInfo("test", vocab_size, max_model_len, max_running, max_nodes)
         self.sources = [TestSource(name, drafter, target) for name, drafter in (drafters or {}).items()]
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_cache=prefix_cache)
@@ -132,13 +139,14 @@ class Harness:
             self.blocks, max_running=max_running, max_waiting=max_waiting, chunk_tokens=chunk_tokens
         )
         self.speculator = Speculator(
-            self.sources,
+            [*self.sources, *sources],
             StepCosts(dict(costs or FLAT_COSTS)),
             epoch=EPOCH,
             vocab_size=vocab_size,
             max_nodes=max_nodes,
             max_batch_size=max_batch_size,
-            timeout_s=5.0,
+            timeout_s=timeout_s,
+            clock=clock,
         )
         # Steps of a test take microseconds or milliseconds as the machine pleases: what the gate decides must not.
         self.speculator.observe_step = lambda num_rows, seconds: None  # type: ignore[method-assign]
@@ -149,7 +157,7 @@ class Harness:
             self.speculator,
             max_model_len=max_model_len,
             eos_ids=eos_ids,
-            token_limit=vocab_size,
+            token_limit=token_limit or vocab_size,
         )
         self.outbox = Outbox(lambda: None)
         self.session = self.engine.open_session(self.outbox)

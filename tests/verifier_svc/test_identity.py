@@ -217,26 +217,27 @@ def test_a_resumed_sequence_goes_on_with_the_same_text(temperature: float, cut: 
     assert rest is not None and rest.speculation.num_decode_steps == len(want.token_ids) - cut - 1
 
 
-def test_two_thousand_requests_with_aborts_leave_no_page() -> None:
+def test_ten_thousand_requests_with_aborts_at_every_phase_leave_no_page() -> None:
     rng = np.random.default_rng(0)
     drafter = ScriptedDrafter({}, seed=1)
-    run = harness(drafter, num_blocks=60, max_running=6, max_model_len=120)
+    run = harness(drafter, num_blocks=36, max_running=6, max_model_len=60)
     keys = []
     submitted = itertools.count()
-    while next(submitted) < 2000:
+    while next(submitted) < 10_000:
         request = Request(
-            prompt(int(rng.integers(30)), int(rng.integers(1, 60))),
-            replace(params(float(rng.choice([0.0, 1.0])), int(rng.integers(9))), max_tokens=int(rng.integers(1, 30))),
+            prompt(int(rng.integers(30)), int(rng.integers(1, 30))),
+            replace(params(float(rng.choice([0.0, 1.0])), int(rng.integers(9))), max_tokens=int(rng.integers(1, 16))),
             cache_salt=[None, "a", "b"][rng.integers(3)],
         )
         keys.append(run.submit(request))
-        for _ in range(int(rng.integers(0, 6))):
+        for _ in range(int(rng.integers(0, 4))):
             run.step()
         if rng.random() < 0.3:
             run.abort(keys[int(rng.integers(max(len(keys) - 12, 0), len(keys)))])
         if rng.random() < 0.02:
             run.blocks.check_integrity()
     run.drain()
+    assert not run.scheduler.running and run.engine.is_idle
     assert all(run.results[key].is_done for key in keys)
     assert run.scheduler.num_preemptions > 0
     reasons = {run.results[key].finished.reason.name for key in keys if run.results[key].finished}  # type: ignore[union-attr]

@@ -1,0 +1,130 @@
+"""A drafter over any transport whose replies are bent on their way: none of the drafter's own checks is in between."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from foretoken.arena import ArenaPeer
+from foretoken.arena_layout import HEADER_BYTES
+from foretoken.doorbell import Waiter
+from foretoken.draft_wire import batch_to_proto, request_from_proto, target_from_proto
+from foretoken.drafting import DraftBatch, Drafter, DraftRequest, TargetInfo
+from foretoken.transport import ROWS_PER_SLOT, TransportClosedError, answer
+from protos import drafter_pb2, drafter_pb2_grpc
+
+# The reply that takes the place of the honest one; None: no reply at all; bytes: what the arena's buffer holds then.
+Lie = Callable[[DraftRequest, DraftBatch], DraftBatch | bytes | None]
+
+
+class Bent:
+    """A drafter whose first ``num_lies`` drafts are lies. Also used as it is, in process."""
+
+    def __init__(self, drafter: Drafter, lie: Lie, num_lies: int) -> None:
+        self._drafter = drafter
+        self._lie = lie
+        self.lies_left = num_lies
+        # Set by each reply, or refusal to reply.
+        self.handled = threading.Event()
+        self.algorithm = "LIAR"
+
+    def attach(self, target: TargetInfo) -> None:
+        self._drafter.attach(target)
+
+    def release(self, slots: Sequence[int]) -> None:
+        self._drafter.release(slots)
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        reply = self.reply(request)
+        assert isinstance(reply, DraftBatch), "this lie needs a wire"
+        return reply
+
+    def reply(self, request: DraftRequest) -> DraftBatch | bytes | None:
+        honest = answer(self._drafter, request)
+        # Only a row that may draft can be lied about.
+        if self.lies_left and request.num_rows and request.max_nodes.max() > 1:
+            self.lies_left -= 1
+            return self._lie(request, honest)
+        return honest
+
+
+class LyingServer(drafter_pb2_grpc.DrafterServiceServicer):
+    """Serves a ``Bent`` drafter at ``unix:folder/liar.sock`` over stream and arena."""
+
+    def __init__(self, bent: Bent, folder: Path) -> None:
+        self._bent = bent
+        self._lock = threading.Lock()
+        self._target: TargetInfo | None = None
+        self._peers: list[threading.Thread] = []
+        self.address = f"unix:{folder}/liar.sock"
+        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        drafter_pb2_grpc.add_DrafterServiceServicer_to_server(self, self._server)
+        self._server.add_insecure_port(self.address)
+        self._server.start()
+
+    def close(self) -> None:
+        """Call when the verifier's end is closed."""
+        self._server.stop(0).wait()
+        for peer in self._peers:
+            peer.join()
+
+    def Attach(self, request: drafter_pb2.AttachRequest, context: Any) -> drafter_pb2.AttachResponse:
+        self._target = target_from_proto(request.target)
+        with self._lock:
+            self._bent.attach(self._target)
+        digest, transport = hashlib.sha256(request.challenge).digest(), "grpc"
+        if request.arena_socket:
+            peer = ArenaPeer(request.arena_socket, request.epoch, self._target)
+            digest, transport = peer.digest, "shared-memory"
+            self._peers.append(threading.Thread(target=self._serve_arena, args=(peer,), daemon=True))
+            self._peers[-1].start()
+        return drafter_pb2.AttachResponse(name="liar", algorithm="LIAR", challenge_digest=digest, transport=transport)
+
+    def Release(self, request: drafter_pb2.ReleaseRequest, context: Any) -> drafter_pb2.ReleaseResponse:
+        with self._lock:
+            self._bent.release(list(request.slots))
+        return drafter_pb2.ReleaseResponse()
+
+    def Draft(self, requests: Iterator[drafter_pb2.DraftRequest], context: Any) -> Iterator[drafter_pb2.DraftResponse]:
+        assert self._target is not None
+        for message in requests:
+            reply = self._reply(request_from_proto(message, ROWS_PER_SLOT * self._target.max_slots))
+            if isinstance(reply, DraftBatch):
+                yield batch_to_proto(reply)
+            self._bent.handled.set()
+
+    def _serve_arena(self, peer: ArenaPeer) -> None:
+        with contextlib.closing(peer), contextlib.suppress(TransportClosedError):
+            waiter = Waiter(peer.filenos())
+            while True:
+                waiter.wait(None)
+                for request in peer.requests():
+                    if isinstance(request, tuple):
+                        with self._lock:
+                            self._bent.release(request)
+                        peer.reply(None)
+                        continue
+                    reply = self._reply(request)
+                    if isinstance(reply, bytes):
+                        # All buffers at once: the one that is read next is among them.
+                        memory = peer._reply_memory
+                        garbage = reply * (-(-len(memory) // len(reply)))
+                        memory[HEADER_BYTES:] = garbage[: len(memory) - HEADER_BYTES]
+                        peer.reply(None)
+                    elif reply is not None:
+                        peer.reply(reply)
+                    self._bent.handled.set()
+
+    def _reply(self, request: DraftRequest) -> DraftBatch | bytes | None:
+        with self._lock:
+            return self._bent.reply(request)

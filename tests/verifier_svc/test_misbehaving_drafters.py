@@ -1,0 +1,369 @@
+"""Drafters that lie, stall and die, over every transport, under an engine: the text stays, each fault is counted, the
+circuit opens, and a drafter that behaves again is used again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.sampling import SamplingParams
+from protos import drafter_pb2
+from tests.support.engine_harness import EPOCH, Harness, Request, Result
+from tests.support.hash_target import HashTarget
+from tests.support.lying_drafter import Bent, Lie, LyingServer
+from tests.support.scripted_drafter import ScriptedDrafter
+from verifier_svc.config import DrafterEndpoint
+from verifier_svc.draft_source import MAX_CONSECUTIVE_FAILURES, DraftSource
+from verifier_svc.drafter_client import DrafterClient, InProcessClient
+from verifier_svc.patience import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS, Patience
+
+VOCAB = 40
+TARGET = TargetInfo("test", VOCAB, 256, 8, 8)
+WIRES = ("shared-memory", "grpc")
+TRANSPORTS = (*WIRES, "in-process")
+# Lies enough to open the circuit, and then some.
+NUM_LIES = MAX_CONSECUTIVE_FAILURES + 1
+REQUESTS = [
+    Request(
+        np.random.default_rng(seed).integers(0, VOCAB, 11).tolist(),
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=60, ignore_eos=True),
+    )
+    for seed, temperature in enumerate((0.0, 1.0))
+]
+
+
+def harness(source: DraftSource | None = None, timeout_s: float = 5.0, **options: Any) -> Harness:
+    sources = [] if source is None else [source]
+    return Harness(
+        HashTarget(VOCAB, 200, 4),
+        vocab_size=VOCAB,
+        num_blocks=200,
+        block_size=4,
+        sources=sources,
+        timeout_s=timeout_s,
+        **options,
+    )
+
+
+@pytest.fixture(name="expected", scope="module")
+def _expected() -> list[Result]:
+    return harness().run([request.plain() for request in REQUESTS])
+
+
+def scripted(expected: list[Result]) -> ScriptedDrafter:
+    outputs = {(tuple(r.prompt), 0): [*out.token_ids, 1, 2] for r, out in zip(REQUESTS, expected, strict=True)}
+    return ScriptedDrafter(outputs)
+
+
+@contextmanager
+def source_of(bent: Bent, transport: str, folder: Path) -> Iterator[DraftSource]:
+    if transport == "in-process":
+        inside = InProcessClient("liar", bent, TARGET, EPOCH)
+        yield inside
+        inside.close()
+        return
+    server = LyingServer(bent, folder)
+    endpoint = DrafterEndpoint(name="liar", address=server.address, transport=transport)  # type: ignore[arg-type]
+    client = DrafterClient(endpoint, TARGET, EPOCH)
+    client.start()
+    try:
+        until(lambda: client.transport is not None)
+        yield client
+    finally:
+        client.close()
+        server.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.002)
+
+
+def bent_columns(**changes: Callable[[DraftBatch], Any]) -> Lie:
+    """The honest reply with columns replaced."""
+    return lambda request, batch: replace(batch, **{name: change(batch) for name, change in changes.items()})
+
+
+def with_item(name: str, index: int, value: int) -> Lie:
+    """A chain of two below each root, in which item ``index`` of each row's ``name`` is ``value``."""
+
+    def lie(request: DraftRequest, batch: DraftBatch) -> DraftBatch:
+        return trees(request, batch, **{name: (index, value)})
+
+    return lie
+
+
+def trees(
+    request: DraftRequest,
+    batch: DraftBatch,
+    *,
+    num_nodes: int = 3,
+    tokens: tuple[int, int] | None = None,
+    parents: tuple[int, int] | None = None,
+) -> DraftBatch:
+    """A chain of ``num_nodes`` for each row that may draft, with one item changed."""
+    starts, all_tokens, all_parents = [0], [], []
+    for row in range(request.num_rows):
+        n = num_nodes if request.max_nodes[row] > 1 else 1
+        columns = np.full(n, 5, np.int32), np.arange(-1, n - 1, dtype=np.int32)
+        columns[0][0] = batch.tokens[batch.node_starts[row]]
+        for column, change in zip(columns, (tokens, parents), strict=True):
+            if change is not None and n > change[0]:
+                column[change[0]] = change[1]
+        all_tokens.append(columns[0])
+        all_parents.append(columns[1])
+        starts.append(starts[-1] + n)
+    return DraftBatch(
+        batch.epoch,
+        batch.step_id,
+        np.array(starts, np.int32),
+        np.concatenate(all_tokens),
+        np.concatenate(all_parents),
+    )
+
+
+LIES: dict[str, Lie] = {
+    "negative id": with_item("tokens", 1, -1),
+    "id beyond the vocabulary": with_item("tokens", 2, VOCAB),
+    "largest id": with_item("tokens", 1, 2**31 - 1),
+    "another root": with_item("tokens", 0, VOCAB + 1),
+    "a node that is its own parent": with_item("parents", 1, 1),
+    "a parent that comes later": with_item("parents", 1, 2),
+    "a parent beyond the tree": with_item("parents", 2, 7),
+    "a second root": with_item("parents", 2, -1),
+    "a root with a parent": with_item("parents", 0, 0),
+    "too many nodes": lambda request, batch: trees(request, batch, num_nodes=9),
+    "no row": bent_columns(
+        node_starts=lambda _: np.zeros(1, np.int32),
+        tokens=lambda _: np.zeros(0, np.int32),
+        parents=lambda _: np.zeros(0, np.int32),
+    ),
+    "offsets beyond the nodes": bent_columns(node_starts=lambda batch: batch.node_starts + np.int32(3)),
+    "offsets that fall": bent_columns(node_starts=lambda batch: batch.node_starts[::-1].copy()),
+    "an old step": bent_columns(step_id=lambda batch: batch.step_id - 1),
+    "another epoch": bent_columns(epoch=lambda batch: batch.epoch + 1),
+}
+ARENA_LIES: dict[str, Lie] = {
+    "zeroes": lambda request, batch: b"\0",
+    "all ones": lambda request, batch: b"\xff",
+    "text": lambda request, batch: b"garbage ",
+    # The header of this reply over the trees of no reply.
+    "a torn reply": lambda request, batch: (
+        np.array([batch.epoch, batch.step_id], "<u8").tobytes()
+        + np.array([request.num_rows, 3 * request.num_rows], "<u4").tobytes()
+    ),
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_lie_costs_root_only_steps_and_a_counter(
+    lie: Lie, transport: str, expected: list[Result], tmp_path: Path
+) -> None:
+    assert_survives(lie, transport, expected, tmp_path)
+
+
+@pytest.mark.parametrize("lie", ARENA_LIES.values(), ids=ARENA_LIES)
+def test_garbage_in_the_arena_costs_root_only_steps_and_a_counter(
+    lie: Lie, expected: list[Result], tmp_path: Path
+) -> None:
+    assert_survives(lie, "shared-memory", expected, tmp_path)
+
+
+def assert_survives(lie: Lie, transport: str, expected: list[Result], folder: Path) -> None:
+    """The text is that of plain decode while it lies; the circuit opens; afterwards its drafts are accepted."""
+    bent = Bent(scripted(expected), lie, 0)
+    with source_of(bent, transport, folder) as source:
+        run = harness(source, timeout_s=600.0)
+        counters = run.speculator.counters["liar"]
+        began_to_lie = False
+
+        def next_reply(_: Harness) -> None:
+            nonlocal began_to_lie
+            if not began_to_lie and counters.num_accepted_tokens:
+                began_to_lie, bent.lies_left = True, NUM_LIES
+            # A drafter with time to answer between two steps, as a real target gives it.
+            bent.handled.wait(0.02 if transport != "in-process" else 0.0)
+            bent.handled.clear()
+
+        fallback_steps = num_accepted = 0
+        while not began_to_lie or bent.lies_left or source.num_attaches < 2 or not num_accepted:
+            before = counters.num_accepted_tokens
+            attached = source.num_attaches
+            got = run.run(REQUESTS, every_step=next_reply)
+            assert [result.token_ids for result in got] == [result.token_ids for result in expected]
+            fallback_steps += sum(r.finished.speculation.fallback_steps for r in got if r.finished)
+            # Of requests that ran after the circuit had closed again.
+            num_accepted = counters.num_accepted_tokens - before if attached >= 2 and not bent.lies_left else 0
+        run.drain()
+        assert counters.num_rejected_drafts + source.num_rejected > 0
+        assert fallback_steps > 0
+        assert source.state == "attached"
+
+
+def test_ids_that_are_never_sampled_are_only_never_accepted(expected: list[Result], tmp_path: Path) -> None:
+    """Beyond the tokenizer's ids the output head has padding: valid rows of the embedding, but of no token."""
+    limit = VOCAB - 4
+    plain = harness(token_limit=limit).run([request.plain() for request in REQUESTS])
+    bent = Bent(scripted(plain), with_item("tokens", 1, VOCAB - 1), 10**6)
+    with source_of(bent, "in-process", tmp_path) as source:
+        run = harness(source, token_limit=limit)
+        got = run.run(REQUESTS)
+        run.drain()
+        assert [result.token_ids for result in got] == [result.token_ids for result in plain]
+        assert run.speculator.counters["liar"].num_draft_tokens > run.speculator.counters["liar"].num_accepted_tokens
+
+
+def test_a_reply_has_no_number_that_could_be_nan() -> None:
+    fields = drafter_pb2.DraftResponse.DESCRIPTOR.fields
+    floats = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_MESSAGE)
+    assert fields and not [field.name for field in fields if field.cpp_type in floats]
+
+
+class Clock:
+    """Time that passes only when somebody waits or a step runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowSource:
+    """An in-process drafter to wait for: each awaited draft takes ``delay_s`` of the clock, scouted ones are late."""
+
+    transport_name = "in-process"
+
+    def __init__(self, drafter: ScriptedDrafter, clock: Clock, timeout_s: float) -> None:
+        self._inside = InProcessClient("slow", drafter, TARGET, EPOCH, clock=clock)
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self.delay_s = 0.0
+        self.waits: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inside, name)
+
+    @property
+    def transport(self) -> Any:
+        return None if self._inside.transport is None else self
+
+    def post(self, request: DraftRequest) -> None:
+        self._inside.transport.post(request)  # type: ignore[union-attr]
+
+    def release(self, slots: Any) -> None:
+        self._inside.transport.release(slots)  # type: ignore[union-attr]
+
+    def receive(self, timeout_s: float) -> DraftBatch | None:
+        batch = self._inside.transport.receive(0.0)  # type: ignore[union-attr]
+        waited_s = min(self.delay_s, timeout_s)
+        self._clock.now += waited_s
+        if timeout_s:
+            self.waits.append(waited_s)
+        return batch if self.delay_s <= timeout_s else None
+
+
+STEP_S = 0.001
+TIMEOUT_S = 0.2
+
+
+def slow_run(expected: list[Result]) -> tuple[Harness, SlowSource, Clock]:
+    """An engine whose plain step takes a millisecond of the clock."""
+    clock = Clock()
+    source = SlowSource(scripted(expected), clock, TIMEOUT_S)
+    run = harness(source, timeout_s=TIMEOUT_S, clock=clock, costs={1: STEP_S, 256: STEP_S * 1.001})  # type: ignore[arg-type]
+    return run, source, clock
+
+
+def run_for(run: Harness, clock: Clock, num_steps: int) -> None:
+    """Requests one after the other for so many steps."""
+    until_step = run.num_steps + num_steps
+
+    def tick(_: Harness) -> None:
+        clock.now += STEP_S
+
+    while run.num_steps < until_step:
+        run.run(REQUESTS, every_step=tick)
+
+
+@pytest.mark.parametrize("share_of_timeout", [0.05, 0.2, 0.9])
+def test_a_slow_drafter_is_hardly_waited_for_and_used_again_once_it_is_fast(
+    share_of_timeout: float, expected: list[Result]
+) -> None:
+    """Also one that never misses a time-out: what it costs is bounded, whatever is accepted."""
+    run, source, clock = slow_run(expected)
+    run_for(run, clock, 300)
+    assert source.waits
+    source.delay_s, source.waits = share_of_timeout * TIMEOUT_S, []
+    began = clock.now
+    run_for(run, clock, 4_000)
+    lost_s = sum(source.waits)
+    # The budget at hand, one wait that overdraws it, and the share of the time.
+    assert lost_s < AFFORDABLE_TIMEOUTS * TIMEOUT_S + TIMEOUT_S + 2 * AFFORDABLE_SHARE * (clock.now - began)
+    source.delay_s = 0.0
+    counters = run.speculator.counters["slow"]
+    accepted, steps = counters.num_accepted_tokens, 0
+    while counters.num_accepted_tokens < accepted + 100:
+        run_for(run, clock, 500)
+        steps += 500
+    assert steps < 30_000
+    run.drain()
+
+
+def test_a_drafter_that_stops_opens_the_circuit_within_the_first_time_outs(expected: list[Result]) -> None:
+    run, source, clock = slow_run(expected)
+    stopped_at = detached_at = 0.0
+    late: list[float] = []
+
+    def tick(_: Harness) -> None:
+        nonlocal stopped_at, detached_at, late
+        clock.now += STEP_S
+        if source.waits and not stopped_at:
+            stopped_at, source.delay_s, source.waits = clock.now, 3600.0, late
+        if source.num_attaches > 1 and not detached_at:
+            detached_at = clock.now
+
+    while not detached_at:
+        got = run.run(
+            [replace(request, sampling=replace(request.sampling, max_tokens=200)) for request in REQUESTS],
+            every_step=tick,
+        )
+        assert [result.token_ids[:60] for result in got] == [result.token_ids for result in expected]
+    # What the new attachment waited for is paid from what is left of the budget.
+    assert stopped_at and 0 < len(late) <= AFFORDABLE_TIMEOUTS + 1
+    assert detached_at - stopped_at < 1.0
+    run.drain()
+
+
+def test_patience_is_spent_on_what_cannot_pay_and_comes_back_with_time() -> None:
+    patience = Patience(0.2)
+    assert patience.has_some(0.0)
+    for _ in range(100):
+        patience.observe(0.002, 0.003)
+    assert patience.has_some(0.0)
+    for _ in range(3):
+        patience.observe(0.21, 0.0)
+    assert not patience.has_some(0.0)
+    assert not patience.has_some(1.0)
+    assert patience.has_some(2.0)
+
+
+def test_late_scouts_are_time_outs_only_behind_one_that_was_waited_for() -> None:
+    patience = Patience(0.2)
+    assert not patience.times_out_again(100.0)
+    patience.time_out(100.0)
+    assert not patience.times_out_again(100.1)
+    assert patience.times_out_again(100.2) and not patience.times_out_again(100.3)
+    patience.answer()
+    assert not patience.times_out_again(200.0)

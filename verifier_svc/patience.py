@@ -1,0 +1,54 @@
+"""What waiting for one drafter costs, and how much of it is still affordable."""
+
+from __future__ import annotations
+
+# Weight of a new wait in the estimate of what collecting a draft costs.
+WAIT_SMOOTHING = 0.05
+# Share of the time that may go into waits which no draft could have paid back: plain decode keeps 98% of its speed.
+AFFORDABLE_SHARE = 0.02
+# Draft timeouts that are affordable at once: as many as open the circuit of a drafter that has stopped.
+AFFORDABLE_TIMEOUTS = 3
+
+
+class Patience:
+    """Of one drafter. A wait longer than all of its tokens were worth is lost, whatever the acceptance; such losses
+    are paid from a budget that fills with time, and where it is empty nobody waits: the drafter is only scouted."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """``timeout_s``: the longest wait."""
+        self._most_s = AFFORDABLE_TIMEOUTS * timeout_s
+        self._left_s = self._most_s
+        self._filled_at: float | None = None
+        self._timeout_s = timeout_s
+        # When the drafter was last reported late, if nothing has come since.
+        self._late_at: float | None = None
+        # Smoothed seconds of a wait.
+        self.wait_s = 0.0
+
+    def has_some(self, now: float) -> bool:
+        """Whether waiting is affordable at ``now``, in seconds of any steady clock."""
+        if self._filled_at is not None:
+            self._left_s = min(self._left_s + AFFORDABLE_SHARE * (now - self._filled_at), self._most_s)
+        self._filled_at = now
+        return self._left_s > 0.0
+
+    def observe(self, waited_s: float, worth_s: float) -> None:
+        """Learn from a wait; ``worth_s``: the seconds that its drafts would have saved, had all been accepted."""
+        self.wait_s += WAIT_SMOOTHING * (waited_s - self.wait_s)
+        self._left_s -= max(waited_s - worth_s, 0.0)
+
+    def time_out(self, now: float) -> None:
+        """A draft that was waited for did not come."""
+        self._late_at = now
+
+    def answer(self) -> None:
+        """Something came."""
+        self._late_at = None
+
+    def times_out_again(self, now: float) -> bool:
+        """Whether a draft that nobody waited for and that has not come is one more time-out in a row: the budget may
+        be used up before a drafter that has stopped is found out."""
+        if self._late_at is None or now - self._late_at < self._timeout_s:
+            return False
+        self._late_at = now
+        return True
