@@ -215,6 +215,23 @@ def drafter(
 
 
 @app.command()
+def probe(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="unix:/path or host:port of a gRPC server.")],
+    service: Annotated[
+        str, typer.Option(help="Full name of a service.", show_default="the server as a whole")
+    ] = "",
+) -> None:
+    """Exit with status 0 if grpc.health.v1 at ADDRESS calls the service SERVING, else with 1."""
+    import asyncio
+
+    from foretoken import probes
+
+    if not asyncio.run(probes.grpc_serving(address, service)):
+        say(f"{service or 'the server'} at {address} is not serving")
+        raise typer.Exit(1)
+
+
+@app.command()
 def complete(
     prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
     url: Annotated[
