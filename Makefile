@@ -1,5 +1,6 @@
 # Every target sets up what it needs: a virtual environment in .venv, at the versions of constraints.txt.
-# Variables: PORT, GRPC_PORT, MODEL, ARGS (more flags for serve, test or bench), PYTHON, VENV, TORCH_INDEX.
+# Variables: PORT, GRPC_PORT, MODEL, SECONDS, SEED, ARGS (more flags for serve, test, bench or chaos), PYTHON, VENV,
+# TORCH_INDEX.
 
 PORT ?= 8000
 GRPC_PORT ?= 50051
@@ -8,6 +9,9 @@ MODEL ?= $(DEMO)
 VENV ?= .venv
 # Where PyTorch's CPU build comes from on a machine without an NVIDIA driver. Empty: from pip's own index.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Of make chaos.
+SECONDS ?= 60
+SEED ?= 1
 # The interpreter to build the environment with. Empty: the first suitable one of the usual names.
 PYTHON ?=
 
@@ -22,7 +26,7 @@ STUBS := -I. --python_out=. --pyi_out=. --grpc_python_out=.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test bench lint format proto setup clean
+.PHONY: help serve test bench chaos lint format proto setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -35,6 +39,9 @@ test: $(DEV) ## Run all tests.
 
 bench: $(DEV) ## Measure speculative against plain decoding.
 	@$(BIN)/python -m benchmarks.run $(ARGS)
+
+chaos: $(DEV) ## Kill and stop processes for SECONDS, by the schedule of SEED.
+	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 lint: $(DEV) ## Check style, types, import rules and generated stubs.
 	@$(BIN)/ruff check .

@@ -241,8 +241,8 @@ def _figures(measured: Measured, plain: float) -> list[Figure]:
 
 
 def _facts(measured: Measured) -> dict[str, str]:
-    verifier = measured.server["verifier"]
-    drafters = ", ".join(f"{each['name']} over {each['transport']}" for each in measured.server["drafters"])
+    (verifier,) = measured.server["verifiers"]
+    drafters = ", ".join(f"{each['name']} over {each['transport']}" for each in verifier["drafters"])
     return {
         "model": f"{measured.server['model']}, {verifier['dtype']}, {verifier['mode']} mode",
         "drafters": drafters or "none",

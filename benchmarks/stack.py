@@ -109,7 +109,8 @@ def _is_ready(address: Address) -> bool:
         status, body = get(address, "/ready")
     except (OSError, StreamError):
         return False
-    drafters = json.loads(body).get("drafters", []) if status == 200 else []
+    verifiers = json.loads(body)["verifiers"] if status == 200 else []
+    drafters = [drafter for verifier in verifiers for drafter in verifier["drafters"]]
     return bool(drafters) and all(drafter["state"] == "attached" for drafter in drafters)
 
 

@@ -76,6 +76,8 @@ def serve(
     grpc_port: flags.GrpcPort = None,
     chat_template: flags.ChatTemplate = None,
     request_timeout_s: flags.RequestTimeout = None,
+    resume_attempts: flags.ResumeAttempts = None,
+    verifier_wait_s: flags.VerifierWait = None,
     dtype: flags.Dtype = None,
     threads: flags.Threads = None,
     context_length: flags.ContextLength = None,
@@ -113,7 +115,7 @@ def serve(
 def gateway(
     context: typer.Context,
     model: flags.Model,
-    verifier: flags.VerifierAddress,
+    verifiers: flags.VerifierAddresses,
     revision: flags.Revision = None,
     served_model_name: flags.ServedModelName = None,
     host: flags.Host = None,
@@ -121,13 +123,15 @@ def gateway(
     grpc_port: flags.GrpcPort = None,
     chat_template: flags.ChatTemplate = None,
     request_timeout_s: flags.RequestTimeout = None,
+    resume_attempts: flags.ResumeAttempts = None,
+    verifier_wait_s: flags.VerifierWait = None,
     speculative_metrics: flags.SpeculativeMetrics = None,
     max_concurrent_requests: flags.MaxConcurrentRequests = None,
     drain_timeout_s: flags.DrainTimeout = None,
     log_level: flags.LogLevel = "info",
 ) -> None:
     """Start one gateway: text in, text out, over REST and gRPC. MODEL holds its tokenizer."""
-    settings = _gateway_settings(context, _checkpoint(context), verifier)
+    settings = _gateway_settings(context, _checkpoint(context), verifiers)
     from foretoken.telemetry import configure_logging
     from gateway import server
 
@@ -301,7 +305,7 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
         endpoints = [f"name={NGRAM_DRAFTER},address={drafter_address}"]
         services.append(stack.drafter(stack.command("drafter", drafter_settings, level), drafter_address))
     verifier_settings = _verifier_settings(context, checkpoint, verifier_address, endpoints)
-    gateway_settings = _gateway_settings(context, checkpoint, verifier_address, drain_timeout_s=stack.GATEWAY_DRAIN_S)
+    gateway_settings = _gateway_settings(context, checkpoint, [verifier_address], drain_timeout_s=stack.GATEWAY_DRAIN_S)
     services.append(
         stack.verifier(stack.command("verifier", verifier_settings, (*in_process, *level)), verifier_address)
     )
@@ -335,12 +339,12 @@ def _print_plan(settings: VerifierSettings) -> None:
 
 
 def _gateway_settings(
-    context: typer.Context, checkpoint: dict[str, Any], verifier: str, **more: float
+    context: typer.Context, checkpoint: dict[str, Any], verifiers: list[str], **more: float
 ) -> GatewaySettings:
     from foretoken.config import build
     from gateway.config import GatewaySettings
 
-    return build(GatewaySettings, _given(context, GatewaySettings) | checkpoint | {"verifier": verifier} | more)
+    return build(GatewaySettings, _given(context, GatewaySettings) | checkpoint | {"verifiers": verifiers} | more)
 
 
 def _verifier_settings(

@@ -15,11 +15,15 @@ from foretoken.errors import ConfigError
 Settings = TypeVar("Settings", bound=BaseModel)
 
 # Fields whose unit is in the name keep it out of the flag where the help text states it.
-_FLAG_NAMES = {"request_timeout_s": "request-timeout", "drain_timeout_s": "drain-timeout"}
+_FLAG_NAMES = {
+    "request_timeout_s": "request-timeout",
+    "drain_timeout_s": "drain-timeout",
+    "verifier_wait_s": "verifier-wait",
+}
 # Nested settings and the prefix of their flags.
 _PREFIXES = {"ngram": "speculative-ngram-"}
-# Repeatable flags that hold key=value pairs.
-_REPEATED = {"drafters": "drafter"}
+# Repeatable flags, which hold texts or key=value pairs.
+_REPEATED = {"drafters": "drafter", "verifiers": "verifier"}
 # Not a flag but the argument.
 _ARGUMENT = "model"
 
@@ -56,7 +60,7 @@ def to_flags(settings: BaseModel, section: str = "") -> list[str]:
             words += to_flags(value, name)
         elif name in _REPEATED:
             for item in value:
-                words += [flag_of(name), pairs_text(item)]
+                words += [flag_of(name), item if isinstance(item, str) else pairs_text(item)]
         else:
             words += [flag_of(name, section)] if value is True else [flag_of(name, section), str(value)]
     return words

@@ -45,6 +45,18 @@ RequestTimeout = Annotated[
     float | None,
     typer.Option("--request-timeout", help="Seconds that a request may take.", show_default="600"),
 ]
+ResumeAttempts = Annotated[
+    int | None,
+    typer.Option(
+        help="Times that a stream may lose its verifier and go on at another or its successor.", show_default="3"
+    ),
+]
+VerifierWait = Annotated[
+    float | None,
+    typer.Option(
+        "--verifier-wait", help="Seconds that a new request waits while no verifier is up; then 503.", show_default="30"
+    ),
+]
 SpeculativeMetrics = Annotated[
     Literal["none", "summary", "detailed"] | None,
     typer.Option(help="Figures of speculation in responses.", show_default="summary"),
@@ -130,9 +142,13 @@ Address = Annotated[
     str,
     typer.Option(metavar="ADDRESS", help="Where to listen: unix:/path or host:port."),
 ]
-VerifierAddress = Annotated[
-    str,
-    typer.Option("--verifier", metavar="ADDRESS", help="Where the verifier listens: unix:/path or host:port."),
+VerifierAddresses = Annotated[
+    list[str],
+    typer.Option(
+        "--verifier",
+        metavar="ADDRESS",
+        help="Where a verifier listens: unix:/path or host:port; may be given several times.",
+    ),
 ]
 DrafterName = Annotated[str, typer.Option(help="Name of this drafter in requests and metrics.")]
 

@@ -1,9 +1,10 @@
-"""Is a service ready? One question over gRPC health or HTTP, answered within a second by yes or no."""
+"""Is a service ready, is it alive? Questions over gRPC health or HTTP, answered within a second by yes or no."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,15 +15,55 @@ PROBE_TIMEOUT_S = 1.0
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
-async def grpc_serving(address: str, service: str) -> bool:
-    """Whether grpc.health.v1 at ``address`` calls ``service`` SERVING."""
-    async with rpc.async_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest(service=service)
+class GrpcProbe:
+    """A ``foretoken.supervisor.Probe`` over grpc.health.v1. Keeps its channel for as long as it gets answers."""
+
+    def __init__(self, address: str, service: str) -> None:
+        """``service``: the name whose status is readiness; that of the empty name is liveness."""
+        self._address = address
+        self._service = service
+        self._channel: grpc.aio.Channel | None = None
+
+    async def is_ready(self) -> bool:
+        return await self._serving(self._service)
+
+    async def is_alive(self) -> bool:
+        return await self._serving("")
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def _serving(self, service: str) -> bool:
+        if self._channel is None:
+            self._channel = rpc.async_channel(self._address)
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
-            reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=PROBE_TIMEOUT_S)
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
+            # A new one connects at once; this one would wait out its backoff while the service is back already.
+            await self.close()
             return False
-    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+class HttpProbe:
+    """A ``foretoken.supervisor.Probe`` over ``GET /ready`` and ``GET /health``."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """``host``: as it listens, wildcards included."""
+        self._host = host
+        self._port = port
+
+    async def is_ready(self) -> bool:
+        return await http_ok(self._host, self._port, "/ready")
+
+    async def is_alive(self) -> bool:
+        return await http_ok(self._host, self._port, "/health")
+
+    async def close(self) -> None:
+        """Nothing stays open between two questions."""
 
 
 async def http_ok(host: str, port: int, path: str) -> bool:

@@ -133,24 +133,31 @@ def remove_socket(address: str) -> None:
 
 
 class Health:
-    """grpc.health.v1 and reflection of one server. Nothing is SERVING until ``mark(True)``."""
+    """grpc.health.v1 and reflection of one server.
+
+    The empty name stands for the process: SERVING for as long as the server answers, also while it loads or drains. A
+    service's name stands for its readiness: not SERVING until ``mark(True)``.
+    """
 
     def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
         """``service_names``: full names, as in ``foretoken.drafter.v1.DrafterService``."""
-        self._names = ("", *service_names)
+        self._names = tuple(service_names)
+        self._draining = False
         self._servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
     async def mark(self, serving: bool) -> None:
-        """Set the status of the server and of each service. Call ``mark(False)`` before the server starts."""
+        """Set the status of each service. Call ``mark(False)`` before the server starts."""
+        serving = serving and not self._draining
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._servicer.set(name, status)
 
     async def drain(self) -> None:
-        """NOT_SERVING from now on; later marks have no effect."""
-        await self._servicer.enter_graceful_shutdown()
+        """No service is SERVING from now on; later marks have no effect."""
+        self._draining = True
+        await self.mark(False)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -5,7 +5,6 @@ It knows services by their flags and health names only.
 
 from __future__ import annotations
 
-import functools
 import json
 import shlex
 import socket
@@ -37,18 +36,16 @@ def command(service: str, settings: BaseModel, extra: Sequence[str] = ()) -> tup
 
 def drafter(command: tuple[str, ...], address: str) -> Service:
     """A stack serves plain decode while its drafter is away, so none waits for it for ever."""
-    probe = functools.partial(probes.grpc_serving, address, DRAFTER_HEALTH_NAME)
+    probe = probes.GrpcProbe(address, DRAFTER_HEALTH_NAME)
     return Service("drafter", command, probe, DRAFTER_GRACE_S, required=False)
 
 
 def verifier(command: tuple[str, ...], address: str) -> Service:
-    return Service(
-        "verifier", command, functools.partial(probes.grpc_serving, address, VERIFIER_HEALTH_NAME), VERIFIER_GRACE_S
-    )
+    return Service("verifier", command, probes.GrpcProbe(address, VERIFIER_HEALTH_NAME), VERIFIER_GRACE_S)
 
 
 def gateway(command: tuple[str, ...], host: str, port: int) -> Service:
-    return Service("gateway", command, functools.partial(probes.http_ok, host, port, "/ready"), GATEWAY_GRACE_S)
+    return Service("gateway", command, probes.HttpProbe(host, port), GATEWAY_GRACE_S)
 
 
 def check_port_free(host: str, port: int, flag: str, variable: str) -> None:

@@ -1,6 +1,7 @@
 """Runs child processes as one unit: starts, watches, restarts and stops them; none outlives it.
 
-It knows commands and probes, not what the services do. One asyncio loop, asleep unless a child or a signal wakes it.
+It knows commands and probes, not what the services do. One asyncio loop, which asks each child once a second whether
+it is alive and is asleep otherwise.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -28,6 +29,11 @@ STABLE_AFTER_S = 30.0
 MAX_FAILED_STARTS = 3
 FIRST_PROBE_DELAY_S = 0.05
 LONGEST_PROBE_DELAY_S = 0.5
+HEARTBEAT_S = 1.0
+# A child that answered once and then, asked so often and for so long, did not, is taken for stopped or hung. Both must
+# hold: while this process itself was stopped or starved time passes, but it asks nobody.
+MAX_SILENCE_S = 5.0
+MIN_MISSED_HEARTBEATS = 4
 # From the last required service's readiness on, the others get so long to be ready too.
 OPTIONAL_READY_S = 30.0
 
@@ -37,6 +43,22 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 
 
+class Probe(Protocol):
+    """How one service is asked; each answer comes within about a second. One question at a time."""
+
+    async def is_ready(self) -> bool:
+        """Whether it does its work now."""
+        ...
+
+    async def is_alive(self) -> bool:
+        """Whether it answers at all, ready or not."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what is kept between two questions."""
+        ...
+
+
 @dataclass(frozen=True)
 class Service:
     """One child.
@@ -44,14 +66,14 @@ class Service:
     Attributes:
         name: as in messages.
         command: what to execute.
-        probe: whether it is ready now; answers within about a second and raises nothing.
+        probe: how it is asked.
         stop_grace_s: from SIGTERM to SIGKILL.
         required: without it nothing is ready.
     """
 
     name: str
     command: tuple[str, ...]
-    probe: Callable[[], Awaitable[bool]]
+    probe: Probe
     stop_grace_s: float
     required: bool = True
 
@@ -69,6 +91,24 @@ class RestartDelays:
         return delay_s
 
 
+class Heartbeats:
+    """Tells a child that is stopped or hung from one that is slow."""
+
+    def __init__(self) -> None:
+        self._num_missed = 0
+        self.missing_since = 0.0
+
+    def observe(self, answered: bool, asked_at: float, now: float) -> bool:
+        """Whether the silence is long enough. ``asked_at`` and ``now``: seconds, of this question and its answer."""
+        if answered:
+            self._num_missed = 0
+            return False
+        if self._num_missed == 0:
+            self.missing_since = asked_at
+        self._num_missed += 1
+        return self._num_missed >= MIN_MISSED_HEARTBEATS and now - self.missing_since > MAX_SILENCE_S
+
+
 @dataclass(eq=False)
 class _Child:
     process: subprocess.Popen[bytes]
@@ -83,7 +123,10 @@ class _Watch:
     service: Service
     delays: RestartDelays = field(default_factory=RestartDelays)
     child: _Child | None = None
-    was_ready: bool = False
+    # Set by the first readiness.
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    # Since when it is not ready; None while it is.
+    away_since: float | None = field(default_factory=time.monotonic)
     failed_starts: int = 0
 
 
@@ -120,6 +163,7 @@ class Supervisor:
             finally:
                 for watch in reversed(self._watches):
                     await self._stop(watch)
+                    await watch.service.probe.close()
                 _kill_descendants(own_children)
         return self._exit_status
 
@@ -171,15 +215,62 @@ class Supervisor:
     async def _keep_alive(self, watch: _Watch) -> None:
         while True:
             child = watch.child = self._spawn(watch.service.command)
-            # Not a bare await: its cancellation would cancel the future, which the stop still needs.
-            await asyncio.wait([child.ended])
-            status = child.ended.result()
-            if not watch.was_ready and self._gives_up(watch, status):
+            end = await self._end_of(watch, child)
+            if watch.away_since is None:
+                watch.away_since = time.monotonic()
+            if not watch.ready.is_set() and self._gives_up(watch, child.ended.result()):
                 return
             delay_s = watch.delays.after(time.monotonic() - child.started_at)
             when = f" in {delay_s:g} s" if delay_s else ""
-            self._announce(f"{watch.service.name} ended ({describe_status(status)}); starting it again{when}")
+            self._announce(f"{watch.service.name} {end}; starting it again{when}")
             await asyncio.sleep(delay_s)
+
+    async def _end_of(self, watch: _Watch, child: _Child) -> str:
+        """Wait until a child has ended, by itself or killed for its silence; says which."""
+        attending = asyncio.create_task(self._attend(watch, child))
+        try:
+            # Not a bare await: its cancellation would cancel the future, which the stop still needs.
+            awaited: list[asyncio.Future[Any]] = [child.ended, attending]
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if child.ended.done():
+                return f"ended ({describe_status(child.ended.result())})"
+            silent_s = attending.result()
+            # The one signal that a stopped process obeys.
+            os.kill(child.process.pid, signal.SIGKILL)
+            await asyncio.wait([child.ended])
+            return f"did not answer for {silent_s:.1f} s and was killed"
+        finally:
+            attending.cancel()
+            await asyncio.wait([attending])
+
+    async def _attend(self, watch: _Watch, child: _Child) -> float:
+        """Say when a child is ready and listen for its heartbeats; returns the seconds of a too long silence."""
+        probe, heartbeats = watch.service.probe, Heartbeats()
+        is_ready = has_answered = False
+        delay_s = FIRST_PROBE_DELAY_S
+        while True:
+            asked_at = time.monotonic()
+            if not is_ready and await probe.is_ready():
+                is_ready = answers = True
+                self._mark_ready(watch)
+            else:
+                answers = await probe.is_alive()
+            has_answered |= answers
+            # A start may take as long as it likes, but not while it is stopped.
+            is_well = answers or not (has_answered or _is_stopped(child.process.pid))
+            now = time.monotonic()
+            if heartbeats.observe(is_well, asked_at, now):
+                return now - heartbeats.missing_since
+            delay_s = HEARTBEAT_S if is_ready else min(1.2 * delay_s, LONGEST_PROBE_DELAY_S)
+            await asyncio.sleep(max(asked_at + delay_s - now, FIRST_PROBE_DELAY_S))
+
+    def _mark_ready(self, watch: _Watch) -> None:
+        again = " again" if watch.ready.is_set() else ""
+        assert watch.away_since is not None, "a child becomes ready once"
+        away_s = time.monotonic() - watch.away_since
+        watch.away_since = None
+        watch.ready.set()
+        self._announce(f"{watch.service.name} is ready{again} after {away_s:.1f} s")
 
     def _gives_up(self, watch: _Watch, status: int) -> bool:
         """Whether a service that was never ready cannot become so; then everything stops."""
@@ -195,23 +286,17 @@ class Supervisor:
         return True
 
     async def _wait_ready(self) -> None:
-        started_at = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            tasks = {watch: group.create_task(self._probe(watch, started_at)) for watch in self._watches}
-            await asyncio.wait([task for watch, task in tasks.items() if watch.service.required])
-            await asyncio.wait(tasks.values(), timeout=OPTIONAL_READY_S)
-            for watch in self._watches:
-                if not watch.was_ready:
-                    self._announce(f"{watch.service.name} is not ready yet; going on without it")
-            self._on_ready()
-
-    async def _probe(self, watch: _Watch, started_at: float) -> None:
-        delay_s = FIRST_PROBE_DELAY_S
-        while not await watch.service.probe():
-            await asyncio.sleep(delay_s)
-            delay_s = min(1.2 * delay_s, LONGEST_PROBE_DELAY_S)
-        watch.was_ready = True
-        self._announce(f"{watch.service.name} is ready after {time.monotonic() - started_at:.1f} s")
+        for watch in self._watches:
+            if watch.service.required:
+                await watch.ready.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPTIONAL_READY_S):
+                for watch in self._watches:
+                    await watch.ready.wait()
+        for watch in self._watches:
+            if not watch.ready.is_set():
+                self._announce(f"{watch.service.name} is not ready yet; going on without it")
+        self._on_ready()
 
     async def _stop(self, watch: _Watch) -> None:
         child = watch.child
@@ -239,6 +324,14 @@ def describe_status(status: int) -> str:
         return signal.Signals(-status).name
     except ValueError:
         return f"signal {-status}"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process; a debugger's stop does not count."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _ended_child() -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Any
 
@@ -12,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 import foretoken
 from foretoken import telemetry
-from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.errors import ForetokenError
 from gateway import http
 from gateway.core import GatewayCore
 from gateway.generate_api import generate_router
@@ -44,14 +43,16 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
 
     @app.get("/ready", tags=["Operation"])
     async def ready() -> Response:
-        """200 while new requests are taken, otherwise 503; with the state of verifier and drafters."""
-        info = await _fresh_info(core)
-        is_ready = core.is_ready and info is not None
+        """200 while new requests are taken, otherwise 503; with the state of verifiers and drafters."""
+        infos = await core.verifiers.fetch_infos()
+        is_ready = core.is_ready and any(infos.values())
         details = {
             "status": "ready" if is_ready else "draining" if core.admission.draining else "not ready",
             "model": core.settings.served_model_name,
-            "verifier": {"up": core.client.is_up},
-            "drafters": [] if info is None else _drafters(info),
+            "verifiers": [
+                {"address": client.address, "up": client.is_up, "drafters": _drafters(infos[client.address])}
+                for client in core.verifiers.clients
+            ],
         }
         headers = {} if is_ready else {"retry-after": str(http.RETRY_AFTER_S)}
         return http.json_response(details, status=200 if is_ready else 503, headers=headers)
@@ -59,36 +60,32 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
     @app.get("/version", tags=["Operation"])
     async def version() -> Response:
         """Versions, the model, and each drafter with its transport."""
-        info = await _fresh_info(core)
-        verifier = None
-        if info is not None:
-            names = ("version", "model_name", "model_fingerprint", "dtype", "mode", "max_model_len", "vocab_size")
-            verifier = {name: getattr(info, name) for name in names}
+        infos = await core.verifiers.fetch_infos()
         return http.json_response(
             {
                 "version": foretoken.__version__,
                 "model": core.settings.served_model_name,
-                "verifier": verifier,
-                "drafters": [] if info is None else _drafters(info),
+                "verifiers": [_verifier(address, info) for address, info in infos.items()],
             }
         )
 
     @app.get("/metrics", tags=["Operation"])
     async def metrics() -> Response:
-        """Prometheus' text format; the verifier's figures are fetched now."""
-        return Response(core.metrics.render(await _fresh_info(core)), media_type=telemetry.EXPOSITION_TYPE)
+        """Prometheus' text format; the verifiers' figures are fetched now."""
+        infos = await core.verifiers.fetch_infos()
+        return Response(core.metrics.render(infos), media_type=telemetry.EXPOSITION_TYPE)
 
 
-async def _fresh_info(core: GatewayCore) -> VerifierInfo | None:
-    """The verifier's figures of this moment; None if it does not answer."""
-    with contextlib.suppress(UnavailableError):
-        return await core.client.fetch_info()
-    return None
+def _verifier(address: str, info: VerifierInfo | None) -> dict[str, Any]:
+    names = ("version", "model_name", "model_fingerprint", "dtype", "mode", "max_model_len", "vocab_size")
+    known = {} if info is None else {name: getattr(info, name) for name in names}
+    return {"address": address, **known, "drafters": _drafters(info)}
 
 
-def _drafters(info: VerifierInfo) -> list[dict[str, Any]]:
+def _drafters(info: VerifierInfo | None) -> list[dict[str, Any]]:
     names = ("name", "algorithm", "transport", "state", "num_attaches")
-    return [{name: getattr(drafter, name) for name in names} for drafter in info.drafters]
+    drafters = () if info is None else info.drafters
+    return [{name: getattr(drafter, name) for name in names} for drafter in drafters]
 
 
 def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:

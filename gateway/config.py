@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from foretoken.limits import MAX_ATTEMPTS
+
 
 class GatewaySettings(BaseModel):
     """Settings of one gateway process."""
@@ -16,14 +18,18 @@ class GatewaySettings(BaseModel):
     # Folder that holds the tokenizer.
     model: Path
     served_model_name: str
-    # unix:/path or host:port.
-    verifier: str
+    # unix:/path or host:port, each.
+    verifiers: tuple[str, ...] = Field(min_length=1)
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     grpc_port: int = Field(default=50051, ge=1, le=65535)
     # Jinja file that replaces the tokenizer's own chat template.
     chat_template: Path | None = None
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    # Resumes of one output that verifiers may accept before a further loss is an error.
+    resume_attempts: int = Field(default=3, ge=0, le=MAX_ATTEMPTS)
+    # Seconds that a new request waits while no verifier is up, before it gets 503.
+    verifier_wait_s: float = Field(default=30.0, ge=0, le=86_400)
     # metrics.speculative_decoding in responses.
     speculative_metrics: Literal["none", "summary", "detailed"] = "summary"
     # Requests that run or wait at once, all protocols together.

@@ -20,7 +20,7 @@ from gateway.generation import ClientGoneError, Generation, GenerationRequest, P
 from gateway.messages import VerifierInfo
 from gateway.metrics import GatewayMetrics
 from gateway.tokenizer import Tokenizer
-from gateway.verifier_client import VerifierClient
+from gateway.verifier_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ INLINE_TEXT_CHARS = 4096
 class GatewayCore:
     """The gateway without its protocols."""
 
-    def __init__(self, settings: GatewaySettings, tokenizer: Tokenizer, client: VerifierClient) -> None:
+    def __init__(self, settings: GatewaySettings, tokenizer: Tokenizer, verifiers: VerifierPool) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
-        self.client = client
+        self.verifiers = verifiers
         self.admission = Admission(settings.max_concurrent_requests)
         self.metrics = GatewayMetrics(settings.served_model_name, lambda: self.admission.num_requests)
         self.created = int(time.time())
@@ -42,16 +42,16 @@ class GatewayCore:
     @property
     def is_ready(self) -> bool:
         """Whether a new request would be taken now."""
-        return self.client.is_up and not self.admission.draining
+        return self.verifiers.is_up and not self.admission.draining
 
     @property
     def info(self) -> VerifierInfo:
         """The verifier's latest figures. Raises UnavailableError before it was first reached."""
-        return self.client.info
+        return self.verifiers.info
 
     @property
     def model_limits(self) -> ModelLimits:
-        return self.client.info.limits
+        return self.info.limits
 
     @property
     def timeout_ms(self) -> int:
@@ -90,12 +90,12 @@ class GatewayCore:
     async def generate(self, request: GenerationRequest, *, api: str, client_id: str = "") -> AsyncIterator[Generation]:
         """A started generation; when the block is left, whatever still runs is dropped, counted and logged.
 
-        ``client_id`` is the caller's own name for the request, for the log. Raises QueueFullError or
-        UnavailableError where it cannot start.
+        ``client_id`` is the caller's own name for the request, for the log. Raises QueueFullError at the limit of
+        requests, and UnavailableError while draining.
         """
         with self.admission.enter():
             generation = Generation(
-                request, self.client, self.tokenizer, self.info.max_model_len, self.metrics.tokens_arrived
+                request, self.verifiers, self.tokenizer, self.info.max_model_len, self.metrics.tokens_arrived
             )
             failure: str | None = "cancelled"
             try:
@@ -137,6 +137,7 @@ class GatewayCore:
                 "completion_tokens": generation.completion_tokens,
                 "time_to_first_token_ms": round(1e3 * (min(firsts) - generation.started_at), 3) if firsts else None,
                 "duration_ms": round(1e3 * seconds, 3),
+                "resumes": generation.num_resumes,
                 "drafter": stats.drafter,
                 "decode_steps": stats.num_decode_steps,
                 "draft_tokens": stats.num_draft_tokens,

@@ -15,6 +15,9 @@ from gateway.generation import ClientGoneError, Generation, GenerationRequest
 from gateway.http import error_object
 from gateway.openai_response import DONE, ReplyFormat, event
 
+# A comment, by the specification of server-sent events: it keeps connections open, and clients pass over it.
+KEEP_ALIVE = b": waiting for a verifier\n\n"
+
 
 class Exchange(Response):
     """Runs a generation and sends what ``reply`` makes of it.
@@ -67,7 +70,8 @@ class Exchange(Response):
         await self._send(send, body, more=False)
 
     async def _send_events(self, generation: Generation, send: Send) -> None:
-        deltas = await generation.wait()
+        while not (deltas := await generation.wait()):
+            pass
         await self._start(send, b"text/event-stream; charset=utf-8")
         parts = [self._reply.first(generation)]
         try:
@@ -78,7 +82,8 @@ class Exchange(Response):
                     await self._send(send, events)
                 if generation.done:
                     break
-                parts, deltas = [], await generation.wait()
+                deltas = await generation.wait()
+                parts = [] if deltas else [KEEP_ALIVE]
             await self._send(send, self._reply.last(generation), more=False)
         except ClientGoneError:
             raise

@@ -22,6 +22,8 @@ def speculation_figures(output: Output, *, detailed: bool = False) -> dict[str, 
     assert output.finished is not None
     stats = output.finished.speculation
     figures: dict[str, Any] = {
+        # After a resume, figures are those of the steps since.
+        "num_resumes": output.num_resumes,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "draft_acceptance_rate": stats.draft_acceptance_rate,
         "acceptance_histogram": stats.acceptance_histogram,
@@ -35,7 +37,7 @@ def speculation_figures(output: Output, *, detailed: bool = False) -> dict[str, 
         "mean_tokens_per_step": stats.mean_tokens_per_step,
     }
     if detailed:
-        figures["accepted_tokens_per_step"] = accepted_per_step(output.sources)
+        figures["accepted_tokens_per_step"] = accepted_per_step(output.sources[output.num_resumed_tokens :])
     return figures
 
 

@@ -120,12 +120,13 @@ class SglangFormat:
             info |= self._logprob_lists(output, delta)
         if output.finished is not None:
             stats = output.finished.speculation
+            num_tokens = len(output.token_ids) - output.num_resumed_tokens
             info |= {
                 "cached_tokens": output.finished.num_cached_tokens,
                 "e2e_latency": max(output.last_token_at - generation.started_at, 0.0),
                 "spec_verify_ct": stats.num_decode_steps,
                 # SGLang's formula: the token of prefill counts, and so does a trimmed last step.
-                "spec_accept_length": len(output.token_ids) / stats.num_decode_steps if stats.num_decode_steps else 1.0,
+                "spec_accept_length": num_tokens / stats.num_decode_steps if stats.num_decode_steps else 1.0,
                 "spec_accept_token_num": stats.num_accepted_tokens,
                 "spec_draft_token_num": stats.num_draft_tokens,
                 "spec_accept_rate": stats.draft_acceptance_rate,

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from gateway.detokenizer import Detokenizer
-from gateway.messages import Finished, FinishReason, SequenceSpec, SpeculationStats, TokenLogprobs
+from gateway.messages import Finished, FinishReason, NewTokens, SequenceSpec, SpeculationStats, TokenLogprobs
+from gateway.placement import Placement
 from gateway.stop import StopMatcher
 from gateway.tokenizer import Tokenizer
-from gateway.verifier_client import VerifierClient
+from gateway.verifier_pool import VerifierPool
 
+# How often a reader learns that its generation waits for a verifier.
+WAITING_NEWS_S = 5.0
 # Called with the seconds since an output's last tokens and the number of tokens that came.
 StepObserver = Callable[[float, int], None]
 
@@ -76,7 +79,7 @@ class Delta:
 
 
 class Output:
-    """One sequence's output. Implements SequenceSink."""
+    """One sequence's output. Implements OutputSink."""
 
     def __init__(
         self,
@@ -85,8 +88,8 @@ class Output:
         prompt: Prompt,
         request: GenerationRequest,
         detokenizer: Detokenizer,
-        client: VerifierClient,
         on_change: Callable[[Output], None],
+        on_waiting: Callable[[], None],
         on_step: StepObserver,
     ) -> None:
         self.index = index
@@ -103,10 +106,12 @@ class Output:
         # time.monotonic() of the first and the last kept tokens; 0: none yet.
         self.first_token_at = 0.0
         self.last_token_at = 0.0
+        # Where it runs; set when it is started.
+        self.placement: Placement | None = None
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
-        self._client = client
         self._on_change = on_change
+        self._on_waiting = on_waiting
         self._on_step = on_step
         self._delta = Delta(index)
         # The delta's text in pieces: a reader may let thousands of them gather.
@@ -117,6 +122,21 @@ class Output:
         """Whether the text is complete, be the figures there or not."""
         return self.finish_reason is not None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for a verifier."""
+        return self.finished is None and self.placement is not None and self.placement.is_waiting
+
+    @property
+    def num_resumes(self) -> int:
+        """How often it went on at a verifier after its loss."""
+        return 0 if self.placement is None else self.placement.num_resumes
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        """Tokens that attempts before the last one emitted: its figures are about those after them."""
+        return 0 if self.placement is None else self.placement.num_resumed_tokens
+
     def take(self) -> Delta:
         """What is new since the last call."""
         delta, self._delta = self._delta, Delta(self.index)
@@ -124,31 +144,29 @@ class Output:
         self._pieces.clear()
         return delta
 
-    def on_tokens(
-        self,
-        token_ids: tuple[int, ...],
-        sources: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        prompt_logprobs: tuple[TokenLogprobs, ...],
-    ) -> None:
+    def on_waiting(self) -> None:
+        self._on_waiting()
+
+    def on_tokens(self, tokens: NewTokens) -> None:
         if self.ended:
             return
         delta = self._delta
-        delta.prompt_logprobs.extend(prompt_logprobs)
-        texts = self._to_texts(token_ids)
+        delta.prompt_logprobs.extend(tokens.prompt_logprobs)
+        texts = self._to_texts(tokens.ids)
         kept = len(texts)
         self._pieces += texts
         delta.token_texts += texts
-        delta.token_ids += token_ids[:kept]
-        delta.sources += sources[:kept]
-        delta.logprobs += logprobs[:kept]
-        self.token_ids += token_ids[:kept]
-        self.sources += sources[:kept]
+        delta.token_ids += tokens.ids[:kept]
+        delta.sources += tokens.sources[:kept]
+        delta.logprobs += tokens.logprobs[:kept]
+        self.token_ids += tokens.ids[:kept]
+        self.sources += tokens.sources[:kept]
         if kept:
             self._note_time(kept)
         if self._matcher is not None and self._matcher.matched is not None:
             self._end(FinishReason.STOP, self._matcher.matched)
-            self._client.abort(self.spec.request_id, self.spec.choice_index, kept_tokens=len(self.token_ids))
+            assert self.placement is not None
+            self.placement.abort(kept_tokens=len(self.token_ids))
         self._on_change(self)
 
     def on_finished(self, finished: Finished) -> None:
@@ -218,14 +236,14 @@ class Generation:
     def __init__(
         self,
         request: GenerationRequest,
-        client: VerifierClient,
+        verifiers: VerifierPool,
         tokenizer: Tokenizer,
         max_model_len: int,
         on_step: StepObserver,
     ) -> None:
         self.request = request
         self.started_at = time.monotonic()
-        self._client = client
+        self._verifiers = verifiers
         self._news = asyncio.Event()
         self._changed: dict[int, Output] = {}
         self._gone: BaseException | None = None
@@ -233,7 +251,9 @@ class Generation:
         for index, spec in enumerate(_specs(request, max_model_len)):
             detokenizer = tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens)
             prompt = request.prompts[index // request.n]
-            self.outputs.append(Output(index, spec, prompt, request, detokenizer, client, self._on_change, on_step))
+            self.outputs.append(
+                Output(index, spec, prompt, request, detokenizer, self._on_change, self._news.set, on_step)
+            )
 
     @property
     def prompt_tokens(self) -> int:
@@ -256,20 +276,38 @@ class Generation:
         """Whether every output has ended and been taken."""
         return not self._changed and all(output.finished is not None for output in self.outputs)
 
+    @property
+    def num_resumes(self) -> int:
+        return sum(output.num_resumes for output in self.outputs)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some output waits for a verifier."""
+        return any(output.is_waiting for output in self.outputs)
+
     def start(self) -> None:
-        """Submit all outputs. Raises UnavailableError while the verifier is not there."""
-        for output in self.outputs:
-            self._client.submit(output.spec, output)
+        """Submit all outputs; while no verifier is there, they wait for one."""
+        placements = self._verifiers.start((output.spec, output) for output in self.outputs)
+        for output, placement in zip(self.outputs, placements, strict=True):
+            output.placement = placement
 
     async def wait(self) -> list[Delta]:
-        """What is new since the last call, at least one delta; a slow reader gets larger ones, never more of them.
+        """What is new since the last call; a slow reader gets larger deltas, never more of them.
 
-        Raises the error that ended the generation, once what came before it has been taken.
+        Nothing, every WAITING_NEWS_S, while an output waits for a verifier. Raises the error that ended the
+        generation, once what came before it has been taken.
         """
         while self._gone is not None or not self._changed:
             self._raise_failure()
             self._news.clear()
-            await self._news.wait()
+            if not self.is_waiting:
+                await self._news.wait()
+                continue
+            try:
+                async with asyncio.timeout(WAITING_NEWS_S):
+                    await self._news.wait()
+            except TimeoutError:
+                return []
         changed, self._changed = self._changed, {}
         deltas = [output.take() for output in changed.values() if output.error is None]
         return deltas or await self.wait()
@@ -292,8 +330,8 @@ class Generation:
     def close(self) -> None:
         """Drop what still runs. Safe to call at any time and more than once."""
         for output in self.outputs:
-            if output.finished is None:
-                self._client.drop(output.spec.request_id, output.spec.choice_index)
+            if output.finished is None and output.placement is not None:
+                output.placement.drop()
 
     def _on_change(self, output: Output) -> None:
         self._changed[output.index] = output

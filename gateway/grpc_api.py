@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import TypeAlias
@@ -46,10 +47,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             name = request.request_id or generation_request.id
             async with self._core.generate(generation_request, api="grpc", client_id=request.request_id) as generation:
                 while not generation.done:
-                    for delta in await generation.wait():
-                        started = True
-                        for response in _responses(generation.outputs[delta.index], delta, name):
-                            yield response
+                    deltas = await generation.wait()
+                    started = True
+                    # Before the first of them goes out: while one is sent, the outputs go on beyond these deltas.
+                    responses = [_responses(generation.outputs[delta.index], delta, name) for delta in deltas]
+                    for response in itertools.chain.from_iterable(responses):
+                        yield response
         except ForetokenError as error:
             if not started:
                 self._core.reject(error)

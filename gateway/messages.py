@@ -87,24 +87,54 @@ class SequenceSpec:
     traceparent: str | None = None
     attempt: int = 0
     output_ids: tuple[int, ...] = ()
+    # Of the verifier that the output so far came from; another one refuses.
+    model_fingerprint: str | None = None
 
 
-class SequenceSink(Protocol):
-    """Takes the events of one sequence, called on the event loop. After an end nothing more comes."""
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens of one sequence that follow those before. ``sources`` has one entry a token."""
 
-    def on_tokens(
-        self,
-        token_ids: tuple[int, ...],
-        sources: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        prompt_logprobs: tuple[TokenLogprobs, ...],
-    ) -> None:
-        """New tokens in order, none twice; ``sources`` has one entry a token."""
+    ids: tuple[int, ...]
+    sources: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # Prompt tokens that the prefix cache held; only beside the first tokens of an attempt.
+    num_cached_tokens: int | None = None
+
+
+class OutputSink(Protocol):
+    """Takes what becomes of one sequence, called on the event loop. After an end nothing more comes."""
+
+    def on_tokens(self, tokens: NewTokens) -> None:
+        """New tokens in order, none twice."""
+        ...
+
+    def on_waiting(self) -> None:
+        """No verifier is there; tokens come when one is."""
         ...
 
     def on_finished(self, finished: Finished) -> None: ...
 
     def on_error(self, error: ForetokenError) -> None: ...
+
+
+class SequenceSink(Protocol):
+    """Takes the events of one attempt at a sequence on one verifier, called on the event loop."""
+
+    def on_tokens(self, tokens: NewTokens) -> None: ...
+
+    def on_finished(self, finished: Finished) -> None: ...
+
+    def on_error(self, error: ForetokenError) -> None: ...
+
+    def on_refused(self, reason: str) -> None:
+        """The verifier takes no sequences any more; nothing came of this one."""
+        ...
+
+    def on_lost(self, reason: str) -> None:
+        """The session broke, and the sequence with it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

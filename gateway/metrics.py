@@ -5,7 +5,7 @@ Names are vLLM's under the prefix ``foretoken_``, so that its dashboards need on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from foretoken.telemetry import Labels, MetricRegistry
 from gateway.generation import Generation, Output
@@ -27,7 +27,8 @@ class GatewayMetrics:
     def __init__(self, model_name: str, num_requests: Callable[[], int]) -> None:
         """``num_requests``: requests that are in the gateway now."""
         self._registry = MetricRegistry("gateway", {"model_name": model_name})
-        self._info: VerifierInfo | None = None
+        # By address.
+        self._infos: Mapping[str, VerifierInfo | None] = {}
         registry = self._registry
         self._rejections = registry.counter("admission_rejections", "Requests refused before they ran, by reason.")
         self._success = registry.counter("request_success", "Requests that finished, by the reason of each output.")
@@ -56,7 +57,9 @@ class GatewayMetrics:
         )
         registry.observed_gauge("gateway_num_requests", "Requests in this gateway now.", lambda: [(num_requests(), {})])
         registry.observed_gauge(
-            "verifier_up", "Whether the verifier answered this scrape.", lambda: [(float(self._info is not None), {})]
+            "verifier_up",
+            "Whether the verifier answered this scrape.",
+            lambda: [(float(info is not None), {"verifier": address}) for address, info in self._infos.items()],
         )
         self._observe_verifier()
 
@@ -78,9 +81,9 @@ class GatewayMetrics:
         for output in generation.outputs:
             self._output_ended(output, generation.started_at)
 
-    def render(self, info: VerifierInfo | None) -> bytes:
-        """All metrics; ``info`` is None while the verifier does not answer, and its figures are left out then."""
-        self._info = info
+    def render(self, infos: Mapping[str, VerifierInfo | None]) -> bytes:
+        """All metrics; ``infos``: each verifier's figures by its address, None for one that does not answer."""
+        self._infos = infos
         return self._registry.render()
 
     def close(self) -> None:
@@ -123,30 +126,40 @@ class GatewayMetrics:
         gauge("drafter_info", "1 for each configured drafter, with its transport and state.", self._drafter_info)
 
     def _of(self, value: Callable[[VerifierInfo], float]) -> Callable[[], Samples]:
-        return lambda: [] if self._info is None else [(value(self._info), {})]
+        return lambda: [(value(info), {"verifier": address}) for address, info in self._known()]
 
     def _per_drafter(self, value: Callable[[DrafterInfo], float]) -> Callable[[], Samples]:
-        return lambda: [(value(drafter), {"drafter": drafter.name}) for drafter in self._drafters()]
+        return lambda: [(value(drafter), labels) for drafter, labels in self._drafters()]
 
-    def _drafters(self) -> tuple[DrafterInfo, ...]:
-        return () if self._info is None else self._info.drafters
+    def _known(self) -> list[tuple[str, VerifierInfo]]:
+        return [(address, info) for address, info in self._infos.items() if info is not None]
+
+    def _drafters(self) -> list[tuple[DrafterInfo, dict[str, str]]]:
+        return [
+            (drafter, {"verifier": address, "drafter": drafter.name})
+            for address, info in self._known()
+            for drafter in info.drafters
+        ]
 
     def _per_position(self) -> Samples:
         return [
-            (count, {"drafter": drafter.name, "position": str(position)})
-            for drafter in self._drafters()
+            (count, {**labels, "position": str(position)})
+            for drafter, labels in self._drafters()
             for position, count in enumerate(drafter.accepted_per_position)
         ]
 
     def _drafter_info(self) -> Samples:
         return [
-            (1, {"drafter": d.name, "algorithm": d.algorithm, "transport": d.transport, "state": d.state})
-            for d in self._drafters()
+            (1, {**labels, "algorithm": d.algorithm, "transport": d.transport, "state": d.state})
+            for d, labels in self._drafters()
         ]
 
     def _step_times(self) -> Samples:
-        times = {} if self._info is None else self._info.step_time_us
-        return [(microseconds, {"phase": phase}) for phase, microseconds in times.items()]
+        return [
+            (microseconds, {"verifier": address, "phase": phase})
+            for address, info in self._known()
+            for phase, microseconds in info.step_time_us.items()
+        ]
 
 
 def _kv_usage(info: VerifierInfo) -> float:

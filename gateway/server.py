@@ -19,7 +19,7 @@ from gateway.config import GatewaySettings
 from gateway.core import GatewayCore
 from gateway.grpc_api import SERVICE_NAME, GatewayServicer
 from gateway.tokenizer import Tokenizer
-from gateway.verifier_client import VerifierClient
+from gateway.verifier_pool import VerifierPool
 from protos import gateway_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -61,14 +61,19 @@ class Gateway:
             self._grpc = rpc.async_server()
             self._health = rpc.Health(self._grpc, (SERVICE_NAME,))
             await self._health.mark(False)
-            self.client = VerifierClient(settings.verifier, on_change=self._health.mark)
-            self.core = GatewayCore(settings, tokenizer, self.client)
+            self.verifiers = VerifierPool(
+                settings.verifiers,
+                resume_attempts=settings.resume_attempts,
+                wait_s=settings.verifier_wait_s,
+                on_change=self._health.mark,
+            )
+            self.core = GatewayCore(settings, tokenizer, self.verifiers)
             stack.callback(self.core.metrics.close)
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.core), self._grpc)
             rpc.bind(self._grpc, f"{_bracketed(settings.host)}:{settings.grpc_port}")
             await self._grpc.start()
             stack.push_async_callback(self._grpc.stop, CUT_GRACE_S)
-            self._client_task = await stack.enter_async_context(_background(self.client.run()))
+            self._verifiers_task = await stack.enter_async_context(_background(self.verifiers.run()))
             self._rest_task = await stack.enter_async_context(_serving(_RestServer(self.core, settings), listener))
             stack.push_async_callback(self.drain)
             self._stack = stack.pop_all()
@@ -81,7 +86,7 @@ class Gateway:
     async def until(self, stop: asyncio.Event) -> None:
         """Return when ``stop`` is set. Raises what ended one of the gateway's own tasks, if that comes first."""
         stopped = asyncio.create_task(stop.wait())
-        tasks = {stopped, self._client_task, self._rest_task}
+        tasks = {stopped, self._verifiers_task, self._rest_task}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -96,7 +101,7 @@ class Gateway:
         logger.info("draining", extra={"num_requests": self.core.admission.num_requests})
         if not await self.core.admission.drain(self._settings.drain_timeout_s):
             logger.warning("cutting streams", extra={"num_requests": self.core.admission.num_requests})
-            self.client.fail_all("the server is shutting down")
+            self.verifiers.fail_all("the server is shutting down")
             await self.core.admission.drain(CUT_GRACE_S)
 
 

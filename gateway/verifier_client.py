@@ -17,7 +17,7 @@ import grpc
 from foretoken import rpc
 from foretoken.errors import ForetokenError, UnavailableError, error_from_code
 from gateway import verifier_wire
-from gateway.messages import SequenceSink, SequenceSpec, VerifierInfo
+from gateway.messages import NewTokens, SequenceSink, SequenceSpec, VerifierInfo
 from protos import verifier_pb2, verifier_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 # What a client learns of a fault of ours.
 INTERNAL_ERROR = "internal error"
+_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
 
 
 @dataclass(slots=True)
@@ -48,11 +49,11 @@ class VerifierClient:
         self,
         address: str,
         *,
-        on_change: Callable[[bool], Awaitable[None]] | None = None,
+        on_change: Callable[[], Awaitable[None]] | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
-        """``on_change`` is awaited with whether the session is up, each time that this changes."""
-        self._address = address
+        """``on_change`` is awaited each time that ``is_up`` changes."""
+        self.address = address
         self._on_change = on_change
         self._silence_limit_s = silence_limit_s
         self._routes: dict[tuple[str, int], _Route] = {}
@@ -60,13 +61,24 @@ class VerifierClient:
         # Any: the generated stub is untyped.
         self._stub: Any = None
         self._info: VerifierInfo | None = None
+        self._fingerprint = ""
         self._up = asyncio.Event()
         self._reason = "the verifier has not been reached yet"
 
     @property
     def is_up(self) -> bool:
-        """Whether submissions are possible now."""
+        """Whether submissions are taken now: not while the session is down, nor while the verifier drains."""
         return self._up.is_set()
+
+    @property
+    def reason(self) -> str:
+        """Why it is not up."""
+        return self._reason
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's, of the last session; empty before the first."""
+        return self._fingerprint
 
     @property
     def info(self) -> VerifierInfo:
@@ -86,11 +98,11 @@ class VerifierClient:
         while True:
             was_up = False
             try:
-                async with rpc.async_channel(self._address) as channel:
+                async with rpc.async_channel(self.address) as channel:
                     self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
                     await self._session()
             except UnavailableError as error:
-                was_up = self.is_up
+                was_up = self._outgoing is not None
                 await self._down(error.message)
             except BaseException:
                 await self._down("the gateway is stopping", level=logging.INFO)
@@ -105,8 +117,8 @@ class VerifierClient:
         await self._up.wait()
 
     def submit(self, spec: SequenceSpec, sink: SequenceSink) -> None:
-        """Start one sequence; its events go to ``sink``. Raises UnavailableError while the session is down."""
-        if self._outgoing is None:
+        """Start one sequence; its events go to ``sink``. Raises UnavailableError unless ``is_up``."""
+        if self._outgoing is None or not self.is_up:
             raise UnavailableError(f"not ready: {self._reason}")
         key = (spec.request_id, spec.choice_index)
         assert key not in self._routes, key
@@ -122,12 +134,6 @@ class VerifierClient:
         if self._routes.pop((request_id, choice_index), None) is not None:
             self._send_abort(verifier_pb2.Abort(request_id=request_id, choice_index=choice_index))
 
-    def fail_all(self, reason: str) -> None:
-        """Drop every sequence; each client is told ``reason`` as an UnavailableError."""
-        for (request_id, choice_index), route in list(self._routes.items()):
-            self.drop(request_id, choice_index)
-            route.sink.on_error(UnavailableError(reason))
-
     async def fetch_info(self) -> VerifierInfo:
         """Ask the verifier for fresh figures. Raises UnavailableError if it does not answer."""
         if self._stub is None:
@@ -136,6 +142,10 @@ class VerifierClient:
             response = await self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"the verifier does not answer: {error.code().name}") from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise UnavailableError("the verifier's session ended meanwhile") from None
         self._info = verifier_wire.info_from_proto(response)
         return self._info
 
@@ -157,38 +167,51 @@ class VerifierClient:
                     await self.fetch_info()
                     watch.limit_s = self._silence_limit_s
                     self._outgoing = outgoing
+                    self._fingerprint = response.started.model_fingerprint
                     self._up.set()
-                    logger.info("verifier session up", extra={"verifier": self._address})
-                    await self._changed(True)
+                    logger.info("verifier session up", extra={"verifier": self.address})
+                    await self._changed()
+                if response.draining or any(error.code == _UNAVAILABLE for error in response.errors):
+                    await self._refuse("the verifier is draining")
                 self._dispatch(response)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"the verifier's session broke: {error.code().name}") from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not watch.expired or (task is not None and task.cancelling()):
+            if not watch.expired or _is_cancelled():
                 raise
             raise UnavailableError(f"the verifier was silent for {watch.limit_s:g} s") from None
         finally:
+            self._stub = None
             watch.stop()
             call.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
         raise UnavailableError("the verifier ended the session")
 
+    async def _refuse(self, reason: str) -> None:
+        """The verifier takes no more sequences in this session; running ones go on."""
+        if self.is_up:
+            self._reason = reason
+            self._up.clear()
+            logger.info("verifier takes no more", extra={"verifier": self.address, "reason": reason})
+            await self._changed()
+
     async def _down(self, reason: str, *, level: int = logging.WARNING) -> None:
-        was_up, self._reason = self.is_up, reason
-        self._outgoing = self._stub = None
+        had_session, self._reason = self._outgoing is not None, reason
+        self._outgoing = None
         self._up.clear()
         routes, self._routes = self._routes, {}
+        if had_session:
+            extra = {"verifier": self.address, "reason": reason, "num_sequences": len(routes)}
+            logger.log(level, "verifier session down", extra=extra)
         for route in routes.values():
-            route.sink.on_error(UnavailableError(reason))
-        if was_up:
-            logger.log(level, "verifier session down", extra={"verifier": self._address, "reason": reason})
-            await self._changed(False)
+            route.sink.on_lost(reason)
+        if had_session:
+            await self._changed()
 
-    async def _changed(self, up: bool) -> None:
+    async def _changed(self) -> None:
         if self._on_change is not None:
-            await self._on_change(up)
+            await self._on_change()
 
     def _dispatch(self, response: verifier_pb2.SessionResponse) -> None:
         for tokens in response.tokens:
@@ -204,7 +227,11 @@ class VerifierClient:
                 route.sink.on_finished(verifier_wire.finished_from_proto(finished))
         for error in response.errors:
             route = self._take_route(error)
-            if route is not None:
+            if route is None:
+                continue
+            if error.code == _UNAVAILABLE:
+                route.sink.on_refused(error.message)
+            else:
                 route.sink.on_error(error_from_code(error.code, error.message, error.field))
 
     def _take_route(self, event: verifier_pb2.Finished | verifier_pb2.SequenceError) -> _Route | None:
@@ -228,10 +255,13 @@ class VerifierClient:
             return
         route.next_offset += len(ids)
         route.sink.on_tokens(
-            ids,
-            tuple(tokens.sources[known:]) or (0,) * len(ids),
-            verifier_wire.logprobs_from_proto(tokens.logprobs[known:]) if tokens.logprobs else (),
-            verifier_wire.logprobs_from_proto(tokens.prompt_logprobs) if tokens.prompt_logprobs else (),
+            NewTokens(
+                ids,
+                tuple(tokens.sources[known:]) or (0,) * len(ids),
+                verifier_wire.logprobs_from_proto(tokens.logprobs[known:]) if tokens.logprobs else (),
+                verifier_wire.logprobs_from_proto(tokens.prompt_logprobs) if tokens.prompt_logprobs else (),
+                tokens.num_cached_tokens if tokens.HasField("num_cached_tokens") else None,
+            )
         )
 
     def _fail(self, tokens: verifier_pb2.Tokens) -> None:
@@ -240,6 +270,12 @@ class VerifierClient:
         if route is not None:
             self.drop(tokens.request_id, tokens.choice_index)
             route.sink.on_error(ForetokenError(INTERNAL_ERROR))
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task is: a call that was cancelled elsewhere raises CancelledError too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _write(call: Any, outgoing: asyncio.Queue[verifier_pb2.SessionRequest]) -> None:

@@ -68,6 +68,7 @@ def spec_to_proto(spec: SequenceSpec) -> verifier_pb2.Sequence:
         sampling=wire.sampling_to_proto(spec.sampling),
         speculation=wire.speculation_to_proto(spec.speculation),
         cache_salt=spec.cache_salt,
+        model_fingerprint=spec.model_fingerprint,
         timeout_ms=spec.timeout_ms,
         traceparent=spec.traceparent,
     )

@@ -52,18 +52,20 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("started", "tokens", "finished", "errors", "heartbeat")
+    __slots__ = ("started", "tokens", "finished", "errors", "heartbeat", "draining")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     started: SessionStarted
     tokens: _containers.RepeatedCompositeFieldContainer[Tokens]
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     errors: _containers.RepeatedCompositeFieldContainer[SequenceError]
     heartbeat: Heartbeat
-    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class SessionStarted(_message.Message):
     __slots__ = ("epoch", "model_fingerprint")
@@ -80,7 +82,7 @@ class Heartbeat(_message.Message):
     def __init__(self, step_id: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("request_id", "choice_index", "attempt", "offset", "token_ids", "logprobs", "sources", "prompt_logprobs")
+    __slots__ = ("request_id", "choice_index", "attempt", "offset", "token_ids", "logprobs", "sources", "prompt_logprobs", "num_cached_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +91,7 @@ class Tokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     choice_index: int
     attempt: int
@@ -97,7 +100,8 @@ class Tokens(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     sources: _containers.RepeatedScalarFieldContainer[int]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., sources: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    num_cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., sources: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("request_id", "choice_index", "attempt", "reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "speculation", "stop_token_id", "queue_ms", "prefill_ms")

@@ -79,7 +79,9 @@ class DrafterClient:
         self._num_attaches = 0
         self._transport: DraftTransport | None = None
         self._thread: threading.Thread | None = None
-        self._last_logged = ""
+        # What was logged of the present outage, and of faults since the last sound draft.
+        self._is_outage_known = False
+        self._known_fault = ""
 
     @property
     def name(self) -> str:
@@ -137,6 +139,7 @@ class DrafterClient:
     def report_success(self) -> None:
         with self._lock:
             self._breaker.success()
+            self._known_fault = ""
 
     def _run(self) -> None:
         """Attach, watch, attach again, until closed."""
@@ -172,11 +175,19 @@ class DrafterClient:
             # Readers do not lock: whoever finds no transport finds the state that says why.
             self._state = state
             self._transport = None
-        if self._closing or reason == self._last_logged:
-            return
-        self._last_logged = reason
-        logger.warning(
-            "drafter %s is not attached over %s (%s): %s; trying again",
+        if not self._closing:
+            self._log_loss(state, reason)
+
+    def _log_loss(self, state: State, reason: str) -> None:
+        """One warning an outage, and one for a fault that comes again and again without a sound draft between."""
+        if state == "broken":
+            is_news, self._known_fault = reason != self._known_fault, reason
+        else:
+            is_news = not self._is_outage_known
+        self._is_outage_known = True
+        logger.log(
+            logging.WARNING if is_news else logging.DEBUG,
+            "drafter %s is not attached over %s (%s): %s; plain decode until it is",
             self.name,
             self.transport_name,
             self._endpoint.address,
@@ -221,7 +232,7 @@ class DrafterClient:
             self._break_reason = ""
             self._state = "attached"
             self._transport = transport
-        self._last_logged = ""
+        self._is_outage_known = False
         logger.info("drafter %s (%s) attached over %s", self.name, response.algorithm, transport.name)
         return transport
 

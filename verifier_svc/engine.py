@@ -287,7 +287,8 @@ class Engine:
             self.counters.num_fallback_steps += wanted and part.tree is None
             if part.tree is not None:
                 self._speculator.observe(sequence, tree, part.drafter, matched)
-        if sequence.first_token_at is None:
+        is_first = sequence.first_token_at is None
+        if is_first:
             sequence.first_token_at = time.monotonic()
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_generated_tokens += len(result.tokens)
@@ -301,6 +302,7 @@ class Engine:
                 tuple(result.sources),
                 tuple(result.logprobs),
                 prompt_logprobs,
+                sequence.num_cached_tokens if is_first else None,
             )
             sequence.prompt_logprobs_sent = True
             self._emit(event)
@@ -379,7 +381,8 @@ class Engine:
             error = PreconditionError("a sequence of this request id and choice is running", field="request_id")
         elif self._draining:
             error = UnavailableError("the verifier is draining")
-        elif self._scheduler.is_full:
+        elif self._scheduler.is_full and not message.attempt:
+            # A resumed sequence was admitted once: its client has been promised the rest.
             error = QueueFullError("the queue is full")
         elif len(message.output_ids) >= message.sampling.max_tokens:
             error = PreconditionError("the output emitted so far is complete", field="output_token_ids")

@@ -30,6 +30,7 @@ def tokens_to_proto(event: TokensEvent) -> verifier_pb2.Tokens:
         offset=event.offset,
         token_ids=event.token_ids,
         sources=event.sources,
+        num_cached_tokens=event.num_cached_tokens,
     )
     if event.logprobs:
         message.logprobs.extend(map(_logprobs_to_proto, event.logprobs))

@@ -42,6 +42,7 @@ class Submit:
     """One sequence to run. Already checked against foretoken.limits by the rim."""
 
     key: SequenceKey
+    # 0 at first; each resume on this or another verifier counts one more.
     attempt: int
     prompt_ids: tuple[int, ...]
     # Output of earlier attempts; generation goes on behind it.
@@ -97,6 +98,8 @@ class TokensEvent:
     sources: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # Prompt tokens that the prefix cache held; only beside the first tokens.
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,4 +68,5 @@ def _merge(events: list[TokensEvent]) -> TokensEvent:
         tuple(s for event in events for s in event.sources),
         tuple(p for event in events for p in event.logprobs),
         first.prompt_logprobs,
+        first.num_cached_tokens,
     )

@@ -40,8 +40,11 @@ class Scheduler:
         return len(self.waiting) >= self._max_waiting
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. The caller has seen that the queue is not full."""
-        self.waiting.append(sequence)
+        """Queue a sequence; whether the queue takes it is the caller's decision. Resumed ones stand before new ones."""
+        index = len(self.waiting)
+        if sequence.attempt:
+            index = sum(waiting.attempt > 0 or waiting.started_at is not None for waiting in self.waiting)
+        self.waiting.insert(index, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its pages."""

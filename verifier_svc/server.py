@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import uvloop
@@ -176,11 +179,18 @@ def build(
 
 
 def run(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises ConfigError, or RuntimeError if the engine dies."""
-    uvloop.run(_serve(settings, in_process_drafters))
+    """Serve until SIGTERM or SIGINT, then drain. Raises ConfigError, or RuntimeError if the engine dies.
+
+    A signal that comes while the model is loaded ends the process, with status 0.
+    """
+    if not uvloop.run(_serve(settings, in_process_drafters)):
+        # What loads runs native code for seconds and cannot be told to stop; it holds nothing that outlives us.
+        logging.shutdown()
+        os._exit(0)
 
 
-async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None) -> None:
+async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None) -> bool:
+    """Returns whether the verifier was built before it was told to stop; if not, its building still goes on."""
     server = rpc.async_server()
     health = rpc.Health(server, (SERVICE_NAME,))
     await health.mark(False)
@@ -189,10 +199,11 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
         rpc.bind(server, settings.address)
         verifier: Verifier | None = None
         try:
-            verifier = await asyncio.to_thread(build, settings, in_process_drafters)
-            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(
-                VerifierService(verifier.engine, verifier.info), server
-            )
+            verifier = await _build(settings, in_process_drafters, stop)
+            if verifier is None:
+                return False
+            service = VerifierService(verifier.engine, verifier.info)
+            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
             # What start-up made stays: a collection in the middle of a step then walks over little.
             gc.collect()
             gc.freeze()
@@ -203,12 +214,35 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             await health.mark(True)
             await _watch(verifier.engine, stop)
             await health.drain()
-            await _drain(verifier.engine, settings.drain_timeout_s)
+            service.drain()
+            await _idle(verifier.engine, settings.drain_timeout_s)
+            service.close()
             await server.stop(STOP_GRACE_S)
         finally:
             rpc.remove_socket(settings.address)
             if verifier is not None:
                 await asyncio.to_thread(verifier.close)
+    return True
+
+
+async def _build(
+    settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None, stop: asyncio.Event
+) -> Verifier | None:
+    """``build`` in a thread of its own, which no exit of the interpreter waits for; None if ``stop`` comes first."""
+    built: Future[Verifier] = Future()
+
+    def run() -> None:
+        try:
+            built.set_result(build(settings, in_process_drafters))
+        except BaseException as error:
+            built.set_exception(error)
+
+    threading.Thread(target=run, name="verifier-build", daemon=True).start()
+    building = asyncio.wrap_future(built)
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    return building.result() if building.done() else None
 
 
 async def _watch(engine: Engine, stop: asyncio.Event) -> None:
@@ -222,9 +256,8 @@ async def _watch(engine: Engine, stop: asyncio.Event) -> None:
             continue
 
 
-async def _drain(engine: Engine, timeout_s: float) -> None:
-    """Refuse new sequences and wait for the running ones, up to ``timeout_s``."""
-    engine.drain()
+async def _idle(engine: Engine, timeout_s: float) -> None:
+    """Wait for the running sequences, up to ``timeout_s``. What is left then is resumed by its gateway elsewhere."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not engine.is_idle and loop.time() < deadline:

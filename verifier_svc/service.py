@@ -38,33 +38,59 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     def __init__(self, engine: Engine, info: VerifierInfo) -> None:
         self._engine = engine
         self._info = info
+        self._draining = False
+        self._closed = False
+        self._sessions: set[_OpenSession] = set()
+
+    def drain(self) -> None:
+        """Refuse new sequences from now on and tell every session so; running ones go on."""
+        self._draining = True
+        self._engine.drain()
+        self._wake_sessions()
+
+    def close(self) -> None:
+        """End every session, once what the engine has put out so far is on its way."""
+        self._closed = True
+        self._wake_sessions()
+
+    def _wake_sessions(self) -> None:
+        for session in self._sessions:
+            session.wake()
 
     async def Session(
         self, request_iterator: AsyncIterator[verifier_pb2.SessionRequest], context: Any
     ) -> AsyncGenerator[verifier_pb2.SessionResponse, None]:
-        """Submissions and aborts up, one message a step down. Ends when the caller half-closes or goes away."""
+        """Submissions and aborts up, one message a step down. Ends with the caller's half, or by ``close``."""
         async with _OpenSession(self._engine) as session:
             reader = asyncio.create_task(self._read(session, request_iterator))
+            self._sessions.add(session)
             try:
+                told_draining = self._draining
                 yield verifier_pb2.SessionResponse(
                     started=verifier_pb2.SessionStarted(
                         epoch=self._info.epoch, model_fingerprint=self._info.model_fingerprint
                     ),
                     heartbeat=self._heartbeat(),
+                    draining=told_draining,
                 )
                 beat_at = time.monotonic() + HEARTBEAT_S
                 while not reader.done():
-                    batch = await session.events(max(beat_at - time.monotonic(), 0.0))
+                    closed = self._closed
+                    batch = await session.events(0.0 if closed else max(beat_at - time.monotonic(), 0.0))
                     response = events.to_session_response(batch)
                     if time.monotonic() >= beat_at:
                         self._check_alive()
                         response.heartbeat.CopyFrom(self._heartbeat())
                         beat_at = time.monotonic() + HEARTBEAT_S
-                    elif not batch:
+                    elif not batch and told_draining == self._draining:
+                        if closed:
+                            return
                         continue
+                    response.draining = told_draining = self._draining
                     yield response
                 await reader
             finally:
+                self._sessions.discard(session)
                 reader.cancel()
 
     async def Generate(

@@ -50,8 +50,9 @@ GOOD = Measured(
     idle=0.012,
     server={
         "model": "demo",
-        "verifier": {"dtype": "float32", "mode": "strict"},
-        "drafters": [{"name": "ngram", "transport": "shared-memory"}],
+        "verifiers": [
+            {"dtype": "float32", "mode": "strict", "drafters": [{"name": "ngram", "transport": "shared-memory"}]}
+        ],
     },
 )
 

@@ -102,7 +102,7 @@ def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_describe_reads_the_version() -> None:
-    details = {"model": "demo", "verifier": {"mode": "strict"}, "drafters": []}
+    details = {"model": "demo", "verifiers": [{"mode": "strict", "drafters": []}]}
     payload = json.dumps(details).encode()
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(payload), payload)
     with scripted_server(lambda body: iter([answer])) as server:

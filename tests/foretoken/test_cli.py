@@ -194,7 +194,7 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
         drafters=(DrafterEndpoint(name="ngram", address=drafter.address),),
     )
     assert in_process == {}
-    assert (rim.model, rim.served_model_name, rim.verifier) == (tmp_path, "demo", verifier.address)
+    assert (rim.model, rim.served_model_name, rim.verifiers) == (tmp_path, "demo", (verifier.address,))
     assert (rim.request_timeout_s, rim.drain_timeout_s) == (30, GATEWAY_DRAIN_S)
     assert verifier.address.startswith("unix:/") and verifier.address != drafter.address
 

@@ -41,7 +41,7 @@ def test_flags_of_nested_settings_have_their_prefix() -> None:
 
 
 def test_a_unit_that_the_help_states_is_not_in_the_flag() -> None:
-    settings = GatewaySettings(model=Path("/m"), served_model_name="m", verifier="unix:/v", request_timeout_s=5)
+    settings = GatewaySettings(model=Path("/m"), served_model_name="m", verifiers=("unix:/v",), request_timeout_s=5)
     assert to_flags(settings)[-2:] == ["--request-timeout", "5.0"]
     assert flag_of("draft_timeout_ms") == "--draft-timeout-ms"
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.models.config import RopeConfig, load_config
+from foretoken.models.config import MODEL_TYPES, RopeConfig, load_config
 from foretoken.models.decoder_weights import load_decoder_weights
 from foretoken.models.weights import Checkpoint, hash_files
 
@@ -235,3 +235,56 @@ def test_the_hash_follows_the_contents(folder: Path) -> None:
     content[-1] ^= 1
     files[1].write_bytes(content)
     assert hash_files(files) != before
+
+
+OPTIONAL_FIELDS = (
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "eos_token_id",
+    "rope_parameters",
+    "sliding_window",
+)
+
+
+@pytest.mark.parametrize("absent", ["", *OPTIONAL_FIELDS])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_fields_mean_what_transformers_makes_of_them(model_type: str, absent: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 48, "num_attention_heads": 32, "num_key_value_heads": 16}
+    limits = {"vocab_size": 100, "num_hidden_layers": 2, "max_position_embeddings": 64, "sliding_window": None}
+    rope = {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}
+    fields: dict[str, Any] = {"head_dim": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": [5, 7]}
+    AutoConfig.for_model(model_type, **sizes, **limits, **rope, **fields).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop(absent, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    want = AutoConfig.from_pretrained(tmp_path)
+    if model_type == "mistral" and want.sliding_window is not None:
+        with pytest.raises(ConfigError, match="sliding_window"):
+            load_config(tmp_path)
+        return
+    have = load_config(tmp_path)
+    assert (have.num_heads, have.num_kv_heads) == (want.num_attention_heads, want.num_key_value_heads)
+    head_dim = getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads
+    assert (have.head_dim, have.rms_norm_eps) == (head_dim, want.rms_norm_eps)
+    assert have.tie_word_embeddings == want.tie_word_embeddings
+    eos = want.eos_token_id
+    assert have.eos_token_ids == tuple(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    assert (have.rope.kind, have.rope.theta) == (want.rope_parameters["rope_type"], want.rope_parameters["rope_theta"])
+    assert have.rope.factor == want.rope_parameters.get("factor", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size: Input should be a valid integer"),
+        ({"vocab_size": "many"}, "vocab_size: Input should be a valid integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: Input should be greater than 0"),
+    ],
+)
+def test_a_config_with_a_wrong_value_names_the_field(folder: Path, changes: dict[str, Any], message: str) -> None:
+    change_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        load_config(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import socket
 import sys
@@ -88,26 +89,60 @@ def test_ready_text_holds_requests_to_copy() -> None:
     compile("\n".join(line[2:] for line in text.partition("In Python:\n")[2].splitlines()), "example", "exec")
 
 
-def test_grpc_probe_follows_the_health_of_the_service(tmp_path: Path) -> None:
+def test_grpc_probe_follows_readiness_and_liveness(tmp_path: Path) -> None:
+    """Liveness from the first answer to the last; readiness between the marks."""
     address = f"unix:{tmp_path}/health.sock"
 
-    async def scenario() -> list[bool]:
-        seen = [await probes.grpc_serving(address, "a.Service")]
-        server = rpc.async_server()
-        health = rpc.Health(server, ["a.Service"])
-        await health.mark(False)
-        rpc.bind(server, address)
-        await server.start()
-        try:
-            seen.append(await probes.grpc_serving(address, "a.Service"))
+    async def scenario() -> list[tuple[bool, bool]]:
+        probe, other = probes.GrpcProbe(address, "a.Service"), probes.GrpcProbe(address, "another.Service")
+
+        async def ask() -> tuple[bool, bool]:
+            return await probe.is_ready(), await probe.is_alive()
+
+        seen = [await ask()]
+        for _ in range(2):  # The second server on the address is found as fast as the first.
+            server = rpc.async_server()
+            health = rpc.Health(server, ["a.Service"])
+            await health.mark(False)
+            rpc.bind(server, address)
+            await server.start()
+            seen.append(await ask())
             await health.mark(True)
-            seen.append(await probes.grpc_serving(address, "a.Service"))
-            seen.append(await probes.grpc_serving(address, "another.Service"))
-        finally:
+            seen.append(await ask())
+            assert not await other.is_ready()
+            await health.drain()
+            await health.mark(True)
+            seen.append(await ask())
             await server.stop(None)
+            seen.append(await ask())
+        await probe.close()
+        await other.close()
         return seen
 
-    assert asyncio.run(scenario()) == [False, False, True, False]
+    life = [(False, True), (True, True), (False, True), (False, False)]
+    assert asyncio.run(scenario()) == [(False, False), *life, *life]
+
+
+def test_a_grpc_probe_that_gets_answers_keeps_its_connection(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/health.sock"
+
+    async def scenario() -> tuple[int, int]:
+        server = rpc.async_server()
+        await rpc.Health(server, ["a.Service"]).mark(True)
+        rpc.bind(server, address)
+        await server.start()
+        probe = probes.GrpcProbe(address, "a.Service")
+        await probe.is_ready()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            assert await probe.is_alive()
+        after = len(os.listdir("/proc/self/fd"))
+        await probe.close()
+        await server.stop(None)
+        return before, after
+
+    before, after = asyncio.run(scenario())
+    assert after == before
 
 
 @pytest.mark.parametrize(

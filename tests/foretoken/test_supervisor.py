@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
-from foretoken.supervisor import RestartDelays, describe_status
+from foretoken.supervisor import MIN_MISSED_HEARTBEATS, Heartbeats, RestartDelays, describe_status
 
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests" / "support" / "supervised.py"
-# Ready when its file is there; notes in the log each signal that it gets.
+# Ready when its file is there, alive while its socket gives a byte; notes in the log each signal that it gets.
 CHILD = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, socket, sys
 name, folder, mode = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
 def note(number, frame):
     with open(folder / "log", "a") as log:
@@ -40,9 +40,21 @@ if mode == "crashes":
     sys.exit(7)
 if mode == "refuses":
     sys.exit(2)
+if mode == "stops" and not (folder / "was-stopped").exists():
+    (folder / "was-stopped").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+(folder / f"{name}.sock").unlink(missing_ok=True)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(str(folder / f"{name}.sock"))
+listener.listen()
 if mode != "unready":
     (folder / f"{name}.tmp").write_text(str(os.getpid()))
     os.rename(folder / f"{name}.tmp", folder / name)
+while not (mode == "hangs" and (folder / "hang").exists()):
+    connection, _ = listener.accept()
+    with connection:
+        connection.sendall(b"y")
+os.rename(folder / "hang", folder / "hung")
 while True:
     signal.pause()
 """
@@ -90,19 +102,28 @@ Start = Callable[..., Driver]
 def start(tmp_path: Path) -> Iterator[Start]:
     drivers: list[Driver] = []
 
-    def start(*modes: tuple[str, str], grace_s: float = 60.0, optional: str = "") -> Driver:
+    def start(
+        *modes: tuple[str, str],
+        grace_s: float = 60.0,
+        optional: str = "",
+        heartbeat_s: float = 1.0,
+        max_silence_s: float = 600.0,
+    ) -> Driver:
         services: list[dict[str, Any]] = [
             {
                 "name": name,
                 "command": [sys.executable, "-c", CHILD, name, str(tmp_path), mode],
                 "ready_file": str(tmp_path / name),
+                "alive_socket": str(tmp_path / f"{name}.sock"),
                 "stop_grace_s": grace_s,
                 "required": name != optional,
             }
             for name, mode in modes
         ]
+        spec = {"services": services, "optional_ready_s": 0.1}
+        spec |= {"heartbeat_s": heartbeat_s, "max_silence_s": max_silence_s}
         process = subprocess.Popen(
-            [sys.executable, str(DRIVER), json.dumps({"services": services, "optional_ready_s": 0.1})],
+            [sys.executable, str(DRIVER), json.dumps(spec)],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -184,6 +205,91 @@ def test_a_killed_child_is_started_again_and_the_others_stay(start: Start) -> No
     assert driver.child("second") == second
     driver.process.send_signal(signal.SIGTERM)
     assert driver.wait() == 0
+
+
+def test_a_child_that_is_ready_again_is_announced(start: Start) -> None:
+    driver = start(("first", "obeys"), ("second", "obeys"))
+    driver.read_until("READY")
+    for name in ("second", "first"):
+        (driver.folder / name).unlink()
+        psutil.Process(driver.process.pid).children()[("first", "second").index(name)].kill()
+        assert driver.read_until("ended").startswith(name)
+        assert driver.read_until("ready").startswith(f"{name} is ready again after ")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+    assert driver.lines.count("READY") == 1
+
+
+QUICK = {"heartbeat_s": 0.05, "max_silence_s": 0.3}
+
+
+def test_a_stopped_child_is_killed_and_started_again_and_the_others_stay(start: Start) -> None:
+    driver = start(("first", "obeys"), ("second", "obeys"), **QUICK)
+    driver.read_until("READY")
+    first, second = driver.child("first"), driver.child("second")
+    (driver.folder / "first").unlink()
+    first.suspend()
+    line = driver.read_until("first")
+    assert line.startswith("first did not answer for ") and line.endswith(" s and was killed; starting it again")
+    driver.read_until("first is ready again after")
+    assert_gone(first)
+    assert driver.child("first") != first and driver.child("second") == second
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+    # One line for the silence, none for the end that it brought.
+    assert not any("ended" in line for line in driver.lines)
+
+
+def test_a_hung_child_is_killed_and_started_again(start: Start) -> None:
+    driver = start(("only", "hangs"), **QUICK)
+    driver.read_until("READY")
+    (driver.folder / "only").unlink()
+    (driver.folder / "hang").touch()
+    driver.read_until("only did not answer for")
+    driver.read_until("only is ready again after")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+
+
+def test_a_child_stopped_during_its_start_is_found_and_a_slow_start_is_not(start: Start) -> None:
+    driver = start(("slow", "unready"), ("stopped", "stops"), optional="slow", **QUICK)
+    driver.read_until("stopped did not answer for")
+    driver.read_until("stopped is ready after")
+    driver.read_until("READY")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+    assert not any(line.startswith("slow did not answer") for line in driver.lines)
+
+
+def test_restarts_go_on_for_ever_once_a_service_was_ready(start: Start) -> None:
+    driver = start(("only", "obeys"))
+    driver.read_until("READY")
+    for delay in ("", " in 0.25 s", " in 0.5 s", " in 1 s"):
+        (driver.folder / "only").unlink()
+        psutil.Process(driver.process.pid).children()[0].kill()
+        assert driver.read_until("ended") == f"only ended (SIGKILL); starting it again{delay}"
+        driver.read_until("ready again")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+
+
+def test_heartbeats_missed_in_a_row_and_for_long_enough_mean_silence() -> None:
+    heartbeats = Heartbeats()
+    asked = [float(second) for second in range(20)]
+    missed = [heartbeats.observe(False, at, at + 1.0) for at in asked[:6]]
+    assert missed == [False, False, False, False, False, True]
+    assert heartbeats.missing_since == 0.0
+    # One answer, and it counts from the start.
+    assert not heartbeats.observe(True, 6.0, 6.1)
+    assert [heartbeats.observe(False, at, at + 1.0) for at in asked[7:13]] == missed
+
+
+def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_dead() -> None:
+    heartbeats = Heartbeats()
+    # Asked before the stop and noticed an hour later; then the child has a few questions' time to answer.
+    assert not heartbeats.observe(False, 0.0, 3600.0)
+    assert not any(heartbeats.observe(False, 3600.0 + at, 3600.1 + at) for at in range(MIN_MISSED_HEARTBEATS - 2))
+    assert not heartbeats.observe(True, 3605.0, 3605.1)
 
 
 def test_sigkill_of_the_supervisor_leaves_no_child(start: Start) -> None:

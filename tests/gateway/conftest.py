@@ -113,7 +113,7 @@ def settings(model_folder: Path, tmp_path: Path) -> Iterator[GatewaySettings]:
     yield GatewaySettings(
         model=model_folder,
         served_model_name=MODEL,
-        verifier=f"unix:{tmp_path / 'v.sock'}",
+        verifiers=(f"unix:{tmp_path / 'v.sock'}",),
         port=port,
         grpc_port=grpc_port,
         drain_timeout_s=5,
@@ -129,7 +129,7 @@ async def stack(settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path)
 async def run_stack(settings: GatewaySettings, tokenizer: Tokenizer, path: Path) -> AsyncIterator[Stack]:
     verifier = ScriptedVerifier(tokenizer.vocab_size)
     async with serving(verifier, path), Gateway(settings) as gateway:
-        await gateway.client.wait_up()
+        await gateway.verifiers.wait_up()
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=30) as client:
             yield Stack(settings, gateway, verifier, tokenizer, client)
 

@@ -22,7 +22,7 @@ class Player:
 
     def __init__(self, sequence: verifier_pb2.Sequence, send: Callable[[verifier_pb2.SessionResponse], None]) -> None:
         self.sequence = sequence
-        self.num_tokens = 0
+        self.num_tokens = len(sequence.output_token_ids)
         self.aborted = asyncio.Event()
         self._send = send
 
@@ -42,6 +42,7 @@ class Player:
         prompt_logprobs: Iterable[common_pb2.TokenLogprobs] = (),
         offset: int | None = None,
         attempt: int | None = None,
+        num_cached_tokens: int | None = None,
     ) -> None:
         """One step's tokens. By default the last one is the target's and the others are accepted drafts."""
         ids = list(ids)
@@ -54,6 +55,7 @@ class Player:
             sources=sources,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=num_cached_tokens,
         )
         if offset is None:
             self.num_tokens += len(ids)
@@ -143,6 +145,12 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         )
         self._players: dict[tuple[str, int], Player] = {}
         self._calls: list[asyncio.Task[None]] = []
+        self._sessions: list[asyncio.Queue[verifier_pb2.SessionResponse]] = []
+
+    def drain(self) -> None:
+        """Tell every session that no more sequences are taken."""
+        for outgoing in self._sessions:
+            outgoing.put_nowait(verifier_pb2.SessionResponse(draining=True))
 
     async def GetInfo(
         self, request: verifier_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
@@ -155,7 +163,9 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.num_sessions += 1
         outgoing: asyncio.Queue[verifier_pb2.SessionResponse] = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator, outgoing.put_nowait))
-        yield verifier_pb2.SessionResponse(started=verifier_pb2.SessionStarted(epoch=self.info.epoch))
+        self._sessions.append(outgoing)
+        started = verifier_pb2.SessionStarted(epoch=self.info.epoch, model_fingerprint=self.info.model_fingerprint)
+        yield verifier_pb2.SessionResponse(started=started)
         try:
             while True:
                 try:

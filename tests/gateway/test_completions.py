@@ -42,6 +42,7 @@ async def test_whole_answer(stack: Stack) -> None:
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert body["metrics"]["speculative_decoding"] == {
+        "num_resumes": 0,
         "mean_acceptance_length": 2.5,
         "draft_acceptance_rate": 0.5,
         "acceptance_histogram": [1, 1, 1, 1],

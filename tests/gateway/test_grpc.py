@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from gateway.grpc_api import SERVICE_NAME
+from gateway.grpc_api import SERVICE_NAME, GatewayServicer
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.gateway.conftest import LONG_TOKEN, Stack
 from tests.gateway.scripted_verifier import STOP, Player, steps
@@ -44,6 +44,51 @@ async def test_text_in_chunks_and_completions_out(stack: Stack) -> None:
     assert complete.speculation == STATS
     assert complete.seed == stack.verifier.submitted[0].sampling.seed > 0
     assert stack.verifier.submitted[0].sampling.max_tokens == 16
+
+
+async def test_offsets_are_those_of_the_chunk_whatever_comes_while_others_are_sent(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that stands between two chunks of one step: the second choice goes on meanwhile."""
+    players: dict[int, Player] = {}
+    end = asyncio.Event()
+
+    async def play(player: Player) -> None:
+        players[player.sequence.choice_index] = player
+        player.tokens([1])
+        await end.wait()
+        player.finish()
+
+    arrived = asyncio.Semaphore(0)
+    monkeypatch.setattr(stack.gateway.core.metrics, "tokens_arrived", lambda seconds, num_tokens: arrived.release())
+    stack.verifier.script = play
+
+    class Call:
+        def time_remaining(self) -> None:
+            return None
+
+    request = gateway_pb2.GenerateRequest(text="def add", n=2)
+    responses = GatewayServicer(stack.gateway.core).Generate(request, cast(Any, Call()))
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+
+    async def read_chunk() -> None:
+        chunk = (await anext(responses)).chunk
+        offsets[chunk.choice_index].append(chunk.offset)
+        assert chunk.num_output_tokens == chunk.offset + len(chunk.token_ids)
+
+    for _ in range(2):
+        await read_chunk()
+    for index in (0, 1):
+        players[index].tokens([2])
+        await arrived.acquire()
+    await read_chunk()
+    players[1].tokens([3])
+    await arrived.acquire()
+    for _ in range(2):
+        await read_chunk()
+    assert offsets == {0: [0, 1], 1: [0, 1, 2]}
+    end.set()
+    assert [response.WhichOneof("event") async for response in responses] == ["complete", "complete"]
 
 
 async def test_ids_stop_strings_and_options(stack: Stack) -> None:
@@ -127,7 +172,7 @@ async def test_cancelling_aborts_at_the_verifier(stack: Stack) -> None:
         await call.read()
         call.cancel()
         await stack.verifier.until(lambda: len(stack.verifier.aborts) == 1)
-    assert stack.gateway.client.num_sequences == 0
+    assert stack.gateway.verifiers.num_sequences == 0
 
 
 async def test_the_callers_deadline_goes_on_to_the_verifier(stack: Stack) -> None:
@@ -164,13 +209,13 @@ async def test_a_slow_reader_gets_merged_chunks(stack: Stack) -> None:
 
     stack.verifier.script = play
     stack.verifier.info.max_model_len = 1_000_000
-    await stack.gateway.client.fetch_info()
+    await stack.gateway.verifiers.fetch_infos()
     request = gateway_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(max_tokens=count))
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
         call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request)
         first = await call.read()
         async with asyncio.timeout(20):
-            while stack.gateway.client.num_sequences:
+            while stack.gateway.verifiers.num_sequences:
                 assert (await stack.http.get("/health")).status_code == 200
         chunks = [first.chunk]
         while (response := await call.read()) is not grpc.aio.EOF:

@@ -18,10 +18,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foretoken.errors import CheckpointError, ConfigError
 from gateway.config import GatewaySettings
+from gateway.grpc_api import SERVICE_NAME
 from gateway.server import Gateway, run
 from gateway.tokenizer import Tokenizer
 from tests.gateway.conftest import LONG_TOKEN, Stack, events, run_stack
-from tests.gateway.scripted_verifier import LENGTH, STOP, Player, ScriptedVerifier, serving, steps
+from tests.gateway.scripted_verifier import LENGTH, STOP, Player, steps
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
@@ -45,17 +46,22 @@ async def test_not_ready_without_a_verifier(settings: GatewaySettings) -> None:
         assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
         for answer in (await client.get("/v1/models"), await client.post(URL, json={"prompt": "a"})):
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert (await client.get("/version")).json()["verifier"] is None
-        assert 'foretoken_verifier_up{model_name="tiny"} 0.0' in (await client.get("/metrics")).text
-        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        (verifier,) = (await client.get("/version")).json()["verifiers"]
+        assert "model_name" not in verifier
+        up = f'foretoken_verifier_up{{model_name="tiny",verifier="{settings.verifiers[0]}"}}'
+        assert f"{up} 0.0" in (await client.get("/metrics")).text
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        alive = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert alive.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_ready_and_version_show_drafters_and_transports(stack: Stack) -> None:
     ready = await stack.http.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
     for body in (ready.json(), (await stack.http.get("/version")).json()):
-        (drafter,) = body["drafters"]
+        (verifier,) = body["verifiers"]
+        (drafter,) = verifier["drafters"]
         assert (drafter["name"], drafter["transport"], drafter["state"]) == ("ngram", "shared-memory", "attached")
     models = (await stack.http.get("/v1/models")).json()
     assert models["object"] == "list"
@@ -130,7 +136,7 @@ async def test_a_reader_that_stops_reading_grows_nothing_and_stalls_nobody(stack
         player.finish(LENGTH)
 
     stack.verifier.info.max_model_len = 100_000
-    await stack.gateway.client.fetch_info()
+    await stack.gateway.verifiers.fetch_infos()
     stack.verifier.script = play
     body = json.dumps({"prompt": [5], "stream": True, "max_tokens": count}).encode()
     slow = socket.socket()
@@ -143,7 +149,7 @@ async def test_a_reader_that_stops_reading_grows_nothing_and_stalls_nobody(stack
     )
     parts = [await loop.sock_recv(slow, 10)]
     # The verifier is done with the slow one and others are served, while most of it still waits to be read.
-    await until(stack, lambda: stack.verifier.submitted and not stack.gateway.client.num_sequences)
+    await until(stack, lambda: stack.verifier.submitted and not stack.gateway.verifiers.num_sequences)
     assert (await stack.http.post(URL, json={"prompt": [5, 6]})).status_code == 200
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
     while not parts[-1].endswith(b"0\r\n\r\n"):
@@ -177,31 +183,6 @@ async def test_more_requests_than_allowed_get_429(
         assert (await stack.http.post(URL, json={"prompt": "a"})).status_code == 200
 
 
-async def test_a_verifier_that_goes_away_ends_streams_with_one_event(
-    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    verifier = ScriptedVerifier(tokenizer.vocab_size)
-
-    async def play(player: Player) -> None:
-        player.tokens([65])
-        await player.aborted.wait()
-
-    verifier.script = play
-    async with Gateway(settings) as gateway, httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}") as client:
-        async with serving(verifier, tmp_path / "v.sock"):
-            await gateway.client.wait_up()
-            request = client.build_request("POST", URL, json={"prompt": "a", "stream": True}, timeout=30)
-            answer = await client.send(request, stream=True)
-        text = (await answer.aread()).decode()
-        assert events(text)[-1]["error"]["type"] == "service_unavailable_error"
-        assert (await client.get("/ready")).status_code == 503
-        # It comes back, and so does the gateway.
-        verifier.script = steps([65], reason=STOP)
-        async with serving(verifier, tmp_path / "v.sock"):
-            await gateway.client.wait_up()
-            assert (await client.post(URL, json={"prompt": "a"})).status_code == 200
-
-
 async def test_drain_lets_streams_finish_and_takes_no_new_ones(stack: Stack) -> None:
     release = asyncio.Event()
 
@@ -222,8 +203,10 @@ async def test_drain_lets_streams_finish_and_takes_no_new_ones(stack: Stack) -> 
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert (await stack.http.get("/health")).status_code == 200
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
-        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        alive = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert alive.status == health_pb2.HealthCheckResponse.SERVING
     assert not drained.done()
     release.set()
     await drained

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from gateway.messages import Finished, FinishReason, SequenceSpec, TokenLogprobs
+from gateway.messages import Finished, FinishReason, NewTokens, SequenceSpec
 from gateway.verifier_client import VerifierClient
 from tests.gateway.scripted_verifier import LENGTH, Player, ScriptedVerifier, serving, steps
 
@@ -26,17 +27,13 @@ class Sink:
         self.sources: list[int] = []
         self.finished: Finished | None = None
         self.error: ForetokenError | None = None
+        self.refused = ""
+        self.lost = ""
         self.ended = asyncio.Event()
 
-    def on_tokens(
-        self,
-        token_ids: tuple[int, ...],
-        sources: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        prompt_logprobs: tuple[TokenLogprobs, ...],
-    ) -> None:
-        self.ids += token_ids
-        self.sources += sources
+    def on_tokens(self, tokens: NewTokens) -> None:
+        self.ids += tokens.ids
+        self.sources += tokens.sources
 
     def on_finished(self, finished: Finished) -> None:
         self.finished = finished
@@ -44,6 +41,14 @@ class Sink:
 
     def on_error(self, error: ForetokenError) -> None:
         self.error = error
+        self.ended.set()
+
+    def on_refused(self, reason: str) -> None:
+        self.refused = reason
+        self.ended.set()
+
+    def on_lost(self, reason: str) -> None:
+        self.lost = reason
         self.ended.set()
 
 
@@ -136,8 +141,8 @@ async def test_dropped_sequences_get_nothing_more(tmp_path: Path) -> None:
 async def test_a_restarted_verifier_is_found_again(tmp_path: Path) -> None:
     changes: list[bool] = []
 
-    async def on_change(up: bool) -> None:
-        changes.append(up)
+    async def on_change() -> None:
+        changes.append(client.is_up)
 
     client = VerifierClient(f"unix:{tmp_path / 's'}", on_change=on_change)
     with pytest.raises(UnavailableError):
@@ -153,7 +158,7 @@ async def test_a_restarted_verifier_is_found_again(tmp_path: Path) -> None:
             client.submit(spec(), sink)
             await verifier.until(lambda verifier=verifier: len(verifier.submitted) == 1)
         await sink.ended.wait()
-        assert isinstance(sink.error, UnavailableError) and not client.is_up
+        assert sink.lost and sink.error is None and not client.is_up
         with pytest.raises(UnavailableError):
             client.submit(spec(), Sink())
         with pytest.raises(UnavailableError):
@@ -170,10 +175,42 @@ async def test_a_silent_verifier_is_a_dead_one(tmp_path: Path) -> None:
         client.submit(spec(), sink)
         verifier.heartbeats = False
         await sink.ended.wait()
-        assert sink.error is not None and "silent" in sink.error.message
+        assert "silent" in sink.lost
         verifier.heartbeats = True
         verifier.script = steps([7])
         await client.wait_up()
         assert verifier.num_sessions == 2
         finished = (await play(client, spec("again"))).finished
         assert finished is not None and finished.reason is FinishReason.LENGTH
+
+
+async def test_a_question_that_a_break_cuts_off_is_unavailable_and_no_cancellation(tmp_path: Path) -> None:
+    class Mute(ScriptedVerifier):
+        """Answers the first question and no other."""
+
+        num_questions = 0
+
+        async def GetInfo(self, request: Any, context: Any) -> Any:
+            self.num_questions += 1
+            if self.num_questions > 1:
+                asked.set()
+                await asyncio.Event().wait()
+            return self.info
+
+    asked = asyncio.Event()
+    client = VerifierClient(f"unix:{tmp_path / 's'}", silence_limit_s=0.5)
+    task = asyncio.create_task(client.run())
+    verifier = Mute(vocab_size=100)
+    async with serving(verifier, tmp_path / "s"):
+        await client.wait_up()
+        question = asyncio.create_task(client.fetch_info())
+        await asked.wait()
+        verifier.heartbeats = False
+        with pytest.raises(UnavailableError):
+            await question
+        question = asyncio.create_task(client.fetch_info())
+        asked.clear()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with pytest.raises(UnavailableError):
+            await question

@@ -1,6 +1,7 @@
 """A process that supervises commands given as JSON, for tests: supervision changes the whole process it runs in.
 
-    {"services": [{"name", "command", "ready_file", "stop_grace_s", "required"}], "optional_ready_s"}
+    {"services": [{"name", "command", "ready_file", "alive_socket", "stop_grace_s", "required"}],
+     "optional_ready_s", "heartbeat_s", "max_silence_s"}
 
 Each announcement is a line on stdout; READY stands for ``on_ready``. The exit status is the supervisor's.
 """
@@ -8,6 +9,7 @@ Each announcement is a line on stdout; READY stands for ``on_ready``. The exit s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -15,13 +17,35 @@ from typing import Any
 
 from foretoken import supervisor
 
+# Far above what a busy machine takes to answer, so that nobody is taken for dead who is not.
+PROBE_TIMEOUT_S = 1.0
+
+
+class FileProbe:
+    """Ready: a file is there. Alive: a socket gives a byte."""
+
+    def __init__(self, ready_file: Path, alive_socket: Path) -> None:
+        self._ready_file = ready_file
+        self._alive_socket = alive_socket
+
+    async def is_ready(self) -> bool:
+        return self._ready_file.exists()
+
+    async def is_alive(self) -> bool:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                reader, writer = await asyncio.open_unix_connection(self._alive_socket)
+                with contextlib.closing(writer):
+                    return await reader.read(1) != b""
+        except (OSError, TimeoutError):
+            return False
+
+    async def close(self) -> None:
+        return
+
 
 def service(spec: dict[str, Any]) -> supervisor.Service:
-    ready_file = Path(spec["ready_file"])
-
-    async def probe() -> bool:
-        return ready_file.exists()
-
+    probe = FileProbe(Path(spec["ready_file"]), Path(spec["alive_socket"]))
     return supervisor.Service(spec["name"], tuple(spec["command"]), probe, spec["stop_grace_s"], spec["required"])
 
 
@@ -32,6 +56,7 @@ def say(line: str) -> None:
 def main() -> int:
     spec = json.loads(sys.argv[1])
     supervisor.OPTIONAL_READY_S = spec["optional_ready_s"]
+    supervisor.HEARTBEAT_S, supervisor.MAX_SILENCE_S = spec["heartbeat_s"], spec["max_silence_s"]
     services = [service(item) for item in spec["services"]]
     return asyncio.run(supervisor.Supervisor(services, on_ready=lambda: say("READY"), announce=say).run())
 

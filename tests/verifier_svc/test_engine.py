@@ -12,7 +12,7 @@ from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
-from verifier_svc.messages import CloseSession, FinishReason
+from verifier_svc.messages import CloseSession, FinishReason, TokensEvent
 
 VOCAB = 40
 
@@ -37,6 +37,49 @@ def test_a_full_queue_refuses_and_serves_what_it_took() -> None:
     assert [error.code if error else 0 for error in errors] == [0, 0] + [code(grpc.StatusCode.RESOURCE_EXHAUSTED)] * 2
     run.drain()
     assert all(run.results[key].finished for key in keys[:2])
+
+
+def test_a_resumed_sequence_passes_the_queues_limit_and_the_new_ones_in_it() -> None:
+    run = harness(max_running=1, max_waiting=2)
+    keys = [run.submit(request(max_tokens=5))]
+    run.step()
+    keys += [run.submit(request(max_tokens=5)) for _ in range(3)]
+    resumed = [run.submit(request(max_tokens=5, output=(4, 5), attempt=1)) for _ in range(2)]
+    run.step()
+    assert run.results[keys[3]].error is not None
+    assert [sequence.attempt for sequence in run.scheduler.waiting] == [1, 1, 0, 0]
+    ends = []
+    while not run.engine.is_idle:
+        run.step()
+        ends += [key for key, result in run.results.items() if result.finished and key not in ends]
+    assert ends == [keys[0], *resumed, *keys[1:3]]
+    run.drain()
+
+
+def test_a_preempted_sequence_waits_before_a_resumed_one() -> None:
+    run = Harness(HashTarget(VOCAB, 8, 4), vocab_size=VOCAB, num_blocks=8, block_size=4, max_model_len=32)
+    sampling = SamplingParams(temperature=0.0, max_tokens=25)
+    first, second = (run.submit(Request([number, 2, 3], sampling)) for number in range(2))
+    while not run.scheduler.num_preemptions:
+        run.step()
+    resumed = run.submit(request(max_tokens=25, output=(4,), attempt=1))
+    run.step()
+    assert [sequence.key for sequence in run.scheduler.waiting] == [second, resumed]
+    run.drain()
+    assert run.results[first].finished and run.results[second].finished and run.results[resumed].finished
+
+
+def test_what_the_prefix_cache_held_comes_with_the_first_tokens_of_an_attempt() -> None:
+    run = harness()
+    prompt = Request(list(range(1, 14)), SamplingParams(temperature=0.0, max_tokens=3))
+    run.run([prompt])
+    run.submit(prompt)
+    run.engine.run_step()
+    run.engine.run_step()
+    (event,) = run.outbox.take()
+    assert isinstance(event, TokensEvent) and len(event.token_ids) == 2
+    assert event.num_cached_tokens == 12
+    run.drain()
 
 
 def test_a_passed_deadline_ends_the_sequence_and_frees_its_pages() -> None:

@@ -28,7 +28,7 @@ def run(scenario: Callable[[Stub, Harness], Awaitable[None]], **options: object)
 
 
 async def _run(scenario: Callable[[Stub, Harness], Awaitable[None]], options: dict[str, object]) -> None:
-    async with _served(options) as (stub, harness):
+    async with _served(options) as (stub, harness, _):
         await asyncio.wait_for(scenario(stub, harness), 120)
         # Whatever happened, every page comes back.
         await until(lambda: harness.engine.is_idle)
@@ -37,7 +37,7 @@ async def _run(scenario: Callable[[Stub, Harness], Awaitable[None]], options: di
 
 
 @contextlib.asynccontextmanager
-async def _served(options: dict[str, object]) -> AsyncIterator[tuple[Stub, Harness]]:
+async def _served(options: dict[str, object]) -> AsyncIterator[tuple[Stub, Harness, VerifierService]]:
     harness = Harness(
         HashTarget(VOCAB, 200, 4),
         vocab_size=VOCAB,
@@ -58,13 +58,14 @@ async def _served(options: dict[str, object]) -> AsyncIterator[tuple[Stub, Harne
         speculative_max_batch_size=0,
     )
     server = rpc.async_server()
-    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierService(harness.engine, info), server)
+    service = VerifierService(harness.engine, info)
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
     port = rpc.bind(server, "127.0.0.1:0")
     harness.engine.start()
     await server.start()
     try:
         async with rpc.async_channel(f"127.0.0.1:{port}") as channel:
-            yield verifier_pb2_grpc.VerifierServiceStub(channel), harness
+            yield verifier_pb2_grpc.VerifierServiceStub(channel), harness, service
     finally:
         await server.stop(None)
         harness.engine.stop()
@@ -259,3 +260,48 @@ def test_get_info_has_the_figures_of_the_moment() -> None:
         assert info.step_time_us["step"] > 0
 
     run(scenario)
+
+
+def test_a_drain_is_told_at_once_to_old_and_new_sessions_and_running_sequences_finish() -> None:
+    async def scenario() -> None:
+        async with _served({}) as (stub, harness, service):
+            call = stub.Session()
+            assert not (await call.read()).draining
+            sampling = common_pb2.SamplingParams(temperature=0, max_tokens=55)
+            await call.write(submit(sequence("running", sampling=sampling)))
+            message = await call.read()
+            while not message.tokens:
+                message = await call.read()
+            service.drain()
+            messages = [message]
+            while not messages[-1].finished:
+                messages.append(await call.read())
+            draining = [message.draining for message in messages]
+            assert draining == sorted(draining)
+            assert sum(len(part.token_ids) for message in messages for part in message.tokens) == 55
+            await call.write(submit(sequence("new")))
+            while not messages[-1].errors:
+                messages.append(await call.read())
+            assert messages[-1].errors[0].code == grpc.StatusCode.UNAVAILABLE.value[0] and messages[-1].draining
+            late = stub.Session()
+            assert (await late.read()).draining
+            # What the engine has put out comes before the end.
+            harness.engine.stop()
+            service.close()
+            assert await call.read() is grpc.aio.EOF and await late.read() is grpc.aio.EOF
+            assert await call.code() is grpc.StatusCode.OK
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_without_events_is_told_before_the_next_heartbeat() -> None:
+    async def scenario() -> None:
+        async with _served({}) as (stub, _, service):
+            call = stub.Session()
+            await call.read()
+            service.drain()
+            message = await call.read()
+            assert message.draining and not message.HasField("heartbeat")
+            service.close()
+
+    asyncio.run(scenario())

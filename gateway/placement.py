@@ -1,0 +1,154 @@
+"""One sequence on its way over verifiers: what it emitted so far, where it runs, and what a loss of that place means.
+
+Everything that decides the rest of a sequence is its prompt, its parameters and the tokens emitted so far; so a lost
+attempt goes on anywhere where the same model runs, by the same prefill that a preempted sequence gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from dataclasses import dataclass
+from typing import Protocol
+
+from foretoken.errors import ForetokenError, UnavailableError
+from gateway.messages import Finished, FinishReason, NewTokens, OutputSink, SequenceSpec
+from gateway.verifier_client import VerifierClient
+
+
+@dataclass(slots=True)
+class Binding:
+    """What the sequences of one request share: the model that they began with (empty: none began yet)."""
+
+    fingerprint: str = ""
+
+
+class Placer(Protocol):
+    """Finds a verifier, now or later, and calls ``Placement.submit_to``."""
+
+    def place(self, placement: Placement) -> None: ...
+
+    def forget(self, placement: Placement) -> None:
+        """It needs no verifier any more."""
+        ...
+
+
+class Placement:
+    """Implements SequenceSink for the verifier that the sequence runs on now."""
+
+    def __init__(
+        self, spec: SequenceSpec, sink: OutputSink, placer: Placer, binding: Binding, *, resume_attempts: int
+    ) -> None:
+        """``resume_attempts``: how many resumes verifiers may accept before a further loss is an error."""
+        self.binding = binding
+        self.deadline = None if spec.timeout_ms is None else _now() + spec.timeout_ms / 1e3
+        # Resumes that a verifier accepted.
+        self.num_resumes = 0
+        # Output tokens that the attempts before the present one emitted.
+        self.num_resumed_tokens = 0
+        self._spec = spec
+        self._sink = sink
+        self._placer = placer
+        self._resume_attempts = resume_attempts
+        self._client: VerifierClient | None = None
+        self._attempt = 0
+        self._emitted: list[int] = []
+        self._num_cached_tokens: int | None = None
+        self._had_prompt_logprobs = False
+        self._aborted = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it runs nowhere and waits for a verifier."""
+        return self._client is None
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether its next start is a resume."""
+        return self._attempt > 0
+
+    def submit_to(self, client: VerifierClient) -> None:
+        """Start, or go on, on ``client``, which must be up."""
+        left_ms = None if self.deadline is None else max(1, round(1e3 * (self.deadline - _now())))
+        self.binding.fingerprint = client.fingerprint
+        self._client = client
+        self.num_resumes += self.was_lost
+        self.num_resumed_tokens = len(self._emitted)
+        client.submit(
+            dataclasses.replace(
+                self._spec,
+                attempt=self._attempt,
+                output_ids=tuple(self._emitted),
+                timeout_ms=left_ms,
+                model_fingerprint=client.fingerprint,
+            ),
+            self,
+        )
+
+    def abort(self, *, kept_tokens: int) -> None:
+        """End the sequence early; its sink still gets ``on_finished``, with figures up to ``kept_tokens`` tokens."""
+        assert self._client is not None
+        self._aborted = True
+        self._client.abort(self._spec.request_id, self._spec.choice_index, kept_tokens=kept_tokens)
+
+    def drop(self) -> None:
+        """End a sequence that nobody wants any more: its sink gets nothing from now on."""
+        self._placer.forget(self)
+        if self._client is not None:
+            self._client.drop(self._spec.request_id, self._spec.choice_index)
+
+    def fail(self, reason: str) -> None:
+        """Drop it; its sink is told ``reason`` as an UnavailableError."""
+        self.drop()
+        self._sink.on_error(UnavailableError(reason))
+
+    def on_waiting(self) -> None:
+        """No verifier is there for it now."""
+        self._sink.on_waiting()
+
+    def on_tokens(self, tokens: NewTokens) -> None:
+        if self._num_cached_tokens is None:
+            # What the first attempt found: the answer is the same with and without a resume.
+            self._num_cached_tokens = tokens.num_cached_tokens
+        self._emitted += tokens.ids
+        if tokens.prompt_logprobs:
+            if self._had_prompt_logprobs:
+                tokens = dataclasses.replace(tokens, prompt_logprobs=())
+            self._had_prompt_logprobs = True
+        self._sink.on_tokens(tokens)
+
+    def on_finished(self, finished: Finished) -> None:
+        self._placer.forget(self)
+        if self._num_cached_tokens is not None:
+            finished = dataclasses.replace(finished, num_cached_tokens=self._num_cached_tokens)
+        self._sink.on_finished(finished)
+
+    def on_error(self, error: ForetokenError) -> None:
+        self._placer.forget(self)
+        self._sink.on_error(error)
+
+    def on_refused(self, reason: str) -> None:
+        self.num_resumes -= self.was_lost
+        self._client = None
+        self._placer.place(self)
+
+    def on_lost(self, reason: str) -> None:
+        self._client = None
+        if self._aborted:
+            # The output was complete; only the figures of its last attempt are lost.
+            self.on_finished(self._end(FinishReason.ABORT))
+        elif len(self._emitted) >= self._spec.sampling.max_tokens:
+            self.on_finished(self._end(FinishReason.LENGTH))
+        elif self.num_resumes >= self._resume_attempts:
+            times = f" after {self.num_resumes} resumes" if self.num_resumes else ""
+            self.on_error(UnavailableError(f"the verifier was lost{times}: {reason}"))
+        else:
+            self._attempt += 1
+            self._placer.place(self)
+
+    def _end(self, reason: FinishReason) -> Finished:
+        return Finished(reason, len(self._spec.prompt_ids), 0, len(self._emitted))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,212 @@
+"""Carries a schedule out: signals to the stack's processes, each in its time, and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+import psutil
+
+from foretoken import probes
+from foretoken.stack import DRAFTER_HEALTH_NAME
+from tests.chaos.schedule import Process, Strike
+from tests.chaos.stack import HOST, Stack
+from tests.chaos.watcher import Watcher
+
+POLL_S = 0.1
+# A stack that is not itself again after so long has failed; the run goes on without waiting any more.
+RECOVERY_S = 60.0
+# Its listening socket comes and goes in no order that a client could rely on.
+OUTAGE_GRACE_S = 1.0
+
+
+@dataclass(slots=True)
+class Blow:
+    """A strike that was carried out. Times are time.monotonic(); None: it did not happen.
+
+    Attributes:
+        at: when the signal was sent.
+        ended_at: when the struck process was seen to have ended.
+        replaced_at: when another of its name was seen.
+        over_at: when verifier or gateway answered again; of a pause: SIGCONT.
+        forced: nobody had replaced a stopped process, so it was killed.
+    """
+
+    strike: Strike
+    at: float
+    ended_at: float | None = None
+    replaced_at: float | None = None
+    over_at: float | None = None
+    forced: bool = False
+
+    @property
+    def died_at(self) -> float:
+        """A verifier that stops is dead when it has been found out; everything else at its signal."""
+        if self.strike.process == "verifier" and self.strike.action == "stop" and self.ended_at is not None:
+            return self.ended_at
+        return self.at
+
+
+class Killer:
+    """One lane a process: its strikes one after the other. Lanes run side by side."""
+
+    def __init__(self, stack: Stack, watcher: Watcher, strikes: Sequence[Strike]) -> None:
+        self._stack = stack
+        self._watcher = watcher
+        self._strikes = strikes
+        self.blows: list[Blow] = []
+        self.failures: list[str] = []
+        self.gateway_up = asyncio.Event()
+        self.gateway_up.set()
+
+    async def run(self) -> None:
+        """All strikes; returns when the stack has recovered from the last of them."""
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for process in dict.fromkeys(strike.process for strike in self._strikes):
+                group.create_task(self._lane(process, began))
+        await self._until(lambda: self._is_whole, "speculation did not come back after the last strike")
+        for blow in self.blows:
+            if blow.strike.process == "verifier" and blow.ended_at is not None:
+                ended_at = blow.ended_at
+                blow.over_at = min((at for at in self._watcher.first_seen.values() if at > ended_at), default=None)
+
+    def excuses(self, sent_at: float, ended_at: float) -> bool:
+        """Whether a connection that was used from then to then may have broken by a gateway's death.
+
+        When is no matter: a slow reader finds out late.
+        """
+        return any(
+            blow.at <= ended_at and sent_at <= (blow.over_at or ended_at) + OUTAGE_GRACE_S
+            for blow in self.blows
+            if blow.strike.process == "gateway" and blow.strike.is_death
+        )
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._watcher.latest is not None and not self._watcher.owes_proof
+
+    async def _lane(self, process: Process, began: float) -> None:
+        previous: Blow | None = None
+        for strike in self._strikes:
+            if strike.process != process:
+                continue
+            if strike.chained_s is not None and previous is not None:
+                await _sleep_until(previous.at + strike.chained_s)
+            else:
+                await _sleep_until(began + strike.at_s)
+                await self._until_ready(process)
+            previous = await self._carry_out(strike)
+
+    async def _until_ready(self, process: Process) -> None:
+        """The process works and has been seen to work with the others since the last death."""
+        if process == "verifier":
+            await self._until(lambda: self._is_whole, "speculation did not come back")
+        elif process == "drafter":
+            watcher, address = self._watcher, self._stack.drafter_address
+            # With the verifier away there is nothing to prove: its return will.
+            await self._until(lambda: watcher.latest is None or not watcher.owes_proof, "speculation did not come back")
+            deadline = time.monotonic() + RECOVERY_S
+            while not await probes.grpc_serving(address, DRAFTER_HEALTH_NAME):
+                if time.monotonic() > deadline:
+                    self.failures.append(f"the drafter did not come back within {RECOVERY_S:g} s")
+                    break
+                await asyncio.sleep(POLL_S)
+
+    async def _carry_out(self, strike: Strike) -> Blow:
+        target = await self._find(strike.process)
+        if strike.is_death and strike.process in ("verifier", "drafter"):
+            self._watcher.struck()
+        if strike.is_death and strike.process == "gateway":
+            self.gateway_up.clear()
+        blow = Blow(strike, time.monotonic())
+        self.blows.append(blow)
+        # It may have ended by itself, or by the supervisor's hand, a moment ago: its successor is found all the same.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if strike.action == "kill":
+                target.kill()
+            else:
+                target.suspend()
+        if strike.action == "pause":
+            await self._resume(blow, target)
+        else:
+            await self._await_end(blow, target)
+            await self._await_successor(blow, target)
+        return blow
+
+    async def _resume(self, blow: Blow, target: psutil.Process) -> None:
+        try:
+            await asyncio.sleep(blow.strike.pause_s)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                target.resume()
+        blow.over_at = time.monotonic()
+
+    async def _await_end(self, blow: Blow, target: psutil.Process) -> None:
+        """A stopped verifier must be found and replaced. A stopped drafter may be left alone: then it is killed."""
+        strike = blow.strike
+        limit_s = strike.pause_s if strike.process == "drafter" and strike.action == "stop" else RECOVERY_S
+        deadline = time.monotonic() + limit_s
+        while _is_alive(target):
+            if time.monotonic() > deadline:
+                if strike.process != "drafter":
+                    self.failures.append(f"nobody replaced the {strike.process} that had stopped")
+                blow.forced = True
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    target.kill()
+            await asyncio.sleep(POLL_S)
+        blow.ended_at = time.monotonic()
+
+    async def _await_successor(self, blow: Blow, old: psutil.Process) -> None:
+        name = blow.strike.process
+        if await self._find(name, unlike=old):
+            blow.replaced_at = time.monotonic()
+        if name == "gateway":
+            async with httpx.AsyncClient(trust_env=False, timeout=1.0) as client:
+                while not await _answers(client, f"http://{HOST}:{self._stack.port}/health"):
+                    self._stack.check_alive()
+                    await asyncio.sleep(POLL_S)
+            blow.over_at = time.monotonic()
+            self.gateway_up.set()
+
+    async def _find(self, name: Process, unlike: psutil.Process | None = None) -> psutil.Process:
+        while True:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found = self._stack.find(name)
+                if found != unlike:
+                    return found
+            self._stack.check_alive()
+            await asyncio.sleep(POLL_S)
+
+    async def _until(self, condition: Callable[[], bool], failure: str) -> None:
+        deadline = time.monotonic() + RECOVERY_S
+        while not condition():
+            self._stack.check_alive()
+            if time.monotonic() > deadline:
+                self.failures.append(f"{failure} within {RECOVERY_S:g} s")
+                # One failure is said once.
+                self._watcher.owes_proof = False
+                return
+            await self._watcher.next_sample()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def _answers(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(url)).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def _sleep_until(at: float) -> None:
+    await asyncio.sleep(max(0.0, at - time.monotonic()))

@@ -1,0 +1,155 @@
+"""The real ``foretoken serve`` on the demo model: started, its processes found, and stopped without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import httpx
+import psutil
+
+from benchmarks.stack import free_ports
+from tests.chaos.schedule import Process
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "demo" / "target"
+HOST = "127.0.0.1"
+READY_TIMEOUT_S = 180.0
+# The drain that the stack promises, and some time for a busy machine.
+STOP_TIMEOUT_S = 45.0
+POLL_S = 0.05
+LOG_TAIL_LINES = 30
+
+
+class StackError(Exception):
+    """The stack did not start, did not come back, or did not stop as it should."""
+
+
+@dataclass(slots=True)
+class Stack:
+    """One running ``foretoken serve``."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    grpc_port: int
+    log: IO[bytes]
+    folder: Path | None = field(default=None)
+
+    @classmethod
+    async def start(cls, flags: Sequence[str]) -> Stack:
+        """On free ports, with ``flags`` added; returns when it is ready and its drafter attached. Raises StackError."""
+        port, grpc_port = free_ports(2)
+        command = [sys.executable, "-P", "-m", "foretoken", "serve", str(MODEL)]
+        command += ["--port", str(port), "--grpc-port", str(grpc_port), *flags]
+        environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
+        log = tempfile.TemporaryFile()  # noqa: SIM115  # kill() closes it.
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        stack = cls(process, port, grpc_port, log)
+        try:
+            await stack.wait_ready(attached=True)
+            words = stack.find("verifier").cmdline()
+            stack.folder = Path(words[words.index("--address") + 1].removeprefix("unix:")).parent
+        except BaseException:
+            stack.kill()
+            raise
+        return stack
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{HOST}:{self.grpc_port}"
+
+    @property
+    def verifier_address(self) -> str:
+        return f"unix:{self.folder}/verifier.sock"
+
+    @property
+    def drafter_address(self) -> str:
+        return f"unix:{self.folder}/drafter.sock"
+
+    def find(self, name: Process) -> psutil.Process:
+        """The process of that name. Raises psutil.NoSuchProcess while there is none."""
+        if name == "supervisor":
+            return psutil.Process(self.process.pid)
+        for child in psutil.Process(self.process.pid).children():
+            try:
+                if f" foretoken {name} " in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                    return child
+            except psutil.NoSuchProcess:
+                continue
+        raise psutil.NoSuchProcess(0, name)
+
+    async def wait_ready(self, *, attached: bool = False, within_s: float = READY_TIMEOUT_S) -> None:
+        """Until /ready says 200, and every drafter is ``attached``. Raises StackError."""
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+            deadline = time.monotonic() + within_s
+            while not await _is_ready(client, self.url, attached=attached):
+                self.check_alive()
+                if time.monotonic() > deadline:
+                    raise StackError(f"foretoken serve was not ready within {within_s:g} s:\n{self.log_tail()}")
+                await asyncio.sleep(2 * POLL_S)
+
+    def check_alive(self) -> None:
+        """Raises StackError if ``foretoken serve`` has ended."""
+        if self.process.poll() is not None:
+            raise StackError(f"foretoken serve ended with status {self.process.returncode}:\n{self.log_tail()}")
+
+    async def stop(self) -> float:
+        """SIGTERM; returns the seconds that it took. Raises StackError unless status is 0 and nothing is left."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            status = await asyncio.to_thread(self.process.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise StackError(f"foretoken serve did not stop within {STOP_TIMEOUT_S:g} s:\n{self.log_tail()}") from None
+        seconds = time.monotonic() - began
+        if status != 0:
+            raise StackError(f"foretoken serve stopped with status {status}:\n{self.log_tail()}")
+        left = [process for process in family if process.is_running()]
+        if left:
+            raise StackError(f"processes are left: {left}")
+        if self.folder is not None and self.folder.exists():
+            raise StackError(f"the sockets' folder is left: {self.folder}")
+        return seconds
+
+    def kill(self) -> None:
+        """End it in whatever state it is; its children end with it."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+
+    def log_text(self) -> str:
+        """All that it has written."""
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
+
+    def log_tail(self) -> str:
+        return "\n".join(self.log_text().splitlines()[-LOG_TAIL_LINES:])
+
+
+async def _is_ready(client: httpx.AsyncClient, url: str, *, attached: bool) -> bool:
+    try:
+        response = await client.get(f"{url}/ready")
+    except httpx.TransportError:
+        return False
+    if response.status_code != 200:
+        return False
+    drafters = [drafter for verifier in response.json()["verifiers"] for drafter in verifier["drafters"]]
+    return not attached or (bool(drafters) and all(drafter["state"] == "attached" for drafter in drafters))

@@ -1,0 +1,310 @@
+"""Real verifiers die under real streams: the answers are those of an undisturbed stack, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
+from tests.integration.test_serve import ENVIRONMENT, Stack, free_port, start
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = "for i in range(10):\n    print(i)\n"
+# A random model ends and stops as the dice fall: a stop string counts only after so many tokens.
+LEAST = 500
+REST: dict[str, dict[str, Any]] = {
+    "greedy, streamed": {"temperature": 0, "max_tokens": 900, "ignore_eos": True, "stream": True},
+    "seeded, penalties and logprobs, streamed": {
+        "temperature": 1.1,
+        "seed": 5,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "logprobs": 2,
+        "max_tokens": 700,
+        "ignore_eos": True,
+        "stream": True,
+    },
+    "three choices that stop apart, streamed": {
+        "temperature": 1.3,
+        "seed": 6,
+        "n": 3,
+        "stop": ["a", "0", "(", ":"],
+        "min_tokens": LEAST,
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "stream": True,
+    },
+    "prompt logprobs, whole": {"temperature": 0.7, "seed": 7, "echo": True, "logprobs": 1, "max_tokens": 600},
+    "min tokens, whole": {"temperature": 1.0, "seed": 8, "min_tokens": LEAST, "stop": ["e", "q"], "max_tokens": 900},
+}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class Answer:
+    """What a client was told, chunk borders aside."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
+    ends: dict[int, list[tuple[str, Any]]] = field(default_factory=dict)
+    usage: Any = None
+
+    def add(self, body: dict[str, Any]) -> None:
+        assert "error" not in body, body
+        for choice in body["choices"]:
+            index = choice["index"]
+            self.texts[index] = self.texts.get(index, "") + choice["text"]
+            for key, values in (choice["logprobs"] or {}).items():
+                self.logprobs.setdefault(index, {}).setdefault(key, []).extend(values)
+            if choice["finish_reason"]:
+                self.ends.setdefault(index, []).append((choice["finish_reason"], choice["stop_reason"]))
+        self.usage = body.get("usage") or self.usage
+
+
+class Clients:
+    """Asks everything at once, over both protocols."""
+
+    def __init__(self, port: int, grpc_port: int) -> None:
+        self.num_chunks = 0
+        self._port, self._grpc_port = port, grpc_port
+        self._news = asyncio.Condition()
+
+    async def ask_all(self) -> dict[str, Any]:
+        async with (
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{self._port}", trust_env=False, timeout=240) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            tasks = {name: group.create_task(self._rest(http, body)) for name, body in REST.items()}
+            tasks["grpc"] = group.create_task(self._generate())
+        return {name: task.result() for name, task in tasks.items()}
+
+    async def until_streaming(self, num_chunks: int) -> None:
+        """Return once so many chunks have come."""
+        async with self._news:
+            await self._news.wait_for(lambda: self.num_chunks >= num_chunks)
+
+    async def _count(self) -> None:
+        async with self._news:
+            self.num_chunks += 1
+            self._news.notify_all()
+
+    async def _rest(self, http: httpx.AsyncClient, fields: dict[str, Any]) -> Answer:
+        # A tenant of its own: what is cached does not depend on who came first.
+        body = {"prompt": PROMPT, "cache_salt": json.dumps(fields), **fields}
+        answer = Answer()
+        if not body.get("stream"):
+            response = await http.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            answer.add(response.json())
+            return answer
+        body["stream_options"] = {"include_usage": True}
+        async with http.stream("POST", "/v1/completions", json=body) as stream:
+            assert stream.status_code == 200, await stream.aread()
+            data = [line async for line in self._lines(stream)]
+        assert data.pop() == "[DONE]"
+        for line in data:
+            answer.add(json.loads(line))
+        return answer
+
+    async def _lines(self, stream: httpx.Response) -> AsyncIterator[str]:
+        async for line in stream.aiter_lines():
+            if line.startswith("data: "):
+                await self._count()
+                yield line.removeprefix("data: ")
+
+    async def _generate(self) -> dict[str, Any]:
+        """Plain decode: a step a token."""
+        sampling = common_pb2.SamplingParams(temperature=0.9, seed=9, max_tokens=800, ignore_eos=True, logprobs=1)
+        request = gateway_pb2.GenerateRequest(
+            text=PROMPT,
+            sampling=sampling,
+            speculation=common_pb2.SpeculationOptions(enabled=False),
+            cache_salt="grpc",
+        )
+        ids: list[int] = []
+        logprobs: list[bytes] = []
+        text = ""
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self._grpc_port}") as channel:
+            async for response in gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request):
+                await self._count()
+                chunk = response.chunk
+                if response.HasField("chunk"):
+                    assert chunk.offset == len(ids)
+                    ids += chunk.token_ids
+                    logprobs += [entry.SerializeToString(deterministic=True) for entry in chunk.logprobs]
+                    text += chunk.text
+        complete = response.complete
+        return {
+            "ids": ids,
+            "text": text,
+            "logprobs": logprobs,
+            "reason": complete.reason,
+            "usage": (complete.num_prompt_tokens, complete.num_cached_tokens, complete.num_output_tokens),
+            "steps": complete.speculation.num_decode_steps,
+        }
+
+
+async def disturbed(clients: Clients, disturb: Callable[[], Awaitable[None]]) -> dict[str, Any]:
+    """All answers, disturbed while they stream."""
+    asked = asyncio.create_task(clients.ask_all())
+    await clients.until_streaming(300)
+    await disturb()
+    return await asked
+
+
+def assert_same(answers: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Nothing changed, lost or doubled; and the rest was decoded, not the whole again."""
+    steps, all_steps = answers["grpc"].pop("steps"), expected["grpc"].pop("steps")
+    for name, answer in expected.items():
+        assert answers[name] == answer, name
+    expected["grpc"]["steps"] = all_steps
+    assert all_steps == len(expected["grpc"]["ids"]) - 1
+    assert steps < all_steps
+
+
+@pytest.fixture(scope="module")
+def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = start(checkpoint, tmp_path_factory.mktemp("resume") / "log")
+    try:
+        stack.wait_ready()
+        yield stack
+    finally:
+        stack.close()
+
+
+@pytest.fixture(scope="module")
+def expected(stack: Stack) -> dict[str, Any]:
+    return asyncio.run(Clients(stack.port, stack.grpc_port).ask_all())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_verifier_that_dies_or_stops_is_replaced_and_every_answer_is_the_same(
+    stack: Stack, expected: dict[str, Any], number: signal.Signals
+) -> None:
+    assert {reasons[0][0] for reasons in expected["three choices that stop apart, streamed"].ends.values()} == {"stop"}
+    texts = expected["three choices that stop apart, streamed"].texts
+    assert len({len(text) for text in texts.values()}) == 3
+    verifier = stack.service("verifier")
+
+    async def disturb() -> None:
+        verifier.send_signal(number)
+
+    answers = await disturbed(Clients(stack.port, stack.grpc_port), disturb)
+    assert_same(answers, expected)
+    assert stack.service("verifier").pid != verifier.pid
+    # The drafter has attached to the new one by itself.
+    while not await accepted_tokens(stack):
+        assert stack.process.poll() is None
+
+
+async def accepted_tokens(stack: Stack) -> int:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=120) as http:
+        answer = (await http.post("/v1/completions", json=body)).json()
+    return int(answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"])
+
+
+class Pair:
+    """Two verifiers and one gateway, each started by hand, without a supervisor."""
+
+    def __init__(self, checkpoint: Path, folder: Path) -> None:
+        self.port, self.grpc_port = free_port(), free_port()
+        self.log = folder / "log"
+        self._checkpoint = checkpoint
+        addresses = [f"unix:{folder}/v{number}.sock" for number in range(2)]
+        with self.log.open("w") as log:
+            self.verifiers = [
+                self._start(log, "verifier", "--address", address, "--threads", "1", "--drain-timeout", "0")
+                for address in addresses
+            ]
+            flags = [word for address in addresses for word in ("--verifier", address)]
+            ports = ("--port", str(self.port), "--grpc-port", str(self.grpc_port))
+            self.gateway = self._start(log, "gateway", *flags, *ports)
+
+    def _start(self, log: Any, service: str, *flags: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "foretoken", service, str(self._checkpoint), *flags]
+        return subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
+
+    async def wait_up(self, count: int) -> None:
+        """Return once the gateway calls ``count`` verifiers up."""
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False) as http:
+            while True:
+                assert self.gateway.poll() is None, self.log.read_text()
+                with contextlib.suppress(httpx.TransportError):
+                    verifiers = (await http.get("/ready")).json()["verifiers"]
+                    if sum(verifier["up"] for verifier in verifiers) == count:
+                        return
+                await asyncio.sleep(0.05)
+
+    def close(self) -> None:
+        for process in (self.gateway, *self.verifiers):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_streams_go_on_at_the_other_verifier(
+    checkpoint: Path, tmp_path: Path, expected: dict[str, Any], number: signal.Signals
+) -> None:
+    """By SIGTERM a verifier ends well: what it cannot finish in its drain is handed over."""
+    pair = Pair(checkpoint, tmp_path)
+    try:
+        await pair.wait_up(2)
+
+        async def disturb() -> None:
+            busy = max(pair.verifiers, key=lambda process: sum(psutil.Process(process.pid).cpu_times()[:2]))
+            busy.send_signal(number)
+            status = await asyncio.to_thread(busy.wait)
+            assert status == (0 if number == signal.SIGTERM else -number)
+
+        answers = await disturbed(Clients(pair.port, pair.grpc_port), disturb)
+        for name in REST:
+            assert answers[name] == expected[name], name
+        assert {**answers["grpc"], "steps": 0} == {**expected["grpc"], "steps": 0}
+        await pair.wait_up(1)
+        pair.gateway.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(pair.gateway.wait) == 0
+    finally:
+        pair.close()
+
+
+async def test_a_gateway_that_is_killed_leaves_no_sequence_behind(stack: Stack, expected: dict[str, Any]) -> None:
+    """The last test of this stack: its clients lose their connections."""
+    clients = Clients(stack.port, stack.grpc_port)
+    asked = asyncio.create_task(clients.ask_all())
+    await clients.until_streaming(100)
+    os.kill(stack.service("gateway").pid, signal.SIGKILL)
+    with pytest.raises(ExceptionGroup):
+        await asked
+    async with httpx.AsyncClient(base_url=stack.url, trust_env=False) as http:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                lines = (await http.get("/metrics")).text.splitlines()
+                figures = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if "{" in line}
+                if figures.get("foretoken_num_requests_running") == 0:
+                    break
+            assert stack.process.poll() is None
+            await asyncio.sleep(0.05)
+    assert figures["foretoken_kv_cache_usage_perc"] == 0
+    answers = await Clients(stack.port, stack.grpc_port).ask_all()
+    assert answers == expected

@@ -1,0 +1,159 @@
+"""A real stack whose processes are stopped and killed: each is found, started again, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from foretoken import rpc
+from protos import verifier_pb2, verifier_pb2_grpc
+from tests.integration.test_serve import (
+    ENVIRONMENT,
+    ROOT,
+    SERVICES,
+    Stack,
+    assert_all_gone,
+    start,
+    stream,
+    text_of,
+    wait_until,
+)
+
+DEMO = ROOT / "models" / "demo" / "target"
+
+
+@pytest.fixture(scope="module", name="stack")
+def _stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = start(checkpoint, tmp_path_factory.mktemp("supervision") / "log")
+    try:
+        stack.wait_ready()
+        yield stack
+    finally:
+        stack.close()
+
+
+def lines(stack: Stack) -> list[str]:
+    return stack.log.read_text().splitlines()
+
+
+def verifier_info(folder: Path) -> Any:
+    with rpc.sync_channel(f"unix:{folder}/verifier.sock") as channel:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        return stub.GetInfo(verifier_pb2.GetInfoRequest(), wait_for_ready=True)
+
+
+def is_ready(stack: Stack) -> bool:
+    try:
+        return httpx.get(f"{stack.url}/ready", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_killed_gateway_frees_its_requests_at_the_verifier(stack: Stack) -> None:
+    folder = stack.runtime_folder()
+    before = verifier_info(folder)
+    assert (before.num_running, before.num_free_blocks) == (0, before.num_blocks)
+
+    def read() -> None:
+        with contextlib.suppress(httpx.TransportError):
+            for _ in stream(stack.url, n=8, temperature=1.0):
+                pass
+
+    # More sequences than the verifier runs at once: some run, some wait.
+    readers = [threading.Thread(target=read) for _ in range(10)]
+    for reader in readers:
+        reader.start()
+    wait_until(lambda: verifier_info(folder).num_running > 0 and verifier_info(folder).num_waiting > 0, stack)
+    verifier, gateway = stack.service("verifier"), stack.service("gateway")
+    gateway.kill()
+    for reader in readers:
+        reader.join()
+    wait_until(lambda: verifier_info(folder).num_running == verifier_info(folder).num_waiting == 0, stack)
+    after = verifier_info(folder)
+    assert (after.num_free_blocks, after.epoch) == (before.num_blocks, before.epoch)
+    assert stack.service("verifier") == verifier
+    wait_until(lambda: stack.announced("gateway is ready again after"), stack)
+    assert is_ready(stack)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_stopped_service_is_found_killed_and_started_again(stack: Stack, name: str) -> None:
+    expected = text_of(list(stream(stack.url, max_tokens=50)))
+    num_lines = len(lines(stack))
+    victim = stack.service(name)
+    victim.suspend()
+    wait_until(lambda: any(f"{name} did not answer for" in line for line in lines(stack)[num_lines:]), stack)
+    wait_until(lambda: any(f"{name} is ready again after" in line for line in lines(stack)[num_lines:]), stack)
+    wait_until(lambda: is_ready(stack), stack)
+    assert not victim.is_running()
+    # Nobody else was taken for dead, and the supervisor said no more than this.
+    said = [line for line in lines(stack)[num_lines:] if line.startswith("foretoken: ")]
+    assert len(said) == 2, said
+    assert text_of(list(stream(stack.url, max_tokens=50))) == expected
+
+
+def test_a_drafters_death_is_one_line_of_the_supervisor_and_one_of_the_verifier(stack: Stack) -> None:
+    folder, num_lines = stack.runtime_folder(), len(lines(stack))
+    attaches = drafter_state(folder).num_attaches
+    stack.service("drafter").kill()
+    wait_until(lambda: drafter_state(folder).num_attaches > attaches, stack)
+    wait_until(lambda: any("drafter is ready again after" in line for line in lines(stack)[num_lines:]), stack)
+    said = lines(stack)[num_lines:]
+    first, second = [line for line in said if line.startswith("foretoken: ")]
+    assert (
+        first.startswith("foretoken: drafter ended (SIGKILL); starting it again") and "is ready again after" in second
+    )
+    (warning,) = [line for line in said if line.startswith("{")]
+    assert "the drafter is gone" in warning and "plain decode" in warning
+
+
+def drafter_state(folder: Path) -> Any:
+    (state,) = verifier_info(folder).drafters
+    return state
+
+
+def test_sigkill_of_serve_leaves_no_memory(stack: Stack) -> None:
+    """The last test of this stack. Memory without a name lives as long as its holders; none is left."""
+    stack.descendants = psutil.Process(stack.process.pid).children(recursive=True)
+    folder = stack.runtime_folder()
+    wait_until(lambda: drafter_state(folder).state == "attached", stack)
+    held = [Path(line.split()[-1]) for name in SERVICES for line in maps(stack.service(name))]
+    assert any("memfd:foretoken-requests" in str(path) for path in held)
+    named = {path for path in held if path.is_relative_to("/dev/shm")}
+    stack.process.kill()
+    stack.process.wait()
+    _, alive = psutil.wait_procs(stack.descendants, timeout=60)
+    assert alive == []
+    assert_all_gone(stack, folder)
+    assert not [path for path in named if path.exists()]
+
+
+def maps(process: psutil.Process) -> list[str]:
+    """The mapped files of a process."""
+    text = Path(f"/proc/{process.pid}/maps").read_text().replace(" (deleted)", "")
+    return [line for line in text.splitlines() if "/" in line]
+
+
+def test_sigterm_ends_a_verifier_that_is_loading(tmp_path: Path) -> None:
+    socket = tmp_path / "v.sock"
+    command = [sys.executable, "-P", "-m", "foretoken", "verifier", str(DEMO), "--address", f"unix:{socket}"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    while not socket.exists():
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGTERM)
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+    # The load takes seconds and ends with these words.
+    assert "a step costs" not in said and "Traceback" not in said
+    assert not socket.exists()
