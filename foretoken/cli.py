@@ -222,15 +222,25 @@ def drafter(
 def probe(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="unix:/path or host:port of a gRPC server.")],
     service: Annotated[
-        str, typer.Option(help="Full name of a service.", show_default="the server as a whole")
+        str,
+        typer.Option(
+            help="Full name of a service: is it ready?", show_default="none: does the server answer?", metavar="NAME"
+        ),
     ] = "",
 ) -> None:
-    """Exit with status 0 if grpc.health.v1 at ADDRESS calls the service SERVING, else with 1."""
+    """Exit with status 0 if a service is ready, as grpc.health.v1 at ADDRESS says, else with 1."""
     import asyncio
 
     from foretoken import probes
 
-    if not asyncio.run(probes.grpc_serving(address, service)):
+    async def ask() -> bool:
+        probe = probes.GrpcProbe(address, service)
+        try:
+            return await probe.is_ready()
+        finally:
+            await probe.close()
+
+    if not asyncio.run(ask()):
         say(f"{service or 'the server'} at {address} is not serving")
         raise typer.Exit(1)
 

@@ -80,7 +80,11 @@ class Deployment:
         return result.stdout
 
     def container(self, service: str) -> str:
-        return self.compose("ps", "-q", service).strip()
+        """Its id, whether it runs or not: the two versions of `compose ps` differ there."""
+        return docker(
+            *("ps", "-a", "-q", "--no-trunc", "--filter", f"label=com.docker.compose.project={self.project}"),
+            *("--filter", f"label=com.docker.compose.service={service}"),
+        )
 
     def inspect(self, service: str, template: str) -> str:
         return docker("inspect", "--format", template, self.container(service))
@@ -91,6 +95,10 @@ class Deployment:
     def wait_healthy(self) -> None:
         for service in SERVICES:
             wait_until(lambda name=service: self.is_healthy(name), f"{service} is healthy")
+
+    def kill(self, service: str) -> None:
+        """SIGKILL for the container. An engine takes it for the user's wish: the restart policy does not apply."""
+        docker("kill", "-s", "KILL", self.container(service))
 
     def crash(self, service: str) -> None:
         """SIGKILL for every process in the container but its init, which ends with them."""
@@ -105,6 +113,12 @@ class Deployment:
         except httpx.TransportError:
             return {}
         return answer
+
+    def num_requests(self) -> int:
+        """Requests in the gateway now."""
+        lines = httpx.get(f"{self.url}/metrics", trust_env=False).text.splitlines()
+        (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith("foretoken_gateway_num_requests{")]
+        return int(float(value))
 
     def drafter(self) -> dict[str, Any]:
         """What /ready says of the one drafter; empty while there is no verifier."""
@@ -121,7 +135,7 @@ class Deployment:
 
 @pytest.fixture(scope="session")
 def deployment() -> Iterator[Deployment]:
-    """Images built, nothing started; whatever is left at the end goes, logs to standard error if a test failed."""
+    """Images built, nothing started; whatever is left at the end goes."""
     check_engine()
     environment = dict(os.environ)
     environment |= {"COMPOSE_PROJECT_NAME": f"foretoken-test-{os.getpid()}"}

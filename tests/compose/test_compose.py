@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -14,17 +15,19 @@ from tests.compose.conftest import ROOT, SERVICES, Deployment, docker, wait_unti
 
 # Building the images is part of it.
 pytestmark = [pytest.mark.compose, pytest.mark.slow, pytest.mark.timeout(2400)]
-# The demo's longest context, so that the stream outlives what happens to it.
-LONG = {
+# Choices of nearly the demo's whole context: the stream outlives what happens to it.
+LONG: dict[str, Any] = {
     "model": "foretoken-demo",
     "prompt": "def read_json(path):\n",
     "max_tokens": 1800,
     "temperature": 0.8,
     "seed": 7,
     "ignore_eos": True,
+    "n": 4,
     "stream": True,
     "stream_options": {"include_usage": True},
 }
+EVENTS_BEFORE = 20
 
 
 @pytest.fixture(scope="module")
@@ -36,39 +39,53 @@ def up(deployment: Deployment) -> Iterator[Deployment]:
     deployment.compose("down", "--volumes")
 
 
-def stream(deployment: Deployment, salt: str, at_event: Callable[[], None] | None = None, event: int = 20) -> str:
-    """The text of LONG. ``at_event`` is called once, after so many events. ``salt``: nothing cached is used."""
-    text, usage, count = "", None, 0
-    with httpx.stream(
-        "POST", f"{deployment.url}/v1/completions", json=LONG | {"cache_salt": salt}, timeout=None, trust_env=False
-    ) as response:
+@dataclass(frozen=True)
+class Answer:
+    """The texts of LONG's choices, and how often one was resumed."""
+
+    texts: tuple[str, ...]
+    num_resumes: int
+
+
+def stream(deployment: Deployment, salt: str, interrupt: Callable[[], object] | None = None) -> Answer:
+    """LONG's answer. ``interrupt`` is called once, after some events. ``salt``: nothing that is cached is used."""
+    texts, usage, num_resumes, count = [""] * LONG["n"], None, 0, 0
+    url = f"{deployment.url}/v1/completions"
+    with httpx.stream("POST", url, json=LONG | {"cache_salt": salt}, timeout=None, trust_env=False) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             payload = line.removeprefix("data: ")
-            if payload == line or payload == "[DONE]":
+            if payload in (line, "[DONE]"):
                 continue
             message: dict[str, Any] = json.loads(payload)
             assert "error" not in message, message
-            text += "".join(choice["text"] for choice in message["choices"])
+            for choice in message["choices"]:
+                texts[choice["index"]] += choice["text"]
             usage = message.get("usage") or usage
+            figures = (message.get("metrics") or {}).get("speculative_decoding") or {}
+            num_resumes = max(num_resumes, figures.get("num_resumes", 0))
             count += 1
-            if count == event and at_event is not None:
-                at_event()
-    assert usage is not None and usage["completion_tokens"] == LONG["max_tokens"]
-    return text
+            if count == EVENTS_BEFORE and interrupt is not None:
+                interrupt()
+                # Else it came too late to prove anything.
+                assert deployment.num_requests() == 1
+    assert usage is not None and usage["completion_tokens"] == LONG["n"] * LONG["max_tokens"]
+    return Answer(tuple(texts), num_resumes)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(up: Deployment) -> str:
-    return stream(up, "undisturbed")
+def undisturbed(up: Deployment) -> tuple[str, ...]:
+    answer = stream(up, "undisturbed")
+    assert all(answer.texts) and answer.num_resumes == 0
+    return answer.texts
 
 
 def test_both_folders_mean_the_same_project(deployment: Deployment) -> None:
     assert deployment.compose("config") == deployment.compose("config", folder=ROOT / "docker")
 
 
-def test_the_text_comes_through_the_arena_of_the_other_container(up: Deployment, undisturbed: str) -> None:
-    assert undisturbed
+def test_the_text_comes_through_the_arena_of_the_other_container(up: Deployment, undisturbed: tuple[str, ...]) -> None:
+    assert len(undisturbed) == LONG["n"]
     assert up.drafter()["transport"] == "shared-memory"
     namespaces = {docker("exec", up.container(name), "readlink", "/proc/self/ns/pid") for name in SERVICES}
     assert len(namespaces) == 3
@@ -89,72 +106,71 @@ def test_containers_run_without_privileges(up: Deployment, service: str) -> None
 
 
 def test_the_plan_keeps_to_the_containers_memory(up: Deployment) -> None:
-    plan = docker("exec", up.container("verifier"), *"foretoken verifier /model --address unix:/x --dry-run".split())
+    plan = docker(
+        "exec", up.container("verifier"), *["foretoken", "verifier", "/model", "--address", "unix:/x", "--dry-run"]
+    )
     (available,) = [line.split()[1] for line in plan.splitlines() if line.split()[0] == "available"]
     assert float(available.replace(",", "")) < int(up.inspect("verifier", "{{.HostConfig.Memory}}")) / 2**20
 
 
-def test_a_drafter_container_killed_in_mid_stream_changes_nothing(up: Deployment, undisturbed: str) -> None:
+def test_a_drafter_container_killed_in_mid_stream_changes_nothing(up: Deployment, undisturbed: tuple[str, ...]) -> None:
     attaches = up.drafter()["num_attaches"]
-    assert stream(up, "drafter", lambda: docker_kill(up, "drafter")) == undisturbed
-    # An engine takes `docker kill` for the user's wish: the restart policy does not apply.
+    assert stream(up, "drafter killed", lambda: up.kill("drafter")) == Answer(undisturbed, 0)
     up.compose("up", "-d")
     up.wait_attached(more_than=attaches)
 
 
-def test_a_drafter_that_crashes_comes_back_by_itself(up: Deployment, undisturbed: str) -> None:
+def test_a_drafter_that_crashes_comes_back_by_itself(up: Deployment, undisturbed: tuple[str, ...]) -> None:
     attaches = up.drafter()["num_attaches"]
-    assert stream(up, "crash", lambda: up.crash("drafter")) == undisturbed
+    assert stream(up, "drafter crashed", lambda: up.crash("drafter")) == Answer(undisturbed, 0)
     up.wait_attached(more_than=attaches)
     up.wait_healthy()
 
 
-def test_a_verifier_that_crashes_in_mid_stream_resumes(up: Deployment, undisturbed: str) -> None:
-    def restarts() -> int:
-        return int(up.inspect("verifier", "{{.RestartCount}}"))
-
-    before = restarts()
-    assert stream(up, "verifier", lambda: up.crash("verifier")) == undisturbed
-    assert restarts() == before + 1
+def test_a_stream_is_resumed_on_a_verifier_that_crashed(up: Deployment, undisturbed: tuple[str, ...]) -> None:
+    assert stream(up, "verifier crashed", lambda: up.crash("verifier")) == Answer(undisturbed, 1)
+    assert up.inspect("verifier", "{{.RestartCount}}") == "1"
     up.wait_healthy()
     up.wait_attached()
 
 
-def test_a_verifier_container_killed_in_mid_stream_resumes_when_it_is_started(up: Deployment, undisturbed: str) -> None:
+def test_a_stream_waits_for_a_killed_verifier_container_to_be_started(
+    up: Deployment, undisturbed: tuple[str, ...]
+) -> None:
     def kill_and_start() -> None:
-        docker_kill(up, "verifier")
+        up.kill("verifier")
         up.compose("up", "-d")
 
-    assert stream(up, "killed", kill_and_start) == undisturbed
+    assert stream(up, "verifier killed", kill_and_start) == Answer(undisturbed, 1)
     up.wait_healthy()
     up.wait_attached()
 
 
-def test_it_starts_without_a_drafter(up: Deployment, undisturbed: str) -> None:
+def test_it_starts_without_a_drafter(up: Deployment, undisturbed: tuple[str, ...]) -> None:
     up.compose("stop")
-    assert {service: exit_code(up, service) for service in SERVICES} == dict.fromkeys(SERVICES, "0")
+    assert [up.inspect(service, "{{.State.ExitCode}}") for service in SERVICES] == ["0"] * len(SERVICES)
     up.compose("up", "-d", "gateway")
     wait_until(lambda: up.ready().get("status") == "ready", "gateway and verifier are ready")
     assert up.drafter()["state"] != "attached"
-    assert stream(up, "alone") == undisturbed
+    assert stream(up, "no drafter") == Answer(undisturbed, 0)
     up.compose("up", "-d")
     up.wait_attached()
 
 
-def test_a_running_stream_is_finished_by_a_stop(up: Deployment, undisturbed: str) -> None:
+def test_a_stop_lets_a_running_stream_finish(up: Deployment, undisturbed: tuple[str, ...]) -> None:
     up.wait_healthy()
-    stopped: list[str] = []
-    # SIGTERM and no wait: the stream goes on while its services drain.
-    text = stream(up, "stop", lambda: stopped.extend(docker("kill", "-s", "TERM", up.container(s)) for s in ORDER))
-    assert text == undisturbed
-    for service in ORDER:
-        wait_until(lambda name=service: up.inspect(name, "{{.State.Running}}") == "false", f"{service} has ended")
-    assert {service: exit_code(up, service) for service in ORDER} == dict.fromkeys(ORDER, "0")
+    stops: list[subprocess.Popen[bytes]] = []
+
+    def stop() -> None:
+        stops.append(subprocess.Popen([*up.command, "stop"], cwd=ROOT, env=up.environment))
+        # Readiness flips first.
+        wait_until(lambda: up.ready().get("status") != "ready", "the gateway drains")
+
+    assert stream(up, "stopped", stop) == Answer(undisturbed, 0)
+    assert stops[0].wait() == 0
+    assert [up.inspect(service, "{{.State.ExitCode}}") for service in SERVICES] == ["0"] * len(SERVICES)
     up.compose("up", "-d")
     up.wait_healthy()
-
-
-ORDER = ("gateway", "verifier")
 
 
 def test_down_leaves_only_the_volumes_until_they_are_asked_for(up: Deployment) -> None:
@@ -168,15 +184,3 @@ def test_down_leaves_only_the_volumes_until_they_are_asked_for(up: Deployment) -
     assert left("volume", "ls") == {"sockets", "verifier-kernels", "drafter-kernels"}
     up.compose("down", "--volumes")
     assert left("volume", "ls") == set()
-
-
-def docker_kill(deployment: Deployment, service: str) -> None:
-    docker("kill", "-s", "KILL", deployment.container(service))
-
-
-def exit_code(deployment: Deployment, service: str) -> str:
-    containers = docker(
-        *("ps", "-a", "-q", "--filter", f"label=com.docker.compose.project={deployment.project}"),
-        *("--filter", f"label=com.docker.compose.service={service}"),
-    )
-    return docker("inspect", "--format", "{{.State.ExitCode}}", containers)

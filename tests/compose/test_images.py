@@ -35,7 +35,9 @@ def test_a_name_that_is_no_dependency_is_refused() -> None:
 
 def test_docker_and_compose_have_the_same_defaults() -> None:
     lines = (ROOT / "docker" / "Dockerfile").read_text().splitlines()
-    defaults = dict(line.removeprefix("ARG ").split("=", 1) for line in lines if line.startswith("ARG ") and "=" in line)
+    defaults = dict(
+        line.removeprefix("ARG ").split("=", 1) for line in lines if line.startswith("ARG ") and "=" in line
+    )
     assert set(defaults) == {"BASE_IMAGE", "TORCH_INDEX"}
     for service in SERVICES.values():
         arguments = service["build"]["args"]

@@ -41,9 +41,10 @@ def test_the_status_is_that_of_the_service(tmp_path: Path, listen: str) -> None:
         try:
             refused = f"foretoken: {SERVICE} at {address} is not serving\n"
             assert await probe(address, "--service", SERVICE) == (1, refused)
+            # Not ready, but alive.
+            assert await probe(address) == (0, "")
             await health.mark(True)
             assert await probe(address, "--service", SERVICE) == (0, "")
-            assert await probe(address) == (0, "")
             assert (await probe(address, "--service", "foretoken.other.v1.OtherService"))[0] == 1
             await health.drain()
             assert await probe(address, "--service", SERVICE) == (1, refused)
