@@ -26,16 +26,19 @@ STUBS := -I. --python_out=. --pyi_out=. --grpc_python_out=.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test bench chaos lint format proto setup clean
+.PHONY: help serve test test-compose bench chaos lint format proto setup clean
 
 help: ## List the targets.
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 serve: $(CORE) ## Serve the demo model: REST on PORT, gRPC on GRPC_PORT.
 	@exec $(BIN)/foretoken serve $(MODEL) $(NAME) --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
 
 test: $(DEV) ## Run all tests.
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-compose: $(DEV) ## Build the images, run the containers, kill them.
+	@$(BIN)/python -m pytest --compose -rs tests/compose $(ARGS)
 
 bench: $(DEV) ## Measure speculative against plain decoding.
 	@$(BIN)/python -m benchmarks.run $(ARGS)

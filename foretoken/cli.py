@@ -219,6 +219,33 @@ def drafter(
 
 
 @app.command()
+def probe(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="unix:/path or host:port of a gRPC server.")],
+    service: Annotated[
+        str,
+        typer.Option(
+            help="Full name of a service: is it ready?", show_default="none: does the server answer?", metavar="NAME"
+        ),
+    ] = "",
+) -> None:
+    """Exit with status 0 if a service is ready, as grpc.health.v1 at ADDRESS says, else with 1."""
+    import asyncio
+
+    from foretoken import probes
+
+    async def ask() -> bool:
+        probe = probes.GrpcProbe(address, service)
+        try:
+            return await probe.is_ready()
+        finally:
+            await probe.close()
+
+    if not asyncio.run(ask()):
+        say(f"{service or 'the server'} at {address} is not serving")
+        raise typer.Exit(1)
+
+
+@app.command()
 def complete(
     prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
     url: Annotated[

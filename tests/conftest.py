@@ -1,11 +1,22 @@
-"""Tests marked `gpu` are skipped where there is no GPU; nothing else is ever skipped for lack of one."""
+"""Tests marked `gpu` are skipped where there is no GPU; nothing else is ever skipped for lack of one.
+
+Tests marked `compose` build images and run them, so they are skipped unless --compose asks for it.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--compose", action="store_true", help="run the tests that build and run containers")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--compose"):
+        for item in items:
+            if item.get_closest_marker("compose"):
+                item.add_marker(pytest.mark.skip(reason="builds images; run it with: make test-compose"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

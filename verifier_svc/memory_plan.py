@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
 from foretoken.errors import ConfigError
+from verifier_svc.available_memory import available_memory
 from verifier_svc.config import VerifierSettings
 
 # Share of the free memory that an unset cache size may take on a CPU, where other programs live too.
@@ -58,7 +57,7 @@ def make_plan(
 
     ``max_model_len``: tokens of context. A sequence also needs room for the tree behind its last token.
     """
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if settings.max_total_tokens and weights_bytes + settings.max_total_tokens * bytes_per_token > available:
         raise ConfigError(
             f"--max-total-tokens {settings.max_total_tokens} takes {_mib(settings.max_total_tokens * bytes_per_token)} "

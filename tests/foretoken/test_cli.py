@@ -323,7 +323,9 @@ def test_help_and_version() -> None:
     for arguments in ((), ("--help",)):
         result = foretoken(*arguments)
         assert result.returncode == 0
-        assert all(command in result.stdout for command in ("serve", "gateway", "verifier", "drafter", "complete"))
+        assert all(
+            command in result.stdout for command in ("serve", "gateway", "verifier", "drafter", "probe", "complete")
+        )
 
 
 def loaded_by(code: str) -> set[str]:

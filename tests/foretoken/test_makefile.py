@@ -109,6 +109,7 @@ def test_a_model_and_more_flags(checkout: Checkout) -> None:
     ("target", "tool"),
     [
         ("test", "python -m pytest"),
+        ("test-compose", "python -m pytest --compose"),
         ("bench", "python -m benchmarks.run"),
         ("chaos", "python -m tests.chaos --seconds 60 --seed 1"),
         ("format", "ruff format ."),
@@ -184,6 +185,18 @@ def test_an_unsuitable_python_is_one_line_that_says_what_to_do(
 
 def test_help_names_every_target(checkout: Checkout) -> None:
     text = checkout.make().stdout
-    for target in ("serve", "test", "bench", "chaos", "lint", "format", "proto", "setup", "clean", "help"):
+    for target in (
+        "serve",
+        "test",
+        "test-compose",
+        "bench",
+        "chaos",
+        "lint",
+        "format",
+        "proto",
+        "setup",
+        "clean",
+        "help",
+    ):
         assert f"make {target}" in text
     assert checkout.calls() == []

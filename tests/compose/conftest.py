@@ -1,0 +1,148 @@
+"""Containers for real: built, started and stopped with the Compose that is here. Only with --compose."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("gateway", "verifier", "drafter")
+# A bound on waiting that only something broken reaches.
+HANG_S = 240.0
+
+
+def compose_command() -> list[str]:
+    """Compose 2 if docker has it, else the program of version 1; skips the test where neither is."""
+    if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
+        return ["docker", "compose"]
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    pytest.skip("needs Docker Compose")
+
+
+def check_engine() -> None:
+    """Skips the test, with the engine's own words, where none answers."""
+    if shutil.which("docker") is None:
+        pytest.skip("needs a container engine: no docker here")
+    answer = subprocess.run(["docker", "version", "--format", "{{.Server.Version}}"], capture_output=True, text=True)
+    if answer.returncode != 0:
+        pytest.skip(f"needs a container engine: {answer.stderr.strip()}")
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {HANG_S:g} s: {what}"
+        time.sleep(0.2)
+
+
+def docker(*arguments: str) -> str:
+    return subprocess.run(["docker", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A project of its own: `docker compose` with no flag, at the repository root or in docker/."""
+
+    command: list[str]
+    environment: dict[str, str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.environment['PORT']}"
+
+    @property
+    def project(self) -> str:
+        return self.environment["COMPOSE_PROJECT_NAME"]
+
+    def compose(self, *arguments: str, folder: Path = ROOT) -> str:
+        """Its standard output. A failure shows all that it wrote."""
+        result = subprocess.run(
+            [*self.command, *arguments], cwd=folder, env=self.environment, capture_output=True, text=True
+        )
+        assert result.returncode == 0, f"{arguments}: {result.stdout}\n{result.stderr}"
+        return result.stdout
+
+    def container(self, service: str) -> str:
+        """Its id, whether it runs or not: the two versions of `compose ps` differ there."""
+        return docker(
+            *("ps", "-a", "-q", "--no-trunc", "--filter", f"label=com.docker.compose.project={self.project}"),
+            *("--filter", f"label=com.docker.compose.service={service}"),
+        )
+
+    def inspect(self, service: str, template: str) -> str:
+        return docker("inspect", "--format", template, self.container(service))
+
+    def is_healthy(self, service: str) -> bool:
+        return self.inspect(service, "{{.State.Running}} {{.State.Health.Status}}") == "true healthy"
+
+    def wait_healthy(self) -> None:
+        for service in SERVICES:
+            wait_until(lambda name=service: self.is_healthy(name), f"{service} is healthy")
+
+    def kill(self, service: str) -> None:
+        """SIGKILL for the container. An engine takes it for the user's wish: the restart policy does not apply."""
+        docker("kill", "-s", "KILL", self.container(service))
+
+    def crash(self, service: str) -> None:
+        """SIGKILL for every process in the container but its init, which ends with them."""
+        subprocess.run(
+            ["docker", "exec", self.container(service), "sh", "-c", "kill -9 -1"], check=False, capture_output=True
+        )
+
+    def ready(self) -> dict[str, Any]:
+        """The answer of /ready, empty while nothing listens."""
+        try:
+            answer: dict[str, Any] = httpx.get(f"{self.url}/ready", trust_env=False).json()
+        except httpx.TransportError:
+            return {}
+        return answer
+
+    def num_requests(self) -> int:
+        """Requests in the gateway now."""
+        lines = httpx.get(f"{self.url}/metrics", trust_env=False).text.splitlines()
+        (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith("foretoken_gateway_num_requests{")]
+        return int(float(value))
+
+    def drafter(self) -> dict[str, Any]:
+        """What /ready says of the one drafter; empty while there is no verifier."""
+        drafters: list[dict[str, Any]] = self.ready().get("drafters", [])
+        return drafters[0] if drafters else {}
+
+    def wait_attached(self, *, more_than: int = 0) -> None:
+        def attached() -> bool:
+            drafter = self.drafter()
+            return drafter.get("state") == "attached" and drafter["num_attaches"] > more_than
+
+        wait_until(attached, "the drafter is attached")
+
+
+@pytest.fixture(scope="session")
+def deployment() -> Iterator[Deployment]:
+    """Images built, nothing started; whatever is left at the end goes."""
+    check_engine()
+    environment = dict(os.environ)
+    environment |= {"COMPOSE_PROJECT_NAME": f"foretoken-test-{os.getpid()}"}
+    environment |= {"PORT": free_port(), "GRPC_PORT": free_port()}
+    deployment = Deployment(compose_command(), environment)
+    deployment.compose("build")
+    try:
+        yield deployment
+    finally:
+        deployment.compose("down", "--volumes", "--timeout", "5")
