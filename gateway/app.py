@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,8 +19,6 @@ from gateway.messages import VerifierInfo
 from gateway.openai_api import openai_router
 from gateway.openai_request import ChatFields, CompletionFields
 from gateway.tokenize_api import tokenize_router
-
-logger = logging.getLogger(__name__)
 
 
 def create_app(core: GatewayCore) -> FastAPI:
@@ -76,7 +73,8 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
     @app.get("/metrics", tags=["Operation"])
     async def metrics() -> Response:
         """Prometheus' text format; the verifier's figures are fetched now."""
-        return Response(core.metrics.render(await _fresh_info(core)), media_type=telemetry.EXPOSITION_TYPE)
+        infos = {core.settings.verifier: await _fresh_info(core)}
+        return Response(await core.metrics.render(infos), media_type=telemetry.EXPOSITION_TYPE)
 
 
 async def _fresh_info(core: GatewayCore) -> VerifierInfo | None:
@@ -94,16 +92,7 @@ def _drafters(info: VerifierInfo) -> list[dict[str, Any]]:
 def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
     @app.exception_handler(ForetokenError)
     async def foretoken_error(request: Request, error: ForetokenError) -> Response:
-        core.reject(error)
-        logger.info(
-            "request refused",
-            extra={
-                "api": request.url.path,
-                "client_request_id": http.client_id(request),
-                "outcome": error.status.name.lower(),
-                "field": error.field,
-            },
-        )
+        core.reject(error, api=request.url.path, client_id=http.client_id(request), trace=http.trace_context(request))
         return http.error_response(error)
 
     @app.exception_handler(HTTPException)

@@ -20,6 +20,7 @@ from foretoken.limits import ModelLimits
 from foretoken.models.config import load_config
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.models.weights import Checkpoint
+from foretoken.tracing import make_tracer
 from protos import verifier_pb2_grpc
 from verifier_svc import verify
 from verifier_svc.block_manager import BlockManager
@@ -181,6 +182,7 @@ def run(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] |
 
 
 async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None) -> None:
+    tracer = make_tracer(settings.otlp_traces_endpoint, "verifier")
     server = rpc.async_server()
     health = rpc.Health(server, (SERVICE_NAME,))
     await health.mark(False)
@@ -191,7 +193,7 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
         try:
             verifier = await asyncio.to_thread(build, settings, in_process_drafters)
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(
-                VerifierService(verifier.engine, verifier.info), server
+                VerifierService(verifier.engine, verifier.info, tracer), server
             )
             # What start-up made stays: a collection in the middle of a step then walks over little.
             gc.collect()
@@ -209,6 +211,8 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             rpc.remove_socket(settings.address)
             if verifier is not None:
                 await asyncio.to_thread(verifier.close)
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
 
 async def _watch(engine: Engine, stop: asyncio.Event) -> None:

@@ -38,6 +38,9 @@ class DrafterCounters:
     num_accepted_tokens: int = 0
     num_rejected_drafts: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    # Requests that a step waited for, and seconds of these waits.
+    num_awaited: int = 0
+    wait_seconds: float = 0.0
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """One row's verified tree."""
@@ -307,7 +310,11 @@ class Speculator:
         except TransportClosedError as error:
             posted.source.report_failure(str(error))
             return None
-        self._wait_s += WAIT_SMOOTHING * (self._clock() - began - self._wait_s)
+        waited = self._clock() - began
+        self._wait_s += WAIT_SMOOTHING * (waited - self._wait_s)
+        counters = self.counters[posted.source.name]
+        counters.num_awaited += 1
+        counters.wait_seconds += waited
         if batch is None:
             posted.source.report_failure(f"no draft within {self._timeout_s * 1e3:.0f} ms")
         return batch

@@ -46,7 +46,10 @@ async def test_not_ready_without_a_verifier(settings: GatewaySettings) -> None:
         for answer in (await client.get("/v1/models"), await client.post(URL, json={"prompt": "a"})):
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert (await client.get("/version")).json()["verifier"] is None
-        assert 'foretoken_verifier_up{model_name="tiny"} 0.0' in (await client.get("/metrics")).text
+        assert (
+            f'foretoken_verifier_up{{model_name="tiny",verifier="{settings.verifier}"}} 0.0'
+            in (await client.get("/metrics")).text
+        )
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
