@@ -21,7 +21,7 @@ from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.core import GatewayCore
 from gateway.grpc_api import SERVICE_NAME, GatewayServicer
-from gateway.sockets import BACKLOG, bracketed, listen
+from gateway.sockets import BACKLOG, bracketed, hold, listen
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_client import VerifierClient
 from gateway.worker_metrics import serve_text, totals_of_all_workers
@@ -62,6 +62,10 @@ class Gateway:
             # The port first: the commonest mistake shows before the tokenizer is loaded.
             is_worker = settings.worker_socket is not None
             listener = stack.enter_context(listen(settings.host, settings.port, reuse_port=is_worker))
+            if not is_worker:
+                # Found taken by gRPC itself, it would be several lines.
+                with hold(settings.host, settings.grpc_port, "--grpc-port"):
+                    pass
             tracer = make_tracer(settings.otlp_traces_endpoint, "gateway")
             if tracer is not None:
                 stack.push_async_callback(asyncio.to_thread, tracer.close)

@@ -12,6 +12,7 @@ import pytest
 
 from foretoken import rpc
 from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES, ModelLimits
+from foretoken.tracing import Tracer
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.support.engine_harness import Harness
 from tests.support.hash_target import HashTarget
@@ -28,7 +29,7 @@ def run(scenario: Callable[[Stub, Harness], Awaitable[None]], **options: object)
 
 
 async def _run(scenario: Callable[[Stub, Harness], Awaitable[None]], options: dict[str, object]) -> None:
-    async with _served(options) as (stub, harness):
+    async with served(options) as (stub, harness):
         await asyncio.wait_for(scenario(stub, harness), 120)
         # Whatever happened, every page comes back.
         await until(lambda: harness.engine.is_idle)
@@ -37,7 +38,7 @@ async def _run(scenario: Callable[[Stub, Harness], Awaitable[None]], options: di
 
 
 @contextlib.asynccontextmanager
-async def _served(options: dict[str, object]) -> AsyncIterator[tuple[Stub, Harness]]:
+async def served(options: dict[str, object], tracer: Tracer | None = None) -> AsyncIterator[tuple[Stub, Harness]]:
     harness = Harness(
         HashTarget(VOCAB, 200, 4),
         vocab_size=VOCAB,
@@ -58,7 +59,7 @@ async def _served(options: dict[str, object]) -> AsyncIterator[tuple[Stub, Harne
         speculative_max_batch_size=0,
     )
     server = rpc.async_server()
-    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierService(harness.engine, info), server)
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierService(harness.engine, info, tracer), server)
     port = rpc.bind(server, "127.0.0.1:0")
     harness.engine.start()
     await server.start()
