@@ -7,7 +7,9 @@ OpenTelemetry's GenAI conventions, which are still in development: they stand he
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -17,7 +19,10 @@ from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span as OtelSpan
+
+logger = logging.getLogger(__name__)
 
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
@@ -52,7 +57,7 @@ Value = str | int | float | bool | list[str]
 Attributes = Mapping[str, Value]
 
 # What a stop waits for a collector that does not take the last spans.
-FLUSH_TIMEOUT_MS = 2_000
+FLUSH_TIMEOUT_S = 2.0
 MAX_TRACESTATE_CHARS = 512
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -99,10 +104,12 @@ class Span:
 class Tracer:
     """Makes the spans of one service."""
 
-    def __init__(self, provider: TracerProvider) -> None:
+    def __init__(self, provider: TracerProvider, exporter: SpanExporter) -> None:
+        """``exporter``: what the provider sends spans to."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
+        self._exporter = exporter
         self._tracer = provider.get_tracer("foretoken", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
@@ -133,9 +140,14 @@ class Tracer:
         return Span(span, TraceContext(own["traceparent"], own.get("tracestate")))
 
     def close(self) -> None:
-        """Send what is left, for FLUSH_TIMEOUT_MS at most."""
-        self._provider.force_flush(FLUSH_TIMEOUT_MS)
-        self._provider.shutdown()
+        """Send what is left, for FLUSH_TIMEOUT_S at most. Blocks."""
+        # The library's own flush has no bound: it tries each batch again and again.
+        closing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        closing.start()
+        closing.join(FLUSH_TIMEOUT_S)
+        if closing.is_alive():
+            logger.warning("the collector did not take the last spans")
+            self._exporter.shutdown()
 
 
 def make_tracer(endpoint: str | None, service: str) -> Tracer | None:
@@ -160,5 +172,6 @@ def make_tracer(endpoint: str | None, service: str) -> Tracer | None:
 
     resource = Resource.create({"service.name": f"foretoken-{service}", "service.version": __version__})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
-    return Tracer(provider)
+    exporter = OTLPSpanExporter(endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracer(provider, exporter)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import grpc
 import pytest
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace.export import SpanExportResult
 
+from foretoken import tracing
 from foretoken.errors import ConfigError
 from foretoken.tracing import make_tracer, trace_context
 from gateway.config import GatewaySettings
@@ -47,13 +51,17 @@ async def test_without_an_endpoint_context_passes_through(stack: Stack, caplog: 
 
 @pytest.mark.anyio
 async def test_each_request_is_one_span_and_the_verifiers_parent(
-    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
+    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG)
+
     async def play(player: Player) -> None:
         if list(player.sequence.prompt_token_ids) == [9]:
             player.error(grpc.StatusCode.INTERNAL, "boom")
-        else:
+        elif list(player.sequence.prompt_token_ids) == [5, 6, 7]:
             await steps([65, 66], [67])(player)
+        else:
+            await steps(tokenizer.encode("a secret answer"))(player)
 
     with collecting() as collector:
         traced = settings.model_copy(update={"otlp_traces_endpoint": collector.endpoint})
@@ -62,9 +70,9 @@ async def test_each_request_is_one_span_and_the_verifiers_parent(
             await requests(stack)
             submitted = {tuple(sequence.prompt_token_ids): sequence for sequence in stack.verifier.submitted}
         # Leaving it has sent all that was left.
-        spans = collector.spans(5)
+        spans = collector.spans(6)
     by_id = {span.attributes.get("foretoken.client_request_id", ""): span for span in spans}
-    assert len(spans) == len(by_id) == 5
+    assert len(spans) == len(by_id) == 6
     assert {(span.service, span.kind) for span in spans} == {("foretoken-gateway", SERVER)}
     check_completion(by_id["mine"])
     assert submitted[5, 6, 7].traceparent == f"00-{TRACE}-{by_id['mine'].span_id}-01"
@@ -76,8 +84,9 @@ async def test_each_request_is_one_span_and_the_verifiers_parent(
     assert (by_id["refused"].is_error, by_id["refused"].attributes["error.type"]) == (True, "invalid_argument")
     assert by_id["refused"].parent_id == PARENT
     assert (by_id["failed"].is_error, by_id["failed"].attributes["error.type"]) == (True, "internal")
-    # No text of anybody's, in whatever attribute.
+    # No text of anybody's, in whatever attribute or field.
     assert "secret" not in repr(spans)
+    assert not [record for record in caplog.records if "secret" in repr(vars(record))]
 
 
 async def requests(stack: Stack) -> None:
@@ -89,6 +98,7 @@ async def requests(stack: Stack) -> None:
     assert (await stack.http.post(url, json={"prompt": "secret", "n": -1}, headers=refused)).status_code == 400
     failed = {**HEADERS, "x-request-id": "failed"}
     assert (await stack.http.post(url, json={"prompt": [9]}, headers=failed)).status_code == 500
+    assert "secret" in (await stack.http.post(url, json={"prompt": "secret"}, headers={"x-request-id": "told"})).text
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
         call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(
             gateway_pb2.GenerateRequest(text="secret", request_id="grpc"),
@@ -161,14 +171,23 @@ async def test_each_request_ends_in_one_line_and_one_count(stack: Stack, caplog:
 OUTCOMES = ("ok", "resource_exhausted", "internal", "invalid_argument")
 
 
-@pytest.mark.anyio
-async def test_a_collector_that_is_not_there_costs_nothing_but_its_spans(
-    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    with collecting() as collector:
-        gone = settings.model_copy(update={"otlp_traces_endpoint": collector.endpoint})
-    async for stack in run_stack(gone, tokenizer, tmp_path / "v.sock"):
-        assert (await stack.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+def test_a_collector_that_takes_nothing_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own flush waits for as long as the exporter tries."""
+    called, release = threading.Event(), threading.Event()
+
+    def export(self: OTLPSpanExporter, spans: object) -> SpanExportResult:
+        called.set()
+        release.wait()
+        return SpanExportResult.FAILURE
+
+    monkeypatch.setattr(OTLPSpanExporter, "export", export)
+    monkeypatch.setattr(tracing, "FLUSH_TIMEOUT_S", 0.1)
+    tracer = make_tracer("http://127.0.0.1:9", "gateway")
+    assert tracer is not None
+    tracer.start("span", None, {}, kind="server").end({})
+    tracer.close()
+    assert called.is_set()
+    release.set()
 
 
 def test_headers_that_are_not_well_formed_are_no_context() -> None:

@@ -250,8 +250,9 @@ def test_heartbeats_come_without_events() -> None:
 
 def test_get_info_has_the_figures_of_the_moment() -> None:
     async def scenario(stub: Stub, harness: Harness) -> None:
-        async for _ in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence())):
-            pass
+        async for event in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence())):
+            last = event
+        assert last.finished.prefill_ms > 0 and last.finished.decode_ms > 0
         info = await stub.GetInfo(verifier_pb2.GetInfoRequest())
         assert (info.model_name, info.vocab_size, info.max_model_len) == ("hash", VOCAB, CONTEXT)
         assert info.num_generated_tokens == 8
