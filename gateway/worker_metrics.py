@@ -24,6 +24,7 @@ TOTALS_SOCKET = "totals.sock"
 WORKER_TIMEOUT_S = 1.0
 # The parent asks all workers at once, one of which may have stopped.
 TOTALS_TIMEOUT_S = 2 * WORKER_TIMEOUT_S
+_TEXT_PLEASE, _ARE_YOU_THERE = b"text\n", b"alive\n"
 # Drawn anew by each process: a process id may come again.
 _PROCESS = f"{os.getpid()}-{secrets.token_hex(8)}"
 
@@ -35,11 +36,12 @@ def worker_socket(folder: Path, number: int) -> Path:
 
 @contextlib.asynccontextmanager
 async def serve_text(path: Path, text: Callable[[], Awaitable[bytes]]) -> AsyncIterator[None]:
-    """Answer each connection to ``path`` with a line that names this process, then what ``text`` gives."""
+    """Answer each connection to ``path``: a line that names this process, then ``text`` for one that asks for it."""
 
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            writer.write(_PROCESS.encode() + b"\n" + await text())
+            wanted = await reader.readline() == _TEXT_PLEASE
+            writer.write(_PROCESS.encode() + b"\n" + (await text() if wanted else b""))
             await writer.drain()
         except ConnectionError:
             logger.debug("a reader of %s went away", path)
@@ -53,12 +55,13 @@ async def serve_text(path: Path, text: Callable[[], Awaitable[bytes]]) -> AsyncI
     path.unlink(missing_ok=True)
 
 
-async def fetch_text(path: Path, timeout_s: float) -> tuple[str, str] | None:
+async def fetch_text(path: Path, timeout_s: float, request: bytes = _TEXT_PLEASE) -> tuple[str, str] | None:
     """What is served at ``path``: the process's name and the text. None if nobody answers in time."""
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(path)
             try:
+                writer.write(request)
                 process, _, text = (await reader.read()).decode().partition("\n")
             finally:
                 writer.close()
@@ -67,9 +70,23 @@ async def fetch_text(path: Path, timeout_s: float) -> tuple[str, str] | None:
     return (process, text) if process else None
 
 
-async def is_serving(path: Path) -> bool:
-    """Whether a worker answers at ``path``."""
-    return await fetch_text(path, WORKER_TIMEOUT_S) is not None
+class WorkerProbe:
+    """How the supervisor asks one worker. It is ready as soon as it listens, whether or not a verifier is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def __call__(self) -> bool:
+        return await self.is_ready()
+
+    async def is_ready(self) -> bool:
+        return await self.is_alive()
+
+    async def is_alive(self) -> bool:
+        return await fetch_text(self._path, WORKER_TIMEOUT_S, _ARE_YOU_THERE) is not None
+
+    async def close(self) -> None:
+        """Nothing stays open between two questions."""
 
 
 async def totals_of_all_workers(folder: Path) -> list[Family]:

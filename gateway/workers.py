@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -22,7 +21,7 @@ from foretoken.runtime_folder import runtime_folder
 from foretoken.supervisor import Service, Supervisor
 from gateway.config import GatewaySettings
 from gateway.sockets import hold
-from gateway.worker_metrics import TOTALS_SOCKET, WorkerTotals, is_serving, serve_text, worker_socket
+from gateway.worker_metrics import TOTALS_SOCKET, WorkerProbe, WorkerTotals, serve_text, worker_socket
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ async def _run(settings: GatewaySettings, folder: Path, extra: Sequence[str]) ->
         Service(
             f"gateway worker {number}",
             stack.command("gateway", settings.model_copy(update={"worker_socket": path}), extra),
-            functools.partial(is_serving, path),
+            WorkerProbe(path),
             settings.drain_timeout_s + STOP_GRACE_S,
         )
         for number, path in enumerate(paths)
