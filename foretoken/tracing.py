@@ -57,7 +57,7 @@ Value = str | int | float | bool | list[str]
 Attributes = Mapping[str, Value]
 
 # What a stop waits for a collector that does not take the last spans.
-FLUSH_TIMEOUT_S = 2.0
+FLUSH_TIMEOUT_S = 1.0
 MAX_TRACESTATE_CHARS = 512
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 

@@ -26,7 +26,7 @@ from gateway.worker_metrics import TOTALS_SOCKET, WorkerProbe, WorkerTotals, ser
 logger = logging.getLogger(__name__)
 
 # From SIGTERM to SIGKILL, beyond the drain.
-STOP_GRACE_S = 3.0
+STOP_GRACE_S = 2.5
 
 
 def run(settings: GatewaySettings, extra: Sequence[str] = ()) -> int:

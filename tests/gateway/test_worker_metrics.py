@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 async def worker(path: Path, process: str, num_tokens: int, num_inside: int) -> AsyncIterator[None]:
     """A worker process that has counted so much."""
     text = (
-        f"# TYPE foretoken_tokens counter\nforetoken_tokens_total {num_tokens}\n"
+        f"# TYPE foretoken_tokens_total counter\nforetoken_tokens_total {num_tokens}\n"
         f"# TYPE foretoken_inside gauge\nforetoken_inside {num_inside}\n"
     )
 

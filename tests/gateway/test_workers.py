@@ -233,6 +233,14 @@ async def test_a_second_gateway_on_either_port_is_told_so(settings: GatewaySetti
         assert await workers.post() == 200
 
 
+async def test_workers_that_refuse_their_settings_end_the_parent(settings: GatewaySettings, tmp_path: Path) -> None:
+    process = start(settings.model_copy(update={"gateway_workers": 2, "model": tmp_path}))
+    _, errors = await asyncio.to_thread(process.communicate)
+    assert process.returncode == 2
+    assert {line.partition(":")[0] for line in errors.decode().splitlines()} == {"foretoken"}
+    assert "tokenizer.json" in errors.decode() and "Traceback" not in errors.decode()
+
+
 async def test_sigkill_of_the_parent_leaves_nothing(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
     async with running(settings, tokenizer) as workers:
         processes = workers.processes()
