@@ -78,6 +78,9 @@ def serve(
     request_timeout_s: flags.RequestTimeout = None,
     resume_attempts: flags.ResumeAttempts = None,
     verifier_wait_s: flags.VerifierWait = None,
+    gateway_workers: flags.GatewayWorkers = None,
+    vllm_metric_names: flags.VllmMetricNames = False,
+    otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
     dtype: flags.Dtype = None,
     threads: flags.Threads = None,
     context_length: flags.ContextLength = None,
@@ -128,14 +131,23 @@ def gateway(
     speculative_metrics: flags.SpeculativeMetrics = None,
     max_concurrent_requests: flags.MaxConcurrentRequests = None,
     drain_timeout_s: flags.DrainTimeout = None,
+    gateway_workers: flags.GatewayWorkers = None,
+    worker_socket: flags.WorkerSocket = None,
+    vllm_metric_names: flags.VllmMetricNames = False,
+    otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
     log_level: flags.LogLevel = "info",
 ) -> None:
     """Start one gateway: text in, text out, over REST and gRPC. MODEL holds its tokenizer."""
     settings = _gateway_settings(context, _checkpoint(context), verifiers)
     from foretoken.telemetry import configure_logging
-    from gateway import server
 
     configure_logging("gateway", log_level)
+    if settings.gateway_workers > 1 and settings.worker_socket is None:
+        from gateway import workers
+
+        raise typer.Exit(workers.run(settings, ("--log-level", log_level)))
+    from gateway import server
+
     server.run(settings)
 
 
@@ -161,6 +173,7 @@ def verifier(
     draft_timeout_ms: flags.DraftTimeoutMs = None,
     drain_timeout_s: flags.DrainTimeout = None,
     drafter_placement: flags.DrafterPlacement = "process",
+    otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
     ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
     ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
     ngram_min_bfs_breadth: flags.NgramMinBfsBreadth = None,

@@ -28,6 +28,8 @@ class ForetokenError(Exception):
         super().__init__(message)
         self.message = message
         self.field = field
+        # Whether the end of the request that failed with it has been counted and logged.
+        self.is_reported = False
 
     @property
     def code(self) -> int:

@@ -69,6 +69,24 @@ DrainTimeout = Annotated[
     float | None,
     typer.Option("--drain-timeout", help="Seconds that running streams may go on after SIGTERM.", show_default="20"),
 ]
+GatewayWorkers = Annotated[
+    int | None,
+    typer.Option(help="Gateway processes that share the ports.", show_default="1"),
+]
+WorkerSocket = Annotated[str | None, typer.Option(hidden=True)]
+VllmMetricNames = Annotated[
+    bool,
+    typer.Option("--vllm-metric-names", help="Metrics that vLLM has too appear under its names as well."),
+]
+OtlpTracesEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        help="Send spans to this OpenTelemetry collector: http://host:4317 (OTLP over gRPC).",
+        show_default="no spans",
+    ),
+]
 
 # The model and its engine.
 Dtype = Annotated[

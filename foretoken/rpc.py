@@ -80,9 +80,13 @@ def sync_channel(address: str) -> grpc.Channel:
     return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
-def async_server() -> grpc.aio.Server:
-    """A server whose handlers may raise ForetokenError: the caller gets its status, message and field."""
-    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(ErrorInterceptor(),))
+def async_server(*, reuse_port: bool = False) -> grpc.aio.Server:
+    """A server whose handlers may raise ForetokenError: the caller gets its status, message and field.
+
+    ``reuse_port``: processes of one user that all say so share a port.
+    """
+    options = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
+    return grpc.aio.server(options=tuple(options.items()), interceptors=(ErrorInterceptor(),))
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:

@@ -15,15 +15,20 @@ from typing import Protocol
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.parser import text_string_to_metric_families
 
 PREFIX = "foretoken_"
+VLLM_PREFIX = "vllm:"
+VERIFIER_LABEL, DRAFTER_LABEL = "verifier", "drafter"
 EXPOSITION_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 Labels = Mapping[str, str]
 # Values of one metric at scrape time, one for each set of labels.
 Samples = Callable[[], Iterable[tuple[float, Labels]]]
+# One metric with its samples.
+Family = Metric
 
 _STANDARD_LOG_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -53,7 +58,11 @@ class _BoundHistogram:
 
 
 class MetricRegistry:
-    """The metrics of one service; several may live in one process."""
+    """The metrics of one service; several may live in one process.
+
+    Every metric is declared once. ``vllm=True`` says that vLLM has one of the same name and meaning:
+    ``with_vllm_names`` can show its samples under that name too.
+    """
 
     def __init__(self, service: str, common: Labels) -> None:
         """``common``: labels of every sample, such as ``model_name``."""
@@ -64,37 +73,127 @@ class MetricRegistry:
         )
         self._provider = MeterProvider(metric_readers=[self._reader], shutdown_on_exit=False)
         self._meter = self._provider.get_meter(f"foretoken.{service}")
+        # Families that vLLM has too, by our names.
+        self.in_vllm: set[str] = set()
 
-    def counter(self, name: str, description: str) -> Counter:
-        return _BoundCounter(self._meter.create_counter(PREFIX + name, description=description), self._common)
+    def counter(self, name: str, description: str, *, vllm: bool = False) -> Counter:
+        instrument = self._meter.create_counter(self._declared(name, vllm), description=description)
+        return _BoundCounter(instrument, self._common)
 
-    def histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
+    def histogram(self, name: str, description: str, buckets: Sequence[float], *, vllm: bool = False) -> Histogram:
         """``buckets``: upper bounds, without infinity."""
         instrument = self._meter.create_histogram(
-            PREFIX + name, description=description, explicit_bucket_boundaries_advisory=buckets
+            self._declared(name, vllm), description=description, explicit_bucket_boundaries_advisory=buckets
         )
         return _BoundHistogram(instrument, self._common)
 
-    def observed_counter(self, name: str, description: str, samples: Samples) -> None:
+    def observed_counter(self, name: str, description: str, samples: Samples, *, vllm: bool = False) -> None:
         """A counter that somebody else counts: ``samples`` is called at each scrape."""
-        self._meter.create_observable_counter(PREFIX + name, [self._callback(samples)], description=description)
+        self._meter.create_observable_counter(
+            self._declared(name, vllm), [self._callback(samples)], description=description
+        )
 
-    def observed_gauge(self, name: str, description: str, samples: Samples) -> None:
+    def observed_gauge(self, name: str, description: str, samples: Samples, *, vllm: bool = False) -> None:
         """A gauge that is read at each scrape."""
-        self._meter.create_observable_gauge(PREFIX + name, [self._callback(samples)], description=description)
+        self._meter.create_observable_gauge(
+            self._declared(name, vllm), [self._callback(samples)], description=description
+        )
+
+    def families(self) -> list[Family]:
+        """All metrics as of now."""
+        return list(self._registry.collect())
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return render(self.families())
 
     def close(self) -> None:
         self._provider.shutdown()
+
+    def _declared(self, name: str, vllm: bool) -> str:
+        if vllm:
+            self.in_vllm.add(PREFIX + name)
+        return PREFIX + name
 
     def _callback(self, samples: Samples) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
             return [Observation(value, {**self._common, **labels}) for value, labels in samples()]
 
         return observe
+
+
+class _Collected:
+    """What prometheus_client takes for a registry."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def render(families: Iterable[Family]) -> bytes:
+    """Prometheus' text format."""
+    return generate_latest(_Collected(families))
+
+
+def parse(text: str) -> list[Family]:
+    """What ``render`` wrote."""
+    return list(text_string_to_metric_families(text))
+
+
+def counts(families: Iterable[Family]) -> list[Family]:
+    """The families that only grow: counters and histograms."""
+    return [family for family in families if family.type in ("counter", "histogram")]
+
+
+def add_up(parts: Iterable[Iterable[Family]]) -> list[Family]:
+    """The sum over several processes: samples of the same name and labels are added."""
+    return [_merged(first.name, first, same) for first, same in _by_name(parts)]
+
+
+def with_vllm_names(families: Iterable[Family], in_vllm: Iterable[str]) -> list[Family]:
+    """``families``, then those named in ``in_vllm`` again as vLLM calls them.
+
+    Samples get vLLM's label ``engine``, the number of the verifier, and are summed over drafters, which vLLM has not.
+    """
+    families, names = list(families), frozenset(in_vllm)
+    verifiers = {s.labels[VERIFIER_LABEL] for f in families for s in f.samples if VERIFIER_LABEL in s.labels}
+    engines = {verifier: str(number) for number, verifier in enumerate(sorted(verifiers))}
+
+    def relabel(labels: Labels) -> dict[str, str]:
+        kept = {key: value for key, value in labels.items() if key not in (VERIFIER_LABEL, DRAFTER_LABEL)}
+        return kept | {"engine": engines.get(labels.get(VERIFIER_LABEL, ""), "0")}
+
+    copies = [
+        _merged(VLLM_PREFIX + family.name.removeprefix(PREFIX), family, [family], relabel)
+        for family in families
+        if family.name in names
+    ]
+    return families + copies
+
+
+def _by_name(parts: Iterable[Iterable[Family]]) -> list[tuple[Family, list[Family]]]:
+    groups: dict[str, list[Family]] = {}
+    for part in parts:
+        for family in part:
+            groups.setdefault(family.name, []).append(family)
+    return [(group[0], group) for group in groups.values()]
+
+
+def _merged(
+    name: str, kind: Family, families: Iterable[Family], relabel: Callable[[Labels], dict[str, str]] = dict
+) -> Family:
+    """One family called ``name`` of the samples of all, those that have the same labels in the end added up."""
+    totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for family in families:
+        for sample in family.samples:
+            key = (name + sample.name.removeprefix(family.name), tuple(sorted(relabel(sample.labels).items())))
+            totals[key] = totals.get(key, 0.0) + sample.value
+    merged = Metric(name, kind.documentation, kind.type)
+    for (sample_name, labels), value in totals.items():
+        merged.add_sample(sample_name, dict(labels), value)
+    return merged
 
 
 class JsonFormatter(logging.Formatter):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,8 +18,6 @@ from gateway.messages import VerifierInfo
 from gateway.openai_api import openai_router
 from gateway.openai_request import ChatFields, CompletionFields
 from gateway.tokenize_api import tokenize_router
-
-logger = logging.getLogger(__name__)
 
 
 def create_app(core: GatewayCore) -> FastAPI:
@@ -73,7 +70,7 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
     async def metrics() -> Response:
         """Prometheus' text format; the verifiers' figures are fetched now."""
         infos = await core.verifiers.fetch_infos()
-        return Response(core.metrics.render(infos), media_type=telemetry.EXPOSITION_TYPE)
+        return Response(await core.metrics.render(infos), media_type=telemetry.EXPOSITION_TYPE)
 
 
 def _verifier(address: str, info: VerifierInfo | None) -> dict[str, Any]:
@@ -91,16 +88,7 @@ def _drafters(info: VerifierInfo | None) -> list[dict[str, Any]]:
 def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
     @app.exception_handler(ForetokenError)
     async def foretoken_error(request: Request, error: ForetokenError) -> Response:
-        core.reject(error)
-        logger.info(
-            "request refused",
-            extra={
-                "api": request.url.path,
-                "client_request_id": http.client_id(request),
-                "outcome": error.status.name.lower(),
-                "field": error.field,
-            },
-        )
+        core.reject(error, api=request.url.path, client_id=http.client_id(request), trace=http.trace_context(request))
         return http.error_response(error)
 
     @app.exception_handler(HTTPException)

@@ -32,7 +32,15 @@ class GatewaySettings(BaseModel):
     verifier_wait_s: float = Field(default=30.0, ge=0, le=86_400)
     # metrics.speculative_decoding in responses.
     speculative_metrics: Literal["none", "summary", "detailed"] = "summary"
-    # Requests that run or wait at once, all protocols together.
+    # Requests that run or wait at once in one process, all protocols together.
     max_concurrent_requests: int = Field(default=512, ge=1, le=65536)
     # Seconds that running streams may go on after SIGTERM.
     drain_timeout_s: float = Field(default=20.0, ge=0)
+    # Processes that share the ports.
+    gateway_workers: int = Field(default=1, ge=1, le=64)
+    # Where a worker process hands its counts to its parent; None: this process is no worker.
+    worker_socket: Path | None = None
+    # Show metrics that vLLM has too under its names as well.
+    vllm_metric_names: bool = False
+    # http://host:port of an OpenTelemetry collector (OTLP over gRPC); None: no spans.
+    otlp_traces_endpoint: str | None = None

@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from foretoken import limits
-from foretoken.errors import ForetokenError, NotFoundError, UnavailableError
+from foretoken.errors import ForetokenError, NotFoundError, QueueFullError, UnavailableError
+from foretoken.tracing import TraceContext, Tracer
 from gateway.admission import Admission
 from gateway.config import GatewaySettings
 from gateway.generation import ClientGoneError, Generation, GenerationRequest, Prompt, sum_stats
 from gateway.messages import VerifierInfo
 from gateway.metrics import GatewayMetrics
+from gateway.request_span import end_span, refused_span, start_span
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
 
@@ -22,18 +24,27 @@ logger = logging.getLogger(__name__)
 
 # Longer texts are encoded in a thread: the event loop serves all other streams meanwhile.
 INLINE_TEXT_CHARS = 4096
+QUEUE_FULL = QueueFullError.status.name.lower()
 
 
 class GatewayCore:
     """The gateway without its protocols."""
 
-    def __init__(self, settings: GatewaySettings, tokenizer: Tokenizer, verifiers: VerifierPool) -> None:
+    def __init__(
+        self, settings: GatewaySettings, tokenizer: Tokenizer, verifiers: VerifierPool, tracer: Tracer | None = None
+    ) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
         self.verifiers = verifiers
         self.admission = Admission(settings.max_concurrent_requests)
-        self.metrics = GatewayMetrics(settings.served_model_name, lambda: self.admission.num_requests)
+        self.metrics = GatewayMetrics(
+            settings.served_model_name,
+            lambda: self.admission.num_requests,
+            lambda: verifiers.num_waiting,
+            vllm_names=settings.vllm_metric_names,
+        )
         self.created = int(time.time())
+        self._tracer = tracer
 
     @property
     def is_ready(self) -> bool:
@@ -85,15 +96,15 @@ class GatewayCore:
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest, *, api: str, client_id: str = "") -> AsyncIterator[Generation]:
-        """A started generation; when the block is left, whatever still runs is dropped, counted and logged.
+        """A started generation; when the block is left, whatever still runs is dropped, counted, logged and traced.
 
         ``client_id`` is the caller's own name for the request, for the log. Raises QueueFullError at the limit of
         requests, and UnavailableError while draining.
         """
         with self.admission.enter():
-            generation = Generation(
-                request, self.verifiers, self.tokenizer, self.verifiers.info.max_model_len, self.metrics.tokens_arrived
-            )
+            max_model_len = self.verifiers.info.max_model_len
+            span, request = start_span(self._tracer, request, self.settings.served_model_name, api, client_id)
+            generation = Generation(request, self.verifiers, self.tokenizer, max_model_len, self.metrics.tokens_arrived)
             failure: str | None = "cancelled"
             try:
                 generation.start()
@@ -101,6 +112,8 @@ class GatewayCore:
                 failure = None if all(output.ended for output in generation.outputs) else "cancelled"
             except ForetokenError as error:
                 failure = error.status.name.lower()
+                # Its end is told below: who answers the client must not tell it again.
+                error.is_reported = True
                 raise
             except (ClientGoneError, asyncio.CancelledError, GeneratorExit):
                 raise
@@ -110,14 +123,35 @@ class GatewayCore:
             finally:
                 generation.close()
                 self._ended(generation, failure, api, client_id)
+                if span is not None:
+                    end_span(span, generation, failure)
 
-    def reject(self, error: ForetokenError) -> None:
-        """Count a request that was refused before it ran."""
-        self.metrics.request_rejected(error.status.name.lower())
+    def reject(self, error: ForetokenError, *, api: str, client_id: str, trace: TraceContext | None) -> None:
+        """Count, log and trace a request that was refused before it ran; one that ran has been told of already."""
+        if error.is_reported:
+            return
+        error.is_reported = True
+        outcome = error.status.name.lower()
+        self.metrics.request_rejected(outcome)
+        trace = refused_span(self._tracer, error, trace, self.settings.served_model_name, api, client_id)
+        logger.info(
+            "request refused",
+            extra={
+                "client_request_id": client_id,
+                "trace_id": trace.trace_id if trace else None,
+                "api": api,
+                "outcome": outcome,
+                "field": error.field,
+            },
+        )
 
     def _ended(self, generation: Generation, failure: str | None, api: str, client_id: str) -> None:
         seconds = time.monotonic() - generation.started_at
-        self.metrics.request_ended(generation, seconds, failure)
+        if failure == QUEUE_FULL and not generation.completion_tokens:
+            # The verifier's queue: as little of it ran as of one that the gateway refused.
+            self.metrics.request_rejected(failure)
+        else:
+            self.metrics.request_ended(generation, seconds, failure)
         request, outputs = generation.request, generation.outputs
         stats = sum_stats(outputs)
         firsts = [output.first_token_at for output in outputs if output.first_token_at]
@@ -126,6 +160,7 @@ class GatewayCore:
             extra={
                 "request_id": request.id,
                 "client_request_id": client_id,
+                "trace_id": request.trace.trace_id if request.trace else None,
                 "api": api,
                 "outcome": failure or "ok",
                 "finish_reasons": [output.finish_reason and output.finish_reason.value for output in outputs],

@@ -185,7 +185,7 @@ def generate_router(core: GatewayCore) -> APIRouter:
             skip_special_tokens=sampling_fields.skip_special_tokens,
             cache_salt=fields.cache_salt,
             timeout_ms=core.timeout_ms,
-            traceparent=http.traceparent(request),
+            trace=http.trace_context(request),
         )
         await core.check(generation, prompt_field="input_ids" if fields.text is None else "text")
         reply = SglangFormat(fields, core.tokenizer, many=many or sampling_fields.n > 1)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.tracing import TraceContext
 from gateway.detokenizer import Detokenizer
 from gateway.messages import Finished, FinishReason, NewTokens, SequenceSpec, SpeculationStats, TokenLogprobs
 from gateway.placement import Placement
@@ -56,7 +57,8 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     timeout_ms: int | None = None
-    traceparent: str | None = None
+    # The span that it belongs to.
+    trace: TraceContext | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -384,7 +386,7 @@ def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]
                     speculation=request.speculation,
                     cache_salt=request.cache_salt,
                     timeout_ms=request.timeout_ms,
-                    traceparent=request.traceparent,
+                    trace=request.trace,
                 )
             )
     return specs

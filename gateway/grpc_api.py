@@ -11,8 +11,10 @@ from typing import TypeAlias
 import grpc
 
 import foretoken
-from foretoken import limits, wire
+from foretoken import limits, tracing, wire
 from foretoken.errors import ForetokenError, InvalidRequestError
+from foretoken.tracing import TraceContext
+from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import draw_seed
 from gateway.generation import Delta, GenerationRequest, Output, Prompt
@@ -20,6 +22,8 @@ from gateway.messages import FinishReason, SpeculationStats, TokenLogprobs
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = "foretoken.gateway.v1.GatewayService"
+# As in logs and spans.
+API = "grpc"
 # Clients refuse messages beyond 4 MiB by default. 1024 tokens with 20 logprobs each are 0.3 MB, the text 1 MB at most.
 MAX_CHUNK_TOKENS = 1024
 MAX_CHUNK_CHARS = 1 << 18
@@ -41,21 +45,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
-        started = False
         try:
             generation_request = await self._read(request, context)
             name = request.request_id or generation_request.id
-            async with self._core.generate(generation_request, api="grpc", client_id=request.request_id) as generation:
+            async with self._core.generate(generation_request, api=API, client_id=request.request_id) as generation:
                 while not generation.done:
                     deltas = await generation.wait()
-                    started = True
                     # Before the first of them goes out: while one is sent, the outputs go on beyond these deltas.
                     responses = [_responses(generation.outputs[delta.index], delta, name) for delta in deltas]
                     for response in itertools.chain.from_iterable(responses):
                         yield response
         except ForetokenError as error:
-            if not started:
-                self._core.reject(error)
+            self._core.reject(
+                error, api=API, client_id=http.clean_id(request.request_id), trace=_trace_context(context)
+            )
             raise
 
     async def GetModel(
@@ -89,6 +92,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             include_stop=request.include_stop_str_in_output,
             cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
             timeout_ms=_timeout_ms(context, core.timeout_ms),
+            trace=_trace_context(context),
         )
         await core.check(generation, prompt_field=request.WhichOneof("prompt") or "prompt")
         return generation
@@ -101,6 +105,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             return Prompt(tuple(request.token_ids.ids))
         add_special_tokens = not request.skip_special_tokens_in_prompt
         return await self._core.encode(request.text, field="text", add_special_tokens=add_special_tokens)
+
+
+def _trace_context(context: Context) -> TraceContext | None:
+    """The W3C trace context in the call's metadata."""
+    metadata = dict(context.invocation_metadata() or ())
+    traceparent, tracestate = metadata.get("traceparent"), metadata.get("tracestate")
+    return tracing.trace_context(
+        traceparent if isinstance(traceparent, str) else None, tracestate if isinstance(tracestate, str) else None
+    )
 
 
 def _timeout_ms(context: Context, most: int) -> int:

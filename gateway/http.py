@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from typing import Any
 
@@ -11,6 +10,7 @@ import orjson
 from fastapi import Request
 from fastapi.responses import Response
 
+from foretoken import tracing
 from foretoken.errors import (
     DeadlineError,
     ForetokenError,
@@ -21,6 +21,7 @@ from foretoken.errors import (
     UnavailableError,
 )
 from foretoken.limits import MAX_BODY_BYTES, MAX_REQUEST_ID_CHARS
+from foretoken.tracing import TraceContext
 from gateway.fields import Fields, parse_object
 
 BODY_TIMEOUT_S = 60.0
@@ -42,7 +43,6 @@ _CODES: dict[type[ForetokenError], str] = {
     UnavailableError: "service_unavailable",
     DeadlineError: "deadline_exceeded",
 }
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class BodyTooLargeError(InvalidRequestError):
@@ -95,10 +95,9 @@ def clean_id(value: str) -> str:
     return value if len(value) <= MAX_REQUEST_ID_CHARS and value.isascii() and value.isprintable() else ""
 
 
-def traceparent(request: Request) -> str | None:
+def trace_context(request: Request) -> TraceContext | None:
     """The W3C trace context, if it is well formed."""
-    value = request.headers.get("traceparent", "")
-    return value if _TRACEPARENT.fullmatch(value) else None
+    return tracing.trace_context(request.headers.get("traceparent"), request.headers.get("tracestate"))
 
 
 def body_schema(kind: type[Fields]) -> dict[str, Any]:

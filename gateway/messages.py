@@ -10,6 +10,7 @@ from typing import Protocol
 from foretoken.errors import ForetokenError
 from foretoken.limits import ModelLimits
 from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.tracing import TraceContext
 
 
 class FinishReason(enum.StrEnum):
@@ -71,6 +72,7 @@ class Finished:
     stop_token_id: int | None = None
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
+    decode_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class SequenceSpec:
     speculation: SpeculationOptions
     cache_salt: str | None = None
     timeout_ms: int | None = None
-    traceparent: str | None = None
+    # The span that it belongs to.
+    trace: TraceContext | None = None
     attempt: int = 0
     output_ids: tuple[int, ...] = ()
     # Of the verifier that the output so far came from; another one refuses.
@@ -151,6 +154,9 @@ class DrafterInfo:
     num_accepted_tokens: int
     num_rejected_drafts: int
     accepted_per_position: tuple[int, ...]
+    # Requests that a step waited for, and microseconds of these waits.
+    num_awaited: int = 0
+    wait_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def _request(
         skip_special_tokens=options.skip_special_tokens,
         cache_salt=options.cache_salt,
         timeout_ms=core.timeout_ms,
-        traceparent=http.traceparent(request),
+        trace=http.trace_context(request),
     )
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from pathlib import Path
 
 import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from foretoken import rpc
-from foretoken.errors import ConfigError
+from foretoken.telemetry import render
+from foretoken.tracing import make_tracer
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.core import GatewayCore
 from gateway.grpc_api import SERVICE_NAME, GatewayServicer
+from gateway.sockets import BACKLOG, bracketed, hold, listen
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
+from gateway.worker_metrics import serve_text, totals_of_all_workers
 from protos import gateway_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -27,7 +32,6 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 * 1024
 # What streams that were cut at the end of the drain have left to send their last event.
 CUT_GRACE_S = 1.0
-BACKLOG = 2048
 
 
 def run(settings: GatewaySettings) -> None:
@@ -56,9 +60,17 @@ class Gateway:
         settings = self._settings
         async with contextlib.AsyncExitStack() as stack:
             # The port first: the commonest mistake shows before the tokenizer is loaded.
-            listener = stack.enter_context(_listen(settings.host, settings.port))
+            is_worker = settings.worker_socket is not None
+            listener = stack.enter_context(listen(settings.host, settings.port, reuse_port=is_worker))
+            if not is_worker:
+                # Found taken by gRPC itself, it would be several lines.
+                with hold(settings.host, settings.grpc_port, "--grpc-port"):
+                    pass
+            tracer = make_tracer(settings.otlp_traces_endpoint, "gateway")
+            if tracer is not None:
+                stack.push_async_callback(asyncio.to_thread, tracer.close)
             tokenizer = await asyncio.to_thread(Tokenizer, settings.model, settings.chat_template)
-            self._grpc = rpc.async_server()
+            self._grpc = rpc.async_server(reuse_port=is_worker)
             self._health = rpc.Health(self._grpc, (SERVICE_NAME,))
             await self._health.mark(False)
             self.verifiers = VerifierPool(
@@ -67,14 +79,16 @@ class Gateway:
                 wait_s=settings.verifier_wait_s,
                 on_change=self._health.mark,
             )
-            self.core = GatewayCore(settings, tokenizer, self.verifiers)
+            self.core = GatewayCore(settings, tokenizer, self.verifiers, tracer)
             stack.callback(self.core.metrics.close)
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.core), self._grpc)
-            rpc.bind(self._grpc, f"{_bracketed(settings.host)}:{settings.grpc_port}")
+            rpc.bind(self._grpc, f"{bracketed(settings.host)}:{settings.grpc_port}")
             await self._grpc.start()
             stack.push_async_callback(self._grpc.stop, CUT_GRACE_S)
             self._verifiers_task = await stack.enter_async_context(_background(self.verifiers.run()))
             self._rest_task = await stack.enter_async_context(_serving(_RestServer(self.core, settings), listener))
+            if settings.worker_socket is not None:
+                await stack.enter_async_context(self._counting_with_others(settings.worker_socket))
             stack.push_async_callback(self.drain)
             self._stack = stack.pop_all()
         logger.info("listening", extra={"host": settings.host, "port": settings.port, "grpc_port": settings.grpc_port})
@@ -93,6 +107,18 @@ class Gateway:
             stopped.cancel()
         for task in done:
             task.result()
+
+    @contextlib.asynccontextmanager
+    async def _counting_with_others(self, path: Path) -> AsyncIterator[None]:
+        """As one of several workers: hand out this one's counts at ``path``, and show the sum of all of them."""
+        metrics = self.core.metrics
+        metrics.gather = functools.partial(totals_of_all_workers, path.parent)
+
+        async def own_counts() -> bytes:
+            return render(metrics.own_families())
+
+        async with serve_text(path, own_counts):
+            yield
 
     async def drain(self) -> None:
         """Readiness flips first, new requests get 503, running ones go on for a while."""
@@ -164,25 +190,6 @@ class _RestServer(uvicorn.Server):
                     await self._stop.wait()
 
 
-@contextlib.contextmanager
-def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound socket. Raises ConfigError that says what to do."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}; choose another with --port"
-            ) from error
-        yield listener
-
-
 @contextlib.asynccontextmanager
 async def _serving(server: _RestServer, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
     """uvicorn on a bound socket, started when this yields."""
@@ -204,7 +211,3 @@ async def _background(work: Coroutine[object, object, None]) -> AsyncIterator[as
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -55,6 +55,8 @@ _DRAFTER_NUMBERS_AND_TEXTS = (
     "num_draft_tokens",
     "num_accepted_tokens",
     "num_rejected_drafts",
+    "num_awaited",
+    "wait_us",
 )
 
 
@@ -70,7 +72,8 @@ def spec_to_proto(spec: SequenceSpec) -> verifier_pb2.Sequence:
         cache_salt=spec.cache_salt,
         model_fingerprint=spec.model_fingerprint,
         timeout_ms=spec.timeout_ms,
-        traceparent=spec.traceparent,
+        traceparent=spec.trace.traceparent if spec.trace else None,
+        tracestate=spec.trace.tracestate if spec.trace else None,
     )
 
 
@@ -109,6 +112,7 @@ def finished_from_proto(finished: verifier_pb2.Finished) -> Finished:
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
         queue_ms=finished.queue_ms,
         prefill_ms=finished.prefill_ms,
+        decode_ms=finished.decode_ms,
     )
 
 

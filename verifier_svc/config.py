@@ -49,3 +49,5 @@ class VerifierSettings(BaseModel):
     draft_timeout_ms: int = Field(default=200, ge=1, le=60_000)
     # Seconds that running sequences may go on after SIGTERM.
     drain_timeout_s: float = Field(default=20.0, ge=0)
+    # http://host:port of an OpenTelemetry collector (OTLP over gRPC); None: no spans.
+    otlp_traces_endpoint: str | None = None

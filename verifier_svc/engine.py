@@ -333,6 +333,7 @@ class Engine:
                 stop_token_id=stop_token_id,
                 queue_ms=(started - sequence.arrived_at) * 1e3,
                 prefill_ms=(first_token - started) * 1e3,
+                decode_ms=(now - first_token) * 1e3,
             )
         )
         self._remove(sequence)

@@ -52,6 +52,7 @@ def finished_to_proto(event: FinishedEvent) -> verifier_pb2.Finished:
         stop_token_id=event.stop_token_id,
         queue_ms=event.queue_ms,
         prefill_ms=event.prefill_ms,
+        decode_ms=event.decode_ms,
     )
 
 

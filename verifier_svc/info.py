@@ -72,4 +72,6 @@ def _drafter_state(engine: Engine, index: int) -> verifier_pb2.DrafterState:
         num_accepted_tokens=counters.num_accepted_tokens,
         num_rejected_drafts=counters.num_rejected_drafts + source.num_rejected,
         accepted_per_position=counters.accepted_per_position,
+        num_awaited=counters.num_awaited,
+        wait_us=int(counters.wait_seconds * 1e6),
     )

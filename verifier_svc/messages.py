@@ -116,6 +116,7 @@ class FinishedEvent:
     stop_token_id: int | None
     queue_ms: float
     prefill_ms: float
+    decode_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from foretoken.limits import ModelLimits
 from foretoken.models.config import load_config
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.models.weights import Checkpoint
+from foretoken.tracing import make_tracer
 from protos import verifier_pb2_grpc
 from verifier_svc import verify
 from verifier_svc.block_manager import BlockManager
@@ -191,6 +192,7 @@ def run(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] |
 
 async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None) -> bool:
     """Returns whether the verifier was built before it was told to stop; if not, its building still goes on."""
+    tracer = make_tracer(settings.otlp_traces_endpoint, "verifier")
     server = rpc.async_server()
     health = rpc.Health(server, (SERVICE_NAME,))
     await health.mark(False)
@@ -202,7 +204,7 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             verifier = await _build(settings, in_process_drafters, stop)
             if verifier is None:
                 return False
-            service = VerifierService(verifier.engine, verifier.info)
+            service = VerifierService(verifier.engine, verifier.info, tracer)
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
             # What start-up made stays: a collection in the middle of a step then walks over little.
             gc.collect()
@@ -222,6 +224,8 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             rpc.remove_socket(settings.address)
             if verifier is not None:
                 await asyncio.to_thread(verifier.close)
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
     return True
 
 

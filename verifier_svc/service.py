@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from foretoken import limits
+from foretoken import limits, tracing
 from foretoken.errors import (
     ForetokenError,
     InvalidRequestError,
@@ -21,6 +21,7 @@ from foretoken.errors import (
     error_from_code,
 )
 from foretoken.limits import ModelLimits
+from foretoken.tracing import Tracer
 from foretoken.wire import sampling_from_proto, speculation_from_proto
 from protos import verifier_pb2, verifier_pb2_grpc
 from verifier_svc import events
@@ -28,6 +29,7 @@ from verifier_svc.engine import Engine
 from verifier_svc.info import VerifierInfo
 from verifier_svc.messages import Abort, ErrorEvent, Event, FinishedEvent, SequenceKey, Submit, TokensEvent
 from verifier_svc.outbox import Outbox
+from verifier_svc.sequence_spans import SequenceSpans
 
 HEARTBEAT_S = 1.0
 
@@ -35,9 +37,10 @@ HEARTBEAT_S = 1.0
 class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     """Session, Generate and GetInfo over one engine."""
 
-    def __init__(self, engine: Engine, info: VerifierInfo) -> None:
+    def __init__(self, engine: Engine, info: VerifierInfo, tracer: Tracer | None = None) -> None:
         self._engine = engine
         self._info = info
+        self._tracer = tracer
         self._draining = False
         self._closed = False
         self._sessions: set[_OpenSession] = set()
@@ -61,7 +64,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self, request_iterator: AsyncIterator[verifier_pb2.SessionRequest], context: Any
     ) -> AsyncGenerator[verifier_pb2.SessionResponse, None]:
         """Submissions and aborts up, one message a step down. Ends with the caller's half, or by ``close``."""
-        async with _OpenSession(self._engine) as session:
+        async with _OpenSession(self._engine, self._tracer) as session:
             reader = asyncio.create_task(self._read(session, request_iterator))
             self._sessions.add(session)
             try:
@@ -97,8 +100,10 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self, request: verifier_pb2.GenerateRequest, context: Any
     ) -> AsyncGenerator[verifier_pb2.GenerateResponse, None]:
         """One sequence, one stream; its error is the call's status."""
-        async with _OpenSession(self._engine) as session:
+        async with _OpenSession(self._engine, self._tracer) as session:
+            _take_trace_context(request.sequence, context)
             submit = self._check(session.id, request.sequence)
+            session.trace(request.sequence, submit.key)
             self._engine.send(submit)
             while True:
                 for event in await session.events(HEARTBEAT_S):
@@ -132,6 +137,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 case "abort":
                     key = SequenceKey(session.id, request.abort.request_id, request.abort.choice_index)
                     kept = request.abort.kept_tokens if request.abort.HasField("kept_tokens") else None
+                    if kept is not None and session.spans is not None:
+                        session.spans.satisfied(key)
                     self._engine.send(Abort(key, kept))
                 case _:
                     raise InvalidRequestError("a session request without an event", field="event")
@@ -141,7 +148,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         try:
             if session.outbox.is_full:
                 raise QueueFullError("this session does not read its results")
-            self._engine.send(self._check(session.id, message))
+            submit = self._check(session.id, message)
+            session.trace(message, submit.key)
+            self._engine.send(submit)
         except ForetokenError as error:
             # Bounded for the answer too: the identity of a hostile message need not be sane.
             key = SequenceKey(session.id, message.request_id[: limits.MAX_REQUEST_ID_CHARS], message.choice_index)
@@ -183,8 +192,10 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 class _OpenSession:
     """One session with the engine: its outbox, and the wait for what comes."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tracer: Tracer | None) -> None:
         self._engine = engine
+        # None: nothing is traced.
+        self.spans = SequenceSpans(tracer) if tracer is not None else None
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self.outbox = Outbox(self._wake_from_engine)
@@ -196,6 +207,14 @@ class _OpenSession:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._engine.close_session(self.id)
+        if self.spans is not None:
+            self.spans.close()
+
+    def trace(self, message: verifier_pb2.Sequence, key: SequenceKey) -> None:
+        """Begin a sequence's span, if there is to be one."""
+        if self.spans is not None:
+            parent = tracing.trace_context(message.traceparent, message.tracestate)
+            self.spans.start(key, message.attempt, parent)
 
     def wake(self) -> None:
         """End the wait in ``events``."""
@@ -208,7 +227,19 @@ class _OpenSession:
             await self._ready.wait()
             handle.cancel()
         self._ready.clear()
-        return self.outbox.take()
+        batch = self.outbox.take()
+        if self.spans is not None:
+            self.spans.end(batch)
+        return batch
 
     def _wake_from_engine(self) -> None:
         self._loop.call_soon_threadsafe(self._ready.set)
+
+
+def _take_trace_context(message: verifier_pb2.Sequence, context: Any) -> None:
+    """The call's metadata speak for a sequence that bears no trace context itself."""
+    if not message.HasField("traceparent"):
+        metadata = dict(context.invocation_metadata() or ())
+        if "traceparent" in metadata:
+            message.traceparent = metadata["traceparent"]
+            message.tracestate = metadata.get("tracestate", "")

@@ -37,6 +37,9 @@ class DrafterCounters:
     num_accepted_tokens: int = 0
     num_rejected_drafts: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    # Requests that a step waited for, and seconds of these waits.
+    num_awaited: int = 0
+    wait_seconds: float = 0.0
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """One row's verified tree."""
@@ -321,6 +324,9 @@ class Speculator:
         worth_s = gain * self._costs.estimate(len(posted.rows))
         patience, now = self._patience[posted.source.name], self._clock()
         patience.observe(now - began, worth_s)
+        counters = self.counters[posted.source.name]
+        counters.num_awaited += 1
+        counters.wait_seconds += now - began
         if batch is None:
             patience.time_out(now)
             posted.source.report_failure(self._late_reason)

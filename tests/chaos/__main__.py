@@ -173,7 +173,7 @@ async def _replay(options: argparse.Namespace) -> bool:
 
 def _flags(strikes: Sequence[Strike]) -> list[str]:
     """Flags of ``foretoken serve`` under which every stream survives all of ``strikes``."""
-    return ["--resume-attempts", str(num_deaths(strikes, "verifier") + 1), "--verifier-wait", "120"]
+    return ["--resume-attempts", str(num_deaths(strikes, "verifier") + 10), "--verifier-wait", "120"]
 
 
 def _parse() -> argparse.Namespace:

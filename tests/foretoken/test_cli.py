@@ -199,6 +199,32 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
     assert verifier.address.startswith("unix:/") and verifier.address != drafter.address
 
 
+def test_telemetry_and_workers_reach_their_services(
+    tmp_path: Path,
+    served: dict[str, tuple[Any, ...]],
+    supervised: dict[str, Service],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawned: list[GatewaySettings] = []
+    monkeypatch.setattr("gateway.workers.run", lambda settings, extra: spawned.append(settings) or 0)
+    endpoint = "http://127.0.0.1:4317"
+    flags = ("--gateway-workers", "3", "--vllm-metric-names", "--otlp-traces-endpoint", endpoint)
+    serve(str(tmp_path), *flags, "--speculative-algorithm", "NONE")
+    for service in supervised.values():
+        invoke(*words(service))
+    (verifier, _), (rim,) = served["verifier"], spawned
+    assert verifier.otlp_traces_endpoint == rim.otlp_traces_endpoint == endpoint
+    assert (rim.gateway_workers, rim.vllm_metric_names, rim.worker_socket) == (3, True, None)
+    assert "gateway" not in served
+    # A worker is a gateway like any other.
+    invoke(*words(supervised["gateway"]), "--worker-socket", "/run/x/worker-0.sock")
+    assert served["gateway"][0] == rim.model_copy(update={"worker_socket": Path("/run/x/worker-0.sock")})
+    # OpenTelemetry's own variable does as well as the flag.
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://elsewhere:4317")
+    invoke("gateway", str(tmp_path), "--verifier", "unix:/v")
+    assert served["gateway"][0].otlp_traces_endpoint == "http://elsewhere:4317"
+
+
 def test_an_in_process_drafter_gets_its_flags_through_the_verifier(
     tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
 ) -> None:

@@ -7,14 +7,17 @@ import logging
 import subprocess
 import sys
 
-from prometheus_client.parser import text_string_to_metric_families
+from foretoken.telemetry import JsonFormatter, MetricRegistry, add_up, counts, parse, render, with_vllm_names
 
-from foretoken.telemetry import JsonFormatter, MetricRegistry
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def samples(registry: MetricRegistry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    families = text_string_to_metric_families(registry.render().decode())
-    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+def samples(registry: MetricRegistry) -> Samples:
+    return read(registry.render())
+
+
+def read(text: bytes) -> Samples:
+    return {(s.name, frozenset(s.labels.items())): s.value for family in parse(text.decode()) for s in family.samples}
 
 
 def test_instruments_render_with_prefix_and_common_labels() -> None:
@@ -55,6 +58,59 @@ def test_observed_values_that_are_not_there_are_left_out() -> None:
     assert b"foretoken_load " not in registry.render()
     values.append((1.0, {}))
     assert b"foretoken_load 1.0" in registry.render()
+    registry.close()
+
+
+def registry_of_a_process(scale: int) -> MetricRegistry:
+    registry = MetricRegistry("test", {"model_name": "m"})
+    registry.counter("tokens", "Tokens.").add(scale)
+    registry.counter("ends", "Ends.").add(scale, {"reason": "stop" if scale == 1 else "length"})
+    registry.histogram("latency_seconds", "Latency.", (0.5,)).record(0.25 * scale)
+    registry.observed_gauge("inside", "Inside.", lambda: [(10 * scale, {})])
+    return registry
+
+
+def test_processes_add_up_as_text_and_those_that_ended_keep_their_counts() -> None:
+    registries = [registry_of_a_process(1), registry_of_a_process(4)]
+    first, second = (parse(registry.render().decode()) for registry in registries)
+    common = frozenset({("model_name", "m")})
+    both = read(render(add_up([first, second])))
+    assert both["foretoken_tokens_total", common] == 5
+    assert both["foretoken_ends_total", common | {("reason", "stop")}] == 1
+    assert both["foretoken_ends_total", common | {("reason", "length")}] == 4
+    assert both["foretoken_latency_seconds_bucket", common | {("le", "0.5")}] == 1
+    assert both["foretoken_latency_seconds_bucket", common | {("le", "+Inf")}] == 2
+    assert both["foretoken_latency_seconds_sum", common] == 1.25
+    assert both["foretoken_inside", common] == 50
+    one_ended = read(render(add_up([counts(first), second])))
+    assert one_ended == both | {("foretoken_inside", common): 40}
+    assert render(add_up([first])) == registries[0].render()
+    for registry in registries:
+        registry.close()
+
+
+def test_the_same_samples_under_vllms_names_and_labels() -> None:
+    registry = MetricRegistry("test", {"model_name": "m"})
+    accepted = [(3, {"verifier": "v2", "drafter": "a"}), (4, {"verifier": "v2", "drafter": "b"})]
+    accepted.append((9, {"verifier": "v1", "drafter": "a"}))
+    registry.observed_counter("accepted", "Accepted.", lambda: accepted, vllm=True)
+    registry.histogram("latency_seconds", "Latency.", (0.5,), vllm=True).record(1)
+    registry.counter("ours_alone", "Ours.").add(1)
+    plain = samples(registry)
+    seen = read(render(with_vllm_names(registry.families(), registry.in_vllm)))
+    assert plain.items() <= seen.items()
+    common = frozenset({("model_name", "m")})
+    added = {key: value for key, value in seen.items() if key not in plain}
+    first = common | {("engine", "0")}
+    assert added == {
+        ("vllm:accepted_total", first): 9,
+        # Summed over drafters, which vLLM does not know.
+        ("vllm:accepted_total", common | {("engine", "1")}): 7,
+        ("vllm:latency_seconds_bucket", first | {("le", "0.5")}): 0,
+        ("vllm:latency_seconds_bucket", first | {("le", "+Inf")}): 1,
+        ("vllm:latency_seconds_count", first): 1,
+        ("vllm:latency_seconds_sum", first): 1,
+    }
     registry.close()
 
 

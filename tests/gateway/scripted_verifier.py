@@ -78,6 +78,7 @@ class Player:
             stop_token_id=stop_token_id,
             queue_ms=1.5,
             prefill_ms=2.5,
+            decode_ms=3.5,
         )
         self._send(verifier_pb2.SessionResponse(finished=[finished]))
 
@@ -140,6 +141,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                     num_draft_tokens=60,
                     num_accepted_tokens=30,
                     accepted_per_position=[20, 10],
+                    num_awaited=25,
+                    wait_us=900,
                 )
             ],
         )

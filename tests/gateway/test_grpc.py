@@ -67,6 +67,9 @@ async def test_offsets_are_those_of_the_chunk_whatever_comes_while_others_are_se
         def time_remaining(self) -> None:
             return None
 
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
     request = gateway_pb2.GenerateRequest(text="def add", n=2)
     responses = GatewayServicer(stack.gateway.core).Generate(request, cast(Any, Call()))
     offsets: dict[int, list[int]] = {0: [], 1: []}

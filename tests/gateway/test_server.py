@@ -89,6 +89,13 @@ async def test_metrics_hold_own_counts_and_the_verifiers(stack: Stack) -> None:
         ("foretoken_time_to_first_token_seconds_count",): 1,
         ("foretoken_inter_token_latency_seconds_count",): 1,
         ("foretoken_e2e_request_latency_seconds_count",): 1,
+        ("foretoken_request_queue_time_seconds_sum",): 0.0015,
+        ("foretoken_request_prefill_time_seconds_sum",): 0.0025,
+        ("foretoken_request_decode_time_seconds_sum",): 0.0035,
+        ("foretoken_request_inference_time_seconds_sum",): 0.006,
+        ("foretoken_request_generation_tokens_sum",): 3,
+        ("foretoken_drafter_requests_awaited_total", "drafter", "ngram"): 25,
+        ("foretoken_drafter_wait_time_us_total", "drafter", "ngram"): 900,
         ("foretoken_num_requests_running",): 3,
         ("foretoken_num_requests_waiting",): 2,
         ("foretoken_kv_cache_usage_perc",): 0.6,
@@ -102,6 +109,48 @@ async def test_metrics_hold_own_counts_and_the_verifiers(stack: Stack) -> None:
     }
     for (name, *label), value in expected.items():
         assert await stack.metric(name, **dict([label] if label else [])) == pytest.approx(value), name
+
+
+async def test_vllms_names_show_the_same_samples(
+    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    chosen = settings.model_copy(update={"vllm_metric_names": True})
+    async for stack in run_stack(chosen, tokenizer, tmp_path / "v.sock"):
+        stack.verifier.script = steps([65, 66], [67])
+        await stack.http.post(URL, json={"prompt": [5, 6, 7]})
+        for name in VLLM_NAMES:
+            theirs = await stack.metric(f"vllm:{name}", model_name="tiny", engine="0")
+            assert theirs == await stack.metric(f"foretoken_{name}") != 0, name
+        text = (await stack.http.get("/metrics")).text
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="tiny",position="1"} 10.0' in text
+    assert "vllm:kv_cache_free_blocks" not in text and "drafter" not in "".join(
+        line for line in text.splitlines() if line.startswith("vllm:")
+    )
+
+
+# What vLLM's Grafana board and `vllm bench` read.
+VLLM_NAMES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "time_to_first_token_seconds_count",
+    "inter_token_latency_seconds_count",
+    "request_time_per_output_token_seconds_sum",
+    "e2e_request_latency_seconds_count",
+    "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum",
+    "request_decode_time_seconds_sum",
+    "request_inference_time_seconds_sum",
+    "request_prompt_tokens_sum",
+    "request_generation_tokens_sum",
+)
 
 
 async def test_a_disconnected_client_aborts_at_the_verifier(stack: Stack) -> None:

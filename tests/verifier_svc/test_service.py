@@ -12,6 +12,7 @@ import pytest
 
 from foretoken import rpc
 from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES, ModelLimits
+from foretoken.tracing import Tracer
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.support.engine_harness import Harness
 from tests.support.hash_target import HashTarget
@@ -28,7 +29,7 @@ def run(scenario: Callable[[Stub, Harness], Awaitable[None]], **options: object)
 
 
 async def _run(scenario: Callable[[Stub, Harness], Awaitable[None]], options: dict[str, object]) -> None:
-    async with _served(options) as (stub, harness, _):
+    async with served(options) as (stub, harness, _):
         await asyncio.wait_for(scenario(stub, harness), 120)
         # Whatever happened, every page comes back.
         await until(lambda: harness.engine.is_idle)
@@ -37,7 +38,9 @@ async def _run(scenario: Callable[[Stub, Harness], Awaitable[None]], options: di
 
 
 @contextlib.asynccontextmanager
-async def _served(options: dict[str, object]) -> AsyncIterator[tuple[Stub, Harness, VerifierService]]:
+async def served(
+    options: dict[str, object], tracer: Tracer | None = None
+) -> AsyncIterator[tuple[Stub, Harness, VerifierService]]:
     harness = Harness(
         HashTarget(VOCAB, 200, 4),
         vocab_size=VOCAB,
@@ -58,7 +61,7 @@ async def _served(options: dict[str, object]) -> AsyncIterator[tuple[Stub, Harne
         speculative_max_batch_size=0,
     )
     server = rpc.async_server()
-    service = VerifierService(harness.engine, info)
+    service = VerifierService(harness.engine, info, tracer)
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
     port = rpc.bind(server, "127.0.0.1:0")
     harness.engine.start()
@@ -250,8 +253,9 @@ def test_heartbeats_come_without_events() -> None:
 
 def test_get_info_has_the_figures_of_the_moment() -> None:
     async def scenario(stub: Stub, harness: Harness) -> None:
-        async for _ in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence())):
-            pass
+        async for event in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence())):
+            last = event
+        assert last.finished.prefill_ms > 0 and last.finished.decode_ms > 0
         info = await stub.GetInfo(verifier_pb2.GetInfoRequest())
         assert (info.model_name, info.vocab_size, info.max_model_len) == ("hash", VOCAB, CONTEXT)
         assert info.num_generated_tokens == 8
@@ -264,7 +268,7 @@ def test_get_info_has_the_figures_of_the_moment() -> None:
 
 def test_a_drain_is_told_at_once_to_old_and_new_sessions_and_running_sequences_finish() -> None:
     async def scenario() -> None:
-        async with _served({}) as (stub, harness, service):
+        async with served({}) as (stub, harness, service):
             call = stub.Session()
             assert not (await call.read()).draining
             sampling = common_pb2.SamplingParams(temperature=0, max_tokens=55)
@@ -296,7 +300,7 @@ def test_a_drain_is_told_at_once_to_old_and_new_sessions_and_running_sequences_f
 
 def test_a_drain_without_events_is_told_before_the_next_heartbeat() -> None:
     async def scenario() -> None:
-        async with _served({}) as (stub, _, service):
+        async with served({}) as (stub, _, service):
             call = stub.Session()
             await call.read()
             service.drain()

@@ -113,6 +113,16 @@ def test_a_prompt_is_told_ahead_of_the_first_ask() -> None:
     assert len(second.new_tokens) == 1 and second.max_nodes[0] > 1
 
 
+def test_waits_are_counted_for_the_drafter_that_was_waited_for() -> None:
+    drafter = Notebook(first_find=1)
+    harness = run(drafter)
+    counters = harness.speculator.counters["notebook"]
+    asked = [request for request in drafter.requests if request.max_nodes.max() > 1]
+    # The last tokens of a sequence and those of scouts are told, and not waited for.
+    assert 0 < counters.num_awaited <= len(asked)
+    assert counters.wait_seconds > 0
+
+
 def test_a_slot_is_forgotten_before_its_next_owner_is_told() -> None:
     """A bug once: the release came behind the new owner's prompt, and wiped it."""
 

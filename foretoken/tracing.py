@@ -1,0 +1,177 @@
+"""Trace context on its way through the services, and spans where exporting is configured.
+
+W3C trace context is passed on as the strings that it came as. Without an endpoint there is no tracer, nothing of
+OpenTelemetry's tracing is imported, and passing the strings on is all that happens. Names of attributes are those of
+OpenTelemetry's GenAI conventions, which are still in development: they stand here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from foretoken import __version__
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span as OtelSpan
+
+logger = logging.getLogger(__name__)
+
+OPERATION = "gen_ai.operation.name"
+PROVIDER = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+REQUEST_TEMPERATURE = "gen_ai.request.temperature"
+REQUEST_TOP_P = "gen_ai.request.top_p"
+REQUEST_TOP_K = "gen_ai.request.top_k"
+REQUEST_SEED = "gen_ai.request.seed"
+REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
+RESPONSE_ID = "gen_ai.response.id"
+RESPONSE_MODEL = "gen_ai.response.model"
+RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+RESPONSE_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+CACHED_INPUT_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE = "error.type"
+# vLLM's names; seconds.
+TIME_IN_QUEUE = "gen_ai.latency.time_in_queue"
+TIME_IN_PREFILL = "gen_ai.latency.time_in_model_prefill"
+TIME_IN_DECODE = "gen_ai.latency.time_in_model_decode"
+TIME_IN_INFERENCE = "gen_ai.latency.time_in_model_inference"
+# No convention covers speculation.
+SPEC_DRAFTER = "spec.drafter"
+SPEC_STEPS = "spec.steps"
+SPEC_DRAFT_TOKENS = "spec.draft_tokens"
+SPEC_ACCEPTED_TOKENS = "spec.accepted_tokens"
+SPEC_FALLBACK_STEPS = "spec.fallback_steps"
+
+Value = str | int | float | bool | list[str]
+Attributes = Mapping[str, Value]
+
+# What a stop waits for a collector that does not take the last spans.
+FLUSH_TIMEOUT_S = 1.0
+MAX_TRACESTATE_CHARS = 512
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class TraceContext(NamedTuple):
+    """A span of somebody's, as the two headers of W3C trace context name it; ``traceparent`` is well formed."""
+
+    traceparent: str
+    tracestate: str | None = None
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits."""
+        return self.traceparent[3:35]
+
+
+def trace_context(traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
+    """The context that these headers carry; None if there is none, or none that is well formed."""
+    if not traceparent or _TRACEPARENT.fullmatch(traceparent) is None:
+        return None
+    sound = bool(tracestate) and len(tracestate or "") <= MAX_TRACESTATE_CHARS and (tracestate or "").isascii()
+    return TraceContext(traceparent, tracestate if sound and (tracestate or "").isprintable() else None)
+
+
+class Span:
+    """One span that has begun."""
+
+    def __init__(self, span: OtelSpan, context: TraceContext) -> None:
+        self._span = span
+        self.context = context
+
+    def end(self, attributes: Attributes, error: str | None = None) -> None:
+        """End it now. ``error``: what kind of failure it was; None: it succeeded."""
+        if self._span.is_recording():
+            self._span.set_attributes(dict(attributes))
+            if error is not None:
+                from opentelemetry.trace import StatusCode
+
+                self._span.set_attribute(ERROR_TYPE, error)
+                self._span.set_status(StatusCode.ERROR)
+        self._span.end()
+
+
+class Tracer:
+    """Makes the spans of one service."""
+
+    def __init__(self, provider: TracerProvider, exporter: SpanExporter) -> None:
+        """``exporter``: what the provider sends spans to."""
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._exporter = exporter
+        self._tracer = provider.get_tracer("foretoken", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def start(
+        self,
+        name: str,
+        parent: TraceContext | None,
+        attributes: Attributes,
+        *,
+        kind: Literal["server", "internal"],
+    ) -> Span:
+        """Begin a span; without a parent it begins a trace."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        context = Context()
+        if parent is not None:
+            headers = {"traceparent": parent.traceparent, "tracestate": parent.tracestate or ""}
+            context = self._propagator.extract(headers, context)
+        span = self._tracer.start_span(
+            name,
+            context,
+            SpanKind.SERVER if kind == "server" else SpanKind.INTERNAL,
+            dict(attributes),
+        )
+        own: dict[str, str] = {}
+        self._propagator.inject(own, set_span_in_context(span, context))
+        return Span(span, TraceContext(own["traceparent"], own.get("tracestate")))
+
+    def close(self) -> None:
+        """Send what is left, for FLUSH_TIMEOUT_S at most. Blocks."""
+        # The library's own flush has no bound: it tries each batch again and again.
+        closing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        closing.start()
+        closing.join(FLUSH_TIMEOUT_S)
+        if closing.is_alive():
+            logger.warning("the collector did not take the last spans")
+            self._exporter.shutdown()
+
+
+def make_tracer(endpoint: str | None, service: str) -> Tracer | None:
+    """A tracer that sends to a collector over OTLP and gRPC; None without an endpoint.
+
+    ``endpoint``: http://host:port or https://host:port. Headers, certificates, timeout and sampling are those of
+    OpenTelemetry's environment variables. Raises ConfigError if the endpoint is no such URL or the exporter is not
+    installed.
+    """
+    if endpoint is None:
+        return None
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise ConfigError(f"--otlp-traces-endpoint: expected http://host:port, got {endpoint!r}")
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise ConfigError("--otlp-traces-endpoint needs another package: pip install 'foretoken[otlp]'") from error
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create({"service.name": f"foretoken-{service}", "service.version": __version__})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracer(provider, exporter)

@@ -1,0 +1,96 @@
+"""The span of one request at the gateway: its parameters when it begins, its figures when it ends, never its text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from foretoken import tracing
+from foretoken.errors import ForetokenError
+from foretoken.tracing import Span, TraceContext, Tracer
+from gateway.generation import Generation, GenerationRequest, sum_stats
+
+PROVIDER_NAME = "foretoken"
+
+
+def start_span(
+    tracer: Tracer | None, request: GenerationRequest, model: str, api: str, client_id: str
+) -> tuple[Span | None, GenerationRequest]:
+    """The request's span, and the request as it goes on: a child of that span. Without a tracer, as it is."""
+    if tracer is None:
+        return None, request
+    attributes = _common(api, model, client_id) | _parameters(request)
+    span = tracer.start(_name(api, model), request.trace, attributes, kind="server")
+    return span, dataclasses.replace(request, trace=span.context)
+
+
+def end_span(span: Span, generation: Generation, failure: str | None) -> None:
+    """``failure``: as in the log; None for a request that finished."""
+    stats = sum_stats(generation.outputs)
+    attributes: dict[str, tracing.Value] = {
+        tracing.INPUT_TOKENS: generation.prompt_tokens,
+        tracing.OUTPUT_TOKENS: generation.completion_tokens,
+        tracing.CACHED_INPUT_TOKENS: generation.cached_tokens,
+        tracing.RESPONSE_FINISH_REASONS: [o.finish_reason.value for o in generation.outputs if o.finish_reason],
+        tracing.SPEC_STEPS: stats.num_decode_steps,
+        tracing.SPEC_DRAFT_TOKENS: stats.num_draft_tokens,
+        tracing.SPEC_ACCEPTED_TOKENS: stats.num_accepted_tokens,
+        tracing.SPEC_FALLBACK_STEPS: stats.fallback_steps,
+        tracing.SPEC_DRAFTER: stats.drafter,
+    }
+    firsts = [output.first_token_at for output in generation.outputs if output.first_token_at]
+    if firsts:
+        attributes[tracing.RESPONSE_TIME_TO_FIRST_CHUNK] = min(firsts) - generation.started_at
+    span.end(attributes, failure)
+
+
+def refused_span(
+    tracer: Tracer | None,
+    error: ForetokenError,
+    parent: TraceContext | None,
+    model: str,
+    api: str,
+    client_id: str,
+) -> TraceContext | None:
+    """The whole span of a request that was refused; returns its context."""
+    if tracer is None:
+        return parent
+    span = tracer.start(_name(api, model), parent, _common(api, model, client_id), kind="server")
+    span.end({}, error.status.name.lower())
+    return span.context
+
+
+def _name(api: str, model: str) -> str:
+    return f"{_operation(api)} {model}"
+
+
+def _operation(api: str) -> str:
+    """The convention's words for what was asked for."""
+    return "chat" if api.endswith("/chat/completions") else "text_completion"
+
+
+def _common(api: str, model: str, client_id: str) -> dict[str, tracing.Value]:
+    attributes: dict[str, tracing.Value] = {
+        tracing.OPERATION: _operation(api),
+        tracing.PROVIDER: PROVIDER_NAME,
+        tracing.REQUEST_MODEL: model,
+        "foretoken.api": api,
+    }
+    if client_id:
+        attributes["foretoken.client_request_id"] = client_id
+    return attributes
+
+
+def _parameters(request: GenerationRequest) -> dict[str, tracing.Value]:
+    sampling = request.sampling
+    attributes: dict[str, tracing.Value] = {
+        tracing.RESPONSE_ID: request.id,
+        tracing.REQUEST_MAX_TOKENS: sampling.max_tokens,
+        tracing.REQUEST_TEMPERATURE: sampling.temperature,
+        tracing.REQUEST_TOP_P: sampling.top_p,
+        tracing.REQUEST_TOP_K: sampling.top_k,
+        tracing.REQUEST_CHOICE_COUNT: request.n,
+    }
+    # Drawn by us or given: from 2^63 on an attribute cannot hold it.
+    if sampling.seed < 2**63:
+        attributes[tracing.REQUEST_SEED] = sampling.seed
+    return attributes

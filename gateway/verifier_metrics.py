@@ -1,0 +1,127 @@
+"""The verifiers' figures as of a scrape, as metrics. Whichever gateway process is asked shows them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from foretoken.telemetry import DRAFTER_LABEL, VERIFIER_LABEL, Family, Labels, MetricRegistry
+from gateway.messages import DrafterInfo, VerifierInfo
+
+Samples = Iterable[tuple[float, Labels]]
+
+
+class VerifierMetrics:
+    """Declares a metric for each figure of GetInfo."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = MetricRegistry("verifier", {"model_name": model_name})
+        self._infos: Mapping[str, VerifierInfo | None] = {}
+        self._registry.observed_gauge(
+            "verifier_up",
+            "Whether the verifier answered this scrape.",
+            lambda: [(float(info is not None), {VERIFIER_LABEL: name}) for name, info in self._infos.items()],
+        )
+        self._declare_load()
+        self._declare_steps()
+        self._declare_speculation()
+
+    @property
+    def in_vllm(self) -> set[str]:
+        """Names that vLLM has too."""
+        return self._registry.in_vllm
+
+    def families(self, infos: Mapping[str, VerifierInfo | None]) -> list[Family]:
+        """``infos``: each verifier's figures by its address; None for one that does not answer: none of it is shown."""
+        self._infos = infos
+        return self._registry.families()
+
+    def close(self) -> None:
+        self._registry.close()
+
+    def _declare_load(self) -> None:
+        gauge, counter, of = self._registry.observed_gauge, self._registry.observed_counter, self._of
+        gauge("num_requests_running", "Sequences in the running batch.", of(lambda i: i.num_running), vllm=True)
+        gauge("num_requests_waiting", "Sequences that wait.", of(lambda i: i.num_waiting), vllm=True)
+        gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", of(_kv_usage), vllm=True)
+        gauge("kv_cache_free_blocks", "KV blocks that are free.", of(lambda i: i.num_free_blocks))
+        counter("num_preemptions", "Sequences preempted.", of(lambda i: i.num_preemptions), vllm=True)
+        counter("prefix_cache_queries", "Prompt tokens looked up.", of(lambda i: i.num_prefix_cache_queries), vllm=True)
+        counter("prefix_cache_hits", "Prompt tokens found.", of(lambda i: i.num_prefix_cache_hits), vllm=True)
+
+    def _declare_steps(self) -> None:
+        counter, of = self._registry.observed_counter, self._of
+        counter("engine_steps", "Engine steps.", of(lambda i: i.num_steps))
+        counter("engine_prompt_tokens", "Prompt tokens of sequences that started.", of(lambda i: i.num_prompt_tokens))
+        counter("engine_generated_tokens", "Tokens emitted, untrimmed.", of(lambda i: i.num_generated_tokens))
+        counter(
+            "plain_batch_steps", "Steps above the batch limit of speculation.", of(lambda i: i.num_plain_batch_steps)
+        )
+        counter("fallback_steps", "Root-only rows that wanted drafts.", of(lambda i: i.num_fallback_steps))
+        counter("step_time_us", "Microseconds in steps, by phase.", self._step_times)
+
+    def _declare_speculation(self) -> None:
+        gauge, counter, each = self._registry.observed_gauge, self._registry.observed_counter, self._per_drafter
+        counter("spec_decode_num_drafts", "Drafts verified.", each(lambda d: d.num_drafts), vllm=True)
+        counter("spec_decode_num_draft_tokens", "Tokens drafted.", each(lambda d: d.num_draft_tokens), vllm=True)
+        counter(
+            "spec_decode_num_accepted_tokens",
+            "Drafted tokens that were accepted.",
+            each(lambda d: d.num_accepted_tokens),
+            vllm=True,
+        )
+        counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted ones, by depth from 0.", self._per_position, vllm=True
+        )
+        counter(
+            "spec_decode_num_rejected_drafts",
+            "Drafts that were late, stale or malformed.",
+            each(lambda d: d.num_rejected_drafts),
+        )
+        counter("drafter_requests_awaited", "Requests that a step waited for.", each(lambda d: d.num_awaited))
+        counter(
+            "drafter_wait_time_us",
+            "Microseconds of these waits: drafting and transfer that other work did not hide.",
+            each(lambda d: d.wait_us),
+        )
+        counter("drafter_attaches", "Attachments of the drafter.", each(lambda d: d.num_attaches))
+        gauge("drafter_info", "1 for each configured drafter, with its transport and state.", self._drafter_info)
+
+    def _of(self, value: Callable[[VerifierInfo], float]) -> Callable[[], Samples]:
+        return lambda: [(value(info), {VERIFIER_LABEL: address}) for address, info in self._known()]
+
+    def _per_drafter(self, value: Callable[[DrafterInfo], float]) -> Callable[[], Samples]:
+        return lambda: [(value(drafter), labels) for drafter, labels in self._drafters()]
+
+    def _known(self) -> list[tuple[str, VerifierInfo]]:
+        return [(address, info) for address, info in self._infos.items() if info is not None]
+
+    def _drafters(self) -> list[tuple[DrafterInfo, dict[str, str]]]:
+        return [
+            (drafter, {VERIFIER_LABEL: address, DRAFTER_LABEL: drafter.name})
+            for address, info in self._known()
+            for drafter in info.drafters
+        ]
+
+    def _per_position(self) -> Samples:
+        return [
+            (count, {**labels, "position": str(position)})
+            for drafter, labels in self._drafters()
+            for position, count in enumerate(drafter.accepted_per_position)
+        ]
+
+    def _drafter_info(self) -> Samples:
+        return [
+            (1, {**labels, "algorithm": d.algorithm, "transport": d.transport, "state": d.state})
+            for d, labels in self._drafters()
+        ]
+
+    def _step_times(self) -> Samples:
+        return [
+            (microseconds, {VERIFIER_LABEL: address, "phase": phase})
+            for address, info in self._known()
+            for phase, microseconds in info.step_time_us.items()
+        ]
+
+
+def _kv_usage(info: VerifierInfo) -> float:
+    return 1.0 - info.num_free_blocks / info.num_blocks if info.num_blocks else 0.0

@@ -1,0 +1,127 @@
+"""Several gateway processes on the same ports, and their parent: it holds the ports, keeps the workers alive, adds up
+their counts, and serves no request itself.
+
+The kernel spreads connections over the workers (SO_REUSEPORT), each of which has its own verifier sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from foretoken import stack
+from foretoken.runtime_folder import runtime_folder
+from foretoken.supervisor import Service, Supervisor
+from gateway.config import GatewaySettings
+from gateway.sockets import hold
+from gateway.worker_metrics import TOTALS_SOCKET, WorkerProbe, WorkerTotals, serve_text, worker_socket
+
+logger = logging.getLogger(__name__)
+
+# From SIGTERM to SIGKILL, beyond the drain.
+STOP_GRACE_S = 2.5
+
+
+def run(settings: GatewaySettings, extra: Sequence[str] = ()) -> int:
+    """Run ``settings.gateway_workers`` workers until SIGTERM or SIGINT, then drain all of them; the exit status.
+
+    ``extra``: more flags for each worker's command. Raises ConfigError, in one line, for a port in use.
+    """
+    with (
+        hold(settings.host, settings.port, "--port"),
+        hold(settings.host, settings.grpc_port, "--grpc-port"),
+        runtime_folder() as folder,
+    ):
+        return asyncio.run(_run(settings, folder, extra))
+
+
+async def _run(settings: GatewaySettings, folder: Path, extra: Sequence[str]) -> int:
+    paths = [worker_socket(folder, number) for number in range(settings.gateway_workers)]
+    services = [
+        Service(
+            f"gateway worker {number}",
+            stack.command("gateway", settings.model_copy(update={"worker_socket": path}), extra),
+            WorkerProbe(path),
+            settings.drain_timeout_s + STOP_GRACE_S,
+        )
+        for number, path in enumerate(paths)
+    ]
+    announcer = _Announcer(settings)
+    spared = {process.pid for process in psutil.Process().children()}
+    async with serve_text(folder / TOTALS_SOCKET, WorkerTotals(paths).text):
+        supervision = asyncio.create_task(
+            Supervisor(services, on_ready=announcer.ready, announce=announcer.announce).run()
+        )
+        # It has its own signal handlers now, which stop one worker after the other.
+        await asyncio.sleep(0)
+        with _stopping_all_at_once(supervision, spared):
+            try:
+                return await supervision
+            except asyncio.CancelledError:
+                return 0
+
+
+@contextlib.contextmanager
+def _stopping_all_at_once(supervision: asyncio.Task[int], spared: set[int]) -> Iterator[None]:
+    """A stop signal reaches all workers at once, so that none takes requests while another drains.
+
+    Cancelled, the supervisor waits for each of them; a second Ctrl-C kills them. ``spared``: children of others.
+    """
+    loop = asyncio.get_running_loop()
+    stopping = False
+
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal stopping
+        if not stopping:
+            logger.info("draining all workers")
+            _signal_children(signal.SIGTERM, spared)
+            supervision.cancel()
+        elif number == signal.SIGINT:
+            _signal_children(signal.SIGKILL, spared)
+        stopping = True
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _signal_children(number: signal.Signals, spared: set[int]) -> None:
+    for child in psutil.Process().children():
+        if child.pid not in spared:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, number)
+
+
+class _Announcer:
+    """The supervisor's events as log lines: those of the start are news, those after it are troubles."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._is_ready = False
+
+    def ready(self) -> None:
+        self._is_ready = True
+        logger.info(
+            "all workers listen",
+            extra={
+                "num_workers": self._settings.gateway_workers,
+                "host": self._settings.host,
+                "port": self._settings.port,
+                "grpc_port": self._settings.grpc_port,
+            },
+        )
+
+    def announce(self, line: str) -> None:
+        logger.log(logging.WARNING if self._is_ready else logging.INFO, line)

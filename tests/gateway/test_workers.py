@@ -1,0 +1,276 @@
+"""Several gateway processes on one port: who serves, what they count together, deaths, drain, foreigners."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from foretoken.config import to_flags
+from foretoken.telemetry import Family, parse
+from gateway.config import GatewaySettings
+from gateway.tokenizer import Tokenizer
+from gateway.worker_metrics import fetch_text
+from protos import gateway_pb2, gateway_pb2_grpc
+from tests.gateway.scripted_verifier import LENGTH, Player, ScriptedVerifier, serving, steps
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")} | {
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"
+}
+URL = "/v1/completions"
+BODY = {"prompt": [5, 6, 7], "max_tokens": 4}
+
+
+def values(families: list[Family], name: str) -> dict[tuple[tuple[str, str], ...], float]:
+    """The samples called ``name``, by labels other than the model's name."""
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return {tuple(sorted((k, v) for k, v in s.labels.items() if k != "model_name")): s.value for s in samples}
+
+
+@dataclass
+class Workers:
+    """A running parent with its workers, and the verifier behind them."""
+
+    settings: GatewaySettings
+    verifier: ScriptedVerifier
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.settings.port}"
+
+    def processes(self) -> dict[Path, psutil.Process]:
+        """The workers that live, by their sockets."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                words = child.cmdline()
+                if "--worker-socket" in words:
+                    found[Path(words[words.index("--worker-socket") + 1])] = child
+        return found
+
+    async def own_counts(self, path: Path, name: str) -> float:
+        """The sum of one worker's samples of a metric; 0 while it does not answer."""
+        answer = await fetch_text(path, 5)
+        return sum(values(parse(answer[1]), name).values()) if answer else 0.0
+
+    async def metrics(self) -> list[Family]:
+        return parse((await self.get("/metrics")).text)
+
+    async def get(self, path: str) -> httpx.Response:
+        """On a connection of its own: the kernel chooses the worker."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
+            return await client.get(path)
+
+    async def post(self) -> int:
+        async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
+            return (await client.post(URL, json=BODY)).status_code
+
+    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(120):
+            while not await condition():
+                assert self.process.poll() is None
+                await asyncio.sleep(0.05)
+
+    async def both_are_ready(self) -> bool:
+        """Whether both workers listen and have the verifier: one answers for both, so many are asked."""
+        with contextlib.suppress(httpx.TransportError):
+            answers = [(await self.get("/ready")).status_code for _ in range(8)]
+            return self.verifier.num_sessions >= 2 and set(answers) == {200} and len(self.processes()) == 2
+        return False
+
+
+def start(settings: GatewaySettings) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "foretoken", "gateway", *to_flags(settings), "--log-level", "warning"]
+    return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE)
+
+
+@contextlib.asynccontextmanager
+async def running(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterator[Workers]:
+    settings = settings.model_copy(update={"gateway_workers": 2, "drain_timeout_s": 30.0})
+    verifier = ScriptedVerifier(tokenizer.vocab_size)
+    async with serving(verifier, Path(settings.verifiers[0].removeprefix("unix:"))):
+        process = start(settings)
+        try:
+            workers = Workers(settings, verifier, process)
+            await workers.until(workers.both_are_ready)
+            yield workers
+        finally:
+            process.kill()
+            await asyncio.to_thread(process.communicate)
+
+
+async def test_both_serve_and_metrics_add_up_through_a_death(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
+    async with running(settings, tokenizer) as workers:
+        workers.verifier.script = steps([65, 66], [67])
+        num_requests = 0
+
+        async def both_served() -> bool:
+            nonlocal num_requests
+            assert await workers.post() == 200
+            num_requests += 1
+            return all([await workers.own_counts(path, "foretoken_prompt_tokens_total") > 0 for path in paths])
+
+        paths = list(workers.processes())
+        await workers.until(both_served)
+        # The public gRPC port is shared as well.
+        for _ in range(20):
+            options = (("grpc.use_local_subchannel_pool", 1),)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{settings.grpc_port}", options=options) as channel:
+                stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+                request = gateway_pb2.GenerateRequest(token_ids=gateway_pb2.TokenIds(ids=[5, 6, 7]))
+                assert [response async for response in stub.Generate(request)][-1].HasField("complete")
+        num_requests += 20
+
+        async def totals() -> Counter[str]:
+            families = await workers.metrics()
+            # The verifier's figures are there once.
+            assert list(values(families, "foretoken_num_requests_running").values()) == [3]
+            assert list(values(families, "foretoken_gateway_num_requests").values()) == [0]
+            names = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
+            names += ("e2e_request_latency_seconds_count", "inter_token_latency_seconds_count")
+            return Counter({name: int(sum(values(families, f"foretoken_{name}").values())) for name in names})
+
+        def expected() -> dict[str, int]:
+            return {
+                "prompt_tokens_total": 3 * num_requests,
+                "generation_tokens_total": 3 * num_requests,
+                "request_success_total": num_requests,
+                "e2e_request_latency_seconds_count": num_requests,
+                "inter_token_latency_seconds_count": num_requests,
+            }
+
+        for _ in range(4):
+            assert await totals() == expected()
+        families = await workers.metrics()
+        bucket_counts = values(families, "foretoken_e2e_request_latency_seconds_bucket")
+        assert bucket_counts[("le", "+Inf"),] == num_requests
+
+        path, victim = next(iter(workers.processes().items()))
+        victim.kill()
+
+        async def restarted() -> bool:
+            # Never refused: the other one listens. A connection that the victim held may be reset.
+            with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):
+                assert (await workers.get("/health")).status_code == 200
+            process = workers.processes().get(path)
+            return process is not None and process.pid != victim.pid and bool(await fetch_text(path, 5))
+
+        await workers.until(restarted)
+        assert await totals() == expected()
+        for _ in range(20):
+            assert await workers.post() == 200
+        num_requests += 20
+        assert await totals() == expected()
+
+
+async def test_sigterm_drains_all_workers_at_once(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
+    go_on = asyncio.Event()
+
+    async def play(player: Player) -> None:
+        player.tokens([65])
+        await go_on.wait()
+        player.tokens([66])
+        player.finish(LENGTH)
+
+    async with running(settings, tokenizer) as workers, contextlib.AsyncExitStack() as stack:
+        workers.verifier.script = play
+        lines: list[AsyncIterator[str]] = []
+
+        async def both_are_busy() -> bool:
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=workers.url, timeout=60))
+            response = await stack.enter_async_context(client.stream("POST", URL, json={**BODY, "stream": True}))
+            assert response.status_code == 200
+            lines.append(response.aiter_lines())
+            assert (await anext(lines[-1])).startswith("data: ")
+            return all([await workers.own_counts(p, "foretoken_gateway_num_requests") > 0 for p in workers.processes()])
+
+        await workers.until(both_are_busy)
+        paths = list(workers.processes())
+        workers.process.send_signal(signal.SIGTERM)
+
+        async def nobody_takes_requests() -> bool:
+            return {await workers.post() for _ in range(12)} == {503}
+
+        await workers.until(nobody_takes_requests)
+        # All drain, none has ended.
+        assert list(workers.processes()) == paths
+        go_on.set()
+        for stream in lines:
+            assert [line async for line in stream if line][-1] == "data: [DONE]"
+        assert await asyncio.to_thread(workers.process.wait) == 0
+        assert not paths[0].parent.exists()
+
+
+async def test_a_second_gateway_on_either_port_is_told_so(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
+    async with running(settings, tokenizer) as workers:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            free = probe.getsockname()[1]
+        for taken, flag in (({"grpc_port": free}, "--port"), ({"port": free}, "--grpc-port")):
+            for count in (1, 2):
+                second = start(workers.settings.model_copy(update={**taken, "gateway_workers": count}))
+                _, errors = await asyncio.to_thread(second.communicate)
+                assert second.returncode == 2, errors
+                (line,) = errors.decode().splitlines()
+                assert line.startswith("foretoken: cannot listen on 127.0.0.1:")
+                assert line.endswith(f"in use; choose another with {flag}")
+        assert await workers.post() == 200
+
+
+async def test_workers_that_refuse_their_settings_end_the_parent(settings: GatewaySettings, tmp_path: Path) -> None:
+    process = start(settings.model_copy(update={"gateway_workers": 2, "model": tmp_path}))
+    _, errors = await asyncio.to_thread(process.communicate)
+    assert process.returncode == 2
+    assert {line.partition(":")[0] for line in errors.decode().splitlines()} == {"foretoken"}
+    assert "tokenizer.json" in errors.decode() and "Traceback" not in errors.decode()
+
+
+async def test_sigkill_of_the_parent_leaves_nothing(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
+    async with running(settings, tokenizer) as workers:
+        processes = workers.processes()
+        workers.process.kill()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, list(processes.values()), 60)
+        assert alive == []
+        folder = next(iter(processes)).parent
+        async with asyncio.timeout(60):
+            while folder.exists():
+                await asyncio.sleep(0.02)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", settings.port))
+
+
+async def test_a_port_that_is_held_may_be_bound_by_the_holders_workers_only() -> None:
+    from foretoken.errors import ConfigError
+    from gateway.sockets import hold, listen
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with hold("127.0.0.1", port, "--port"):
+        # Also while nobody listens yet.
+        with pytest.raises(ConfigError, match="in use"), listen("127.0.0.1", port):
+            pass
+        with (
+            pytest.raises(ConfigError, match="choose another with --grpc-port"),
+            hold("127.0.0.1", port, "--grpc-port"),
+        ):
+            pass
+        with listen("127.0.0.1", port, reuse_port=True), listen("127.0.0.1", port, reuse_port=True):
+            pass

@@ -1,0 +1,118 @@
+"""A span for each sequence, child of the caller's, with the times that the engine measured."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import grpc
+import pytest
+import torch
+
+from foretoken.models.batch import ForwardBatch
+from foretoken.tracing import make_tracer
+from protos import common_pb2, verifier_pb2
+from tests.support.collector import ReceivedSpan, collecting
+from tests.support.engine_harness import Harness
+from tests.verifier_svc.test_service import sequence, served, until
+
+TRACE, PARENT = "a" * 32, "b" * 16
+CONTEXT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
+
+
+def test_sequences_are_children_of_their_callers_spans() -> None:
+    with collecting() as collector:
+        asyncio.run(run_all(collector.endpoint))
+        spans = {span.attributes["foretoken.request_id"]: span for span in collector.spans(6)}
+    assert {span.name for span in spans.values()} == {"sequence"}
+    assert {span.service for span in spans.values()} == {"foretoken-verifier"}
+    for name in ("done", "stopped", "metadata"):
+        check_times(spans[name])
+        assert (spans[name].trace_id, spans[name].parent_id, spans[name].is_error) == (TRACE, PARENT, False)
+    assert spans["done"].trace_state == "vendor=1"
+    assert spans["done"].attributes["gen_ai.usage.input_tokens"] == 3
+    assert spans["done"].attributes["gen_ai.usage.output_tokens"] == 8
+    assert spans["done"].attributes["spec.steps"] == 7
+    assert (spans["late"].is_error, spans["late"].attributes["error.type"]) == (True, "deadline_exceeded")
+    for name in ("dropped", "left"):
+        assert (spans[name].is_error, spans[name].attributes["error.type"]) == (True, "cancelled")
+    # Without a context of the caller's, a trace of its own.
+    assert spans["left"].parent_id == "" and spans["left"].trace_id != TRACE
+
+
+def check_times(span: ReceivedSpan) -> None:
+    names = ("time_in_queue", "time_in_model_prefill", "time_in_model_decode")
+    queue, prefill, decode = (span.attributes[f"gen_ai.latency.{name}"] for name in names)
+    assert min(queue, prefill, decode) >= 0 and prefill > 0
+    assert span.attributes["gen_ai.latency.time_in_model_inference"] == pytest.approx(prefill + decode)
+    assert queue + prefill + decode <= span.duration_s + 1e-3
+
+
+async def run_all(endpoint: str) -> None:
+    tracer = make_tracer(endpoint, "verifier")
+    assert tracer is not None
+    long = common_pb2.SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    async with asyncio.timeout(120), served({}, tracer) as (stub, harness, _):
+        gate = held(harness)
+        call = stub.Session()
+
+        async def submit(name: str, **fields: object) -> None:
+            await call.write(verifier_pb2.SessionRequest(submit=sequence(name, **fields)))
+            if not gate.is_set():
+                await until(lambda: bool(harness.engine.scheduler.running))
+
+        async def ended(name: str) -> None:
+            gate.set()
+            async for response in call:
+                if any(event.request_id == name for event in (*response.finished, *response.errors)):
+                    return
+
+        await submit("done", **CONTEXT)
+        await ended("done")
+        gate.clear()
+        await submit("late", sampling=long, timeout_ms=1, **CONTEXT)
+        passed_at = time.monotonic() + 0.002
+        await until(lambda: time.monotonic() > passed_at)
+        await ended("late")
+        for name, kept in (("stopped", 1), ("dropped", None)):
+            gate.clear()
+            await submit(name, sampling=long, **CONTEXT)
+            abort = verifier_pb2.Abort(request_id=name, kept_tokens=kept)
+            await call.write(verifier_pb2.SessionRequest(abort=abort))
+            await until(lambda: bool(harness.engine._inbox))
+            await ended(name)
+        gate.clear()
+        await submit("left", sampling=long)
+        call.cancel()
+        gate.set()
+        await until(lambda: harness.engine.is_idle)
+        request = verifier_pb2.GenerateRequest(sequence=sequence("metadata"))
+        async for _ in stub.Generate(request, metadata=list(CONTEXT.items())):
+            pass
+    await asyncio.to_thread(tracer.close)
+
+
+def held(harness: Harness) -> threading.Event:
+    """While it is clear, the engine stops in its next forward pass."""
+    gate, forward = threading.Event(), harness.engine._runner.forward
+    gate.set()
+
+    def wait_then_forward(batch: ForwardBatch) -> torch.Tensor:
+        gate.wait()
+        return forward(batch)
+
+    harness.engine._runner.forward = wait_then_forward  # type: ignore[method-assign]
+    return gate
+
+
+def test_without_a_tracer_nothing_is_kept() -> None:
+    async def run() -> None:
+        async with asyncio.timeout(60), served({}) as (stub, _, _):
+            request = verifier_pb2.GenerateRequest(sequence=sequence("plain", **CONTEXT))
+            try:
+                assert [response async for response in stub.Generate(request)][-1].HasField("finished")
+            except grpc.aio.AioRpcError as error:
+                raise AssertionError(error.details()) from error
+
+    asyncio.run(run())
