@@ -15,7 +15,11 @@ from foretoken.errors import ConfigError
 Settings = TypeVar("Settings", bound=BaseModel)
 
 # Fields whose unit is in the name keep it out of the flag where the help text states it.
-_FLAG_NAMES = {"request_timeout_s": "request-timeout", "drain_timeout_s": "drain-timeout"}
+_FLAG_NAMES = {
+    "client_timeout_s": "client-timeout",
+    "drain_timeout_s": "drain-timeout",
+    "request_timeout_s": "request-timeout",
+}
 # Nested settings and the prefix of their flags.
 _PREFIXES = {"ngram": "speculative-ngram-"}
 # Repeatable flags that hold key=value pairs.

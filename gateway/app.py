@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import foretoken
 from foretoken import telemetry
@@ -105,6 +106,12 @@ def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
             },
         )
         return http.error_response(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_gone(request: Request, error: ClientDisconnect) -> Response:
+        """The client left while it sent its body. Nobody gets the answer."""
+        core.give_up(request.url.path, http.client_id(request))
+        return Response(status_code=499)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

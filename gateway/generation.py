@@ -253,8 +253,8 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Whether every output has ended and been taken."""
-        return not self._changed and all(output.finished is not None for output in self.outputs)
+        """Whether every output has ended and been taken, by a client that is still there."""
+        return self._gone is None and not self._changed and all(output.finished is not None for output in self.outputs)
 
     def start(self) -> None:
         """Submit all outputs. Raises UnavailableError while the verifier is not there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
@@ -16,6 +17,7 @@ from gateway.core import GatewayCore
 from gateway.fields import draw_seed
 from gateway.generation import Delta, GenerationRequest, Output, Prompt
 from gateway.messages import FinishReason, SpeculationStats, TokenLogprobs
+from gateway.patience import Patience
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = "foretoken.gateway.v1.GatewayService"
@@ -40,16 +42,23 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
-        started = False
+        entered = started = False
+        patience = Patience(self._core.settings.client_timeout_s)
         try:
             generation_request = await self._read(request, context)
             name = request.request_id or generation_request.id
+            entered = True
             async with self._core.generate(generation_request, api="grpc", client_id=request.request_id) as generation:
                 while not generation.done:
                     for delta in await generation.wait():
                         started = True
                         for response in _responses(generation.outputs[delta.index], delta, name):
-                            yield response
+                            with patience:
+                                yield response
+        except asyncio.CancelledError:
+            if not entered:
+                self._core.give_up("grpc", request.request_id)
+            raise
         except ForetokenError as error:
             if not started:
                 self._core.reject(error)

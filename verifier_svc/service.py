@@ -72,8 +72,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> AsyncGenerator[verifier_pb2.GenerateResponse, None]:
         """One sequence, one stream; its error is the call's status."""
         async with _OpenSession(self._engine) as session:
-            submit = self._check(session.id, request.sequence)
-            self._engine.send(submit)
+            self._submit_checked(self._check(session.id, request.sequence))
             while True:
                 for event in await session.events(HEARTBEAT_S):
                     match event:
@@ -115,11 +114,17 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         try:
             if session.outbox.is_full:
                 raise QueueFullError("this session does not read its results")
-            self._engine.send(self._check(session.id, message))
+            self._submit_checked(self._check(session.id, message))
         except ForetokenError as error:
             # Bounded for the answer too: the identity of a hostile message need not be sane.
             key = SequenceKey(session.id, message.request_id[: limits.MAX_REQUEST_ID_CHARS], message.choice_index)
             session.outbox.put([ErrorEvent(key, message.attempt, error.code, error.message, error.field)])
+
+    def _submit_checked(self, submit: Submit) -> None:
+        """Raises QueueFullError now where the engine would say so after the step that runs. Resumes always go on."""
+        if submit.attempt == 0 and self._engine.is_full:
+            raise QueueFullError("the queue is full")
+        self._engine.send(submit)
 
     def _check(self, session_id: int, message: verifier_pb2.Sequence) -> Submit:
         """The checked submission. Raises InvalidRequestError naming the field, or PreconditionError."""
