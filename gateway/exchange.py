@@ -80,6 +80,7 @@ class Exchange(Response):
                     break
                 parts, deltas = [], await generation.wait()
             await self._send(send, self._reply.last(generation), more=False)
+            generation.check_client()
         except ClientGoneError:
             raise
         except Exception as error:

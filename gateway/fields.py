@@ -115,4 +115,6 @@ def _complaint(error: ValidationError) -> InvalidRequestError:
     if first["type"] == "model_type":
         return InvalidRequestError(f"{field} must be an object", field=field)
     words = first["msg"].removeprefix("Input should be ")
-    return InvalidRequestError(f"{field} must be {words}" if words != first["msg"] else f"{field}: {words}", field=field)
+    return InvalidRequestError(
+        f"{field} must be {words}" if words != first["msg"] else f"{field}: {words}", field=field
+    )

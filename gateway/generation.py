@@ -289,6 +289,11 @@ class Generation:
         self._gone = ClientGoneError()
         self._news.set()
 
+    def check_client(self) -> None:
+        """Raise ClientGoneError if the client is gone: an answer that it did not wait for was not given."""
+        if self._gone is not None:
+            raise self._gone
+
     def close(self) -> None:
         """Drop what still runs. Safe to call at any time and more than once."""
         for output in self.outputs:

@@ -43,7 +43,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
         entered = started = False
-        patience = Patience(self._core.settings.client_timeout_s)
+        patience = Patience(context, self._core.settings.client_timeout_s)
         try:
             generation_request = await self._read(request, context)
             name = request.request_id or generation_request.id

@@ -161,6 +161,6 @@ def _notice_vanished_peer(transport: asyncio.Transport, timeout_s: float) -> Non
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE_PROBES.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        # It also ends a reader whose window stays shut, so it must not be shorter than the patience with one.
-        milliseconds = round(1e3 * timeout_s * (1 + 1 / CHECKS_PER_TIMEOUT))
+        # It also ends a reader whose window stays shut, so it must be longer than the patience with one.
+        milliseconds = round(2e3 * timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

@@ -73,9 +73,7 @@ async def read_all(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("settings", [{"client_timeout_s": 0.4}], indirect=True)
 @pytest.mark.parametrize("ended", [True, False])
-async def test_a_client_that_reads_nothing_is_cut(
-    stack: Stack, ended: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_client_that_reads_nothing_is_cut(stack: Stack, ended: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Whether the verifier is through with it or not; its place is free and nothing waits for it any more."""
     caplog.set_level(logging.INFO)
 
@@ -88,11 +86,10 @@ async def test_a_client_that_reads_nothing_is_cut(
     with await connect_slow(stack.settings.port) as silent:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(silent, raw_post(URL, {"prompt": [5], "stream": True, "max_tokens": NUM_TOKENS}))
-        await until(stack, lambda: "client cut" in caplog.messages)
+        await until(stack, lambda: outcomes(caplog) == ["cancelled"])
         await until(stack, lambda: stack.gateway.core.admission.num_requests == 0)
         if not ended:
             await stack.verifier.until(lambda: len(stack.verifier.aborts) == 1)
-        assert outcomes(caplog) == ["cancelled"]
         is_through = (await read_all(silent)).endswith(b"0\r\n\r\n")
         assert not is_through
 
@@ -136,9 +133,10 @@ async def test_a_grpc_caller_that_reads_nothing_is_cut(stack: Stack, caplog: pyt
         await until(stack, lambda: outcomes(caplog) == ["cancelled"])
         assert stack.gateway.core.admission.num_requests == 0
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        assert caught.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+            async with asyncio.timeout(20):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+        assert caught.value.code() is grpc.StatusCode.ABORTED
         # Its connection lives: another call on it is served.
         other = gateway_pb2.GenerateRequest(token_ids=gateway_pb2.TokenIds(ids=[5, 6]))
         assert [response async for response in stub.Generate(other)][-1].HasField("complete")
@@ -185,8 +183,9 @@ async def test_headers_that_trickle_are_cut(stack: Stack, monkeypatch: pytest.Mo
 
 async def test_connections_that_say_nothing_are_closed(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.3)
-    silent, _ = await asyncio.open_connection("127.0.0.1", stack.settings.port)
+    silent, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
     assert await silent.read() == b""
+    writer.close()
     # Line ends between requests are no request, and stop the wait for one no more than once.
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -227,7 +226,7 @@ async def test_peers_that_vanish_are_probed_for(stack: Stack) -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, option) == value
         # Not before the reader's own timeout: a silent one may come back until then.
         bound_ms = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-        assert 1e3 * stack.settings.client_timeout_s < bound_ms < 2e3 * stack.settings.client_timeout_s
+        assert 1e3 * stack.settings.client_timeout_s < bound_ms <= 2e3 * stack.settings.client_timeout_s
     writer.close()
 
 
@@ -235,8 +234,9 @@ async def test_more_connections_than_allowed_are_told_so(stack: Stack, monkeypat
     await stack.http.get("/health")
     monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 2)
     _, kept = await asyncio.open_connection("127.0.0.1", stack.settings.port)
-    refused, _ = await asyncio.open_connection("127.0.0.1", stack.settings.port)
+    refused, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
     answer = await refused.read()
+    writer.close()
     assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1\r\n" in answer
     # Those inside go on, and a place that is left is another's.
     assert (await stack.http.get("/health")).status_code == 200
@@ -254,9 +254,7 @@ async def test_more_connections_than_allowed_are_told_so(stack: Stack, monkeypat
 # Bodies.
 
 
-async def test_a_body_that_trickles_gets_408_and_holds_no_place(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_body_that_trickles_gets_408_and_holds_no_place(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.3)
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
     writer.write(raw_post(URL, b"", "content-length: 100000"))

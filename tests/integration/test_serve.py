@@ -89,12 +89,12 @@ def free_port() -> int:
         return port
 
 
-def start(checkpoint: Path, log: Path, *, port: int = 0, grpc_port: int = 0) -> Stack:
+def start(checkpoint: Path, log: Path, *options: str, port: int = 0, grpc_port: int = 0) -> Stack:
     port, grpc_port = port or free_port(), grpc_port or free_port()
     ports = ("--port", str(port), "--grpc-port", str(grpc_port))
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "foretoken", "serve", str(checkpoint), *ports, "--threads", "1"],
+            [sys.executable, "-P", "-m", "foretoken", "serve", str(checkpoint), *ports, "--threads", "1", *options],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -35,7 +35,9 @@ def test_a_full_queue_refuses_and_serves_what_it_took() -> None:
     keys = [run.submit(request()) for _ in range(5)]
     run.step()
     errors = [run.results[key].error for key in keys]
-    assert [error.code if error else 0 for error in errors] == [0, 0, 0] + [code(grpc.StatusCode.RESOURCE_EXHAUSTED)] * 2
+    assert [error.code if error else 0 for error in errors] == [0, 0, 0] + [
+        code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    ] * 2
     run.drain()
     assert all(run.results[key].finished for key in keys[:2])
 
