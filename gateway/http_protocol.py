@@ -142,7 +142,7 @@ def max_connections() -> int:
 
 
 def _unread_bytes(transport: asyncio.Transport) -> int:
-    """What the peer's host has not taken: bytes that wait here, and in the kernel, which asks for more in large lumps."""
+    """What the peer's host has not taken: bytes here, and in the kernel, which asks for more in lumps."""
     connection = transport.get_extra_info("socket")
     queued = bytearray(4)
     # Gone meanwhile: nothing of it is in the kernel.

@@ -131,7 +131,7 @@ class Engine:
     def is_full(self) -> bool:
         """Whether the next step will refuse a new sequence, as far as can be known before it.
 
-        Steps may take long; with this, refusals need not wait for one. The step has the last word on what it says no to.
+        Steps may take long; with this, refusals need not wait for one. Where it says no, the step has the last word.
         """
         with self._wake:
             if self._num_ends:

@@ -40,7 +40,7 @@ async def stack(settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path)
         await running.http.get("/ready")
         (long_token,) = running.ids(LONG_TOKEN)
 
-        async def play(player: Player) -> None:
+        async def play(player: Player, long_token: int = long_token) -> None:
             if len(player.sequence.prompt_token_ids) == 1:
                 for _ in range(NUM_TOKENS):
                     player.tokens([long_token])

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from foretoken import rpc
-from foretoken.models.batch import ForwardBatch
 from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES, ModelLimits
+from foretoken.models.batch import ForwardBatch
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.support.engine_harness import Harness
 from tests.support.hash_target import HashTarget
