@@ -16,8 +16,9 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 # Fields whose unit is in the name keep it out of the flag where the help text states it.
 _FLAG_NAMES = {
-    "request_timeout_s": "request-timeout",
+    "client_timeout_s": "client-timeout",
     "drain_timeout_s": "drain-timeout",
+    "request_timeout_s": "request-timeout",
     "verifier_wait_s": "verifier-wait",
 }
 # Nested settings and the prefix of their flags.

@@ -65,6 +65,14 @@ MaxConcurrentRequests = Annotated[
     int | None,
     typer.Option(help="Requests that run or wait at once; one more gets 429.", show_default="512"),
 ]
+ClientTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--client-timeout",
+        help="Seconds that a client may read nothing of what waits for it; then it is cut.",
+        show_default="90",
+    ),
+]
 DrainTimeout = Annotated[
     float | None,
     typer.Option("--drain-timeout", help="Seconds that running streams may go on after SIGTERM.", show_default="20"),

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import foretoken
 from foretoken import telemetry
@@ -90,6 +91,12 @@ def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
     async def foretoken_error(request: Request, error: ForetokenError) -> Response:
         core.reject(error, api=request.url.path, client_id=http.client_id(request), trace=http.trace_context(request))
         return http.error_response(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_gone(request: Request, error: ClientDisconnect) -> Response:
+        """The client left while it sent its body. Nobody gets the answer."""
+        core.give_up(request.url.path, http.client_id(request))
+        return Response(status_code=499)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

@@ -34,6 +34,8 @@ class GatewaySettings(BaseModel):
     speculative_metrics: Literal["none", "summary", "detailed"] = "summary"
     # Requests that run or wait at once in one process, all protocols together.
     max_concurrent_requests: int = Field(default=512, ge=1, le=65536)
+    # Seconds that a client may take nothing of what waits for it, before its connection is cut.
+    client_timeout_s: float = Field(default=90.0, gt=0, le=86_400)
     # Seconds that running streams may go on after SIGTERM.
     drain_timeout_s: float = Field(default=20.0, ge=0)
     # Processes that share the ports.

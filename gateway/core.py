@@ -86,7 +86,7 @@ class GatewayCore:
         model = (await self.info()).limits
         limits.check_sampling(request.sampling, model)
         limits.check_speculation(request.speculation, model)
-        limits.check_count("n", request.n, limits.MAX_N, least=1)
+        limits.check_number("n", request.n, limits.Range(1, limits.MAX_N))
         limits.check_count(prompt_field, len(request.prompts), limits.MAX_PROMPTS_PER_REQUEST, least=1)
         for prompt in request.prompts:
             limits.check_prompt(prompt.ids, model, field=prompt_field)
@@ -144,6 +144,11 @@ class GatewayCore:
                 "field": error.field,
             },
         )
+
+    def give_up(self, api: str, client_id: str) -> None:
+        """Count and log a request whose client went away before it ran."""
+        self.metrics.request_rejected("cancelled")
+        logger.info("request", extra={"client_request_id": client_id, "api": api, "outcome": "cancelled"})
 
     def _ended(self, generation: Generation, failure: str | None, api: str, client_id: str) -> None:
         seconds = time.monotonic() - generation.started_at

@@ -85,6 +85,7 @@ class Exchange(Response):
                 deltas = await generation.wait()
                 parts = [] if deltas else [KEEP_ALIVE]
             await self._send(send, self._reply.last(generation), more=False)
+            generation.check_client()
         except ClientGoneError:
             raise
         except Exception as error:

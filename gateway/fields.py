@@ -112,4 +112,9 @@ def _complaint(error: ValidationError) -> InvalidRequestError:
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return InvalidRequestError(f"unknown field {field[:128]!r}", field=field[:128])
-    return InvalidRequestError(f"{field}: {first['msg']}", field=field)
+    if first["type"] == "model_type":
+        return InvalidRequestError(f"{field} must be an object", field=field)
+    words = first["msg"].removeprefix("Input should be ")
+    return InvalidRequestError(
+        f"{field} must be {words}" if words != first["msg"] else f"{field}: {words}", field=field
+    )

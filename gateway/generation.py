@@ -275,8 +275,8 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Whether every output has ended and been taken."""
-        return not self._changed and all(output.finished is not None for output in self.outputs)
+        """Whether every output has ended and been taken, by a client that is still there."""
+        return self._gone is None and not self._changed and all(output.finished is not None for output in self.outputs)
 
     @property
     def num_resumes(self) -> int:
@@ -328,6 +328,11 @@ class Generation:
         """The client is gone: whoever waits gets ClientGoneError."""
         self._gone = ClientGoneError()
         self._news.set()
+
+    def check_client(self) -> None:
+        """Raise ClientGoneError if the client is gone: an answer that it did not wait for was not given."""
+        if self._gone is not None:
+            raise self._gone
 
     def close(self) -> None:
         """Drop what still runs. Safe to call at any time and more than once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import uuid
@@ -19,6 +20,7 @@ from gateway.core import GatewayCore
 from gateway.fields import draw_seed
 from gateway.generation import Delta, GenerationRequest, Output, Prompt
 from gateway.messages import FinishReason, SpeculationStats, TokenLogprobs
+from gateway.patience import Patience
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = "foretoken.gateway.v1.GatewayService"
@@ -45,20 +47,27 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
+        entered = False
+        client_id = http.clean_id(request.request_id)
+        patience = Patience(context, self._core.settings.client_timeout_s)
         try:
             generation_request = await self._read(request, context)
             name = request.request_id or generation_request.id
-            async with self._core.generate(generation_request, api=API, client_id=request.request_id) as generation:
+            entered = True
+            async with self._core.generate(generation_request, api=API, client_id=client_id) as generation:
                 while not generation.done:
                     deltas = await generation.wait()
                     # Before the first of them goes out: while one is sent, the outputs go on beyond these deltas.
                     responses = [_responses(generation.outputs[delta.index], delta, name) for delta in deltas]
                     for response in itertools.chain.from_iterable(responses):
-                        yield response
+                        with patience:
+                            yield response
+        except asyncio.CancelledError:
+            if not entered:
+                self._core.give_up(API, client_id)
+            raise
         except ForetokenError as error:
-            self._core.reject(
-                error, api=API, client_id=http.clean_id(request.request_id), trace=_trace_context(context)
-            )
+            self._core.reject(error, api=API, client_id=client_id, trace=_trace_context(context))
             raise
 
     async def GetModel(

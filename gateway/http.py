@@ -45,6 +45,12 @@ _CODES: dict[type[ForetokenError], str] = {
 }
 
 
+class BodyTimeoutError(InvalidRequestError):
+    """A body that did not arrive within BODY_TIMEOUT_S."""
+
+    http_status = 408
+
+
 class BodyTooLargeError(InvalidRequestError):
     """A body beyond MAX_BODY_BYTES."""
 
@@ -68,7 +74,7 @@ async def read_object(request: Request) -> dict[str, Any]:
                     if size > MAX_DISCARDED_BYTES:
                         break
     except TimeoutError:
-        raise InvalidRequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+        raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     if max(size, _content_length(request)) > MAX_BODY_BYTES:
         raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
     return parse_object(bytes(body))
@@ -133,7 +139,10 @@ def error_response(error: ForetokenError) -> Response:
     headers = {}
     if isinstance(error, QueueFullError | UnavailableError):
         headers["retry-after"] = str(RETRY_AFTER_S)
-    if isinstance(error, BodyTooLargeError):
+    if isinstance(error, DeadlineError):
+        # The same request would take as long again: clients that try again by themselves should not.
+        headers["x-should-retry"] = "false"
+    if isinstance(error, BodyTooLargeError | BodyTimeoutError):
         headers["connection"] = "close"
     return json_response(error_object(error), status=error.http_status, headers=headers)
 

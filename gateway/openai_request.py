@@ -99,7 +99,9 @@ class CompletionFields(GenerationFields):
 
 class ChatMessage(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = Field("", description="A string, or a list of parts of type text.")
+    content: Any = Field(
+        None, description="A string, or a list of parts of type text. Only an assistant's may be absent or null."
+    )
     name: str | None = None
     tool_call_id: str | None = None
     # Answers of some servers hold these, and clients send answers back.
@@ -210,9 +212,10 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     out = []
     for number, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
+        content = "" if message.content is None and role == "assistant" else message.content
         entry = {
             "role": role,
-            "content": _content_text(message.content, f"messages.{number}.content"),
+            "content": _content_text(content, f"messages.{number}.content"),
             "name": message.name,
             "tool_call_id": message.tool_call_id,
             "reasoning_content": message.reasoning_content,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from foretoken import rpc
 from foretoken.telemetry import render
@@ -21,6 +20,7 @@ from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.core import GatewayCore
 from gateway.grpc_api import SERVICE_NAME, GatewayServicer
+from gateway.http_protocol import KEEP_ALIVE_S, HttpProtocol
 from gateway.sockets import BACKLOG, bracketed, hold, listen
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
@@ -29,7 +29,6 @@ from protos import gateway_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 64 * 1024
 # What streams that were cut at the end of the drain have left to send their last event.
 CUT_GRACE_S = 1.0
 
@@ -86,7 +85,9 @@ class Gateway:
             await self._grpc.start()
             stack.push_async_callback(self._grpc.stop, CUT_GRACE_S)
             self._verifiers_task = await stack.enter_async_context(_background(self.verifiers.run()))
-            self._rest_task = await stack.enter_async_context(_serving(_RestServer(self.core, settings), listener))
+            rest = _RestServer(self.core, settings)
+            self.connections = rest.server_state.connections
+            self._rest_task = await stack.enter_async_context(_serving(rest, listener))
             if settings.worker_socket is not None:
                 await stack.enter_async_context(self._counting_with_others(settings.worker_socket))
             stack.push_async_callback(self.drain)
@@ -131,28 +132,6 @@ class Gateway:
             await self.core.admission.drain(CUT_GRACE_S)
 
 
-class _HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on headers, which its parser would collect for ever."""
-
-    _num_header_bytes = 0
-    _in_headers = True
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_headers:
-            self._num_header_bytes += len(data)
-            if self._num_header_bytes > MAX_HEADER_BYTES:
-                self.send_400_response("headers too large")
-
-    def on_message_begin(self) -> None:
-        self._num_header_bytes, self._in_headers = 0, True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_headers = False
-        super().on_headers_complete()
-
-
 class _RestServer(uvicorn.Server):
     """uvicorn without its signal handlers, and with a tick a second instead of ten."""
 
@@ -162,7 +141,8 @@ class _RestServer(uvicorn.Server):
                 create_app(core),
                 host=settings.host,
                 port=settings.port,
-                http=_HttpProtocol,
+                # A class to uvicorn is whatever makes a protocol.
+                http=functools.partial(HttpProtocol, client_timeout_s=settings.client_timeout_s),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -170,6 +150,7 @@ class _RestServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             )
         )

@@ -93,6 +93,9 @@ class Engine:
         self._eos_ids = eos_ids
         self._token_limit = token_limit
         self._inbox: deque[InboxMessage] = deque()
+        # Of the messages in the inbox: sequences that want a place in the queue, and ends that may free one.
+        self._num_submits = 0
+        self._num_ends = 0
         self._wake = threading.Condition()
         self._outboxes: dict[int, Outbox] = {}
         self._next_session = 0
@@ -121,7 +124,25 @@ class Engine:
         """Queue a message for the next step."""
         with self._wake:
             self._inbox.append(message)
+            self._count(message, 1)
             self._wake.notify()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next step will refuse a new sequence, as far as can be known before it.
+
+        Steps may take long; with this, refusals need not wait for one. Where it says no, the step has the last word.
+        """
+        with self._wake:
+            if self._num_ends:
+                return False
+            return self._scheduler.would_be_full(self._num_submits)
+
+    def _count(self, message: InboxMessage, change: int) -> None:
+        if isinstance(message, Submit):
+            self._num_submits += change
+        else:
+            self._num_ends += change
 
     def drain(self) -> None:
         """Refuse new sequences from now on; running ones finish."""
@@ -365,7 +386,9 @@ class Engine:
 
     def _take_inbox(self, now: float) -> None:
         while self._inbox:
-            message = self._inbox.popleft()
+            with self._wake:
+                message = self._inbox.popleft()
+                self._count(message, -1)
             match message:
                 case Submit():
                     self._submit(message, now)

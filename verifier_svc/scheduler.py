@@ -37,7 +37,14 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """Whether the queue refuses another sequence."""
-        return len(self.waiting) >= self._max_waiting
+        return self.would_be_full(0)
+
+    def would_be_full(self, num_more: int) -> bool:
+        """Whether it is full with so many sequences more; those that the next step can start do not wait.
+
+        Any thread may ask: the answer is of about now.
+        """
+        return len(self.waiting) + num_more >= self._max_waiting + len(self._free_slots)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; whether the queue takes it is the caller's decision. Resumed ones stand before new ones."""

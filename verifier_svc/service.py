@@ -102,9 +102,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         """One sequence, one stream; its error is the call's status."""
         async with _OpenSession(self._engine, self._tracer) as session:
             _take_trace_context(request.sequence, context)
-            submit = self._check(session.id, request.sequence)
-            session.trace(request.sequence, submit.key)
-            self._engine.send(submit)
+            self._submit_checked(session, request.sequence)
             while True:
                 for event in await session.events(HEARTBEAT_S):
                     match event:
@@ -148,13 +146,20 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         try:
             if session.outbox.is_full:
                 raise QueueFullError("this session does not read its results")
-            submit = self._check(session.id, message)
-            session.trace(message, submit.key)
-            self._engine.send(submit)
+            self._submit_checked(session, message)
         except ForetokenError as error:
             # Bounded for the answer too: the identity of a hostile message need not be sane.
             key = SequenceKey(session.id, message.request_id[: limits.MAX_REQUEST_ID_CHARS], message.choice_index)
             session.outbox.put([ErrorEvent(key, message.attempt, error.code, error.message, error.field)])
+
+    def _submit_checked(self, session: _OpenSession, message: verifier_pb2.Sequence) -> None:
+        """Raises as ``_check`` does, and QueueFullError now where the engine would say so after the step that runs."""
+        submit = self._check(session.id, message)
+        # A resumed sequence was admitted once.
+        if submit.attempt == 0 and self._engine.is_full:
+            raise QueueFullError("the queue is full")
+        session.trace(message, submit.key)
+        self._engine.send(submit)
 
     def _check(self, session_id: int, message: verifier_pb2.Sequence) -> Submit:
         """The checked submission. Raises InvalidRequestError naming the field, or PreconditionError."""

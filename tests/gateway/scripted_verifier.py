@@ -24,6 +24,7 @@ class Player:
         self.sequence = sequence
         self.num_tokens = len(sequence.output_token_ids)
         self.aborted = asyncio.Event()
+        self.finished = asyncio.Event()
         self._send = send
 
     @property
@@ -81,6 +82,7 @@ class Player:
             decode_ms=3.5,
         )
         self._send(verifier_pb2.SessionResponse(finished=[finished]))
+        self.finished.set()
 
     def error(self, code: grpc.StatusCode, message: str, field: str = "") -> None:
         error = verifier_pb2.SequenceError(**self._key, code=code.value[0], message=message, field=field)
@@ -146,7 +148,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 )
             ],
         )
-        self._players: dict[tuple[str, int], Player] = {}
+        self.players: dict[tuple[str, int], Player] = {}
         self._calls: list[asyncio.Task[None]] = []
         self._sessions: list[asyncio.Queue[verifier_pb2.SessionResponse]] = []
 
@@ -187,12 +189,12 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         async for request in requests:
             if request.HasField("submit"):
                 player = Player(request.submit, send)
-                self._players[player.sequence.request_id, player.sequence.choice_index] = player
+                self.players[player.sequence.request_id, player.sequence.choice_index] = player
                 self.submitted.append(request.submit)
                 self._calls.append(asyncio.ensure_future(self.script(player)))
             else:
                 self.aborts.append(request.abort)
-                self._players[request.abort.request_id, request.abort.choice_index].aborted.set()
+                self.players[request.abort.request_id, request.abort.choice_index].aborted.set()
             async with self.arrived:
                 self.arrived.notify_all()
 

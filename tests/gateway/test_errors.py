@@ -60,6 +60,9 @@ BAD_FIELDS: list[tuple[str, object]] = [
     ("repetition_penalty", 0),
     ("n", 0),
     ("n", 17),
+    ("n", "2"),
+    ("n", True),
+    ("n", 2**63),
     ("seed", 2**63),
     ("seed", 0.5),
     ("logprobs", 21),
@@ -87,6 +90,7 @@ BAD_FIELDS: list[tuple[str, object]] = [
     ("unknown_field", 1),
     ("unknown_field", None),
     ("speculative", 5),
+    ("speculative", True),
     ("speculative.max_draft_tokens", {"max_draft_tokens": 256}),
     ("speculative.drafter", {"drafter": "other"}),
     ("speculative.enabled", {"enabled": 1}),
@@ -257,3 +261,23 @@ async def test_engine_is_untouched_by_a_hundred_random_requests(stack: Stack) ->
     for number, (field, _) in enumerate(BAD_FIELDS):
         answer = await stack.http.post(URL, json={"prompt": "a", field: values[number % len(values)]})
         assert answer.status_code in (200, 400), (field, answer.text)
+
+
+async def test_complaints_are_in_words_of_the_request(stack: Stack) -> None:
+    for body, message in (
+        ({"speculative": True}, "speculative must be an object"),
+        ({"stream_options": True}, "stream_options must be an object"),
+        ({"n": "2"}, "n must be a valid integer"),
+        ({"n": 0}, "n must be an integer in [1, 16], got 0"),
+    ):
+        answer = await stack.http.post(URL, json={"prompt": "a"} | body)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
+async def test_only_an_assistant_may_say_nothing(stack: Stack) -> None:
+    for role in ("user", "system", "developer"):
+        for message in ({"role": role, "content": None}, {"role": role}):
+            answer = await stack.http.post("/v1/chat/completions", json={"messages": [message]})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages.0.content"), message
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    assert (await stack.http.post("/v1/chat/completions", json={"messages": messages})).status_code == 200

@@ -30,11 +30,14 @@ def code(status: grpc.StatusCode) -> int:
 
 
 def test_a_full_queue_refuses_and_serves_what_it_took() -> None:
+    # One can start at once, two wait.
     run = harness(max_running=1, max_waiting=2)
-    keys = [run.submit(request()) for _ in range(4)]
+    keys = [run.submit(request()) for _ in range(5)]
     run.step()
     errors = [run.results[key].error for key in keys]
-    assert [error.code if error else 0 for error in errors] == [0, 0] + [code(grpc.StatusCode.RESOURCE_EXHAUSTED)] * 2
+    assert [error.code if error else 0 for error in errors] == [0, 0, 0] + [
+        code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    ] * 2
     run.drain()
     assert all(run.results[key].finished for key in keys[:2])
 

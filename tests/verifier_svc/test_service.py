@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from foretoken import rpc
 from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES, ModelLimits
+from foretoken.models.batch import ForwardBatch
 from foretoken.tracing import Tracer
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.support.engine_harness import Harness
@@ -41,8 +44,9 @@ async def _run(scenario: Callable[[Stub, Harness], Awaitable[None]], options: di
 async def served(
     options: dict[str, object], tracer: Tracer | None = None
 ) -> AsyncIterator[tuple[Stub, Harness, VerifierService]]:
+    target: HashTarget = options.pop("target", None) or HashTarget(VOCAB, 200, 4)  # type: ignore[assignment]
     harness = Harness(
-        HashTarget(VOCAB, 200, 4),
+        target,
         vocab_size=VOCAB,
         num_blocks=200,
         block_size=4,
@@ -309,3 +313,46 @@ def test_a_drain_without_events_is_told_before_the_next_heartbeat() -> None:
             service.close()
 
     asyncio.run(scenario())
+
+
+class HeldTarget(HashTarget):
+    """A target whose step takes until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, 200, 4)
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.began.set()
+        assert self.go_on.wait(60)
+        return super().forward(batch)
+
+
+def test_a_full_queue_refuses_while_a_step_runs_and_never_a_resumed_sequence() -> None:
+    target = HeldTarget()
+
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        call = stub.Session()
+        await call.write(submit(sequence("running")))
+        assert await asyncio.to_thread(target.began.wait, 60)
+        for name in ("first", "second", "third"):
+            await call.write(submit(sequence(name)))
+        await call.write(submit(sequence("resumed", attempt=1)))
+        errors = []
+        # The step stands still: whoever waited for it would wait for ever.
+        while not errors:
+            errors = list((await call.read()).errors)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence("alone"))):
+                pass
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert [(error.request_id, error.code) for error in errors] == [
+            ("third", grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+        ]
+        target.go_on.set()
+        ended: set[str] = set()
+        while not {"running", "first", "second"} <= ended:
+            ended |= {end.request_id for end in (await call.read()).finished}
+        await call.done_writing()
+
+    run(scenario, target=target, max_running=1, max_waiting=2)

@@ -1,0 +1,166 @@
+"""One REST connection: uvicorn's protocol with a bound on everything that a client may withhold.
+
+uvicorn waits for ever for headers and for a reader, collects headers without limit, and takes any number of
+connections. Bodies are bounded where they are read (gateway/http.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import resource
+import socket
+import sys
+import termios
+from asyncio import TimerHandle
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 64 * 1024
+# From a connection's start, or a further request's first byte, to the end of the headers.
+HEADER_TIMEOUT_S = 20.0
+# An idle connection is kept for longer than proxies and clients keep theirs, so that they are the ones to close it.
+KEEP_ALIVE_S = 75
+MAX_CONNECTIONS = 4096
+# A peer that vanished without closing is noticed after the first plus the second times the third, in seconds.
+KEEP_ALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+# A reader's progress is looked at so many times in its timeout.
+CHECKS_PER_TIMEOUT = 4
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """A connection whose client must send its headers, and take what is sent to it, in bounded time."""
+
+    def __init__(self, *args: Any, client_timeout_s: float, **kwargs: Any) -> None:
+        """``client_timeout_s``: seconds that the client may take nothing of what waits for it."""
+        super().__init__(*args, **kwargs)
+        self._client_timeout_s = client_timeout_s
+        self._num_header_bytes = 0
+        self._in_headers = False
+        self._header_timer: TimerHandle | None = None
+        self._reader_timer: TimerHandle | None = None
+        self._unread_bytes = 0
+        self._progress_at = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        _notice_vanished_peer(transport, self._client_timeout_s)
+        if len(self.connections) > max_connections():
+            self._answer_and_close(503, "too many connections", b"retry-after: 1\r\n")
+            return
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_overdue)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        super().connection_lost(exc)
+        # uvicorn's own resumes writing, which stops the reader's timer; where nothing was paused there is none.
+        self._stop_reader_timer()
+        self._unset_keepalive_if_required()
+
+    # Headers.
+
+    def data_received(self, data: bytes) -> None:
+        if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_overdue)
+        super().data_received(data)
+        if self._in_headers:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self.send_400_response("headers too large")
+
+    def on_message_begin(self) -> None:
+        self._num_header_bytes, self._in_headers = 0, True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._stop_header_timer()
+        super().on_headers_complete()
+
+    def _headers_overdue(self) -> None:
+        self._header_timer = None
+        if self.transport.is_closing():
+            return
+        if self._in_headers:
+            self._answer_and_close(408, f"the headers did not arrive within {HEADER_TIMEOUT_S:g} s")
+        else:
+            self.transport.close()
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _answer_and_close(self, status: int, text: str, headers: bytes = b"") -> None:
+        """An answer outside of any request."""
+        phrase = {408: b"Request Timeout", 503: b"Service Unavailable"}[status]
+        lines = b"HTTP/1.1 %d %s\r\n%scontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+        self.transport.write(lines % (status, phrase, headers, len(text), text.encode()))
+        self.transport.close()
+
+    # Reading.
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_bytes = _unread_bytes(self.transport)
+        self._progress_at = self.loop.time()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        self._stop_reader_timer()
+        super().resume_writing()
+
+    def _watch_reader(self) -> None:
+        self._reader_timer = self.loop.call_later(self._client_timeout_s / CHECKS_PER_TIMEOUT, self._check_reader)
+
+    def _check_reader(self) -> None:
+        self._reader_timer = None
+        unread_bytes, now = _unread_bytes(self.transport), self.loop.time()
+        if unread_bytes != self._unread_bytes:
+            self._unread_bytes, self._progress_at = unread_bytes, now
+        if now - self._progress_at < self._client_timeout_s:
+            self._watch_reader()
+            return
+        logger.info("client cut", extra={"reason": "it reads nothing", "unread_bytes": unread_bytes})
+        self.transport.abort()
+
+    def _stop_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+
+def max_connections() -> int:
+    """Connections that are open at once at most: half of the descriptors that this process may have, or fewer."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
+
+
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """What the peer's host has not taken: bytes here, and in the kernel, which asks for more in lumps."""
+    connection = transport.get_extra_info("socket")
+    queued = bytearray(4)
+    # Gone meanwhile: nothing of it is in the kernel.
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, queued)
+    return transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
+
+
+def _notice_vanished_peer(transport: asyncio.Transport, timeout_s: float) -> None:
+    """Probes while nothing is sent, and a bound on what was sent and never acknowledged."""
+    connection = transport.get_extra_info("socket")
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    # A peer that is gone already has no options to set; its connection_lost comes next.
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE_PROBES.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        # It also ends a reader whose window stays shut, so it must be longer than the patience with one.
+        milliseconds = round(2e3 * timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
