@@ -43,13 +43,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     def __init__(self, core: GatewayCore) -> None:
         self._core = core
+        self._partings: set[asyncio.Task[None]] = set()
 
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
         entered = False
         client_id = http.clean_id(request.request_id)
-        patience = Patience(context, self._core.settings.client_timeout_s)
+        patience = Patience(context, self._core.settings.client_timeout_s, self._partings)
         try:
             generation_request = await self._read(request, context)
             name = request.request_id or generation_request.id

@@ -13,10 +13,6 @@ import grpc
 logger = logging.getLogger(__name__)
 
 
-# Calls that were ended and whose status waits behind what the caller has not read: a task lives while it is held here.
-_partings: set[asyncio.Task[None]] = set()
-
-
 class Patience:
     """``with patience: yield message``: ends the call with ABORTED if the caller does not make room for it in time.
 
@@ -25,8 +21,10 @@ class Patience:
     """
 
     # Any: gRPC's context is generic in the messages of one method.
-    def __init__(self, context: Any, timeout_s: float) -> None:
+    def __init__(self, context: Any, timeout_s: float, partings: set[asyncio.Task[None]]) -> None:
+        """``partings`` holds the tasks of calls that were ended, while their status waits to be read."""
         self._context = context
+        self._partings = partings
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -44,8 +42,8 @@ class Patience:
     def _expire(self) -> None:
         logger.info("client cut", extra={"reason": "it reads nothing"})
         parting = self._loop.create_task(self._part())
-        _partings.add(parting)
-        parting.add_done_callback(_partings.discard)
+        self._partings.add(parting)
+        parting.add_done_callback(self._partings.discard)
         self._task.cancel()
 
     async def _part(self) -> None:

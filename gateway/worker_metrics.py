@@ -76,9 +76,6 @@ class WorkerProbe:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    async def __call__(self) -> bool:
-        return await self.is_ready()
-
     async def is_ready(self) -> bool:
         return await self.is_alive()
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 
 from foretoken.arena import ArenaPeer
 from foretoken.arena_layout import HEADER_BYTES
 from foretoken.doorbell import Waiter
-from foretoken.draft_wire import batch_to_proto, request_from_proto, target_from_proto
+from foretoken.draft_wire import request_from_proto, target_from_proto
 from foretoken.drafting import DraftBatch, Drafter, DraftRequest, TargetInfo
 from foretoken.transport import ROWS_PER_SLOT, TransportClosedError, answer
 from protos import drafter_pb2, drafter_pb2_grpc
@@ -100,7 +101,7 @@ class LyingServer(drafter_pb2_grpc.DrafterServiceServicer):
         for message in requests:
             reply = self._reply(request_from_proto(message, ROWS_PER_SLOT * self._target.max_slots))
             if isinstance(reply, DraftBatch):
-                yield batch_to_proto(reply)
+                yield _to_wire(reply)
             self._bent.handled.set()
 
     def _serve_arena(self, peer: ArenaPeer) -> None:
@@ -128,3 +129,14 @@ class LyingServer(drafter_pb2_grpc.DrafterServiceServicer):
     def _reply(self, request: DraftRequest) -> DraftBatch | bytes | None:
         with self._lock:
             return self._bent.reply(request)
+
+
+def _to_wire(batch: DraftBatch) -> drafter_pb2.DraftResponse:
+    """As a client in C would write it: what is negative becomes large, and nothing complains."""
+    return drafter_pb2.DraftResponse(
+        epoch=batch.epoch,
+        step_id=batch.step_id,
+        node_starts=batch.node_starts.astype(np.uint32).tolist(),
+        tokens=batch.tokens.astype(np.uint32).tolist(),
+        parents=batch.parents.tolist(),
+    )
