@@ -131,12 +131,18 @@ class _Watch:
 
 
 class Supervisor:
-    """Starts services in the given order and stops them in the reverse one."""
+    """Starts services in the given order and stops them in the reverse one, or all at once."""
 
     def __init__(
-        self, services: Sequence[Service], *, on_ready: Callable[[], None], announce: Callable[[str], None]
+        self,
+        services: Sequence[Service],
+        *,
+        on_ready: Callable[[], None],
+        announce: Callable[[str], None],
+        stops_together: bool = False,
     ) -> None:
         """``on_ready`` is called once; ``announce`` gets a line for each event."""
+        self._stops_together = stops_together
         self._watches = [_Watch(service) for service in services]
         self._on_ready = on_ready
         self._announce = announce
@@ -161,9 +167,11 @@ class Supervisor:
                     for task in tasks:
                         task.cancel()
             finally:
-                for watch in reversed(self._watches):
-                    await self._stop(watch)
-                    await watch.service.probe.close()
+                if self._stops_together:
+                    await asyncio.gather(*(self._stop(watch) for watch in self._watches))
+                else:
+                    for watch in reversed(self._watches):
+                        await self._stop(watch)
                 _kill_descendants(own_children)
         return self._exit_status
 
@@ -300,6 +308,7 @@ class Supervisor:
         self._on_ready()
 
     async def _stop(self, watch: _Watch) -> None:
+        await watch.service.probe.close()
         child = watch.child
         if child is None or child.ended.done():
             return

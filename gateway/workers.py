@@ -7,14 +7,9 @@ The kernel spreads connections over the workers (SO_REUSEPORT), each of which ha
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import psutil
 
 from foretoken import stack
 from foretoken.runtime_folder import runtime_folder
@@ -54,54 +49,10 @@ async def _run(settings: GatewaySettings, folder: Path, extra: Sequence[str]) ->
         for number, path in enumerate(paths)
     ]
     announcer = _Announcer(settings)
-    spared = {process.pid for process in psutil.Process().children()}
     async with serve_text(folder / TOTALS_SOCKET, WorkerTotals(paths).text):
-        supervision = asyncio.create_task(
-            Supervisor(services, on_ready=announcer.ready, announce=announcer.announce).run()
-        )
-        # It has its own signal handlers now, which stop one worker after the other.
-        await asyncio.sleep(0)
-        with _stopping_all_at_once(supervision, spared):
-            try:
-                return await supervision
-            except asyncio.CancelledError:
-                return 0
-
-
-@contextlib.contextmanager
-def _stopping_all_at_once(supervision: asyncio.Task[int], spared: set[int]) -> Iterator[None]:
-    """A stop signal reaches all workers at once, so that none takes requests while another drains.
-
-    Cancelled, the supervisor waits for each of them; a second Ctrl-C kills them. ``spared``: children of others.
-    """
-    loop = asyncio.get_running_loop()
-    stopping = False
-
-    def on_signal(number: signal.Signals) -> None:
-        nonlocal stopping
-        if not stopping:
-            logger.info("draining all workers")
-            _signal_children(signal.SIGTERM, spared)
-            supervision.cancel()
-        elif number == signal.SIGINT:
-            _signal_children(signal.SIGKILL, spared)
-        stopping = True
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-
-
-def _signal_children(number: signal.Signals, spared: set[int]) -> None:
-    for child in psutil.Process().children():
-        if child.pid not in spared:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, number)
+        # All at once, so that none takes requests while another drains.
+        supervisor = Supervisor(services, on_ready=announcer.ready, announce=announcer.announce, stops_together=True)
+        return await supervisor.run()
 
 
 class _Announcer:

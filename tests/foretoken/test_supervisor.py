@@ -108,6 +108,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         optional: str = "",
         heartbeat_s: float = 1.0,
         max_silence_s: float = 600.0,
+        stops_together: bool = False,
     ) -> Driver:
         services: list[dict[str, Any]] = [
             {
@@ -121,7 +122,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             for name, mode in modes
         ]
         spec = {"services": services, "optional_ready_s": 0.1}
-        spec |= {"heartbeat_s": heartbeat_s, "max_silence_s": max_silence_s}
+        spec |= {"heartbeat_s": heartbeat_s, "max_silence_s": max_silence_s, "stops_together": stops_together}
         process = subprocess.Popen(
             [sys.executable, str(DRIVER), json.dumps(spec)],
             stdout=subprocess.PIPE,
@@ -152,6 +153,19 @@ def test_stops_in_reverse_order_of_start(start: Start) -> None:
     assert driver.wait() == 0
     assert driver.log == ["third SIGTERM", "second SIGTERM", "first SIGTERM"]
     assert_gone(*children)
+
+
+def test_stops_all_at_once_where_it_is_told_to(start: Start) -> None:
+    driver = start(("first", "obeys"), ("second", "stubborn"), grace_s=3600.0, stops_together=True)
+    driver.read_until("READY")
+    driver.process.send_signal(signal.SIGTERM)
+    # The second one, which came last, does not hold the first one's signal up.
+    driver.wait_for_file("log")
+    while "first SIGTERM" not in driver.log:
+        assert driver.process.poll() is None
+        time.sleep(0.01)
+    driver.process.send_signal(signal.SIGINT)
+    assert driver.wait() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -1,7 +1,7 @@
 """A process that supervises commands given as JSON, for tests: supervision changes the whole process it runs in.
 
     {"services": [{"name", "command", "ready_file", "alive_socket", "stop_grace_s", "required"}],
-     "optional_ready_s", "heartbeat_s", "max_silence_s"}
+     "optional_ready_s", "heartbeat_s", "max_silence_s", "stops_together"}
 
 Each announcement is a line on stdout; READY stands for ``on_ready``. The exit status is the supervisor's.
 """
@@ -58,7 +58,9 @@ def main() -> int:
     supervisor.OPTIONAL_READY_S = spec["optional_ready_s"]
     supervisor.HEARTBEAT_S, supervisor.MAX_SILENCE_S = spec["heartbeat_s"], spec["max_silence_s"]
     services = [service(item) for item in spec["services"]]
-    return asyncio.run(supervisor.Supervisor(services, on_ready=lambda: say("READY"), announce=say).run())
+    together = spec["stops_together"]
+    run = supervisor.Supervisor(services, on_ready=lambda: say("READY"), announce=say, stops_together=together).run
+    return asyncio.run(run())
 
 
 sys.exit(main())
