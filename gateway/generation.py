@@ -288,7 +288,7 @@ class Generation:
         return any(output.is_waiting for output in self.outputs)
 
     def start(self) -> None:
-        """Submit all outputs; while no verifier is there, they wait for one."""
+        """Submit all outputs; while no verifier is there, they wait for one. Raises QueueFullError."""
         placements = self._verifiers.start((output.spec, output) for output in self.outputs)
         for output, placement in zip(self.outputs, placements, strict=True):
             output.placement = placement

@@ -62,6 +62,7 @@ class VerifierClient:
         self._stub: Any = None
         self._info: VerifierInfo | None = None
         self._fingerprint = ""
+        self._room: int | None = None
         self._up = asyncio.Event()
         self._reason = "the verifier has not been reached yet"
 
@@ -74,6 +75,10 @@ class VerifierClient:
     def reason(self) -> str:
         """Why it is not up."""
         return self._reason
+
+    def has_room(self, num_sequences: int) -> bool:
+        """Whether the verifier would take so many new sequences, by its last word and what was submitted since."""
+        return not num_sequences or self._room is None or self._room >= num_sequences
 
     @property
     def fingerprint(self) -> str:
@@ -123,6 +128,8 @@ class VerifierClient:
         key = (spec.request_id, spec.choice_index)
         assert key not in self._routes, key
         self._routes[key] = _Route(sink, spec.attempt, len(spec.output_ids))
+        if self._room is not None and not spec.attempt:
+            self._room -= 1
         self._outgoing.put_nowait(verifier_pb2.SessionRequest(submit=verifier_wire.spec_to_proto(spec)))
 
     def abort(self, request_id: str, choice_index: int, *, kept_tokens: int) -> None:
@@ -163,6 +170,7 @@ class VerifierClient:
         try:
             async for response in call:
                 watch.touch()
+                self._room = response.queue_room if response.HasField("queue_room") else None
                 if response.HasField("started"):
                     await self.fetch_info()
                     watch.limit_s = self._silence_limit_s

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from foretoken.errors import UnavailableError
+from foretoken.errors import QueueFullError, UnavailableError
 from gateway.messages import OutputSink, SequenceSpec, VerifierInfo
 from gateway.placement import Binding, Placement
 from gateway.verifier_client import SILENCE_LIMIT_S, VerifierClient
@@ -98,13 +98,18 @@ class VerifierPool:
         return {client.address: info for client, info in zip(self.clients, infos, strict=True)}
 
     def start(self, specs: Iterable[tuple[SequenceSpec, OutputSink]]) -> list[Placement]:
-        """Start the sequences of one request, all on the same verifier; they wait if none is up."""
+        """Start the sequences of one request, all on the same verifier; they wait if none is up.
+
+        Raises QueueFullError if the queues of all that are up are known to be full.
+        """
         binding = Binding()
         placements = [
             Placement(spec, sink, self, binding, resume_attempts=self._resume_attempts) for spec, sink in specs
         ]
+        client = self._pick(binding, num_new=len(placements))
+        if client is None and self.is_up:
+            raise QueueFullError("the queue is full")
         self._placements.update(placements)
-        client = self._pick(binding)
         for placement in placements:
             if client is None:
                 self._wait(placement)
@@ -132,9 +137,9 @@ class VerifierPool:
         self._stop_waiting(placement)
         self._placements.discard(placement)
 
-    def _pick(self, binding: Binding) -> VerifierClient | None:
-        """The verifier with the fewest sequences of ours among those that may take this one."""
-        fitting = [client for client in self.clients if client.is_up and _fits(client, binding)]
+    def _pick(self, binding: Binding, num_new: int = 0) -> VerifierClient | None:
+        """The verifier with the fewest sequences of ours among those that may take these."""
+        fitting = [c for c in self.clients if c.is_up and c.has_room(num_new) and _fits(c, binding)]
         return min(fitting, key=lambda client: client.num_sequences, default=None)
 
     def _wait(self, placement: Placement) -> None:

@@ -54,20 +54,22 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("started", "tokens", "finished", "errors", "heartbeat", "draining")
+    __slots__ = ("started", "tokens", "finished", "errors", "heartbeat", "draining", "queue_room")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_ROOM_FIELD_NUMBER: _ClassVar[int]
     started: SessionStarted
     tokens: _containers.RepeatedCompositeFieldContainer[Tokens]
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     errors: _containers.RepeatedCompositeFieldContainer[SequenceError]
     heartbeat: Heartbeat
     draining: bool
-    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    queue_room: int
+    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[bool] = ..., queue_room: _Optional[int] = ...) -> None: ...
 
 class SessionStarted(_message.Message):
     __slots__ = ("epoch", "model_fingerprint")

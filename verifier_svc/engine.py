@@ -128,15 +128,13 @@ class Engine:
             self._wake.notify()
 
     @property
-    def is_full(self) -> bool:
-        """Whether the next step will refuse a new sequence, as far as can be known before it.
+    def queue_room(self) -> int:
+        """How many new sequences the next step will take, as far as can be known before it.
 
-        Steps may take long; with this, refusals need not wait for one. Where it says no, the step has the last word.
+        Steps may take long; with this, refusals need not wait for one. Where there is room, the step has the last word.
         """
         with self._wake:
-            if self._num_ends:
-                return False
-            return self._scheduler.would_be_full(self._num_submits)
+            return max(self._scheduler.room - self._num_submits, self._num_ends, 0)
 
     def _count(self, message: InboxMessage, change: int) -> None:
         if isinstance(message, Submit):

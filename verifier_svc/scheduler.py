@@ -37,14 +37,15 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """Whether the queue refuses another sequence."""
-        return self.would_be_full(0)
+        return self.room <= 0
 
-    def would_be_full(self, num_more: int) -> bool:
-        """Whether it is full with so many sequences more; those that the next step can start do not wait.
+    @property
+    def room(self) -> int:
+        """How many more sequences the queue takes; those that the next step can start do not wait.
 
-        Any thread may ask: the answer is of about now.
+        Any thread may ask: the answer is of about now. Resumed sequences may make it negative.
         """
-        return len(self.waiting) + num_more >= self._max_waiting + len(self._free_slots)
+        return self._max_waiting + len(self._free_slots) - len(self.waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; whether the queue takes it is the caller's decision. Resumed ones stand before new ones."""

@@ -75,6 +75,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                     ),
                     heartbeat=self._heartbeat(),
                     draining=told_draining,
+                    queue_room=self._engine.queue_room,
                 )
                 beat_at = time.monotonic() + HEARTBEAT_S
                 while not reader.done():
@@ -90,6 +91,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                             return
                         continue
                     response.draining = told_draining = self._draining
+                    response.queue_room = self._engine.queue_room
                     yield response
                 await reader
             finally:
@@ -156,7 +158,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         """Raises as ``_check`` does, and QueueFullError now where the engine would say so after the step that runs."""
         submit = self._check(session.id, message)
         # A resumed sequence was admitted once.
-        if submit.attempt == 0 and self._engine.is_full:
+        if submit.attempt == 0 and not self._engine.queue_room:
             raise QueueFullError("the queue is full")
         session.trace(message, submit.key)
         self._engine.send(submit)

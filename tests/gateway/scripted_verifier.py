@@ -116,6 +116,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.aborts: list[verifier_pb2.Abort] = []
         self.arrived = asyncio.Condition()
         self.heartbeats = True
+        # Told in every message; None: not told.
+        self.queue_room: int | None = None
         self.num_sessions = 0
         self.info = verifier_pb2.GetInfoResponse(
             version="test",
@@ -170,14 +172,18 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         reader = asyncio.create_task(self._read(request_iterator, outgoing.put_nowait))
         self._sessions.append(outgoing)
         started = verifier_pb2.SessionStarted(epoch=self.info.epoch, model_fingerprint=self.info.model_fingerprint)
-        yield verifier_pb2.SessionResponse(started=started)
+        yield verifier_pb2.SessionResponse(started=started, queue_room=self.queue_room)
         try:
             while True:
                 try:
-                    yield await asyncio.wait_for(outgoing.get(), 0.2)
+                    response = await asyncio.wait_for(outgoing.get(), 0.2)
                 except TimeoutError:
-                    if self.heartbeats:
-                        yield verifier_pb2.SessionResponse(heartbeat=verifier_pb2.Heartbeat())
+                    if not self.heartbeats:
+                        continue
+                    response = verifier_pb2.SessionResponse(heartbeat=verifier_pb2.Heartbeat())
+                if self.queue_room is not None:
+                    response.queue_room = self.queue_room
+                yield response
         finally:
             reader.cancel()
 

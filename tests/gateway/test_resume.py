@@ -41,9 +41,12 @@ class Deployment:
         self.verifiers: list[ScriptedVerifier] = []
         self._servers: dict[int, AsyncExitStack] = {}
 
-    async def start(self, script: Script, number: int = 0, fingerprint: str = "fp") -> ScriptedVerifier:
-        """A new verifier at address ``number``, up."""
+    async def start(
+        self, script: Script, number: int = 0, *, fingerprint: str = "fp", queue_room: int | None = None
+    ) -> ScriptedVerifier:
+        """A new verifier at address ``number``, up. With ``queue_room`` it has no heartbeats."""
         verifier = ScriptedVerifier(self.tokenizer.vocab_size)
+        verifier.queue_room, verifier.heartbeats = queue_room, queue_room is None
         verifier.script = script
         verifier.info.model_fingerprint = fingerprint
         stack = self._servers[number] = AsyncExitStack()
@@ -505,3 +508,31 @@ async def test_a_drained_gateway_fails_what_waits(settings: GatewaySettings, tok
         await running.gateway.drain()
         *_, last = events((await asked).text)
         assert last["error"]["message"] == "the server is shutting down"
+
+
+async def test_what_would_be_refused_is_refused_at_once_and_a_resume_never_is(
+    settings: GatewaySettings, tokenizer: Tokenizer
+) -> None:
+    output = tokenizer.encode(TEXT)
+    async with deployment(settings, tokenizer, num_verifiers=2) as running:
+        script = playing([output, output], [3, 3])
+
+        async def play(player: Player) -> None:
+            assert full.queue_room is not None
+            full.queue_room -= 1
+            await script(player)
+
+        full = await running.start(play, 0, queue_room=2)
+        asked = asyncio.create_task(ask(running, n=2, max_tokens=50))
+        await running.until(lambda: len(full.submitted) == 2)
+        answer = await ask(running)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert len(full.submitted) == 2
+        # Another with room for one takes one, and then both that were lost.
+        other = await running.start(playing([output, output], [None, None]), 1, queue_room=1)
+        assert (await ask(running, n=2)).status_code == 429
+        await running.until(lambda: sum(len(p._emitted) == 3 for p in running.gateway.verifiers._placements) == 2)
+        await running.kill(0)
+        chunks = events((await asked).text)
+        assert [entry[0] for entry in joined(chunks).values()] == [TEXT, TEXT]
+        assert [sequence.attempt for sequence in other.submitted] == [1, 1]

@@ -302,6 +302,30 @@ def test_a_drain_is_told_at_once_to_old_and_new_sessions_and_running_sequences_f
     asyncio.run(scenario())
 
 
+def test_the_room_in_the_queue_is_told_with_every_message() -> None:
+    target = HeldTarget()
+
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        call = stub.Session()
+        rooms = [(await call.read()).queue_room]
+        await call.write(submit(sequence("running")))
+        assert await asyncio.to_thread(target.began.wait, 60)
+        await call.write(submit(sequence("waiting")))
+        rooms.append((await call.read()).queue_room)
+        target.go_on.set()
+        ended = 0
+        while ended < 2:
+            message = await call.read()
+            ended += len(message.finished)
+        while message.queue_room != rooms[0]:
+            message = await call.read()
+        # One place to run in and two to wait in.
+        assert rooms == [3, 1]
+        await call.done_writing()
+
+    run(scenario, target=target, max_running=1, max_waiting=2)
+
+
 def test_a_drain_without_events_is_told_before_the_next_heartbeat() -> None:
     async def scenario() -> None:
         async with served({}) as (stub, _, service):
