@@ -105,6 +105,8 @@ def test_a_stopped_service_is_found_killed_and_started_again(stack: Stack, name:
 
 def test_a_drafters_death_is_one_line_of_the_supervisor_and_one_of_the_verifier(stack: Stack) -> None:
     folder, num_lines = stack.runtime_folder(), len(lines(stack))
+    # The outage of the test before is over.
+    wait_until(lambda: drafter_state(folder).state == "attached", stack)
     attaches = drafter_state(folder).num_attaches
     stack.service("drafter").kill()
     wait_until(lambda: drafter_state(folder).num_attaches > attaches, stack)
