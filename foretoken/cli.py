@@ -110,6 +110,9 @@ def serve(
     if dry_run:
         _print_plan(_verifier_settings(context, _checkpoint(context), "unix:/none", []))
         return
+    # Read by gRPC as it is loaded: the supervisor forks to start programs only, never to go on with gRPC, and its fork
+    # handlers would complain of each start on stderr.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     _check_ports(context)
     with runtime_folder() as folder:
         raise typer.Exit(_supervise(context, folder))

@@ -105,11 +105,14 @@ def test_a_stopped_service_is_found_killed_and_started_again(stack: Stack, name:
 
 def test_a_drafters_death_is_one_line_of_the_supervisor_and_one_of_the_verifier(stack: Stack) -> None:
     folder, num_lines = stack.runtime_folder(), len(lines(stack))
+    # The outage of the test before is over.
+    wait_until(lambda: drafter_state(folder).state == "attached", stack)
     attaches = drafter_state(folder).num_attaches
     stack.service("drafter").kill()
     wait_until(lambda: drafter_state(folder).num_attaches > attaches, stack)
     wait_until(lambda: any("drafter is ready again after" in line for line in lines(stack)[num_lines:]), stack)
     said = lines(stack)[num_lines:]
+    assert not [line for line in said if "fork" in line]
     first, second = [line for line in said if line.startswith("foretoken: ")]
     assert (
         first.startswith("foretoken: drafter ended (SIGKILL); starting it again") and "is ready again after" in second
