@@ -22,10 +22,12 @@ from gateway.grpc_api import SERVICE_NAME
 from gateway.server import Gateway, run
 from gateway.tokenizer import Tokenizer
 from tests.gateway.conftest import LONG_TOKEN, Stack, events, run_stack
-from tests.gateway.scripted_verifier import LENGTH, STOP, Player, steps
+from tests.gateway.scripted_verifier import LENGTH, STOP, Player, ScriptedVerifier, serving, steps
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
+# A hang's bound: idle connections are kept for longer.
+HANG_S = 60.0
 
 
 async def until(stack: Stack, condition: object) -> None:
@@ -279,6 +281,43 @@ async def test_streams_beyond_the_drain_are_told_so(
         await stack.gateway.drain()
         last = events((await answer.aread()).decode())[-1]
         assert last["error"]["message"] == "the server is shutting down"
+
+
+async def test_neither_idle_connections_nor_a_reader_that_reads_nothing_hold_the_exit(
+    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    settings = settings.model_copy(update={"drain_timeout_s": 0.2})
+    verifier = ScriptedVerifier(tokenizer.vocab_size)
+    ids = tokenizer.encode(LONG_TOKEN)
+    going_on = asyncio.Event()
+
+    async def play(player: Player) -> None:
+        while not player.aborted.is_set():
+            player.tokens(ids)
+            await asyncio.sleep(0)
+            if player.num_tokens > 4000:
+                going_on.set()
+                await player.aborted.wait()
+
+    verifier.script = play
+    body = json.dumps({"prompt": [5, 6], "max_tokens": 100, "stream": True}).encode()
+    request = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (URL.encode(), len(body), body)
+    loop = asyncio.get_running_loop()
+    async with serving(verifier, tmp_path / "v.sock"), httpx.AsyncClient() as http:
+        with socket.socket() as mute, socket.socket() as idle:
+            async with asyncio.timeout(None) as leaving, Gateway(settings) as gateway:
+                await gateway.verifiers.wait_up()
+                for connection in (mute, idle):
+                    connection.setblocking(False)
+                    await loop.sock_connect(connection, ("127.0.0.1", settings.port))
+                assert (await http.get(f"http://127.0.0.1:{settings.port}/health")).status_code == 200
+                await loop.sock_sendall(mute, request)
+                await going_on.wait()
+                leaving.reschedule(loop.time() + HANG_S)
+            # Left: it has drained and stopped.
+            with pytest.raises(OSError), socket.create_connection(("127.0.0.1", settings.port)):
+                pass
+            assert gateway.core.admission.num_requests == 0
 
 
 def test_ports_in_use_are_one_line(settings: GatewaySettings) -> None:
