@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -52,8 +53,10 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
-def docker(*arguments: str) -> str:
-    return subprocess.run(["docker", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+def docker(*arguments: str, stderr: int = subprocess.PIPE) -> str:
+    """What it writes to standard output; with ``stderr`` as ``subprocess.STDOUT``, to both."""
+    command = ["docker", *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=stderr, text=True).stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -120,9 +123,23 @@ class Deployment:
         (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith("foretoken_gateway_num_requests{")]
         return int(float(value))
 
+    def num_resumes(self, request_id: str) -> int:
+        """As the gateway's log says at the request's end, which comes soon after the stream's."""
+        resumes: list[int] = []
+
+        def logged() -> bool:
+            lines = docker("logs", self.container("gateway"), stderr=subprocess.STDOUT).splitlines()
+            entries = [json.loads(line) for line in lines if line.startswith("{")]
+            resumes.extend(entry["resumes"] for entry in entries if entry.get("request_id") == request_id)
+            return bool(resumes)
+
+        wait_until(logged, f"{request_id} is logged")
+        return resumes[0]
+
     def drafter(self) -> dict[str, Any]:
         """What /ready says of the one drafter; empty while there is no verifier."""
-        drafters: list[dict[str, Any]] = self.ready().get("drafters", [])
+        verifiers: list[dict[str, Any]] = self.ready().get("verifiers", [])
+        drafters = [drafter for verifier in verifiers for drafter in verifier["drafters"]]
         return drafters[0] if drafters else {}
 
     def wait_attached(self, *, more_than: int = 0) -> None:
