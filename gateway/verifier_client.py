@@ -136,6 +136,12 @@ class VerifierClient:
             response = await self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"the verifier does not answer: {error.code().name}") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # The session broke meanwhile, and its channel's end cancels every call.
+            raise UnavailableError("the verifier does not answer: its session broke") from None
         self._info = verifier_wire.info_from_proto(response)
         return self._info
 

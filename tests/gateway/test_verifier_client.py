@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from gateway.messages import Finished, FinishReason, SequenceSpec, TokenLogprobs
 from gateway.verifier_client import VerifierClient
+from protos import verifier_pb2
 from tests.gateway.scripted_verifier import LENGTH, Player, ScriptedVerifier, serving, steps
 
 pytestmark = pytest.mark.anyio
@@ -177,3 +179,29 @@ async def test_a_silent_verifier_is_a_dead_one(tmp_path: Path) -> None:
         assert verifier.num_sessions == 2
         finished = (await play(client, spec("again"))).finished
         assert finished is not None and finished.reason is FinishReason.LENGTH
+
+
+async def test_figures_that_are_asked_for_as_the_session_breaks_are_unavailable(tmp_path: Path) -> None:
+    """A bug once: the channel's end cancels the call, and the cancellation ended the caller's own request."""
+    asked = asyncio.Event()
+
+    class Slow(ScriptedVerifier):
+        async def GetInfo(
+            self, request: verifier_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+        ) -> verifier_pb2.GetInfoResponse:
+            if asked.is_set():
+                await asyncio.Event().wait()
+            return self.info
+
+    verifier = Slow(vocab_size=100)
+    async with serving(verifier, tmp_path / "v.sock") as address:
+        client = VerifierClient(address)
+        session = asyncio.create_task(client.run())
+        await client.wait_up()
+        asked.set()
+        fetching = asyncio.create_task(client.fetch_info())
+        await asyncio.sleep(0)
+        session.cancel()
+        with pytest.raises(UnavailableError, match="does not answer"):
+            await fetching
+        await asyncio.gather(session, return_exceptions=True)
