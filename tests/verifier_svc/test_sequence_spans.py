@@ -59,8 +59,9 @@ async def run_all(endpoint: str) -> None:
 
         async def submit(name: str, **fields: object) -> None:
             await call.write(verifier_pb2.SessionRequest(submit=sequence(name, **fields)))
-            if not gate.is_set():
-                await until(lambda: bool(harness.engine.scheduler.running))
+
+        async def running() -> None:
+            await until(lambda: bool(harness.engine.scheduler.running))
 
         async def ended(name: str) -> None:
             gate.set()
@@ -78,12 +79,14 @@ async def run_all(endpoint: str) -> None:
         for name, kept in (("stopped", 1), ("dropped", None)):
             gate.clear()
             await submit(name, sampling=long, **CONTEXT)
+            await running()
             abort = verifier_pb2.Abort(request_id=name, kept_tokens=kept)
             await call.write(verifier_pb2.SessionRequest(abort=abort))
             await until(lambda: bool(harness.engine._inbox))
             await ended(name)
         gate.clear()
         await submit("left", sampling=long)
+        await running()
         call.cancel()
         gate.set()
         await until(lambda: harness.engine.is_idle)
