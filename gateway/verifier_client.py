@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # A verifier sends a heartbeat a second; one that is silent for longer than this is dead, even if its socket is not.
 SILENCE_LIMIT_S = 5.0
+# A timer that is so late tells of a process that was stopped or starved.
+STALL_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
 INFO_TIMEOUT_S = 2.0
 FIRST_BACKOFF_S = 0.05
@@ -301,7 +303,7 @@ class _SilenceWatch:
         self.expired = False
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
-        self._timer = self._loop.call_later(limit_s, self._check)
+        self._timer = self._loop.call_at(self._last + limit_s, self._check)
 
     def touch(self) -> None:
         self._last = self._loop.time()
@@ -310,9 +312,12 @@ class _SilenceWatch:
         self._timer.cancel()
 
     def _check(self) -> None:
-        left = self._last + self.limit_s - self._loop.time()
-        if left > 0:
-            self._timer = self._loop.call_later(left, self._check)
+        now, due_at = self._loop.time(), self._timer.when()
+        if now - due_at > STALL_S:
+            # We were the ones who stood still: what came meanwhile has not been read yet.
+            self._last = now
+        if self._last + self.limit_s > now:
+            self._timer = self._loop.call_at(self._last + self.limit_s, self._check)
             return
         self.expired = True
         with contextlib.suppress(asyncio.InvalidStateError):

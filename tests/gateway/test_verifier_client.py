@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -182,6 +183,16 @@ async def test_a_silent_verifier_is_a_dead_one(tmp_path: Path) -> None:
         assert verifier.num_sessions == 2
         finished = (await play(client, spec("again"))).finished
         assert finished is not None and finished.reason is FinishReason.LENGTH
+
+
+async def test_a_gateway_that_was_stopped_itself_does_not_take_its_verifier_for_dead(tmp_path: Path) -> None:
+    async with connected(tmp_path / "s", silence_limit_s=0.5) as (verifier, client):
+        # As by SIGSTOP and SIGCONT: nothing of this process runs, the timer is long overdue afterwards.
+        time.sleep(1.5)
+        for number in range(3):
+            verifier.script = steps([number])
+            assert (await play(client, spec(str(number)))).ids == [number]
+        assert verifier.num_sessions == 1
 
 
 async def test_a_question_that_a_break_cuts_off_is_unavailable_and_no_cancellation(tmp_path: Path) -> None:
