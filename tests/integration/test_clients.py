@@ -16,7 +16,7 @@ import pytest
 
 from foretoken import rpc
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from tests.integration.test_serve import Stack, start
+from tests.integration.stack import Stack, running
 from tests.support.tcp_clients import connect_slow, raw_post, relay, reset
 
 pytestmark = pytest.mark.anyio
@@ -40,12 +40,8 @@ def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "--log-level": "info",
     }
     words = [str(word) for pair in options.items() for word in pair]
-    stack = start(checkpoint, tmp_path_factory.mktemp("clients") / "log", *words)
-    try:
-        stack.wait_ready()
+    with running(checkpoint, tmp_path_factory.mktemp("clients") / "log", *words) as stack:
         yield stack
-    finally:
-        stack.close()
 
 
 async def until_verifier(stack: Stack, condition: Callable[[verifier_pb2.GetInfoResponse], bool]) -> None:

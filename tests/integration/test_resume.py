@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tests.integration.test_serve import ENVIRONMENT, Stack, free_port, start
+from tests.integration.stack import ENVIRONMENT, Stack, free_port, running
 
 pytestmark = pytest.mark.anyio
 
@@ -184,12 +184,8 @@ def assert_same(answers: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = start(checkpoint, tmp_path_factory.mktemp("resume") / "log")
-    try:
-        stack.wait_ready()
+    with running(checkpoint, tmp_path_factory.mktemp("resume") / "log") as stack:
         yield stack
-    finally:
-        stack.close()
 
 
 @pytest.fixture(scope="module")

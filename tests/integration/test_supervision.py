@@ -18,13 +18,13 @@ import pytest
 
 from foretoken import rpc
 from protos import verifier_pb2, verifier_pb2_grpc
-from tests.integration.test_serve import (
+from tests.integration.stack import (
     ENVIRONMENT,
     ROOT,
     SERVICES,
     Stack,
     assert_all_gone,
-    start,
+    running,
     stream,
     text_of,
     wait_until,
@@ -35,12 +35,8 @@ DEMO = ROOT / "models" / "demo" / "target"
 
 @pytest.fixture(scope="module", name="stack")
 def _stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = start(checkpoint, tmp_path_factory.mktemp("supervision") / "log")
-    try:
-        stack.wait_ready()
+    with running(checkpoint, tmp_path_factory.mktemp("supervision") / "log") as stack:
         yield stack
-    finally:
-        stack.close()
 
 
 def lines(stack: Stack) -> list[str]:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from foretoken.telemetry import parse
-from tests.integration.test_serve import start
+from tests.integration.stack import start
 from tests.support.collector import collecting
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,142 @@
+"""``foretoken serve`` as a user starts it, on a tiny checkpoint, in a process group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")} | {
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"
+}
+SERVICES = ("gateway", "verifier", "drafter")
+# A stream long enough to outlive its drafter's death and return: the loop of text makes n-grams hit.
+LONG = {"prompt": "for i in range(10):\n", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+@dataclass
+class Stack:
+    """One ``foretoken serve`` in a process group of its own."""
+
+    process: subprocess.Popen[str]
+    port: int
+    grpc_port: int
+    log: Path
+    ready_text: str = ""
+    descendants: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.ready_text += line
+            if "client.completions.create" in line:
+                self.ready_text += self.process.stdout.readline()
+                self.descendants = psutil.Process(self.process.pid).children(recursive=True)
+                return
+        raise AssertionError(f"it ended before it was ready:\n{self.log.read_text()}")
+
+    def service(self, name: str) -> psutil.Process:
+        """The one descendant whose command line holds ``foretoken <name>``."""
+        found = [
+            process
+            for process in psutil.Process(self.process.pid).children(recursive=True)
+            if f"foretoken {name} " in " ".join(process.cmdline())
+        ]
+        assert len(found) == 1, found
+        return found[0]
+
+    def runtime_folder(self) -> Path:
+        words = self.service("verifier").cmdline()
+        return Path(words[words.index("--address") + 1].removeprefix("unix:")).parent
+
+    def announced(self, text: str) -> bool:
+        return text in self.log.read_text()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(checkpoint: Path, log: Path, *flags: str, port: int = 0, grpc_port: int = 0) -> Stack:
+    port, grpc_port = port or free_port(), grpc_port or free_port()
+    ports = ("--port", str(port), "--grpc-port", str(grpc_port))
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "foretoken", "serve", str(checkpoint), *ports, "--threads", "1", *flags],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+    return Stack(process, port, grpc_port, log)
+
+
+@contextlib.contextmanager
+def running(checkpoint: Path, log: Path, *flags: str) -> Iterator[Stack]:
+    """A stack that is ready; killed on leaving, if it is still there."""
+    stack = start(checkpoint, log, *flags)
+    try:
+        stack.wait_ready()
+        yield stack
+    finally:
+        stack.close()
+
+
+def wait_until(condition: Any, stack: Stack) -> None:
+    while not condition():
+        assert stack.process.poll() is None, stack.log.read_text()
+        time.sleep(0.02)
+
+
+def assert_all_gone(stack: Stack, folder: Path) -> None:
+    alive = [process for process in stack.descendants if process.is_running() and process.status() != "zombie"]
+    assert alive == []
+    assert not folder.exists()
+    for port in (stack.port, stack.grpc_port):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+
+
+def stream(url: str, **fields: Any) -> Iterator[dict[str, Any]]:
+    """The chunks of a completion."""
+    body = LONG | {"model": "tiny", "stream_options": {"include_usage": True}} | fields
+    with (
+        httpx.Client(trust_env=False, timeout=120) as client,
+        client.stream("POST", f"{url}/v1/completions", json=body) as response,
+    ):
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            if data and data != "[DONE]" and not data.startswith(":"):
+                yield json.loads(data)
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
