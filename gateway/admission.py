@@ -19,13 +19,17 @@ class Admission:
         self.num_requests = 0
         self.draining = False
 
-    @contextlib.contextmanager
-    def enter(self) -> Iterator[None]:
-        """Hold a place. Raises UnavailableError while draining, and QueueFullError at the limit."""
+    def check(self) -> None:
+        """Raise UnavailableError while draining, and QueueFullError at the limit."""
         if self.draining:
             raise UnavailableError("the server is shutting down")
         if self.num_requests >= self._limit:
             raise QueueFullError(f"{self._limit} requests are running or waiting already; try again later")
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        """Hold a place. Raises as ``check`` does."""
+        self.check()
         self.num_requests += 1
         self._empty.clear()
         try:

@@ -72,6 +72,14 @@ class GatewayCore:
         if name and name != served:
             raise NotFoundError(f"the model {name!r} does not exist; this server serves {served!r}", field="model")
 
+    def check_open(self) -> None:
+        """Raise QueueFullError or UnavailableError if a request would be refused now, whatever is in it.
+
+        Asked before a request is parsed and encoded: under overload, refusals must cost next to nothing.
+        """
+        self.admission.check()
+        self.verifiers.check_room(1)
+
     async def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> Prompt:
         """Token ids of a prompt's text. Raises InvalidRequestError naming ``field`` for one that is too long."""
         limits.check_text(field, text, limits.MAX_PROMPT_CHARS)

@@ -166,7 +166,7 @@ def generate_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/generate", openapi_extra=http.body_schema(GenerateFields))
     async def generate(request: Request) -> Response:
-        body = await http.read_object(request)
+        body = await http.read_object(request, core.check_open)
         # SGLang's clients send nulls and empty values for whatever they do not use.
         fields = validate(
             GenerateFields, {name: v for name, v in body.items() if v is not None}, unsupported=UNSUPPORTED

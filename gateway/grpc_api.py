@@ -87,6 +87,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def _read(self, request: gateway_pb2.GenerateRequest, context: Context) -> GenerationRequest:
         """The checked request. Raises InvalidRequestError naming the field, or NotFoundError for the model."""
         core = self._core
+        core.check_open()
         core.check_model(request.model)
         limits.check_text("request_id", request.request_id, limits.MAX_REQUEST_ID_CHARS)
         sampling = wire.sampling_from_proto(request.sampling)

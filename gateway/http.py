@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -57,11 +58,11 @@ class BodyTooLargeError(InvalidRequestError):
     http_status = 413
 
 
-async def read_object(request: Request) -> dict[str, Any]:
+async def read_object(request: Request, check: Callable[[], None] | None = None) -> dict[str, Any]:
     """The JSON object in the body, whatever its content type says. Holds MAX_BODY_BYTES at most.
 
     A body somewhat beyond that is read to its end and thrown away: closing the connection while the client still
-    sends would lose it the answer.
+    sends would lose it the answer. ``check`` is called before it is parsed, and may raise.
     """
     body, size = bytearray(), 0
     try:
@@ -77,6 +78,8 @@ async def read_object(request: Request) -> dict[str, Any]:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     if max(size, _content_length(request)) > MAX_BODY_BYTES:
         raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
+    if check is not None:
+        check()
     return parse_object(bytes(body))
 
 

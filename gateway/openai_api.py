@@ -41,7 +41,7 @@ def openai_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=http.body_schema(CompletionFields))
     async def completions(request: Request) -> Response:
-        body = await http.read_object(request)
+        body = await http.read_object(request, core.check_open)
         fields, options = parse_completion(body)
         core.check_model(fields.model)
         prompts = [
@@ -56,7 +56,7 @@ def openai_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=http.body_schema(ChatFields))
     async def chat_completions(request: Request) -> Response:
-        body = await http.read_object(request)
+        body = await http.read_object(request, core.check_open)
         fields, options = parse_chat(body)
         core.check_model(fields.model)
         prompt = await chat_prompt(core, fields)

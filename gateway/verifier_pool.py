@@ -97,6 +97,12 @@ class VerifierPool:
         infos = await asyncio.gather(*(fetch(client) for client in self.clients))
         return {client.address: info for client, info in zip(self.clients, infos, strict=True)}
 
+    def check_room(self, num_sequences: int) -> None:
+        """Raise QueueFullError if verifiers are up and none of them has room for so many new sequences."""
+        up = [client for client in self.clients if client.is_up]
+        if up and not any(client.has_room(num_sequences) for client in up):
+            raise QueueFullError("the queue is full")
+
     def start(self, specs: Iterable[tuple[SequenceSpec, OutputSink]]) -> list[Placement]:
         """Start the sequences of one request, all on the same verifier; they wait if none is up.
 
@@ -106,9 +112,8 @@ class VerifierPool:
         placements = [
             Placement(spec, sink, self, binding, resume_attempts=self._resume_attempts) for spec, sink in specs
         ]
+        self.check_room(len(placements))
         client = self._pick(binding, num_new=len(placements))
-        if client is None and self.is_up:
-            raise QueueFullError("the queue is full")
         self._placements.update(placements)
         for placement in placements:
             if client is None:

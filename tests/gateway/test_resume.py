@@ -528,6 +528,7 @@ async def test_what_would_be_refused_is_refused_at_once_and_a_resume_never_is(
         answer = await ask(running)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert len(full.submitted) == 2
+        assert (await running.http.post(URL, content=b"{")).status_code == 429
         # Another with room for one takes one, and then both that were lost.
         other = await running.start(playing([output, output], [None, None]), 1, queue_room=1)
         assert (await ask(running, n=2)).status_code == 429

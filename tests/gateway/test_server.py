@@ -230,6 +230,8 @@ async def test_more_requests_than_allowed_get_429(
         answer = await stack.http.post(URL, json={"prompt": "a"})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.json()["error"]["code"] == "queue_full"
+        # Nothing is done for it, not even parsing.
+        assert (await stack.http.post(URL, content=b"{")).status_code == 429
         release.set()
         assert [(await task).status_code for task in running] == [200, 200]
         assert (await stack.http.post(URL, json={"prompt": "a"})).status_code == 200
