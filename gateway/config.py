@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from foretoken.limits import MAX_ATTEMPTS
 
@@ -46,3 +46,11 @@ class GatewaySettings(BaseModel):
     vllm_metric_names: bool = False
     # http://host:port of an OpenTelemetry collector (OTLP over gRPC); None: no spans.
     otlp_traces_endpoint: str | None = None
+
+    @field_validator("verifiers")
+    @classmethod
+    def _each_once(cls, verifiers: tuple[str, ...]) -> tuple[str, ...]:
+        for address in verifiers:
+            if verifiers.count(address) > 1:
+                raise ValueError(f"{address} is given twice")
+        return verifiers

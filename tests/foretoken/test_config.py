@@ -87,6 +87,13 @@ def test_a_mistake_in_nested_settings(ngram: dict[str, Any], message: str) -> No
     assert str(caught.value) == message
 
 
+def test_a_verifier_given_twice_is_refused() -> None:
+    values = {"model": Path("/m"), "served_model_name": "m", "verifiers": ["unix:/v", "unix:/w", "unix:/v"]}
+    with pytest.raises(ConfigError) as caught:
+        build(GatewaySettings, values)
+    assert str(caught.value) == "--verifier: unix:/v is given twice"
+
+
 def test_pairs() -> None:
     assert parse_pairs("name=a,address=unix:/x=y", "--drafter") == {"name": "a", "address": "unix:/x=y"}
 
