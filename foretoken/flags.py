@@ -63,7 +63,7 @@ SpeculativeMetrics = Annotated[
 ]
 MaxConcurrentRequests = Annotated[
     int | None,
-    typer.Option(help="Requests that run or wait at once; one more gets 429.", show_default="512"),
+    typer.Option(help="Requests of one gateway process that run or wait; one more gets 429.", show_default="512"),
 ]
 ClientTimeout = Annotated[
     float | None,
