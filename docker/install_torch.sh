@@ -18,6 +18,6 @@ if [ -n "$TORCH_INDEX" ] && "$VIRTUAL_ENV/bin/python" -c '
 import importlib.metadata, sys
 sys.exit(not any(name.startswith(("nvidia-", "cuda-")) for name in importlib.metadata.requires("torch")))'; then
   echo "That is the CUDA build. Put a CPU wheel of torch into docker/wheels, or name an index that has one:" >&2
-  echo "  --build-arg TORCH_INDEX=URL" >&2
+  echo "  TORCH_INDEX=URL docker compose build, or docker build --build-arg TORCH_INDEX=URL" >&2
   exit 1
 fi

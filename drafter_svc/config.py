@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from foretoken.address import Address
+
 
 class NgramSettings(BaseModel):
     """Flags of the n-gram drafter; names and defaults as SGLang users know them."""
@@ -40,5 +42,5 @@ class DrafterSettings(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
     algorithm: Literal["NGRAM"] = "NGRAM"
     # unix:/path or host:port.
-    address: str
+    address: Address
     ngram: NgramSettings = NgramSettings()

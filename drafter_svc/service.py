@@ -26,8 +26,6 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         """``name``: the drafter's, as configured."""
         self._name = name
         self._thread = thread
-        # The attachment whose stream is open: there is one stream to an attachment.
-        self._streaming: Attachment | None = None
 
     async def Attach(self, request: drafter_pb2.AttachRequest, context: Any) -> drafter_pb2.AttachResponse:
         self._check_ready()
@@ -54,9 +52,9 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         attachment = self._thread.attachment
         if attachment is None or attachment.transport != "grpc":
             raise PreconditionError("the Draft stream needs an Attach without arena_socket before it")
-        if self._streaming is attachment:
+        if attachment.is_streaming:
             raise PreconditionError("this attachment has a Draft stream")
-        self._streaming = attachment
+        attachment.is_streaming = True
         try:
             async with contextlib.aclosing(_until_ended(requests, attachment)) as messages:
                 async for message in messages:

@@ -1,6 +1,6 @@
 """The one thread that owns the drafter: every call to it is made here, whatever transport the request came by.
 
-Knows no gRPC. A drafter serves one verifier: a new attachment ends the one before.
+Knows no gRPC. A drafter serves one verifier: its new attachment ends the one before, and another verifier is refused.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Attachment:
         self.epoch = epoch
         self.target = target
         self.transport = transport
+        # Whether the Draft stream is open, where that is the transport.
+        self.is_streaming = False
         self.ended: Future[str] = Future()
 
 
@@ -59,8 +61,9 @@ class DrafterThread:
     def attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> Future[tuple[Attachment, str, bytes]]:
         """Start an attachment; gives it, the drafter's algorithm and, for an arena, the self-test's digest.
 
-        ``arena_socket``: path that hands over the arena; empty for the stream. Errors are those of ``ArenaPeer`` and
-        of ``Drafter.attach``; after one the drafter is not attached.
+        ``arena_socket``: path that hands over the arena; empty for the stream. Raises PreconditionError while another
+        verifier holds the drafter. Other errors are those of ``ArenaPeer`` and of ``Drafter.attach``; after one the
+        drafter is not attached.
         """
         return self._submit(lambda: self._attach(epoch, target, arena_socket))
 
@@ -145,6 +148,7 @@ class DrafterThread:
                 future.set_exception(UnavailableError("the drafter is stopping"))
 
     def _attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> tuple[Attachment, str, bytes]:
+        self._check_free(epoch)
         self._end("another attachment took its place")
         with contextlib.ExitStack() as undo:
             peer = None
@@ -157,6 +161,14 @@ class DrafterThread:
         self._attachment = Attachment(epoch, target, "grpc" if peer is None else "shared-memory")
         logger.info("attached over %s: epoch %d, %s", self._attachment.transport, epoch, target)
         return self._attachment, self._drafter.algorithm, b"" if peer is None else peer.digest
+
+    def _check_free(self, epoch: int) -> None:
+        if self._peer is not None:
+            # The one who holds it may have died just now.
+            self._serve_arena(self._peer)
+        held = self._attachment
+        if held is not None and held.epoch != epoch and (self._peer is not None or held.is_streaming):
+            raise PreconditionError("this drafter serves another verifier; give each verifier a drafter of its own")
 
     def _draft(self, attachment: Attachment, request: DraftRequest) -> DraftBatch:
         if attachment is not self._attachment:

@@ -1,6 +1,6 @@
 """Stream a completion over gRPC; run `make serve` first.
 
-python -m examples.grpc_stream "def read_json(path):"
+python -m examples.grpc_stream ["def read_json(path):" [127.0.0.1:50051]]
 """
 
 import sys
@@ -11,7 +11,8 @@ from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 prompt = sys.argv[1] if len(sys.argv) > 1 else "def read_json(path):"
 request = gateway_pb2.GenerateRequest(text=prompt, sampling=common_pb2.SamplingParams(temperature=0, max_tokens=128))
-with grpc.insecure_channel("127.0.0.1:50051") as channel:
+address = sys.argv[2] if len(sys.argv) > 2 else "127.0.0.1:50051"
+with grpc.insecure_channel(address) as channel:
     print(prompt, end="")
     for response in gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request):
         match response.WhichOneof("event"):

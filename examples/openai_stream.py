@@ -1,13 +1,14 @@
 """Stream a completion with the openai client; run `make serve` first.
 
-python examples/openai_stream.py "def read_json(path):"
+python examples/openai_stream.py ["def read_json(path):" [http://127.0.0.1:8000]]
 """
 
 import sys
 
 from openai import OpenAI
 
-client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+url = sys.argv[2] if len(sys.argv) > 2 else "http://127.0.0.1:8000"
+client = OpenAI(base_url=f"{url}/v1", api_key="none")
 prompt = sys.argv[1] if len(sys.argv) > 1 else "def read_json(path):"
 model = client.models.list().data[0].id
 

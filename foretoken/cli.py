@@ -104,7 +104,10 @@ def serve(
     dry_run: flags.DryRun = False,
     log_level: flags.LogLevel = "warning",
 ) -> None:
-    """Start gateway, verifier and drafter on one host, and keep them running."""
+    """Start gateway, verifier and drafter on one host, and keep them running.
+
+    Ctrl-C or SIGTERM lets running streams go on for 14 seconds at most; a second Ctrl-C stops at once.
+    """
     from foretoken.runtime_folder import runtime_folder
 
     if dry_run:
@@ -203,7 +206,7 @@ def verifier(
     if drafter_placement == "in-process":
         from drafter_svc.server import make_drafter
 
-        in_process[NGRAM_DRAFTER] = make_drafter(_drafter_settings(context, NGRAM_DRAFTER, "in-process"))
+        in_process[NGRAM_DRAFTER] = make_drafter(_drafter_settings(context, NGRAM_DRAFTER, "unix:/none"))
     else:
         _refuse_ngram_flags(context, "--drafter-placement in-process")
     from foretoken.telemetry import configure_logging
@@ -227,7 +230,7 @@ def drafter(
     ngram_order: flags.NgramOrder = None,
     log_level: flags.LogLevel = "info",
 ) -> None:
-    """Start one drafter: it proposes tokens to the verifiers that attach to it."""
+    """Start one drafter: it proposes tokens to the verifier that attaches to it, one at a time."""
     settings = _drafter_settings(context, name, address)
     from drafter_svc import server
     from foretoken.telemetry import configure_logging
@@ -312,7 +315,8 @@ def _supervise(context: typer.Context, folder: Path) -> int:
         name, host, port = settings.served_model_name, settings.host, settings.port
         print(stack.ready_text(name, host, port, settings.grpc_port, _program()), flush=True)
 
-    return asyncio.run(Supervisor(services, on_ready=announce_ready, announce=say).run())
+    supervisor = Supervisor(services, on_ready=announce_ready, announce=say, stop_notice=stack.STOP_NOTICE)
+    return asyncio.run(supervisor.run())
 
 
 def _services(context: typer.Context, folder: Path) -> tuple[list[Service], GatewaySettings]:
@@ -340,6 +344,7 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
     services.append(
         stack.gateway(stack.command("gateway", gateway_settings, level), gateway_settings.host, gateway_settings.port)
     )
+    _check_checkpoint(checkpoint["model"])
     return services, gateway_settings
 
 
@@ -425,6 +430,15 @@ def _checkpoint(context: typer.Context) -> dict[str, Any]:
     model = context.params["model"]
     folder = hub.resolve(model, context.params["revision"]).resolve()
     return {"model": folder, "served_model_name": context.params["served_model_name"] or hub.default_name(model)}
+
+
+def _check_checkpoint(folder: Path) -> None:
+    """What every service would say one after the other, before any is started."""
+    from foretoken.errors import CheckpointError
+
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} holds no checkpoint: there is no {name}")
 
 
 def _program() -> str:

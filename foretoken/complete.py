@@ -111,6 +111,10 @@ def complete(url: str, options: CompletionOptions, *, write: Callable[[str], Non
                         write(render(choice, colour=colour))
         except (httpx.ConnectError, httpx.ConnectTimeout):
             raise UnavailableError(f"nothing answers at {url}") from None
+        except httpx.TransportError as error:
+            if summary.first_at is None:
+                raise UnavailableError(f"{url}: {error or type(error).__name__}") from error
+            raise ForetokenError(f"{url}: the connection broke before the text was complete") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UnavailableError(f"{url}: {error or type(error).__name__}") from error
     return summary.line()
@@ -163,7 +167,7 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
         if "error" in chunk:
             raise ForetokenError(str(chunk["error"].get("message", chunk["error"])))
         yield chunk
-    raise UnavailableError("the server ended the stream before it was complete")
+    raise ForetokenError("the server ended the stream before it was complete")
 
 
 def _refusal(response: httpx.Response) -> ForetokenError:

@@ -103,7 +103,7 @@ Dtype = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(help="Threads of the forward pass; 0: one per core.", show_default="0"),
+    typer.Option(help="Threads of the forward pass; 0: one per core but one.", show_default="0"),
 ]
 ContextLength = Annotated[
     int | None,

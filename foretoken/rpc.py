@@ -21,12 +21,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from foretoken.address import UNIX_PREFIX
 from foretoken.errors import ConfigError, ForetokenError, error_from_code
 from foretoken.limits import MAX_BODY_BYTES
 
 logger = logging.getLogger(__name__)
 
-UNIX_PREFIX = "unix:"
 # Trailing metadata that names the request field at fault.
 FIELD_METADATA_KEY = "foretoken-field"
 # Answers may be larger than requests: prompt logprobs of a long prompt come in one message.
@@ -96,6 +96,8 @@ def bind(server: grpc.aio.Server, address: str) -> int:
     """
     path = unix_path(address)
     if path is not None:
+        if not path.parent.is_dir():
+            raise ConfigError(f"cannot listen on {address}: there is no folder {path.parent}")
         remove_stale_socket(path)
     try:
         port = server.add_insecure_port(address)

@@ -26,6 +26,7 @@ GATEWAY_DRAIN_S = 14.0
 GATEWAY_GRACE_S = 17.0
 VERIFIER_GRACE_S = 8.0
 DRAFTER_GRACE_S = 4.0
+STOP_NOTICE = "stopping; streams that run may finish first, Ctrl-C again stops at once"
 _EXAMPLE_PROMPT = "def read_json(path):\n"
 
 

@@ -139,9 +139,11 @@ class Supervisor:
         *,
         on_ready: Callable[[], None],
         announce: Callable[[str], None],
+        stop_notice: str = "",
         stops_together: bool = False,
     ) -> None:
-        """``on_ready`` is called once; ``announce`` gets a line for each event."""
+        """``on_ready`` is called once; ``announce`` gets a line for each event, ``stop_notice`` at a stop signal."""
+        self._stop_notice = stop_notice
         self._stops_together = stops_together
         self._watches = [_Watch(service) for service in services]
         self._on_ready = on_ready
@@ -189,7 +191,8 @@ class Supervisor:
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         if not self._stopping.is_set():
-            self._announce("stopping; streams that run may finish first, Ctrl-C again stops at once")
+            if self._stop_notice:
+                self._announce(self._stop_notice)
             self._stopping.set()
         elif number == signal.SIGINT:
             # Only an impatient user: make and shells pass on a second SIGTERM of their own.
@@ -321,7 +324,8 @@ class Supervisor:
         await asyncio.wait(awaited, timeout=watch.service.stop_grace_s, return_when=asyncio.FIRST_COMPLETED)
         killing.cancel()
         if not child.ended.done():
-            self._announce(f"{watch.service.name} did not end in time: killed")
+            if not self._killing.is_set():
+                self._announce(f"{watch.service.name} did not end in time: killed")
             os.kill(child.process.pid, signal.SIGKILL)
             await asyncio.wait([child.ended])
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from foretoken.address import Address
 from foretoken.limits import MAX_ATTEMPTS
 
 
@@ -19,7 +20,7 @@ class GatewaySettings(BaseModel):
     model: Path
     served_model_name: str
     # unix:/path or host:port, each.
-    verifiers: tuple[str, ...] = Field(min_length=1)
+    verifiers: tuple[Address, ...] = Field(min_length=1)
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     grpc_port: int = Field(default=50051, ge=1, le=65535)

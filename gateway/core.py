@@ -150,6 +150,8 @@ class GatewayCore:
                 "api": api,
                 "outcome": outcome,
                 "field": error.field,
+                # Ours; other messages may quote what the client sent.
+                "reason": error.message if isinstance(error, QueueFullError | UnavailableError) else None,
             },
         )
 

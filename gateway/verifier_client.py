@@ -185,7 +185,8 @@ class VerifierClient:
                     await self._refuse("the verifier is draining")
                 self._dispatch(response)
         except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"the verifier's session broke: {error.code().name}") from error
+            what = "cannot be reached" if self._outgoing is None else "lost its session"
+            raise UnavailableError(f"the verifier {what}: {error.code().name}") from error
         except asyncio.CancelledError:
             if not watch.expired or _is_cancelled():
                 raise
@@ -207,7 +208,11 @@ class VerifierClient:
             await self._changed()
 
     async def _down(self, reason: str, *, level: int = logging.WARNING) -> None:
-        had_session, self._reason = self._outgoing is not None, reason
+        had_session = self._outgoing is not None
+        if not had_session and reason != self._reason:
+            # Once for each reason, not for each attempt; at a start this is what is to be expected for a while.
+            logger.info("verifier not reached", extra={"verifier": self.address, "reason": reason})
+        self._reason = reason
         self._outgoing = None
         self._up.clear()
         routes, self._routes = self._routes, {}

@@ -5,7 +5,12 @@ Tests marked `compose` build images and run them, so they are skipped unless --c
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
+
+# No test asserts a time.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

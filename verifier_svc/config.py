@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from foretoken.address import Address
+
 
 class DrafterEndpoint(BaseModel):
     """A drafter that this verifier was configured with. It may be down at any time."""
@@ -15,7 +17,7 @@ class DrafterEndpoint(BaseModel):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
     # unix:/path or host:port. A Unix socket means the same host: the arena is used.
-    address: str
+    address: Address
     transport: Literal["auto", "shared-memory", "grpc"] = "auto"
 
 
@@ -27,7 +29,7 @@ class VerifierSettings(BaseModel):
     model: Path
     served_model_name: str
     # unix:/path or host:port.
-    address: str
+    address: Address
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # Threads of the forward pass; 0: one per core but one, which is left to the other services.
     threads: int = Field(default=0, ge=0, le=256)

@@ -249,6 +249,36 @@ def test_a_new_attachment_ends_the_one_before(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("transport", ["arena", "stream"])
+def test_another_verifier_is_refused_until_the_first_has_gone(tmp_path: Path, transport: str) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path) as service:
+            # Nobody holds it before the stream is open: whoever attached may be dead.
+            await service.attach(epoch=EPOCH + 2)
+            arena = await service.attach_arena() if transport == "arena" else None
+            if arena is None:
+                await service.attach()
+                call = service.stub.Draft()
+                await call.write(proto([[5]]))
+                await call.read()
+            with pytest.raises(PreconditionError, match="another verifier"):
+                await service.attach(epoch=EPOCH + 1)
+            if arena is not None:
+                arena.post(draft_request([[5]], epoch=EPOCH))
+                assert await asyncio.to_thread(arena.receive, LONG_S) is not None
+                # Its end is known at once, whatever the drafter has heard of it by then.
+                arena.close()
+            else:
+                await call.write(proto([[5]], step_id=2))
+                assert (await call.read()).step_id == 2
+                call.cancel()
+                await service.detached()
+            await service.attach(epoch=EPOCH + 1)
+            assert (await service.info()).epoch == EPOCH + 1
+
+    asyncio.run(scenario())
+
+
 def test_what_a_drafter_raises_ends_the_arena_and_nothing_else(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(tmp_path) as service:

@@ -109,8 +109,11 @@ def invoke(*arguments: str) -> None:
     assert result.exit_code == 0, result.output
 
 
-def serve(*arguments: str) -> None:
-    invoke("serve", *arguments, "--port", free_port(), "--grpc-port", free_port())
+def serve(folder: str, *arguments: str) -> None:
+    """``foretoken serve`` on a folder with the files of a checkpoint, by their names at least."""
+    for name in ("config.json", "tokenizer.json"):
+        (Path(folder) / name).touch()
+    invoke("serve", folder, *arguments, "--port", free_port(), "--grpc-port", free_port())
 
 
 def words(service: Service) -> tuple[str, ...]:
@@ -233,7 +236,7 @@ def test_an_in_process_drafter_gets_its_flags_through_the_verifier(
     invoke(*words(supervised["verifier"]))
     verifier, in_process = served["verifier"]
     assert verifier.drafters == ()
-    assert in_process == {"ngram": DrafterSettings(name="ngram", address="in-process", ngram=NGRAM_SETTINGS)}
+    assert in_process == {"ngram": DrafterSettings(name="ngram", address="unix:/none", ngram=NGRAM_SETTINGS)}
 
 
 def test_without_an_algorithm_there_is_no_drafter(

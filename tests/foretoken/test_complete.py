@@ -170,7 +170,7 @@ def test_an_error_in_the_stream_is_raised(server: Server) -> None:
 
 def test_a_stream_that_breaks_off_is_an_error(server: Server) -> None:
     del server.events[1:]
-    with pytest.raises(UnavailableError, match="ended the stream before it was complete"):
+    with pytest.raises(ForetokenError, match="ended the stream before it was complete"):
         run(server)
 
 

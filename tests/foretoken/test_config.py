@@ -54,7 +54,7 @@ def test_a_unit_that_the_help_states_is_not_in_the_flag() -> None:
         ({"served_model_name": None}, "--served-model-name: input should be a valid string"),
         ({"colour": "red"}, "--colour: extra inputs are not permitted, got 'red'"),
         (
-            {"drafters": [{"name": "a", "address": "x", "transport": "pigeon"}]},
+            {"drafters": [{"name": "a", "address": "x:1", "transport": "pigeon"}]},
             "--drafter transport: input should be 'auto', 'shared-memory' or 'grpc', got 'pigeon'",
         ),
         ({"drafters": [{"name": "a"}]}, "--drafter address: field required"),
@@ -83,7 +83,7 @@ def test_a_mistake_is_one_line_that_names_the_flag(values: dict[str, Any], messa
 )
 def test_a_mistake_in_nested_settings(ngram: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(DrafterSettings, {"name": "n", "address": "x", "ngram": ngram})
+        build(DrafterSettings, {"name": "n", "address": "x:1", "ngram": ngram})
     assert str(caught.value) == message
 
 

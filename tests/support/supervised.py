@@ -59,7 +59,9 @@ def main() -> int:
     supervisor.HEARTBEAT_S, supervisor.MAX_SILENCE_S = spec["heartbeat_s"], spec["max_silence_s"]
     services = [service(item) for item in spec["services"]]
     together = spec["stops_together"]
-    run = supervisor.Supervisor(services, on_ready=lambda: say("READY"), announce=say, stops_together=together).run
+    run = supervisor.Supervisor(
+        services, on_ready=lambda: say("READY"), announce=say, stop_notice="stopping", stops_together=together
+    ).run
     return asyncio.run(run())
 
 
