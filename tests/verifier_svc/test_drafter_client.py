@@ -295,6 +295,32 @@ def test_a_killed_drafter_is_noticed_at_once_and_attached_again(
     assert len(lost) == 1 and f"not attached over {kind}" in lost[0]
 
 
+@pytest.mark.parametrize("kind", PROCESS_KINDS)
+def test_a_drafter_that_is_restarted_in_a_loop_is_attached_in_the_end(kind: Kind, tmp_path: Path) -> None:
+    """It dies while it starts, while it is attached to, and in use."""
+    process = DrafterProcess(tmp_path)
+    with client_of(process.address, kind) as client:
+        attached(client)
+        for lives_until in ("start", "socket", "attached", "start", "used"):
+            process.kill()
+            before = client.num_attaches
+            process.start()
+            if lives_until == "socket":
+                process.info()
+            elif lives_until in ("attached", "used"):
+                transport = attached_again(client, before + 1)
+                if lives_until == "used":
+                    transport.post(draft_request([[5]], epoch=EPOCH))
+                    assert transport.receive(LONG_S) is not None
+        process.kill()
+        before = client.num_attaches
+        process.start()
+        transport = attached_again(client, before + 1)
+        transport.post(draft_request([[6]], epoch=EPOCH, step_id=2))
+        assert transport.receive(LONG_S) is not None
+    process.kill()
+
+
 def test_an_idle_drafters_death_is_noticed_too(tmp_path: Path) -> None:
     process = DrafterProcess(tmp_path)
     with client_of(process.address, "shared-memory") as arena:
