@@ -168,6 +168,32 @@ def test_http_probe_wants_a_200(answer: bytes, ready: bool) -> None:
     assert asyncio.run(scenario()) is ready
 
 
+def test_one_silent_process_behind_a_port_is_not_the_silence_of_all() -> None:
+    async def scenario() -> None:
+        silent = 1
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal silent
+            await reader.readline()
+            if silent:
+                silent -= 1
+            else:
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            probe = probes.HttpProbe("127.0.0.1", server.sockets[0].getsockname()[1])
+            assert [await probe.is_alive() for _ in range(2)] == [False, True]
+            # After that, one question at a time again.
+            silent = 1
+            assert [await probe.is_alive() for _ in range(2)] == [False, True]
+            silent = 10
+            assert [await probe.is_alive() for _ in range(3)] == [False, False, True]
+
+    asyncio.run(scenario())
+
+
 def test_http_probe_of_a_port_that_nobody_listens_on() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
