@@ -36,6 +36,7 @@ def end_span(span: Span, generation: Generation, failure: str | None) -> None:
         tracing.SPEC_ACCEPTED_TOKENS: stats.num_accepted_tokens,
         tracing.SPEC_FALLBACK_STEPS: stats.fallback_steps,
         tracing.SPEC_DRAFTER: stats.drafter,
+        "foretoken.resumes": generation.num_resumes,
     }
     firsts = [output.first_token_at for output in generation.outputs if output.first_token_at]
     if firsts:
