@@ -60,7 +60,8 @@ class DrafterServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """Starts a new attachment and ends the one before: a drafter serves one verifier.
+        """Starts a new attachment and ends the one before, if that was the same verifier's. A drafter
+        serves one verifier: while another one holds it, FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
