@@ -24,6 +24,7 @@ from tests.support.lying_drafter import Bent, Lie, LyingServer
 from tests.support.scripted_drafter import ScriptedDrafter
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.draft_source import MAX_CONSECUTIVE_FAILURES, DraftSource
+from verifier_svc.draft_stream import StreamTransport
 from verifier_svc.drafter_client import DrafterClient, InProcessClient
 from verifier_svc.patience import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS, Patience
 
@@ -82,6 +83,13 @@ def source_of(bent: Bent, transport: str, folder: Path) -> Iterator[DraftSource]
     finally:
         client.close()
         server.close()
+
+
+def wait_arrived(source: DraftSource) -> None:
+    """A stream's reply is on its way when it has been given; a real target's step outlasts the rest of its way."""
+    transport, deadline = source.transport, time.monotonic() + 0.02
+    while isinstance(transport, StreamTransport) and transport._replies.empty() and time.monotonic() < deadline:
+        time.sleep(0.0002)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -193,7 +201,8 @@ def assert_survives(lie: Lie, transport: str, expected: list[Result], folder: Pa
             if not began_to_lie and counters.num_accepted_tokens:
                 began_to_lie, bent.lies_left = True, NUM_LIES
             # A drafter with time to answer between two steps, as a real target gives it.
-            bent.handled.wait(0.02 if transport != "in-process" else 0.0)
+            if transport != "in-process" and bent.handled.wait(0.02):
+                wait_arrived(source)
             bent.handled.clear()
 
         fallback_steps = num_accepted = 0
