@@ -345,8 +345,7 @@ class Generation:
         self._news.set()
 
     def _raise_failure(self) -> None:
-        if self._gone is not None:
-            raise self._gone
+        self.check_client()
         for output in self.outputs:
             if output.error is not None:
                 raise output.error

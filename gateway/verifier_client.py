@@ -103,18 +103,17 @@ class VerifierClient:
         """Keep a session until cancelled. Breaks are retried for ever, with at most a second in between."""
         backoff = FIRST_BACKOFF_S
         while True:
-            was_up = False
+            had_session = False
             try:
                 async with rpc.async_channel(self.address) as channel:
                     self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
                     await self._session()
             except UnavailableError as error:
-                was_up = self._outgoing is not None
-                await self._down(error.message)
+                had_session = await self._down(error.message)
             except BaseException:
                 await self._down("the gateway is stopping", level=logging.INFO)
                 raise
-            if was_up:
+            if had_session:
                 backoff = FIRST_BACKOFF_S
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF_S)
@@ -207,7 +206,8 @@ class VerifierClient:
             logger.info("verifier takes no more", extra={"verifier": self.address, "reason": reason})
             await self._changed()
 
-    async def _down(self, reason: str, *, level: int = logging.WARNING) -> None:
+    async def _down(self, reason: str, *, level: int = logging.WARNING) -> bool:
+        """Give up what the session held; whether there was one."""
         had_session = self._outgoing is not None
         if not had_session and reason != self._reason:
             # Once for each reason, not for each attempt; at a start this is what is to be expected for a while.
@@ -223,6 +223,7 @@ class VerifierClient:
             route.sink.on_lost(reason)
         if had_session:
             await self._changed()
+        return had_session
 
     async def _changed(self) -> None:
         if self._on_change is not None:

@@ -36,8 +36,6 @@ class VerifierPool:
         self.clients = [
             VerifierClient(address, on_change=self._changed, silence_limit_s=silence_limit_s) for address in addresses
         ]
-        # Sequences that went on after a loss, since the start.
-        self.num_resumes = 0
         self._resume_attempts = resume_attempts
         self._wait_s = wait_s
         self._on_change = on_change
@@ -128,14 +126,18 @@ class VerifierPool:
             placement.fail(reason)
 
     def place(self, placement: Placement) -> None:
-        """Submit to a verifier that runs the right model and is up; wait for one if there is none."""
+        """Submit to a verifier that runs the right model and is up; wait for one if there is none.
+
+        A sequence that began with a model which no verifier runs any more, though all are there, ends with an error.
+        """
         client = self._pick(placement.binding)
-        if client is None:
+        if client is not None:
+            self._stop_waiting(placement)
+            placement.submit_to(client)
+        elif all(client.is_up and not _fits(client, placement.binding) for client in self.clients):
+            placement.fail("the verifier was lost, and another model runs now")
+        else:
             self._wait(placement)
-            return
-        self._stop_waiting(placement)
-        self.num_resumes += placement.was_lost
-        placement.submit_to(client)
 
     def forget(self, placement: Placement) -> None:
         """It has ended, or nobody wants it any more."""
@@ -156,8 +158,7 @@ class VerifierPool:
             ends_at = min(loop.time() + self._wait_s, ends_at or float("inf"))
         timer = None if ends_at is None else loop.call_at(ends_at, self._give_up, placement)
         self._waiting[placement] = timer
-        if not self._fail_if_hopeless(placement):
-            placement.on_waiting()
+        placement.on_waiting()
 
     def _stop_waiting(self, placement: Placement) -> None:
         timer = self._waiting.pop(placement, None)
@@ -172,13 +173,6 @@ class VerifierPool:
         else:
             placement.fail(f"not ready: {reasons}")
 
-    def _fail_if_hopeless(self, placement: Placement) -> bool:
-        """End a sequence that began with a model which no verifier runs any more, though all are there."""
-        hopeless = all(client.is_up and not _fits(client, placement.binding) for client in self.clients)
-        if hopeless:
-            placement.fail("the verifier was lost, and another model runs now")
-        return hopeless
-
     async def _changed(self) -> None:
         """A verifier came up, went down, or takes no more."""
         if self.is_up:
@@ -189,8 +183,6 @@ class VerifierPool:
         for placement in list(self._waiting):
             if placement in self._waiting:
                 self.place(placement)
-                if placement in self._waiting:
-                    self._fail_if_hopeless(placement)
         if len(self._waiting) < num_waiting:
             logger.info("sequences go on", extra={"num_sequences": num_waiting - len(self._waiting)})
         if self._on_change is not None:
