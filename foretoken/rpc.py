@@ -21,9 +21,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from foretoken import tracing
 from foretoken.address import UNIX_PREFIX
 from foretoken.errors import ConfigError, ForetokenError, error_from_code
 from foretoken.limits import MAX_BODY_BYTES
+from foretoken.tracing import TraceContext
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +224,15 @@ async def abort(context: Any, error: Exception) -> None:
         await context.abort(error.status, error.message, metadata)
     logger.error("unexpected error in a gRPC handler", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+
+
+def trace_context(context: Any) -> TraceContext | None:
+    """The W3C trace context in the metadata of a call to us, if it is well formed."""
+    metadata = dict(context.invocation_metadata() or ())
+    traceparent, tracestate = metadata.get("traceparent"), metadata.get("tracestate")
+    return tracing.trace_context(
+        traceparent if isinstance(traceparent, str) else None, tracestate if isinstance(tracestate, str) else None
+    )
 
 
 def error_from_rpc(error: grpc.RpcError) -> ForetokenError:

@@ -103,10 +103,6 @@ class MetricRegistry:
         """All metrics as of now."""
         return list(self._registry.collect())
 
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return render(self.families())
-
     def close(self) -> None:
         self._provider.shutdown()
 

@@ -12,9 +12,8 @@ from typing import TypeAlias
 import grpc
 
 import foretoken
-from foretoken import limits, tracing, wire
+from foretoken import limits, rpc, wire
 from foretoken.errors import ForetokenError, InvalidRequestError
-from foretoken.tracing import TraceContext
 from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import draw_seed
@@ -68,7 +67,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 self._core.give_up(API, client_id)
             raise
         except ForetokenError as error:
-            self._core.reject(error, api=API, client_id=client_id, trace=_trace_context(context))
+            self._core.reject(error, api=API, client_id=client_id, trace=rpc.trace_context(context))
             raise
 
     async def GetModel(
@@ -103,7 +102,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             include_stop=request.include_stop_str_in_output,
             cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
             timeout_ms=_timeout_ms(context, core.timeout_ms),
-            trace=_trace_context(context),
+            trace=rpc.trace_context(context),
         )
         await core.check(generation, prompt_field=request.WhichOneof("prompt") or "prompt")
         return generation
@@ -116,15 +115,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             return Prompt(tuple(request.token_ids.ids))
         add_special_tokens = not request.skip_special_tokens_in_prompt
         return await self._core.encode(request.text, field="text", add_special_tokens=add_special_tokens)
-
-
-def _trace_context(context: Context) -> TraceContext | None:
-    """The W3C trace context in the call's metadata."""
-    metadata = dict(context.invocation_metadata() or ())
-    traceparent, tracestate = metadata.get("traceparent"), metadata.get("tracestate")
-    return tracing.trace_context(
-        traceparent if isinstance(traceparent, str) else None, tracestate if isinstance(tracestate, str) else None
-    )
 
 
 def _timeout_ms(context: Context, most: int) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from foretoken import limits, tracing
+from foretoken import limits, rpc, tracing
 from foretoken.errors import (
     ForetokenError,
     InvalidRequestError,
@@ -245,8 +245,5 @@ class _OpenSession:
 
 def _take_trace_context(message: verifier_pb2.Sequence, context: Any) -> None:
     """The call's metadata speak for a sequence that bears no trace context itself."""
-    if not message.HasField("traceparent"):
-        metadata = dict(context.invocation_metadata() or ())
-        if "traceparent" in metadata:
-            message.traceparent = metadata["traceparent"]
-            message.tracestate = metadata.get("tracestate", "")
+    if not message.HasField("traceparent") and (trace := rpc.trace_context(context)) is not None:
+        message.traceparent, message.tracestate = trace.traceparent, trace.tracestate or ""

@@ -13,7 +13,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def samples(registry: MetricRegistry) -> Samples:
-    return read(registry.render())
+    return read(render(registry.families()))
 
 
 def read(text: bytes) -> Samples:
@@ -55,9 +55,9 @@ def test_observed_values_that_are_not_there_are_left_out() -> None:
     registry = MetricRegistry("test", {})
     values: list[tuple[float, dict[str, str]]] = []
     registry.observed_gauge("load", "Load.", lambda: values)
-    assert b"foretoken_load " not in registry.render()
+    assert b"foretoken_load " not in render(registry.families())
     values.append((1.0, {}))
-    assert b"foretoken_load 1.0" in registry.render()
+    assert b"foretoken_load 1.0" in render(registry.families())
     registry.close()
 
 
@@ -72,7 +72,7 @@ def registry_of_a_process(scale: int) -> MetricRegistry:
 
 def test_processes_add_up_as_text_and_those_that_ended_keep_their_counts() -> None:
     registries = [registry_of_a_process(1), registry_of_a_process(4)]
-    first, second = (parse(registry.render().decode()) for registry in registries)
+    first, second = (parse(render(registry.families()).decode()) for registry in registries)
     common = frozenset({("model_name", "m")})
     both = read(render(add_up([first, second])))
     assert both["foretoken_tokens_total", common] == 5
@@ -84,7 +84,7 @@ def test_processes_add_up_as_text_and_those_that_ended_keep_their_counts() -> No
     assert both["foretoken_inside", common] == 50
     one_ended = read(render(add_up([counts(first), second])))
     assert one_ended == both | {("foretoken_inside", common): 40}
-    assert render(add_up([first])) == registries[0].render()
+    assert render(add_up([first])) == render(registries[0].families())
     for registry in registries:
         registry.close()
 
