@@ -4,126 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 
 from gateway import generation
 from gateway.config import GatewaySettings
-from gateway.server import Gateway
 from gateway.tokenizer import Tokenizer
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.gateway.conftest import events
-from tests.gateway.scripted_verifier import ABORT, LENGTH, STOP, Player, Script, ScriptedVerifier, serving, steps
+from tests.gateway.deployment import TEXT, URL, Deployment, ask, deployment, joined, playing, silent
+from tests.gateway.scripted_verifier import STOP, Player, steps
 
 pytestmark = pytest.mark.anyio
-URL = "/v1/completions"
-TEXT = "hello wörld 日本語 stop here"
-
-
-def logprob(token_id: int) -> common_pb2.TokenLogprobs:
-    return common_pb2.TokenLogprobs(
-        token_id=token_id, logprob=-math.log(token_id + 2), rank=1, top_ids=[token_id], top_logprobs=[-0.5]
-    )
-
-
-class Deployment:
-    """A gateway, and verifiers that come and go at the addresses it knows."""
-
-    def __init__(self, gateway: Gateway, http: httpx.AsyncClient, settings: GatewaySettings, tokenizer: Tokenizer):
-        self.gateway, self.http, self.settings, self.tokenizer = gateway, http, settings, tokenizer
-        self.verifiers: list[ScriptedVerifier] = []
-        self._servers: dict[int, AsyncExitStack] = {}
-
-    async def start(
-        self, script: Script, number: int = 0, *, fingerprint: str = "fp", queue_room: int | None = None
-    ) -> ScriptedVerifier:
-        """A new verifier at address ``number``, up. With ``queue_room`` it has no heartbeats."""
-        verifier = ScriptedVerifier(self.tokenizer.vocab_size)
-        verifier.queue_room, verifier.heartbeats = queue_room, queue_room is None
-        verifier.script = script
-        verifier.info.model_fingerprint = fingerprint
-        stack = self._servers[number] = AsyncExitStack()
-        await stack.enter_async_context(serving(verifier, Path(self.settings.verifiers[number].removeprefix("unix:"))))
-        self.verifiers.append(verifier)
-        await self.gateway.verifiers.clients[number].wait_up()
-        return verifier
-
-    async def kill(self, number: int = 0) -> None:
-        await self._servers.pop(number).aclose()
-        client = self.gateway.verifiers.clients[number]
-        await self.until(lambda: not client.is_up)
-
-    async def close(self) -> None:
-        for stack in self._servers.values():
-            await stack.aclose()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await self.http.get("/health")
-
-    @property
-    def attempts(self) -> list[tuple[int, int, list[int]]]:
-        """Choice, attempt and tokens so far of all that was submitted, in order."""
-        return [(s.choice_index, s.attempt, list(s.output_token_ids)) for v in self.verifiers for s in v.submitted]
-
-
-@asynccontextmanager
-async def deployment(
-    settings: GatewaySettings, tokenizer: Tokenizer, num_verifiers: int = 1, **more: Any
-) -> AsyncIterator[Deployment]:
-    folder = Path(settings.verifiers[0].removeprefix("unix:")).parent
-    addresses = tuple(f"unix:{folder}/v{number}.sock" for number in range(num_verifiers))
-    settings = settings.model_copy(update={"verifiers": addresses, **more})
-    async with (
-        Gateway(settings) as gateway,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=30) as http,
-    ):
-        running = Deployment(gateway, http, settings, tokenizer)
-        try:
-            yield running
-        finally:
-            await running.close()
-
-
-def playing(
-    outputs: list[list[int]], cuts: list[int | None], *, with_logprobs: bool = False, stats: Any = None
-) -> Script:
-    """Plays ``outputs[choice]`` token by token from where the sequence stands. An attempt that finds fewer than
-    ``cuts[choice]`` tokens stays silent from there on, until it is killed (None: it plays to the end).
-    """
-
-    async def play(player: Player) -> None:
-        sequence = player.sequence
-        output, cut = outputs[sequence.choice_index], cuts[sequence.choice_index]
-        done = len(sequence.output_token_ids)
-        assert list(sequence.output_token_ids) == output[:done]
-        wants_prompt = with_logprobs and not done
-        prompt = [logprob(token_id) for token_id in sequence.prompt_token_ids[1:]] if wants_prompt else []
-        for index in range(done, len(output)):
-            if player.aborted.is_set():
-                break
-            if cut is not None and done < cut <= index:
-                return
-            token_id = output[index]
-            player.tokens(
-                [token_id],
-                logprobs=[logprob(token_id)] if with_logprobs else (),
-                prompt_logprobs=prompt,
-                num_cached_tokens=7 if not done and index == 0 else 0 if index == done else None,
-            )
-            prompt = []
-            await asyncio.sleep(0)
-        player.finish(ABORT if player.aborted.is_set() else LENGTH, stats)
-
-    return play
 
 
 async def undisturbed(running: Deployment, ask: Callable[[], Any], outputs: list[list[int]], **more: Any) -> Any:
@@ -163,20 +58,6 @@ def without_ids(body: Any) -> Any:
         skipped = ("id", "created", "metrics", "e2e_latency")
         return {key: without_ids(value) for key, value in body.items() if key not in skipped}
     return [without_ids(item) for item in body] if isinstance(body, list) else body
-
-
-def joined(chunks: list[dict[str, Any]]) -> dict[int, list[Any]]:
-    """What a stream says of each choice: text, logprobs, finish reasons, whatever its chunks' borders."""
-    choices: dict[int, list[Any]] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            entry = choices.setdefault(choice["index"], ["", {}, []])
-            entry[0] += choice["text"]
-            for key, values in (choice.get("logprobs") or {}).items():
-                entry[1].setdefault(key, []).extend(values)
-            if choice["finish_reason"]:
-                entry[2].append((choice["finish_reason"], choice["stop_reason"]))
-    return choices
 
 
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -274,15 +155,6 @@ async def test_grpc_and_generate_go_on_too(settings: GatewaySettings, tokenizer:
         assert last["meta_info"]["spec_accept_length"] == (len(output) - 5) / 4
 
 
-async def silent(player: Player) -> None:
-    """Two tokens, then nothing more."""
-    player.tokens([65, 66][len(player.sequence.output_token_ids) :])
-
-
-async def ask(running: Deployment, **more: Any) -> httpx.Response:
-    return await running.http.post(URL, json={"prompt": "a", "max_tokens": 20, "stream": True, **more})
-
-
 async def test_accepted_resumes_are_counted_and_waiting_is_not(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
     async with deployment(settings, tokenizer, resume_attempts=2) as running:
         await running.start(silent)
@@ -319,133 +191,6 @@ async def test_the_remaining_time_goes_with_a_resume(settings: GatewaySettings, 
         first, second = (verifier.submitted[0] for verifier in running.verifiers)
         assert 0 < second.timeout_ms < first.timeout_ms <= 600_000
         assert second.model_fingerprint == "fp"
-
-
-async def test_a_new_request_waits_for_a_verifier_and_then_runs(
-    settings: GatewaySettings, tokenizer: Tokenizer
-) -> None:
-    async with deployment(settings, tokenizer) as running:
-        await running.start(silent)
-        await running.kill()
-        asked = asyncio.create_task(ask(running))
-        await running.until(lambda: running.gateway.verifiers.num_waiting == 1)
-        assert (await running.http.get("/ready")).status_code == 503
-        await running.start(steps([65], [66], reason=STOP))
-        assert (await asked).status_code == 200
-        assert running.attempts == [(0, 0, [])]
-
-
-async def test_requests_to_a_gateway_that_has_just_started_wait_too(
-    settings: GatewaySettings, tokenizer: Tokenizer
-) -> None:
-    async with deployment(settings, tokenizer, max_concurrent_requests=2) as running:
-        models = asyncio.create_task(running.http.get("/v1/models"))
-        asked = asyncio.create_task(ask(running))
-        admission = running.gateway.core.admission
-        await running.until(lambda: admission.num_requests == 2)
-        # What waits is bounded as what runs is.
-        assert (await ask(running)).status_code == 429
-        await running.start(steps([65], [66], reason=STOP))
-        assert (await asked).status_code == (await models).status_code == 200
-        assert admission.num_requests == 0
-
-
-async def test_a_new_request_does_not_wait_for_ever(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
-    async with deployment(settings, tokenizer, verifier_wait_s=0.0) as running:
-        await running.start(silent)
-        await running.kill()
-        answer = await ask(running)
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert running.gateway.verifiers.num_sequences == 0
-
-
-async def test_a_stream_goes_on_at_the_other_verifier(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
-    output = tokenizer.encode(TEXT)
-    async with deployment(settings, tokenizer, num_verifiers=2) as running:
-        first, second = [await running.start(playing([output], [4]), number) for number in range(2)]
-        asked = asyncio.create_task(ask(running, max_tokens=50))
-        await running.until(lambda: len(running.attempts) == 1)
-        used = 0 if first.submitted else 1
-        other = (second, first)[used]
-        other.script = playing([output], [None])
-        await running.until(lambda: any(len(p._emitted) == 4 for p in running.gateway.verifiers._placements))
-        await running.kill(used)
-        chunks = events((await asked).text)
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT
-        assert [(s.attempt, len(s.output_token_ids)) for s in other.submitted] == [(1, 4)]
-        ready = (await running.http.get("/ready")).json()
-        assert [verifier["up"] for verifier in ready["verifiers"]] == [bool(used), not used]
-
-
-async def test_the_choices_of_a_request_run_on_one_verifier_and_requests_on_the_emptier(
-    settings: GatewaySettings, tokenizer: Tokenizer
-) -> None:
-    async with deployment(settings, tokenizer, num_verifiers=2) as running:
-        verifiers = [await running.start(lambda player: player.aborted.wait(), number) for number in range(2)]
-        asked = []
-        for count in range(1, 4):
-            asked.append(asyncio.create_task(ask(running, n=3)))
-            await running.until(lambda count=count: len(running.attempts) == 3 * count)
-        assert sorted(len(verifier.submitted) for verifier in verifiers) == [3, 6]
-        for task in asked:
-            task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
-        await running.until(lambda: running.gateway.verifiers.num_sequences == 0)
-
-
-async def test_a_verifier_that_drains_gets_nothing_new_and_finishes(
-    settings: GatewaySettings, tokenizer: Tokenizer
-) -> None:
-    release = asyncio.Event()
-
-    async def play(player: Player) -> None:
-        player.tokens([65])
-        await release.wait()
-        player.tokens([66])
-        player.finish(STOP)
-
-    async with deployment(settings, tokenizer, num_verifiers=2) as running:
-        draining = await running.start(play, 0)
-        asked = asyncio.create_task(ask(running))
-        await draining.until(lambda: len(draining.submitted) == 1)
-        draining.drain()
-        await running.until(lambda: not running.gateway.verifiers.is_up)
-        assert (await running.http.get("/ready")).status_code == 503
-        other = await running.start(steps([67], reason=STOP), 1)
-        for _ in range(3):
-            assert (await ask(running)).status_code == 200
-        assert (len(draining.submitted), len(other.submitted)) == (1, 3)
-        release.set()
-        assert "error" not in (await asked).text and len(running.attempts) == 4
-
-
-async def test_a_refusal_is_no_attempt(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
-    """What reaches a verifier just as it begins to drain goes to another, and may be lost as often as before."""
-
-    async def refuse(player: Player) -> None:
-        player.error(grpc.StatusCode.UNAVAILABLE, "draining")
-
-    async with deployment(settings, tokenizer, resume_attempts=0) as running:
-        refusing = await running.start(refuse)
-        asked = asyncio.create_task(ask(running))
-        await refusing.until(lambda: len(refusing.submitted) == 1)
-        await running.until(lambda: running.gateway.verifiers.num_waiting == 1)
-        await running.kill()
-        await running.start(steps([65], reason=STOP))
-        assert "error" not in (await asked).text
-        assert [attempt for _, attempt, _ in running.attempts] == [0, 0]
-
-
-async def test_a_stream_never_goes_on_with_another_model(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
-    async with deployment(settings, tokenizer) as running:
-        await running.start(silent, fingerprint="old")
-        asked = asyncio.create_task(ask(running))
-        await running.until(lambda: bool(running.attempts))
-        await running.kill()
-        new = await running.start(steps([65], reason=STOP), fingerprint="new")
-        *_, last = events((await asked).text)
-        assert "another model" in last["error"]["message"] and not new.submitted
-        assert (await ask(running)).status_code == 200
 
 
 async def test_comments_keep_the_connection_open_while_a_stream_waits(
@@ -508,32 +253,3 @@ async def test_a_drained_gateway_fails_what_waits(settings: GatewaySettings, tok
         await running.gateway.drain()
         *_, last = events((await asked).text)
         assert last["error"]["message"] == "the server is shutting down"
-
-
-async def test_what_would_be_refused_is_refused_at_once_and_a_resume_never_is(
-    settings: GatewaySettings, tokenizer: Tokenizer
-) -> None:
-    output = tokenizer.encode(TEXT)
-    async with deployment(settings, tokenizer, num_verifiers=2) as running:
-        script = playing([output, output], [3, 3])
-
-        async def play(player: Player) -> None:
-            assert full.queue_room is not None
-            full.queue_room -= 1
-            await script(player)
-
-        full = await running.start(play, 0, queue_room=2)
-        asked = asyncio.create_task(ask(running, n=2, max_tokens=50))
-        await running.until(lambda: len(full.submitted) == 2)
-        answer = await ask(running)
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        assert len(full.submitted) == 2
-        assert (await running.http.post(URL, content=b"{")).status_code == 429
-        # Another with room for one takes one, and then both that were lost.
-        other = await running.start(playing([output, output], [None, None]), 1, queue_room=1)
-        assert (await ask(running, n=2)).status_code == 429
-        await running.until(lambda: sum(len(p._emitted) == 3 for p in running.gateway.verifiers._placements) == 2)
-        await running.kill(0)
-        chunks = events((await asked).text)
-        assert [entry[0] for entry in joined(chunks).values()] == [TEXT, TEXT]
-        assert [sequence.attempt for sequence in other.submitted] == [1, 1]
