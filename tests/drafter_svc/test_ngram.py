@@ -336,7 +336,7 @@ def random_rows(seed: int, count: int) -> Iterator[tuple[int, int, int, int, lis
 
 
 @given(NGRAM_SETTINGS, st.integers(0, 2**32), st.integers(1, 60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_trees_equal_those_of_the_reference(config: NgramSettings, seed: int, count: int) -> None:
     vocab_size = 8
     drafter, reference = NgramDrafter(config), ReferenceNgram(config, vocab_size)
@@ -352,7 +352,7 @@ def test_trees_equal_those_of_the_reference(config: NgramSettings, seed: int, co
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.lists(st.integers(1, 8), max_size=40), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_tokens_in_pieces_are_learnt_as_in_one(tokens: list[int], pieces: list[int], data: st.DataObject) -> None:
     whole, parts = Feed(make_drafter()), Feed(make_drafter())
     tree = whole(0, tokens)

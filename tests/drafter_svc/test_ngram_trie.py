@@ -140,7 +140,7 @@ class Harness:
         st.tuples(st.integers(0, NUM_SLOTS - 1), st.booleans(), st.lists(st.integers(0, 5), max_size=10)), max_size=30
     ),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_trie_holds_the_latest_paths_and_nothing_else(
     capacity: int, window: int, first_stamp: int, steps: list[tuple[int, bool, list[int]]]
 ) -> None:

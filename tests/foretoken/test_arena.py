@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.arena import ArenaListener, ArenaPeer, ArenaTransport
@@ -122,7 +122,6 @@ def _served() -> Iterator[Ends]:
         yield pair
 
 
-@settings(deadline=None)
 @given(request=draft_requests())
 def test_requests_and_replies_come_out_as_they_went_in(served: Ends, request: DraftRequest) -> None:
     served.seen.clear()
@@ -231,7 +230,6 @@ def test_a_malformed_reply_is_no_reply(pair: Ends, bad: DraftBatch) -> None:
     assert pair.transport.receive(LONG_S) is not None
 
 
-@settings(deadline=None)
 @given(garbage=st.binary(min_size=32, max_size=400))
 def test_whatever_a_drafter_writes_can_be_read(garbage: bytes) -> None:
     memory = mmap.mmap(-1, LAYOUT.reply_bytes)

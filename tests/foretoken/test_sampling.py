@@ -333,7 +333,7 @@ def test_edges_of_filters_are_taken_in_float64(params, kept):
     assert {ops.sample_reference(row(1, 0), p, prompt_ids=(0,), output_ids=()) for p in seeded} == kept
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(sampler_cases())
 def test_compiled_sampler_is_the_reference(case):
     logits, params, context = case
@@ -342,7 +342,7 @@ def test_compiled_sampler_is_the_reference(case):
     assert np.array_equal(logits, before, equal_nan=True), "the model's logits are left as they are"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.sampled_from([0.5, 3.0, 12.0]), st.sampled_from([1.0, 0.999, 0.95, 0.3]))
 @example(seed=0, spread=0.5, top_p=0.999)
 def test_compiled_sampler_is_the_reference_on_wide_rows(seed, spread, top_p):

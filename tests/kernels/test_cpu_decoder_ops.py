@@ -47,7 +47,7 @@ def run_linear(
     return result
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 100), st.integers(1, 3), st.booleans())
 def test_linear(rows: int, in_features: int, out_features: int, threads: int, bfloat16: bool) -> None:
     torch.manual_seed(rows * 1000 + in_features)
@@ -199,7 +199,7 @@ def test_bfloat16_is_rounded_to_even() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), max_size=8))
 def test_kv_commit(moves: list[tuple[int, int]]) -> None:
     cache = torch.arange(3 * 12 * 4, dtype=torch.float32).view(3, 12, 4)

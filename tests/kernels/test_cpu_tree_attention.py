@@ -131,7 +131,7 @@ def random_tensors(
     return query, keys, torch.randn(slots, num_kv_heads, head_dim, generator=generator)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ragged_rows(), st.sampled_from([(6, 2, 64), (4, 4, 16), (4, 1, 80), (2, 1, 128)]), st.integers(0, 1000))
 def test_equals_its_definition(drawn: tuple[Rows, int], heads: tuple[int, int, int], seed: int) -> None:
     rows, block_size = drawn
@@ -140,7 +140,7 @@ def test_equals_its_definition(drawn: tuple[Rows, int], heads: tuple[int, int, i
     torch.testing.assert_close(found.double(), defined(query, keys, values, rows, block_size), rtol=0, atol=5e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(ragged_rows(), st.randoms(use_true_random=False), st.integers(1, 4))
 def test_a_row_has_the_same_bits_in_any_batch(drawn: tuple[Rows, int], random, threads: int) -> None:  # type: ignore[no-untyped-def]
     rows, block_size = drawn

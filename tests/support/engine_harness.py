@@ -61,6 +61,17 @@ class TestSource:
         assert self.transport is not None
         self.transport.close()
 
+    def dies_and_returns(self, *, every: int, dies_at: int, returns_at: int) -> Callable[[Harness], None]:
+        """For ``Harness.run``: killed in step ``dies_at`` of each ``every`` steps, and back in step ``returns_at``."""
+
+        def each_step(at: Harness) -> None:
+            if at.num_steps % every == dies_at and self.transport is not None:
+                self.kill()
+            if at.num_steps % every == returns_at and self.transport is None:
+                self.start()
+
+        return each_step
+
     def report_failure(self, reason: str) -> None:
         self.failures.append(reason)
         self.transport = None

@@ -369,4 +369,4 @@ class BlockManagerHistory(RuleBasedStateMachine):
 
 
 TestBlockManagerHistory = BlockManagerHistory.TestCase
-TestBlockManagerHistory.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestBlockManagerHistory.settings = settings(max_examples=200, stateful_step_count=40)

@@ -105,13 +105,7 @@ def test_prefix_hits_and_drafter_deaths(runner: ModelRunner, prompts: list[list[
     expected = [harness(runner, drafter=False).run([request.plain()])[0] for request in wanted]
     run = harness(runner, drafter=True)
     source = run.sources[0]
-
-    def kill_and_restart(at: Harness) -> None:
-        if at.num_steps % 20 == 10 and source.transport is not None:
-            source.kill()
-        if at.num_steps % 20 == 15 and source.transport is None:
-            source.start()
-
+    kill_and_restart = source.dies_and_returns(every=20, dies_at=10, returns_at=15)
     first = run.run(wanted, every_step=kill_and_restart)
     again = run.run(wanted, every_step=kill_and_restart)
     run.drain()

@@ -158,7 +158,7 @@ def test_attached_source_says_what_it_is(source: DraftSource, request: pytest.Fi
     assert (source.num_attaches, source.num_rejected) == (1, 0)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=draft_requests())
 def test_every_column_arrives_and_every_tree_comes_back(source: DraftSource, request: DraftRequest) -> None:
     """Also of requests beyond the capacity, which arrive in parts."""

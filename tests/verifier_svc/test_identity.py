@@ -168,14 +168,7 @@ def test_the_drafter_dies_and_comes_back(temperature: float) -> None:
     expected = plain(requests)
     run = harness(script(requests, expected))
     source = run.sources[0]
-
-    def kill_and_restart(at: Harness) -> None:
-        if at.num_steps % 6 == 3 and source.transport is not None:
-            source.kill()
-        if at.num_steps % 6 == 5 and source.transport is None:
-            source.start()
-
-    got = run.run(requests, every_step=kill_and_restart)
+    got = run.run(requests, every_step=source.dies_and_returns(every=6, dies_at=3, returns_at=5))
     run.drain()
     assert_same(requests, expected, got)
     assert_speculated(got)

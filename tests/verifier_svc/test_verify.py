@@ -263,7 +263,7 @@ def test_logprobs_of_none_and_of_more_than_there_are():
     assert [token for token, _ in token_logprobs(row, [0], 20)[0].top] == [1, 0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.lists(st.floats(-50, 50, width=32), min_size=5, max_size=5), min_size=1, max_size=4),
     st.integers(0, 5),
@@ -439,7 +439,7 @@ def test_speculative_text_is_plain_text(name):
         assert seen["accepted run"] and seen["drafted stop"] and seen[str(FinishReason.STOP)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), st.sampled_from(sorted(REQUESTS)))
 def test_walking_lazily_is_sampling_every_node(seed, name):
     rng = np.random.default_rng(seed)
