@@ -14,8 +14,8 @@ Int32 = NDArray[np.int32]
 class ForwardBatch:
     """Prefill chunks, root-only rows and tree nodes alike, in one flat list.
 
-    A row attends to two runs of its own sequence's slots: the first ``context_lens[r]`` logical slots, all of them,
-    and behind ``tree_starts[row_seqs[r]]`` those nodes whose bit is set in ``masks[r]`` (its own among them), which
+    A row attends to two runs of its own sequence's slots: the first ``context_lens[r]`` logical slots, all of them (from
+    ``context_starts`` on), and behind ``tree_starts[row_seqs[r]]`` those nodes whose bit is set in ``masks[r]`` (its own among them), which
     count as logical positions ``context_lens[r], context_lens[r] + 1, ...`` in index order. A prefill row at
     position p is ``context_lens = p + 1`` with an empty mask; node i of a tree whose root is at position p is
     ``context_lens = p``, ``tree_starts = p`` and the ancestor mask. "Logical slot" s of a sequence is slot
@@ -31,6 +31,8 @@ class ForwardBatch:
         tree_starts: int32 [seqs].
         block_tables: int32 [seqs, max_blocks]; entries past a sequence's blocks are 0 and never read.
         logit_rows: int32 [wanted]; rows whose logits are wanted, ascending.
+        context_starts: int32 [seqs]; logical slots before it are never read: a draft model has no entries there. None:
+            all zero, as for every target.
     """
 
     token_ids: Int32
@@ -42,6 +44,7 @@ class ForwardBatch:
     tree_starts: Int32
     block_tables: Int32
     logit_rows: Int32
+    context_starts: Int32 | None = None
 
     @property
     def num_rows(self) -> int:
