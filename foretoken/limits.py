@@ -65,6 +65,8 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
 MAX_DRAFTER_NAME_CHARS = 64
 MAX_CHAT_MESSAGES = 1024
+# Of one drafter.
+MAX_CORPORA = 64
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 # Bytes of one REST body or one gRPC message, and characters of one prompt.
 MAX_BODY_BYTES = 8 * 1024 * 1024
