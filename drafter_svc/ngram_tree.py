@@ -293,7 +293,7 @@ def offer_text(
     context: tuple[int, int],
     weight: float,
 ) -> float:
-    """Offer the ``token`` at ``place`` of a text, whose places stand in ``column``: the weight that it leaves to others.
+    """Offer the ``token`` at ``place`` of a text, whose places stand in ``column``: the weight left for others.
 
     ``context``: the parent's node in the trie and its window. A token that an earlier source offered goes on here too.
     """

@@ -163,6 +163,16 @@ def check_prompt(prompt_ids: Sequence[int], model: ModelLimits, *, field: str = 
     check_token_ids(field, prompt_ids, model.vocab_size)
 
 
+def check_prediction(prediction_ids: Sequence[int], model: ModelLimits, *, field: str = "prediction") -> None:
+    """Raise InvalidRequestError unless the predicted output, which may be empty, fits the context and has valid ids."""
+    if len(prediction_ids) > model.max_model_len:
+        raise InvalidRequestError(
+            f"{field} has {len(prediction_ids)} tokens; this model's context is {model.max_model_len} tokens",
+            field=field,
+        )
+    check_token_ids(field, prediction_ids, model.vocab_size)
+
+
 def _shown(value: object) -> str:
     """A value at fault, for a message: short, whatever it is. Python refuses to print very long integers."""
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:

@@ -52,6 +52,8 @@ class Submit:
     cache_salt: str | None
     # time.monotonic() seconds; None: no deadline.
     deadline: float | None
+    # What the client expects as the output.
+    prediction_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

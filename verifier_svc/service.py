@@ -178,6 +178,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         limits.check_token_ids("output_token_ids", message.output_token_ids, model.vocab_size)
         if len(message.prompt_token_ids) + len(message.output_token_ids) >= model.max_model_len:
             raise InvalidRequestError("prompt and output fill the context", field="output_token_ids")
+        limits.check_prediction(message.prediction_token_ids, model, field="prediction_token_ids")
         if message.HasField("model_fingerprint") and message.model_fingerprint != self._info.model_fingerprint:
             raise PreconditionError("another model runs here", field="model_fingerprint")
         deadline = None
@@ -193,6 +194,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             speculation=speculation,
             cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
             deadline=deadline,
+            prediction_ids=tuple(message.prediction_token_ids),
         )
 
 
