@@ -31,9 +31,16 @@ class GatewayCore:
     """The gateway without its protocols."""
 
     def __init__(
-        self, settings: GatewaySettings, tokenizer: Tokenizer, verifiers: VerifierPool, tracer: Tracer | None = None
+        self,
+        settings: GatewaySettings,
+        tokenizer: Tokenizer,
+        verifiers: VerifierPool,
+        tracer: Tracer | None = None,
+        admin_key: str | None = None,
     ) -> None:
+        """``admin_key``: what the operator's endpoints ask for; None: there are none."""
         self.settings = settings
+        self.admin_key = admin_key
         self.tokenizer = tokenizer
         self.verifiers = verifiers
         self.admission = Admission(settings.max_concurrent_requests)

@@ -145,9 +145,9 @@ class AddCorpusRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
     name: str
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: bytes
     append: bool
-    def __init__(self, name: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., append: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., append: _Optional[bool] = ...) -> None: ...
 
 class AddCorpusResponse(_message.Message):
     __slots__ = ("corpus",)

@@ -52,7 +52,7 @@ class Submit:
     cache_salt: str | None
     # time.monotonic() seconds; None: no deadline.
     deadline: float | None
-    # What the client expects as the output.
+    # Tokens that the client expects as the output: a draft.
     prediction_ids: tuple[int, ...] = ()
 
 

@@ -50,8 +50,6 @@ class Sequence:
         self.cache_salt = submit.cache_salt
         self.salt_digest = digest_of_salt(submit.cache_salt)
         self.deadline = submit.deadline
-        # What the client expects as the output: told to drafters, never to the sampler.
-        self.prediction_ids = submit.prediction_ids
         # Committed tokens: prompt, then output. The last one is the root of the next tree.
         self.tokens: list[int] = [*submit.prompt_ids, *submit.output_ids]
         self.num_prompt_tokens = len(submit.prompt_ids)
