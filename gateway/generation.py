@@ -27,6 +27,7 @@ from gateway.messages import (
     TokenLogprobs,
 )
 from gateway.placement import Placement
+from gateway.prediction import PredictionMatch
 from gateway.stop import StopMatcher
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
@@ -68,6 +69,8 @@ class GenerationRequest:
     timeout_ms: int | None = None
     # The span that it belongs to.
     trace: TraceContext | None = None
+    # What the client expects as each output: a draft.
+    prediction_ids: tuple[int, ...] = ()
 
     @property
     def num_outputs(self) -> int:
@@ -119,6 +122,7 @@ class Output:
         self.last_token_at = 0.0
         # Where it runs; set when it is started.
         self.placement: Placement | None = None
+        self.prediction = PredictionMatch(request.prediction_ids)
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
         self._on_change = on_change
@@ -172,6 +176,8 @@ class Output:
         delta.logprobs += tokens.logprobs[:kept]
         self.token_ids += tokens.ids[:kept]
         self.sources += tokens.sources[:kept]
+        if self.spec.prediction_ids:
+            self.prediction.feed(tokens.ids[:kept])
         if kept:
             self._note_time(kept)
         if self._matcher is not None and self._matcher.matched is not None:
@@ -275,6 +281,12 @@ class Generation:
     def completion_tokens(self) -> int:
         """Output tokens so far; those after a stop string are no part of the output."""
         return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def prediction_tokens(self) -> tuple[int, int]:
+        """Tokens of the prediction that came true in the outputs so far, and all others of it; summed over outputs."""
+        matches = [output.prediction for output in self.outputs]
+        return sum(match.num_accepted for match in matches), sum(match.num_rejected for match in matches)
 
     @property
     def cached_tokens(self) -> int:
@@ -416,6 +428,7 @@ def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]
                     cache_salt=request.cache_salt,
                     timeout_ms=request.timeout_ms,
                     trace=request.trace,
+                    prediction_ids=request.prediction_ids,
                 )
             )
     return specs

@@ -100,6 +100,8 @@ class SequenceSpec:
     trace: TraceContext | None = None
     attempt: int = 0
     output_ids: tuple[int, ...] = ()
+    # What the client expects as the output.
+    prediction_ids: tuple[int, ...] = ()
     # Of the verifier that the output so far came from; another one refuses.
     model_fingerprint: str | None = None
 
