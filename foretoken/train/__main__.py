@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from foretoken import hub
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.train.options import ALGORITHMS, TrainOptions
 
@@ -30,7 +31,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="algorithm", required=True, metavar="|".join(ALGORITHMS))
     for algorithm in ALGORITHMS:
         command = commands.add_parser(algorithm, help=_SUMMARIES[algorithm], description=f"Train {_SUMMARIES[algorithm]}.")
-        command.add_argument("target", type=Path, metavar="TARGET", help="folder of the target's checkpoint")
+        command.add_argument("target", type=Path, metavar="TARGET", help="folder of the target's checkpoint, or its id on the hub")
         command.add_argument("--data", type=Path, required=True, help="folder of text files, or a token file (.npy)")
         command.add_argument("--output", type=Path, required=True, help="folder of the drafter's checkpoint")
         for field in dataclasses.fields(TrainOptions):
@@ -46,11 +47,11 @@ def parse(arguments: Sequence[str], program: str) -> TrainOptions:
 
 
 def run(arguments: Sequence[str], program: str) -> None:
-    """Parse and train."""
+    """Parse and train; a hub id as TARGET is downloaded."""
     options = parse(arguments, program)
     from foretoken.train.trainer import train
 
-    train(options)
+    train(dataclasses.replace(options, target=hub.resolve(str(options.target))))
 
 
 def _add_flag(command: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:

@@ -58,14 +58,15 @@ class ChainAttention(nn.Module):
         value = self.v_proj(rows).view(shape).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
         query, key = query.to(value.dtype), key.to(value.dtype)
+        here = is_current[:, None, None]
+        before = (key.new_zeros(()),) * 2 if cache is None else (cache.own_key, cache.own_value)
+        own_key, own_value = (
+            torch.where(here, now[:, :, None], then) for now, then in zip((key, value), before, strict=True)
+        )
         if cache is None:
+            cache = ChainCache(key, value, own_key, own_value)
             mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-            empty = key.new_zeros(key.shape[0], key.shape[1], len(is_current), *key.shape[2:])
-            cache = ChainCache(key, value, empty, empty)
         else:
-            here = is_current[:, None, None]
-            own_key = torch.where(here, key[:, :, None], cache.own_key)
-            own_value = torch.where(here, value[:, :, None], cache.own_value)
             cache = cache._replace(own_key=own_key, own_value=own_value)
             mixed = self._attend_along_chains(query, cache, is_current)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
