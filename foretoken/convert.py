@@ -166,7 +166,9 @@ def _ask_worker(source: Path, output: Path, limits: ConvertLimits) -> dict[str, 
         answer = json.loads(done.stdout)
     except ValueError as error:
         last = (done.stderr.strip().splitlines() or [""])[-1]
-        raise CheckpointError(f"{source}: the process that read it ended with status {done.returncode}: {last}") from error
+        raise CheckpointError(
+            f"{source}: the process that read it ended with status {done.returncode}: {last}"
+        ) from error
     return answer if isinstance(answer, dict) else {"error": "the process that read it gave no answer"}
 
 

@@ -58,8 +58,10 @@ def load(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=check_archive(file))
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"`?([\w.]+)`? which", str(error))
-        what = f"it refers to {found[1]}" if found else str(error).splitlines()[0]
+        # Torch's own message advises to read the file without weights_only, which nobody should.
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        cause = re.search(r"WeightsUnpickler error: (.*)", str(error))
+        what = f"it refers to {found[1]}" if found else cause[1] if cause else "which ones, torch does not say"
         raise Refused(f"the pickle holds more than tensors ({what}); code in a checkpoint is never run") from error
 
 

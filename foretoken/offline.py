@@ -26,7 +26,9 @@ def train(context: typer.Context) -> None:
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder with a .bin or .pt checkpoint, or one such file.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="Folder with a .bin or .pt checkpoint, or one such file.")
+    ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="New folder, or .safetensors file for a file.")],
     max_gib: Annotated[float, typer.Option(help="A file, or its tensors, larger than this is refused.")] = 32.0,
     timeout: Annotated[int, typer.Option(help="Seconds that reading one file may take.")] = 600,

@@ -30,8 +30,12 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(program, description="Train a drafter against a target on a folder of text.")
     commands = parser.add_subparsers(dest="algorithm", required=True, metavar="|".join(ALGORITHMS))
     for algorithm in ALGORITHMS:
-        command = commands.add_parser(algorithm, help=_SUMMARIES[algorithm], description=f"Train {_SUMMARIES[algorithm]}.")
-        command.add_argument("target", type=Path, metavar="TARGET", help="folder of the target's checkpoint, or its id on the hub")
+        command = commands.add_parser(
+            algorithm, help=_SUMMARIES[algorithm], description=f"Train {_SUMMARIES[algorithm]}."
+        )
+        command.add_argument(
+            "target", type=Path, metavar="TARGET", help="folder of the target's checkpoint, or its id on the hub"
+        )
         command.add_argument("--data", type=Path, required=True, help="folder of text files, or a token file (.npy)")
         command.add_argument("--output", type=Path, required=True, help="folder of the drafter's checkpoint")
         for field in dataclasses.fields(TrainOptions):

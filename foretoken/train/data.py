@@ -101,7 +101,9 @@ class Windows:
         self._span = torch.arange(window, device=tokens.device)
         self.num_windows = (len(tokens) - window - stride) // stride + 1
         if self.num_windows < 1:
-            raise ConfigError(f"{len(tokens)} training tokens are too few for windows of {window}; have {window + stride}")
+            raise ConfigError(
+                f"{len(tokens)} training tokens are too few for windows of {window}: {window + stride} is the least"
+            )
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
 

@@ -26,7 +26,9 @@ class TrainOptions:
     data: Path
     output: Path
     held_out: Path | None = _option(None, "text folder or token file to measure on (default: a part of --data)")
-    glob: tuple[str, ...] = _option(("*.py", "*.txt"), "names of the text files in a folder; may be given several times")
+    glob: tuple[str, ...] = _option(
+        ("*.py", "*.txt"), "names of the text files in a folder; may be given several times"
+    )
     steps: int | None = _option(None, "optimizer steps")
     minutes: float | None = _option(None, "minutes that the schedule takes, from the end of the first step")
     batch_size: int = _option(64, "windows of one step")
@@ -42,7 +44,9 @@ class TrainOptions:
     step_decay: float = _option(0.8, "weight of each draft step over that of the step before", "eagle3")
     hidden_size: int = _option(192, "width of the draft model", "standalone")
     num_layers: int = _option(3, "layers of the draft model", "standalone")
-    distillation: float = _option(0.5, "share of the target's soft labels in the loss; the rest is the text", "standalone")
+    distillation: float = _option(
+        0.5, "share of the target's soft labels in the loss; the rest is the text", "standalone"
+    )
     held_out_sequences: int = _option(128, "held-out prompts that the target goes on from, to measure acceptance on")
     evaluate_every: int = _option(500, "steps from one measurement to the next")
     log_every: int = _option(20, "steps from one progress line to the next")

@@ -36,7 +36,9 @@ class Target:
         """Raises CheckpointError or ConfigError for a folder that is no checkpoint of a supported type."""
         raw = _read_config(path)
         if raw.get("model_type") not in MODEL_TYPES:
-            raise ConfigError(f"model_type {raw.get('model_type')!r} is not supported; there is: {', '.join(MODEL_TYPES)}")
+            raise ConfigError(
+                f"model_type {raw.get('model_type')!r} is not supported; there is: {', '.join(MODEL_TYPES)}"
+            )
         if raw.get("auto_map"):
             raise ConfigError(f"{path / 'config.json'}: auto_map needs code from the checkpoint, which is never run")
         transformers_logging.disable_progress_bar()
@@ -77,7 +79,9 @@ class Target:
             pad_token_id=self.separator,
         )
         if generated.shape[1] != prompts.shape[1] + num_tokens:
-            raise CheckpointError(f"{self.path}: its generation config ends texts early, at {generated.shape[1]} tokens")
+            raise CheckpointError(
+                f"{self.path}: its generation config ends texts early, at {generated.shape[1]} tokens"
+            )
         return generated
 
     def rope_fields(self) -> dict[str, Any]:

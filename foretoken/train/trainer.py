@@ -159,7 +159,9 @@ class Trainer:
     def _measure(self) -> Acceptance:
         with self._autocast():
             acceptance = measure(self.recipe, self._texts, self.options.batch_size)
-        self.progress.history.append({"step": self.progress.step, "acceptance": [round(each, 4) for each in acceptance.per_step]})
+        self.progress.history.append(
+            {"step": self.progress.step, "acceptance": [round(each, 4) for each in acceptance.per_step]}
+        )
         self._measured, self._measured_step = acceptance, self.progress.step
         _say(f"step {self.progress.step}  {acceptance}")
         return acceptance
