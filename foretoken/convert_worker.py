@@ -1,6 +1,7 @@
-"""The process that reads one pickle for ``foretoken.convert``: a script of its own, under limits, that imports nothing of foretoken.
+"""The process that reads one pickle for ``foretoken.convert``: a script of its own, under limits.
 
-It reads a JSON request on standard input and writes a JSON answer on standard output: ``{"names": [...]}`` or ``{"error": "..."}``.
+It imports nothing of foretoken. It reads a JSON request on standard input and writes a JSON answer on standard output:
+``{"names": [...]}`` or ``{"error": "..."}``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def limit_memory(file_bytes: int) -> None:
 
 
 def check_archive(file: Path) -> bool:
-    """Whether ``file`` is a zip, whose records torch can map. Raises Refused for compressed records, which may be bombs."""
+    """Whether ``file`` is a zip, whose records torch can map.
+
+    Raises Refused for compressed records, which may be bombs.
+    """
     if not zipfile.is_zipfile(file):
         return False
     with zipfile.ZipFile(file) as archive:
@@ -60,13 +64,16 @@ def load(file: Path) -> Any:
     except pickle.UnpicklingError as error:
         # Torch's own message advises to read the file without weights_only, which nobody should.
         found = re.search(r"GLOBAL (\S+)", str(error))
-        cause = re.search(r"WeightsUnpickler error: (.*)", str(error))
+        cause = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
         what = f"it refers to {found[1]}" if found else cause[1] if cause else "which ones, torch does not say"
         raise Refused(f"the pickle holds more than tensors ({what}); code in a checkpoint is never run") from error
 
 
 def tensors_of(content: Any, max_tensors: int, max_bytes: int) -> dict[str, Any]:
-    """Named tensors of a state dict, or a list of ids as ``token_map``, int64 [num_ids]. Raises Refused for anything else."""
+    """Named tensors of a state dict, or a list of ids as ``token_map``, int64 [num_ids].
+
+    Raises Refused for anything else.
+    """
     import torch
 
     if isinstance(content, list | tuple):

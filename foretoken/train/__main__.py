@@ -46,8 +46,10 @@ def make_parser(program: str) -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str], program: str) -> TrainOptions:
     """The options that ``arguments`` give. Raises ConfigError for values, SystemExit for usage."""
-    given = vars(make_parser(program).parse_args(arguments))
-    return TrainOptions(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    given: dict[str, Any] = vars(make_parser(program).parse_args(arguments))
+    if "glob" in given:
+        given["glob"] = tuple(given["glob"])
+    return TrainOptions(**given)
 
 
 def run(arguments: Sequence[str], program: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -73,17 +74,14 @@ def text_files(folder: Path, globs: Sequence[str]) -> list[Path]:
 
 
 def encode_files(files: Sequence[Path], target: Path, separator: int) -> Tensor:
-    """Texts by the target's tokenizer, int32 [num_tokens], each led by ``separator``; bytes that are no UTF-8 are replaced."""
+    """Texts by the target's tokenizer, int32 [num_tokens], each led by ``separator``; what is no UTF-8 is replaced."""
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    parts: list[NDArrayInt] = []
+    parts: list[NDArray[np.int32]] = []
     for start in range(0, len(files), _FILES_PER_BATCH):
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files[start : start + _FILES_PER_BATCH]]
         for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
             parts.append(np.array([separator, *encoding.ids], np.int32))
     return torch.from_numpy(np.concatenate(parts))
-
-
-NDArrayInt = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 class Windows:

@@ -1,4 +1,7 @@
-"""EAGLE-3 and EAGLE-2 heads: modules, losses, files. Token i's entry holds its embedding and the features of token i - 1."""
+"""EAGLE-3 and EAGLE-2 heads: modules, losses, files.
+
+Token i's entry holds its embedding and the features of token i - 1.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from foretoken.train.options import TrainOptions
 from foretoken.train.recipe import compiled, llama_fields, write_checkpoint
 from foretoken.train.target import Target
 
-# EAGLE (arXiv 2401.15077), section 4 and its released code: uniform noise on the features, and the weight of the classes.
+# EAGLE (arXiv 2401.15077) and its released code: uniform noise on the features, and the weight of the classes.
 _NOISE_WIDTH = 0.2
 _NOISE_LENGTH = 512
 _CLASS_WEIGHT = 0.1
@@ -25,14 +28,14 @@ _MIN_LAYERS = 4
 
 
 def feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """The target layers whose inputs an EAGLE-3 head without explicit ids reads. ConfigError for a target too shallow."""
+    """The target layers whose inputs an EAGLE-3 head without explicit ids reads. ConfigError if there are too few."""
     if num_layers < _MIN_LAYERS:
         raise ConfigError(f"eagle3 needs a target of at least {_MIN_LAYERS} layers, this one has {num_layers}")
     return (2, num_layers // 2, num_layers - 3)
 
 
 class Eagle3Head(nn.Module):
-    """Three features to one width, one wide layer, own norm and own head over the draft vocabulary (arXiv 2503.01840)."""
+    """Three features to one width, one wide layer, own norm, own head over the draft vocabulary (arXiv 2503.01840)."""
 
     def __init__(self, fields: dict[str, Any], feature_size: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class Eagle3Head(nn.Module):
 
     def enter(self, embeds: Tensor, hidden: Tensor, depth: int) -> Tensor:
         """What the layer reads as hidden: features are reduced to one width, own rows are taken as they are."""
-        return self.fc(hidden) if depth == 0 else hidden  # type: ignore[no-any-return]
+        return self.fc(hidden) if depth == 0 else hidden
 
     @property
     def layer(self) -> ChainLayer:
@@ -57,7 +60,7 @@ class Eagle3Head(nn.Module):
 
 
 class Eagle2Head(nn.Module):
-    """One layer over ``fc(cat[embedding, feature])`` that predicts the target's next feature; the head is the target's."""
+    """One layer over ``fc(cat[embedding, feature])`` that predicts the next feature; the head is the target's."""
 
     def __init__(self, fields: dict[str, Any], target_head: Tensor) -> None:
         super().__init__()
@@ -157,7 +160,10 @@ class Eagle3Recipe(EagleRecipe):
         self._step = compiled(self._depth_loss, options.compile is True)
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Cross entropy with the target's distribution renormalised over the draft vocabulary, where that holds its argmax."""
+        """Cross entropy with the target's distribution over the draft vocabulary, renormalised.
+
+        Positions whose most likely token is not in the draft vocabulary do not count, as in the released code.
+        """
         output = self.target.run(tokens, self._layers)
         label_probs, is_counted = self._labels(output.final)
         embeds = nn.functional.embedding(tokens, self.target.embedding_weight)
@@ -197,7 +203,7 @@ class Eagle3Recipe(EagleRecipe):
 
     @torch.no_grad()
     def _labels(self, final: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities [batch, window, draft_vocab] in the target's type, and where its argmax is draftable, float32."""
+        """Probabilities [batch, window, draft_vocab] in the target's type; where its argmax is draftable, float32."""
         logits = self.target.logits(final)
         probs = logits[..., self.draft_ids].float().softmax(-1).to(logits.dtype)
         return probs, self.is_draftable[logits.argmax(-1)].float()

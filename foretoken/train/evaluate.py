@@ -41,16 +41,16 @@ def held_out_texts(target: Target, tokens: Tensor, count: int, length: int, batc
     count = max(1, min(count, len(tokens) // prompt))
     starts = torch.linspace(0, len(tokens) - prompt, count).long().to(tokens.device)
     prompts = tokens[starts[:, None] + torch.arange(prompt, device=tokens.device)].long()
-    return torch.cat([target.greedy_text(each, length - prompt) for each in prompts.split(batch_size)])
+    return torch.cat([target.greedy_text(each, length - prompt) for each in torch.split(prompts, batch_size)])
 
 
 @torch.no_grad()
 def measure(recipe: Recipe, texts: Tensor, batch_size: int) -> Acceptance:
-    """Acceptance on ``texts`` [count, length] of ``held_out_texts``, over chains whose drafts are all generated tokens."""
+    """Acceptance on ``texts`` [count, length] of ``held_out_texts``, over chains that draft generated tokens only."""
     first_row = texts.shape[1] // 2 - 2
     accepted: list[Tensor] = []
     chains = 0
-    for batch in texts.split(batch_size):
+    for batch in torch.split(texts, batch_size):
         matches = recipe.matches(batch)[:, :, first_row:]
         accepted.append(matches.long().cumprod(1).sum((0, 2)))
         chains += matches.shape[0] * matches.shape[2]

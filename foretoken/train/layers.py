@@ -38,6 +38,7 @@ class ChainAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig, input_size: int) -> None:
         super().__init__()
+        assert config.head_dim is not None and config.num_key_value_heads is not None
         self.head_dim: int = config.head_dim
         self.num_kv_heads: int = config.num_key_value_heads
         self.num_groups: int = config.num_attention_heads // config.num_key_value_heads
@@ -75,8 +76,9 @@ class ChainAttention(nn.Module):
     def _attend_along_chains(self, query: Tensor, cache: ChainCache, is_current: Tensor) -> Tensor:
         """[batch, num_heads, rows, head_dim]: one softmax over the prefix's keys and each row's own."""
         rows = query.shape[2]
-        grouped = query.unflatten(1, (self.num_kv_heads, self.num_groups)) * self.head_dim**-0.5
-        prefix = (grouped.flatten(2, 3) @ cache.prefix_key.mT).unflatten(2, (self.num_groups, rows)).float()
+        shape = (query.shape[0], self.num_kv_heads, self.num_groups, rows)
+        grouped = query.reshape(*shape, self.head_dim) * self.head_dim**-0.5
+        prefix = (grouped.flatten(2, 3) @ cache.prefix_key.mT).view(*shape, rows).float()
         later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
         prefix = prefix.masked_fill(later, _MASKED)
         own = (grouped[:, :, :, None].float() * cache.own_key[:, :, None].float()).sum(-1)  # [.., groups, depths, rows]
@@ -85,9 +87,10 @@ class ChainAttention(nn.Module):
         total = torch.logaddexp(prefix.logsumexp(-1), own.logsumexp(-2))
         prefix_share = torch.exp(prefix - total[..., None]).to(query.dtype)
         own_share = torch.exp(own - total[..., None, :])
-        mixed = (prefix_share.flatten(2, 3) @ cache.prefix_value).unflatten(2, (self.num_groups, rows)).float()
+        mixed = (prefix_share.flatten(2, 3) @ cache.prefix_value).view(*shape, self.head_dim).float()
         mixed = mixed + (own_share[..., None] * cache.own_value[:, :, None].float()).sum(-3)
-        return mixed.to(query.dtype).flatten(1, 2)
+        output: Tensor = mixed.to(query.dtype).flatten(1, 2)
+        return output
 
 
 class ChainLayer(nn.Module):
@@ -100,7 +103,7 @@ class ChainLayer(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.wide = wide
         self.self_attn = ChainAttention(config, 2 * size if wide else size)
-        self.mlp = LlamaMLP(config)
+        self.mlp: nn.Module = LlamaMLP(config)  # type: ignore[no-untyped-call]
         if wide:
             self.input_layernorm = LlamaRMSNorm(size, eps)
             self.hidden_norm = LlamaRMSNorm(size, eps)
@@ -109,7 +112,7 @@ class ChainLayer(nn.Module):
     def forward(
         self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, cache: ChainCache | None, is_current: Tensor
     ) -> tuple[Tensor, ChainCache]:
-        """``embeds`` (read if wide), ``hidden`` [batch, rows, hidden_size] to the layer's output without a last norm."""
+        """``embeds`` (read if wide), ``hidden`` [batch, rows, hidden_size] to the layer's output, not normed."""
         rows = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1) if self.wide else hidden
         mixed, cache = self.self_attn(rows, cos, sin, cache, is_current)
         hidden = hidden + mixed

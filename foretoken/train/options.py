@@ -1,4 +1,4 @@
-"""What one training run is told. The fields are the flags of ``foretoken train``: each is declared here and nowhere else."""
+"""What one training run is told. The fields are the flags of ``foretoken train``, each declared here alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Algorithm = Literal["eagle3", "eagle2", "standalone"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
-def _option(default: Any, help_text: str, *only: str) -> Any:
-    """A field with its help text; ``only``: the algorithms that it has a meaning for, none named: all."""
-    return field(default=default, metadata={"help": help_text, "only": only or ALGORITHMS})
+def _about(help_text: str, *only: str) -> dict[str, object]:
+    """A field's metadata; ``only``: the algorithms that it has a meaning for, none named: all."""
+    return {"help": help_text, "only": only or ALGORITHMS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,37 +25,62 @@ class TrainOptions:
     target: Path
     data: Path
     output: Path
-    held_out: Path | None = _option(None, "text folder or token file to measure on (default: a part of --data)")
-    glob: tuple[str, ...] = _option(
-        ("*.py", "*.txt"), "names of the text files in a folder; may be given several times"
+    held_out: Path | None = field(
+        default=None, metadata=_about("text folder or token file to measure on (default: a part of --data)")
     )
-    steps: int | None = _option(None, "optimizer steps")
-    minutes: float | None = _option(None, "minutes that the schedule takes, from the end of the first step")
-    batch_size: int = _option(64, "windows of one step")
-    context_length: int = _option(512, "tokens of one window that a draft starts at")
-    num_draft_steps: int = _option(6, "draft steps that are unrolled, trained (eagle3) and measured")
-    matrix_lr: float = _option(5e-3, "peak learning rate of matrices (Muon)")
-    embedding_lr: float = _option(2e-3, "peak learning rate of embeddings, heads, norms and biases (AdamW)")
-    weight_decay: float = _option(0.05, "decoupled weight decay of matrices")
-    intermediate_size: int | None = _option(None, "width of the feed-forward part (default: twice the hidden size)")
-    num_heads: int | None = _option(None, "query heads (default: as many of the target's size as fit)")
-    num_kv_heads: int | None = _option(None, "key and value heads (default: the target's ratio)")
-    draft_vocab_size: int = _option(2048, "tokens that the head can draft: the most frequent of the data", "eagle3")
-    step_decay: float = _option(0.8, "weight of each draft step over that of the step before", "eagle3")
-    hidden_size: int = _option(192, "width of the draft model", "standalone")
-    num_layers: int = _option(3, "layers of the draft model", "standalone")
-    distillation: float = _option(
-        0.5, "share of the target's soft labels in the loss; the rest is the text", "standalone"
+    glob: tuple[str, ...] = field(
+        default=("*.py", "*.txt"), metadata=_about("names of the text files in a folder; may be given several times")
     )
-    held_out_sequences: int = _option(128, "held-out prompts that the target goes on from, to measure acceptance on")
-    evaluate_every: int = _option(500, "steps from one measurement to the next")
-    log_every: int = _option(20, "steps from one progress line to the next")
-    checkpoint_every: int | None = _option(None, "steps from one checkpoint to the next (default: by time)")
-    checkpoint_minutes: float = _option(10.0, "minutes from one checkpoint to the next, without --checkpoint-every")
-    resume: bool = _option(False, "go on from the checkpoint in --output")
-    seed: int = _option(0, "of the weights, the order of the data and the noise")
-    device: str = _option("auto", "cpu, cuda or cuda:N; auto: the GPU if there is one")
-    compile: bool | None = _option(None, "torch.compile of the training step (default: on a GPU)")
+    steps: int | None = field(default=None, metadata=_about("optimizer steps"))
+    minutes: float | None = field(
+        default=None, metadata=_about("minutes that the schedule takes, from the end of the first step")
+    )
+    batch_size: int = field(default=64, metadata=_about("windows of one step"))
+    context_length: int = field(default=512, metadata=_about("tokens of one window that a draft starts at"))
+    num_draft_steps: int = field(
+        default=6, metadata=_about("draft steps that are unrolled, trained (eagle3) and measured")
+    )
+    matrix_lr: float = field(default=5e-3, metadata=_about("peak learning rate of matrices (Muon)"))
+    embedding_lr: float = field(
+        default=2e-3, metadata=_about("peak learning rate of embeddings, heads, norms and biases (AdamW)")
+    )
+    weight_decay: float = field(default=0.05, metadata=_about("decoupled weight decay of matrices"))
+    intermediate_size: int | None = field(
+        default=None, metadata=_about("width of the feed-forward part (default: twice the hidden size)")
+    )
+    num_heads: int | None = field(
+        default=None, metadata=_about("query heads (default: as many of the target's size as fit)")
+    )
+    num_kv_heads: int | None = field(default=None, metadata=_about("key and value heads (default: the target's ratio)"))
+    draft_vocab_size: int = field(
+        default=2048, metadata=_about("tokens that the head can draft: the most frequent of the data", "eagle3")
+    )
+    step_decay: float = field(
+        default=0.8, metadata=_about("weight of each draft step over that of the step before", "eagle3")
+    )
+    hidden_size: int = field(default=192, metadata=_about("width of the draft model", "standalone"))
+    num_layers: int = field(default=3, metadata=_about("layers of the draft model", "standalone"))
+    distillation: float = field(
+        default=0.5,
+        metadata=_about("share of the target's soft labels in the loss; the rest is the text", "standalone"),
+    )
+    held_out_sequences: int = field(
+        default=128, metadata=_about("held-out prompts that the target goes on from, to measure acceptance on")
+    )
+    evaluate_every: int = field(default=500, metadata=_about("steps from one measurement to the next"))
+    log_every: int = field(default=20, metadata=_about("steps from one progress line to the next"))
+    checkpoint_every: int | None = field(
+        default=None, metadata=_about("steps from one checkpoint to the next (default: by time)")
+    )
+    checkpoint_minutes: float = field(
+        default=10.0, metadata=_about("minutes from one checkpoint to the next, without --checkpoint-every")
+    )
+    resume: bool = field(default=False, metadata=_about("go on from the checkpoint in --output"))
+    seed: int = field(default=0, metadata=_about("of the weights, the order of the data and the noise"))
+    device: str = field(default="auto", metadata=_about("cpu, cuda or cuda:N; auto: the GPU if there is one"))
+    compile: bool | None = field(
+        default=None, metadata=_about("torch.compile of the training step (default: on a GPU)")
+    )
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):

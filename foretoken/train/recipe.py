@@ -20,12 +20,14 @@ class Recipe(Protocol):
     """One algorithm's module, loss and files.
 
     Attributes:
-        module: what is trained, in float32.
         window: tokens of one row of a training batch.
     """
 
-    module: nn.Module
     window: int
+
+    @property
+    def module(self) -> nn.Module:
+        """What is trained, in float32."""
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
         """The loss of ``tokens`` int64 [batch, window], a scalar; ``step`` seeds what is random in it."""

@@ -41,7 +41,7 @@ class Target:
             )
         if raw.get("auto_map"):
             raise ConfigError(f"{path / 'config.json'}: auto_map needs code from the checkpoint, which is never run")
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False

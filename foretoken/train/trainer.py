@@ -151,10 +151,8 @@ class Trainer:
         speed = tokens / max(progress.seconds - since, 1e-9)
         self._logged = (progress.step, progress.seconds)
         progress.history.append({"step": progress.step, "seconds": round(progress.seconds, 2), "loss": round(loss, 5)})
-        share = min(1.0, self._share_done())
-        _say(
-            f"step {progress.step}  {progress.seconds:.1f} s  {100 * share:.0f} %  loss {loss:.4f}  {speed:,.0f} tokens/s"
-        )
+        done = f"{progress.seconds:.1f} s  {100 * min(1.0, self._share_done()):.0f} %"
+        _say(f"step {progress.step}  {done}  loss {loss:.4f}  {speed:,.0f} tokens/s")
 
     def _measure(self) -> Acceptance:
         with self._autocast():

@@ -42,11 +42,8 @@ def make_recipe(target: Target, algorithm: str) -> EagleRecipe:
     )
     torch.manual_seed(11)
     tokens = torch.from_numpy(repeating_tokens().astype("int32"))
-    recipe: EagleRecipe
-    if algorithm == "eagle3":
-        recipe = Eagle3Recipe(target, options, CPU, tokens)
-    else:
-        recipe = Eagle2Recipe(target, options, CPU)
+    is_eagle3 = algorithm == "eagle3"
+    recipe = Eagle3Recipe(target, options, CPU, tokens) if is_eagle3 else Eagle2Recipe(target, options, CPU)
     # Far from their small initial values, so that attention weighs and a wrong key shows.
     for parameter in recipe.module.parameters():
         parameter.data = parameter.data + 0.3 * torch.randn_like(parameter)
