@@ -27,7 +27,7 @@ def make_drafter(settings: DrafterSettings) -> Drafter:
     from drafter_svc.ngram import NgramDrafter
 
     drafter = NgramDrafter(settings.ngram)
-    drafter.attach(TargetInfo(model_fingerprint="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2))
+    drafter.attach(TargetInfo(model_fingerprint="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2), None)
     return drafter
 
 
