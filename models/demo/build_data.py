@@ -3,8 +3,8 @@
     python -m models.demo.build_data --output DATA [--extra-root FOLDER ...] [--tokenizer FOLDER]
 
 Writes ``tokenizer/``, ``train.npy`` and ``held_out.npy`` (uint16 [num_tokens], documents separated by the
-end-of-text id), ``held_out_bytes`` and all statistics in ``corpus.json``. With ``--tokenizer`` that one is used and none
-is trained: what a drafter of an existing target needs.
+end-of-text id), ``held_out_bytes`` and all statistics in ``corpus.json``. With ``--tokenizer``
+that one is used and none is trained: what a drafter of an existing target needs.
 """
 
 from __future__ import annotations
