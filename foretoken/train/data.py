@@ -77,6 +77,8 @@ def text_files(folder: Path, globs: Sequence[str]) -> list[Path]:
 def encode_files(files: Sequence[Path], target: Path, separator: int) -> Tensor:
     """Texts by the target's tokenizer, int32 [num_tokens], each led by ``separator``; what is no UTF-8 is replaced."""
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True  # A special token's name inside a file is ordinary text.
+    tokenizer.no_truncation()
     parts: list[NDArray[np.int32]] = []
     for start in range(0, len(files), _FILES_PER_BATCH):
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files[start : start + _FILES_PER_BATCH]]
