@@ -11,6 +11,7 @@ from foretoken_kernels.cpu.linear import pack, pack_gate_up
 from numpy.typing import NDArray
 
 from foretoken.models.config import ModelConfig
+from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weights import Checkpoint
 
 # Called with (done, total, what); done == total once at the end.
@@ -55,6 +56,17 @@ class DecoderWeights:
         if self.embedding is not self.head:
             tensors.append(self.embedding)
         return sum(tensor.nbytes for tensor in tensors)
+
+    def shared(self, config: ModelConfig) -> TargetWeights:
+        """Embedding and head, for draft models of this target; no copy."""
+        return TargetWeights(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            tied=config.tie_word_embeddings,
+            bfloat16=self.bfloat16,
+            embedding=self.embedding,
+            head=self.head,
+        )
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
