@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter_svc.draft_passes import COUPLING_SCALE, PASS_ROWS, DraftPasses
+from drafter_svc import draft_passes
+from drafter_svc.draft_passes import COUPLING_SCALE, DraftPasses
 from drafter_svc.draft_rows import DraftRows
 from foretoken.drafting import DraftBatch
 from tests.support.paged_draft import (
@@ -44,7 +45,6 @@ class Drafting:
         self.passes = DraftPasses(self.model, info, self.rows, coupled=coupled, budget=budget)
 
     def draft(self, *rows: Row) -> DraftBatch:
-        self.model.wanted.clear()
         return self.passes.draft(request_of(rows, with_features=self.features))
 
     def expect_tree(self, batch: DraftBatch, index: int, row: Row, valid_start: int) -> None:
@@ -129,19 +129,24 @@ def test_a_reduced_vocabulary_is_drafted_by_target_ids(temperature: float) -> No
 def test_a_beam_without_a_chance_is_not_run() -> None:
     drafting = Drafting()
     drafting.check(1, Row(some_tokens(10), 10, BLOCKS, max_nodes=2, max_depth=1, max_branches=8))
-    assert drafting.model.num_passes == 1
+    assert len(drafting.model.pass_sizes) == 1
     drafting.check(1, Row(some_tokens(11), 1, BLOCKS, max_nodes=4, max_depth=3, max_branches=15))
     # 1 new entry, then at most 3 beams at each of two depths.
-    assert drafting.model.num_rows <= 10 + 1 + 6
+    assert sum(drafting.model.pass_sizes) <= 10 + 1 + 6
 
 
 @ALL_KINDS
-def test_a_long_prompt_takes_passes_of_bounded_size(kind: dict[str, Any]) -> None:
-    length = 2 * PASS_ROWS + 5
-    drafting = Drafting(**kind, max_model_len=2 * PASS_ROWS + 64, num_blocks=300)
-    row = Row(some_tokens(length), length, list(range(290)), max_depth=2)
-    drafting.check(int(drafting.features), row)
-    assert drafting.passes.figures.extend_tokens == length - int(drafting.features)
+def test_a_long_prompt_takes_passes_of_bounded_size(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_passes, "PASS_ROWS", 16)
+    drafting = Drafting(**kind)
+    first = Row(some_tokens(37), 37, list(range(10)), max_depth=2)
+    second = Row(some_tokens(30, 1), 30, list(range(10, 18)), slot=1)
+    batch = drafting.draft(first, second)
+    start = int(drafting.features)
+    drafting.expect_tree(batch, 0, first, start)
+    drafting.expect_tree(batch, 1, second, start)
+    assert drafting.passes.figures.extend_tokens == 67 - 2 * start
+    assert max(drafting.model.pass_sizes) == 16
 
 
 @ALL_KINDS

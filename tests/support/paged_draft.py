@@ -7,7 +7,7 @@ mask, feature or valid range gives another tree.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,10 +73,7 @@ class DigestModel:
         self.target_ids = target_ids
         self.draft_vocab_size = VOCAB if target_ids is None else len(target_ids)
         self.caches: list[dict[int, Entry]] = [{} for _ in range(num_depths)]
-        self.num_passes = 0
-        self.num_rows = 0
-        # Of each pass: (first position that may be seen, position) of the rows whose logits were wanted.
-        self.wanted: list[list[tuple[int, int]]] = []
+        self.pass_sizes: list[int] = []
 
     def forward(self, batch: ForwardBatch, hidden: np.ndarray, *, from_target: bool, depth: int = 0) -> _Output:
         assert hidden.shape == (batch.num_rows, self.feature_width if from_target else self.hidden_size)
@@ -98,10 +95,7 @@ class DigestModel:
             row_logits, row_hidden = outputs([cache[slot] for slot in slots])
             logits.append(row_logits[: self.draft_vocab_size])
             hiddens.append(row_hidden[: self.hidden_size])
-        starts = [] if batch.context_starts is None else batch.context_starts[batch.row_seqs[batch.logit_rows]].tolist()
-        self.wanted.append(list(zip(starts, batch.positions[batch.logit_rows].tolist(), strict=True)))
-        self.num_passes += 1
-        self.num_rows += batch.num_rows
+        self.pass_sizes.append(batch.num_rows)
         picked = [logits[row] for row in batch.logit_rows]
         return _Output(
             torch.from_numpy(np.array(picked, np.float32).reshape(len(picked), self.draft_vocab_size)),
@@ -264,9 +258,6 @@ def reference_tree(
         [-1, *(places[candidates[i].parent] for i in chosen)],
         [0.0, *(candidates[i].score for i in chosen)],
     )
-
-
-TokenSource = Callable[[int], list[int]]
 
 
 def some_tokens(count: int, seed: int = 0) -> list[int]:
