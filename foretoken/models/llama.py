@@ -37,7 +37,15 @@ class Llama:
     @property
     def target_weights(self) -> TargetWeights:
         """Embedding and head for draft models; no copy."""
-        return self._weights.shared(self.config)
+        config, weights = self.config, self._weights
+        return TargetWeights(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            tied=config.tie_word_embeddings,
+            bfloat16=weights.bfloat16,
+            embedding=weights.embedding,
+            head=weights.head,
+        )
 
     @property
     def features(self) -> torch.Tensor:

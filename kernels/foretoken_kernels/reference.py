@@ -84,8 +84,8 @@ def path_slots(
 ) -> torch.Tensor:
     """int64 [length]: the cache slots that one row attends to, in order of logical position.
 
-    Logical slots ``context_start`` to ``context_len``, the last one excluded, then ``tree_start + i`` for every set bit i
-    of ``mask`` (uint64 [words]).
+    Logical slots from ``context_start`` up to ``context_len``, that one excluded, then ``tree_start + i`` for every set
+    bit i of ``mask`` (uint64 [words]).
     """
     bits = [(word >> i) & 1 for word in mask.view(torch.int64).tolist() for i in range(_MASK_BITS)]
     logical = [*range(context_start, context_len), *(tree_start + i for i, bit in enumerate(bits) if bit)]
