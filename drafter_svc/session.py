@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from foretoken.arena import ArenaPeer
 from foretoken.doorbell import Doorbell, Waiter, default_spin_us
-from foretoken.drafting import DraftBatch, Drafter, DraftRequest, TargetInfo
+from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.transport import TransportClosedError, answer
 
@@ -27,9 +27,13 @@ Result = TypeVar("Result")
 class Attachment:
     """One verifier's hold on the drafter. ``ended`` resolves to the reason when it is over."""
 
-    def __init__(self, epoch: int, target: TargetInfo, transport: Literal["shared-memory", "grpc"]) -> None:
+    def __init__(
+        self, epoch: int, target: TargetInfo, needs: DrafterNeeds, transport: Literal["shared-memory", "grpc"]
+    ) -> None:
         self.epoch = epoch
         self.target = target
+        # Float32 values of one hidden row.
+        self.hidden_width = len(needs.features) * target.hidden_size
         self.transport = transport
         # Whether the Draft stream is open, where that is the transport.
         self.is_streaming = False
@@ -66,6 +70,10 @@ class DrafterThread:
         drafter is not attached.
         """
         return self._submit(lambda: self._attach(epoch, target, arena_socket))
+
+    def needs(self, target: TargetInfo) -> Future[DrafterNeeds]:
+        """What requests for this target must carry. Raises PreconditionError if drafter and target do not fit."""
+        return self._submit(lambda: self._drafter.needs(target))
 
     def draft(self, attachment: Attachment, request: DraftRequest) -> Future[DraftBatch]:
         """Draft for a stream. Raises UnavailableError if the attachment has ended, also by what the drafter raised."""
@@ -151,14 +159,15 @@ class DrafterThread:
         self._check_free(epoch)
         self._end("another attachment took its place")
         with contextlib.ExitStack() as undo:
+            needs = self._drafter.needs(target)
             peer = None
             if arena_socket:
-                peer = ArenaPeer(arena_socket, epoch, target)
+                peer = ArenaPeer(arena_socket, epoch, target, needs)
                 undo.callback(peer.close)
-            self._drafter.attach(target)
+            self._drafter.attach(target, None if peer is None else peer.weights)
             undo.pop_all()
         self._peer = peer
-        self._attachment = Attachment(epoch, target, "grpc" if peer is None else "shared-memory")
+        self._attachment = Attachment(epoch, target, needs, "grpc" if peer is None else "shared-memory")
         logger.info("attached over %s: epoch %d, %s", self._attachment.transport, epoch, target)
         return self._attachment, self._drafter.algorithm, b"" if peer is None else peer.digest
 

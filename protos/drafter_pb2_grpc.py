@@ -34,6 +34,11 @@ class DrafterServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Prepare = channel.unary_unary(
+                '/foretoken.drafter.v1.DrafterService/Prepare',
+                request_serializer=protos_dot_drafter__pb2.PrepareRequest.SerializeToString,
+                response_deserializer=protos_dot_drafter__pb2.PrepareResponse.FromString,
+                _registered_method=True)
         self.Attach = channel.unary_unary(
                 '/foretoken.drafter.v1.DrafterService/Attach',
                 request_serializer=protos_dot_drafter__pb2.AttachRequest.SerializeToString,
@@ -58,6 +63,14 @@ class DrafterServiceStub:
 
 class DrafterServiceServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def Prepare(self, request, context):
+        """What requests for this target must carry, which the arena's layout depends on. Called before
+        Attach. FAILED_PRECONDITION where drafter and target do not fit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
         """Starts a new attachment and ends the one before, if that was the same verifier's. A drafter
@@ -90,6 +103,11 @@ class DrafterServiceServicer:
 
 def add_DrafterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Prepare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prepare,
+                    request_deserializer=protos_dot_drafter__pb2.PrepareRequest.FromString,
+                    response_serializer=protos_dot_drafter__pb2.PrepareResponse.SerializeToString,
+            ),
             'Attach': grpc.unary_unary_rpc_method_handler(
                     servicer.Attach,
                     request_deserializer=protos_dot_drafter__pb2.AttachRequest.FromString,
@@ -120,6 +138,33 @@ def add_DrafterServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class DrafterService:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Prepare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/foretoken.drafter.v1.DrafterService/Prepare',
+            protos_dot_drafter__pb2.PrepareRequest.SerializeToString,
+            protos_dot_drafter__pb2.PrepareResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Attach(request,

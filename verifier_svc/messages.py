@@ -52,6 +52,8 @@ class Submit:
     cache_salt: str | None
     # time.monotonic() seconds; None: no deadline.
     deadline: float | None
+    # Tokens that the client expects as the output: a draft.
+    prediction_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,15 @@ class CloseSession:
 InboxMessage = Submit | Abort | CloseSession
 
 
+class DrafterStats(NamedTuple):
+    """One drafter's part in one sequence; ``accepted_per_position[k]``: accepted tokens at depth k + 1 of a tree."""
+
+    name: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
     """What speculation did for one sequence; the formulas stand in docs/architecture.md."""
@@ -84,6 +95,7 @@ class SpeculationStats:
     acceptance_histogram: tuple[int, ...] = ()
     drafter: str = ""
     num_decode_tokens: int = 0
+    drafters: tuple[DrafterStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from verifier_svc.scheduler import Scheduler
 from verifier_svc.service import VerifierService
 from verifier_svc.speculator import Speculator
 from verifier_svc.step_costs import StepCosts
+from verifier_svc.tree_shape import TreeShape
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,11 @@ def build(
         max_model_len=runner.max_model_len,
         max_slots=settings.max_running_requests,
         max_nodes=max_nodes,
+        hidden_size=runner.config.hidden_size,
+        num_layers=runner.config.num_layers,
+        block_size=settings.block_size,
+        num_blocks=budget.num_blocks,
+        checkpoint=str(settings.model.resolve()),
     )
     costs = measure_step_costs(
         runner,
@@ -138,8 +144,13 @@ def build(
         most_rows=max(max_nodes * 2, settings.max_running_requests),
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
-    sources: list[DraftSource] = [DrafterClient(endpoint, target, epoch) for endpoint in settings.drafters]
-    sources += [InProcessClient(name, drafter, target, epoch) for name, drafter in placed.items()]
+    sources: list[DraftSource] = [
+        DrafterClient(endpoint, target, epoch, weights=runner.shared_weights) for endpoint in settings.drafters
+    ]
+    sources += [
+        InProcessClient(name, drafter, target, epoch, weights=runner.shared_weights.weights)
+        for name, drafter in placed.items()
+    ]
     blocks = BlockManager(budget.num_blocks, settings.block_size, enable_prefix_cache=not settings.disable_radix_cache)
     scheduler = Scheduler(
         blocks,
@@ -152,7 +163,8 @@ def build(
         StepCosts(costs),
         epoch=epoch,
         vocab_size=runner.config.vocab_size,
-        max_nodes=max_nodes,
+        block_size=settings.block_size,
+        shape=TreeShape(max_nodes, settings.speculative_num_steps, settings.speculative_eagle_topk),
         max_batch_size=settings.speculative_max_batch_size,
         timeout_s=settings.draft_timeout_ms / 1e3,
     )

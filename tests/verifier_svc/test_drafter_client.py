@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 
 from foretoken import rpc
 from foretoken.draft_wire import target_from_proto
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.transport import DraftTransport, TransportClosedError
 from protos import drafter_pb2, drafter_pb2_grpc
@@ -516,7 +516,10 @@ def test_backoff_doubles_and_starts_over_after_a_success() -> None:
 
 def test_in_process_drafter_is_left_alone_for_its_backoff() -> None:
     class Refusing(MirrorDrafter):
-        def attach(self, target: TargetInfo) -> None:
+        def needs(self, target: TargetInfo) -> DrafterNeeds:
+            return DrafterNeeds()
+
+        def attach(self, target: TargetInfo, weights: object) -> None:
             super().attach(target)
             raise PreconditionError("another target")
 

@@ -18,6 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.sampling import SamplingParams
 from protos import drafter_pb2
+from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import EPOCH, Harness, Request, Result
 from tests.support.hash_target import HashTarget
 from tests.support.lying_drafter import Bent, Lie, LyingServer
@@ -131,7 +132,7 @@ def trees(
         all_tokens.append(columns[0])
         all_parents.append(columns[1])
         starts.append(starts[-1] + n)
-    return DraftBatch(
+    return draft_batch(
         batch.epoch,
         batch.step_id,
         np.array(starts, np.int32),
