@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from foretoken_kernels.cpu import draft_tree as kernel
+from foretoken_kernels.cpu.decoder import forward_function
 from numpy.typing import NDArray
 
 from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension
@@ -165,6 +166,9 @@ class DraftPasses:
         drafted: list[int] = []
         order, may_clash = _order(request, num_rows)
         for row in order:
+            last = request.new_token_starts[row + 1] - 1
+            if last >= request.new_token_starts[row]:
+                roots[row] = request.new_tokens[last]
             sequence = self._rows.learn(request, row)
             if sequence is None:
                 continue
@@ -367,9 +371,7 @@ class DraftPasses:
         scores = np.empty(most, np.float32)
         kernel.emit_trees(self._trees, roots, node_starts, tokens, parents, scores)
         total = int(node_starts[-1])
-        return DraftBatch(
-            request.epoch, request.step_id, node_starts, tokens[:total], parents[:total], scores[:total]
-        )
+        return DraftBatch(request.epoch, request.step_id, node_starts, tokens[:total], parents[:total], scores[:total])
 
 
 def scratch_blocks_per_row(target: TargetInfo) -> int:
@@ -381,6 +383,18 @@ def scratch_blocks_per_row(target: TargetInfo) -> int:
 def cache_blocks(target: TargetInfo) -> int:
     """Blocks of the drafter's own cache: the verifier's ids, then the private ones of all slots' trees."""
     return target.num_blocks + target.max_slots * scratch_blocks_per_row(target)
+
+
+def warm_up(*, bfloat16: bool) -> None:
+    """Compile, or load, what drafting and a model's pass over a cache of float32 or bfloat16 run."""
+    trees, beams = kernel.new_trees(1, 2, 2), kernel.new_beams(1)
+    one, none = np.zeros(1, np.int32), np.full(1, -1, np.int32)
+    no_ids = np.empty(0, np.int32)
+    kernel.offer_children(trees, np.zeros(2, np.float32), 2, 2, no_ids, one, none, 0, COUPLING_SCALE)
+    kernel.choose_beams(trees, one, 1, np.zeros((1, 1), np.int32), 1, beams)
+    kernel.keep_module_ancestors(trees, beams, 0, 1)
+    kernel.emit_trees(trees, one, np.zeros(2, np.int32), one.copy(), one.copy(), np.zeros(1, np.float32))
+    forward_function(bfloat16)
 
 
 def _order(request: DraftRequest, num_rows: int) -> tuple[Sequence[int], bool]:

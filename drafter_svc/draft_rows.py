@@ -35,11 +35,26 @@ class DraftSequence:
         table: int32 [blocks of max_model_len]; block ids, known from ``told_start`` on.
         valid_start, valid_end: the valid range; empty where they are equal.
         keys: of its whole blocks, in order, if it is known from position 0.
+        number: tells it from all others.
     """
 
-    __slots__ = ("generation", "keys", "length", "salt", "table", "told_start", "tokens", "valid_end", "valid_start")
+    __slots__ = (
+        "generation",
+        "keys",
+        "length",
+        "number",
+        "salt",
+        "table",
+        "told_start",
+        "tokens",
+        "valid_end",
+        "valid_start",
+    )
 
-    def __init__(self, generation: int, salt: int, start: int, first_position: int, capacity: tuple[int, int]) -> None:
+    def __init__(
+        self, number: int, generation: int, salt: int, start: int, first_position: int, capacity: tuple[int, int]
+    ) -> None:
+        self.number = number
         self.generation = generation
         self.salt = salt
         self.told_start = start
@@ -83,8 +98,13 @@ class DraftRows:
         self._needs_features = needs_features
         num_blocks = -(-target.max_model_len // target.block_size)
         self._capacity = (target.max_model_len, num_blocks)
-        self._sequences: dict[int, DraftSequence] = {}
+        # Of each slot the newest sequence, and the one before: its last tokens may come in parts, between the parts of
+        # its successor.
+        self._sequences: dict[int, list[DraftSequence]] = {}
+        self._num_sequences = 0
         self._block_keys: list[bytes] = [_NO_KEY] * target.num_blocks
+        # The sequence that wrote into each block last.
+        self._writers: list[int] = [-1] * target.num_blocks
         self.num_forgotten = 0
 
     @property
@@ -93,7 +113,7 @@ class DraftRows:
         return self._capacity[1]
 
     def release(self, slot: int) -> None:
-        """Forget a sequence; its whole blocks stay for others of the same prefix."""
+        """Forget a slot's sequences; their whole blocks stay for others of the same prefix."""
         self._sequences.pop(slot, None)
 
     def num_blocks(self, length: int) -> int:
@@ -106,22 +126,23 @@ class DraftRows:
     def learn(self, request: DraftRequest, row: int) -> DraftSequence | None:
         """Take a row's new tokens and blocks, and accept what the cache holds of them; None for a row that is none.
 
-        A length that is not what was told before plus the new tokens starts the sequence anew at the gap.
+        A length that is not what was told before plus the new tokens starts the sequence anew at the gap. A row
+        without any token is that of a prediction.
         """
         slot, length = int(request.slots[row]), int(request.lengths[row])
         low, high = int(request.new_token_starts[row]), int(request.new_token_starts[row + 1])
         start = length - (high - low)
         blocks = request.block_ids[request.block_starts[row] : request.block_starts[row + 1]].tolist()
         tokens = request.new_tokens[low:high].tolist()
+        if length == 0:
+            return None
         if not self._is_sound(slot, start, length, tokens, blocks):
             self.release(slot)
             self.num_forgotten += 1
             return None
-        sequence = self._sequences.get(slot)
-        generation, salt = int(request.generations[row]), int(request.salts[row])
-        if sequence is None or (sequence.generation, sequence.salt, sequence.length) != (generation, salt, start):
-            sequence = DraftSequence(generation, salt, start, self.first_position, self._capacity)
-            self._sequences[slot] = sequence
+        sequence = self._find(slot, int(request.generations[row]), int(request.salts[row]), start)
+        if sequence is None:
+            return None
         sequence.tokens[start:length] = tokens
         first_block = start // self._target.block_size
         sequence.table[first_block : first_block + len(blocks)] = blocks
@@ -130,9 +151,24 @@ class DraftRows:
         self._accept_blocks(sequence, length - num_features)
         return sequence
 
+    def _find(self, slot: int, generation: int, salt: int, start: int) -> DraftSequence | None:
+        """The sequence that was told up to ``start``, or a new one; None for one that its successor has replaced."""
+        known = self._sequences.setdefault(slot, [])
+        for sequence in known:
+            if (sequence.generation, sequence.salt, sequence.length) == (generation, salt, start):
+                return sequence
+        if known and generation < known[0].generation:
+            return None
+        self._num_sequences += 1
+        sequence = DraftSequence(self._num_sequences, generation, salt, start, self.first_position, self._capacity)
+        # One of the same generation is the same sequence after a gap.
+        before = known[:1] if known and known[0].generation != generation else known[1:]
+        self._sequences[slot] = [sequence, *before]
+        return sequence
+
     def _is_sound(self, slot: int, start: int, length: int, tokens: list[int], blocks: list[int]) -> bool:
         target = self._target
-        if not 0 <= slot < target.max_slots or not 0 <= start <= length <= target.max_model_len or length == 0:
+        if not 0 <= slot < target.max_slots or not 0 <= start <= length <= target.max_model_len:
             return False
         expected = self.num_blocks(length) - start // target.block_size if tokens else 0
         if len(blocks) != expected:
@@ -176,6 +212,8 @@ class DraftRows:
             elif sequence.valid_end < start:
                 return None
         start = sequence.valid_end
+        if self._lost_block(sequence, start):
+            return None
         if start == sequence.length > sequence.valid_start and not self._needs_features and request.max_nodes[row] > 1:
             start -= 1
         stop = min(sequence.length, start + budget)
@@ -185,10 +223,17 @@ class DraftRows:
         sequence.valid_end = max(stop, sequence.valid_end)
         return Extension(row, sequence, start, stop, first + num_features - (sequence.length - start))
 
+    def _lost_block(self, sequence: DraftSequence, start: int) -> bool:
+        """Whether another sequence has written into the block that this one has begun: it ended, and is told late."""
+        size = self._target.block_size
+        begun = sequence.valid_start < start and start % size != 0
+        return begun and self._writers[sequence.table[start // size]] != sequence.number
+
     def _mark_written(self, sequence: DraftSequence, start: int, stop: int) -> None:
         size = self._target.block_size
         for block in range(start // size, -(-stop // size)):
             low, high = block * size, (block + 1) * size
             is_whole = high <= stop and block < len(sequence.keys)
             covered = not self.is_window(sequence) or sequence.valid_start + self._lag <= low
+            self._writers[sequence.table[block]] = sequence.number
             self._block_keys[sequence.table[block]] = sequence.keys[block] if is_whole and covered else _NO_KEY

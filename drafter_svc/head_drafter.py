@@ -5,10 +5,10 @@ The head's loading and arithmetic are foretoken.models.draft_head's.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,12 +21,9 @@ from drafter_svc.token_map import check_token_map, load_token_map
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import ConfigError, PreconditionError
 from foretoken.models.config import ModelConfig, load_config
-from foretoken.models.draft_head import DraftHead, head_config, head_features, load_draft_head
-
-if TYPE_CHECKING:
-    from foretoken.models.target_weights import TargetWeights
-
-logger = logging.getLogger(__name__)
+from foretoken.models.draft_config import head_config, head_features
+from foretoken.models.draft_head import DraftHead, load_draft_head
+from foretoken.models.target_weights import TargetWeights, load_target_weights
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP"]
 # Slot 0 has no entry: it would need the target's state before the first token.
@@ -75,27 +72,32 @@ class HeadDrafter:
         One position before the first computed one is enough for any number of modules: the state that each module
         passes to the next is kept for the last slot of every block, and prefixes end where blocks do.
         """
-        path, config = self._folders(target)
-        self._check_algorithm(path)
-        features = head_features(head_config(path), config.num_layers)
+        with _as_refusals():
+            path, config = self._folders(target)
+            self._check_algorithm(path)
+            features = head_features(head_config(path), config.num_layers)
         return DrafterNeeds(features=features, num_rerun=1, blocks=True, weights=True)
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
-        """Forget all, load the head and make its cache. ``weights`` of None are read from the target's folder."""
-        path, config = self._folders(target)
-        if self._token_map is not None:
-            check_token_map(self._token_map, target.vocab_size)
-        head = load_draft_head(
-            path,
-            target_config=config,
-            weights=weights,
-            num_blocks=cache_blocks(target),
-            block_size=target.block_size,
-            num_positions=target.max_model_len + target.max_nodes,
-            num_threads=self._threads,
-            token_map=self._token_map,
-            dtype=self._dtype,
-        )
+        """Forget all, load the head and make its cache. ``weights`` of None are read from the target's folder.
+
+        Raises PreconditionError, as ``needs``: the target's folder is not visible, or head and target do not fit.
+        """
+        with _as_refusals():
+            path, config = self._folders(target)
+            if self._token_map is not None:
+                check_token_map(self._token_map, target.vocab_size)
+            head = load_draft_head(
+                path,
+                target_config=config,
+                weights=load_target_weights(self._target_folder(target), config) if weights is None else weights,
+                num_blocks=cache_blocks(target),
+                block_size=target.block_size,
+                num_positions=target.max_model_len + target.max_nodes,
+                num_threads=self._threads,
+                token_map=self._token_map,
+                dtype=self._dtype,
+            )
         self._check_head(head, target)
         self._rows = DraftRows(target, first_position=FIRST_POSITION, num_depths=head.num_depths)
         self._passes = DraftPasses(head, target, self._rows, coupled=self._coupled)
@@ -113,9 +115,12 @@ class HeadDrafter:
     def gauges(self) -> dict[str, float]:
         return {} if self._passes is None else self._passes.figures.gauges()
 
+    def _target_folder(self, target: TargetInfo) -> Path:
+        return target_folder(target, self._target_path)
+
     def _folders(self, target: TargetInfo) -> tuple[Path, ModelConfig]:
         """The head's folder and the target's config. Raises PreconditionError if the config is not the target's."""
-        folder = target_folder(target, self._target_path)
+        folder = self._target_folder(target)
         config = load_config(folder)
         ours = (config.vocab_size, config.hidden_size, config.num_layers)
         theirs = (target.vocab_size, target.hidden_size, target.num_layers)
@@ -134,4 +139,15 @@ class HeadDrafter:
     def _check_head(self, head: DraftHead, target: TargetInfo) -> None:
         ids = head.target_ids
         if ids is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
-            raise PreconditionError(f"the head drafts token {ids.max()}, the target's vocabulary has {target.vocab_size}")
+            raise PreconditionError(
+                f"the head drafts token {ids.max()}, the target's vocabulary has {target.vocab_size}"
+            )
+
+
+@contextlib.contextmanager
+def _as_refusals() -> Iterator[None]:
+    """What a folder's content makes impossible is, at an attachment, a refusal that the verifier reads."""
+    try:
+        yield
+    except ConfigError as error:
+        raise PreconditionError(error.message) from error

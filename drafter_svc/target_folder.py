@@ -20,5 +20,7 @@ def target_folder(target: TargetInfo, given: Path | None) -> Path:
         raise PreconditionError(f"--target {given} holds no checkpoint: there is no config.json")
     if target.checkpoint and (Path(target.checkpoint) / "config.json").is_file():
         return Path(target.checkpoint)
-    named = f"the verifier's, {target.checkpoint}, is not visible here" if target.checkpoint else "the verifier names none"
+    named = (
+        f"the verifier's, {target.checkpoint}, is not visible here" if target.checkpoint else "the verifier names none"
+    )
     raise PreconditionError(f"this drafter needs the target's checkpoint folder: {named}; name a copy with --target")

@@ -276,6 +276,32 @@ def test_last_words_are_written_before_the_new_owner_of_slot_and_blocks(kind: di
 
 
 @ALL_KINDS
+def test_last_words_that_come_in_parts_between_those_of_the_new_owner(kind: dict[str, Any]) -> None:
+    drafting = Drafting(**kind)
+    start = int(drafting.features)
+    old, new = some_tokens(11), some_tokens(10, 1)
+    drafting.check(start, Row(old[:8], 8, [5, 2]))
+    drafting.draft(Row(old[:10], 2, [5, 2, 9], max_nodes=1), Row(new[:9], 9, [9, 5, 4], generation=2, max_nodes=1))
+    # The old sequence's last block is the new one's by now, and is left alone.
+    owner = Row(new, 1, [9, 5, 4], generation=2)
+    batch = drafting.draft(Row(old, 1, [5, 2, 9], max_nodes=1), owner)
+    drafting.expect_tree(batch, 1, owner, start)
+    # What is older still is not listened to.
+    drafting.check_undrafted(Row(old, 3, [5, 2, 9], generation=0))
+    longer = Row([*new, 7], 1, [9, 5, 4], generation=2)
+    drafting.check(start, longer)
+
+
+def test_a_row_without_any_token_forgets_nothing() -> None:
+    drafting = Drafting()
+    tokens = some_tokens(9)
+    drafting.check(1, Row(tokens[:8], 8, BLOCKS))
+    batch = drafting.draft(Row([], 0, [], generation=2, max_nodes=1))
+    assert batch.tree(0).num_nodes == 1
+    drafting.check(1, Row(tokens, 1, BLOCKS))
+
+
+@ALL_KINDS
 def test_last_words_make_a_prefix_for_a_row_of_the_same_request(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
     start = int(drafting.features)
@@ -335,7 +361,7 @@ def test_a_row_that_cannot_be_is_not_drafted_for(row: Row) -> None:
     drafting = Drafting()
     good = Row(some_tokens(5), 5, [3, 4], slot=1)
     batch = drafting.draft(row, good)
-    assert batch.tree(0).num_nodes == 1
+    assert batch.tree(0).tokens.tolist() == row.tokens[-1:]
     drafting.expect_tree(batch, 1, good, 1)
 
 

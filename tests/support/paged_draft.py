@@ -140,7 +140,10 @@ def request_of(rows: Sequence[Row], *, with_features: bool = True, step_id: int 
 
     new_starts, new_tokens = ragged([row.tokens[len(row.tokens) - row.new :] for row in rows])
     block_starts, block_ids = ragged(
-        [row.blocks[(len(row.tokens) - row.new) // BLOCK : -(-len(row.tokens) // BLOCK)] if row.new else [] for row in rows]
+        [
+            row.blocks[(len(row.tokens) - row.new) // BLOCK : -(-len(row.tokens) // BLOCK)] if row.new else []
+            for row in rows
+        ]
     )
     hidden = [row.features() if with_features else [] for row in rows]
     flat = [vector for part in hidden for vector in part]

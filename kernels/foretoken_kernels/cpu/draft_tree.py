@@ -258,6 +258,8 @@ def _offer(
     if found == 0:
         return
     largest = trees.best_values[0]
+    if largest == np.float32(np.inf):
+        return
     log_sum = math.log(_sum_of_exps(x, start, size, largest, factor))
     above = 0.0 if parent < 0 else trees.scores[row, parent]
     for i in range(found):
@@ -346,15 +348,11 @@ def offer_children(
         if row != last_row or depth != last_depth:
             trees.stamps[len(trees.words)] += 1
             last_row, last_depth = row, depth
-        _offer(
-            trees, row, nodes[i], first_source + i, logits, i * draft_vocab_size, vocab_limit, target_ids, scale
-        )
+        _offer(trees, row, nodes[i], first_source + i, logits, i * draft_vocab_size, vocab_limit, target_ids, scale)
 
 
 @compiled
-def choose_beams(
-    trees: Trees, rows: Int32, depth: int, block_tables: Int32, block_size: int, beams: Beams
-) -> int:
+def choose_beams(trees: Trees, rows: Int32, depth: int, block_tables: Int32, block_size: int, beams: Beams) -> int:
     """Fill ``beams`` with the nodes of ``depth`` that are to be run, for the trees ``rows``: how many there are.
 
     ``Trees.counts[:, FIRST_SLOT]``: logical slot of a tree's first beam; the table's blocks hold MAX_BEAM_NODES slots
@@ -427,9 +425,7 @@ def _emit_tree(trees: Any, row: int, low: int, tokens: Any, parents: Any, scores
 
 
 @compiled
-def emit_trees(
-    trees: Trees, roots: Int32, node_starts: Int32, tokens: Int32, parents: Int32, scores: Float32
-) -> None:
+def emit_trees(trees: Trees, roots: Int32, node_starts: Int32, tokens: Int32, parents: Int32, scores: Float32) -> None:
     """Write the best nodes of each tree, ancestors before descendants.
 
     Args:
