@@ -126,7 +126,7 @@ class DraftPasses:
         self._carry = np.zeros((model.num_depths - 1, target.num_blocks, model.hidden_size), np.float32)
 
     def draft(self, request: DraftRequest) -> DraftBatch:
-        """Learn the new tokens and write their entries, then grow a tree for each row that wants one and can have it."""
+        """Learn the new tokens and write their entries, then grow a tree for each row that wants and can have one."""
         started = perf_counter()
         if request.num_rows > len(self._tables):
             raise ValueError(f"a request of {request.num_rows} rows, more than two a slot")

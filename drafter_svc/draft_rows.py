@@ -45,8 +45,8 @@ class DraftSequence:
         "number",
         "salt",
         "table",
-        "told_start",
         "tokens",
+        "told_start",
         "valid_end",
         "valid_start",
     )

@@ -126,7 +126,8 @@ class HeadDrafter:
         theirs = (target.vocab_size, target.hidden_size, target.num_layers)
         if ours != theirs:
             raise PreconditionError(
-                f"{folder} is not the verifier's target: vocabulary, hidden size and layers are {ours} there, {theirs} here"
+                f"{folder} is not the verifier's target: vocabulary, hidden size and layers are {ours} there, "
+                f"{theirs} at the verifier"
             )
         return self._path or folder, config
 

@@ -25,7 +25,7 @@ def load_token_map(path: Path) -> NDArray[np.int32]:
     """
     if path.suffix in _PICKLES:
         raise ConfigError(
-            f"--speculative-token-map {path}: pickled files are never loaded; make it safetensors with: foretoken convert"
+            f"--speculative-token-map {path}: a pickle is never loaded; make it safetensors with: foretoken convert"
         )
     if not path.is_file():
         raise ConfigError(f"--speculative-token-map {path}: no such file")

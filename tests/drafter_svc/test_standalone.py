@@ -174,7 +174,7 @@ def test_a_target_that_is_not_visible_is_refused_or_named(folder: Path, tmp_path
         StandaloneDrafter(folder).attach(nowhere, None)
     with pytest.raises(PreconditionError, match="the verifier names none"):
         StandaloneDrafter(folder).attach(info(""), None)
-    with pytest.raises(PreconditionError, match="there is no config.json"):
+    with pytest.raises(PreconditionError, match=r"there is no config\.json"):
         StandaloneDrafter(folder, target=tmp_path).attach(nowhere, None)
     StandaloneDrafter(folder, target=folder).attach(nowhere, None)
 

@@ -1,7 +1,7 @@
 """Growth of draft trees over a batch: children of the beams, the next beams, and the best nodes of all.
 
-The trees of EAGLE-2 (Li et al., arXiv 2406.16858): at each depth every beam offers its most likely children; the best of
-them by cumulative log-probability are the next beams; at the end the best of all that were offered become the tree.
+The trees of EAGLE-2 (Li et al., arXiv 2406.16858): at each depth every beam offers its most likely children; the best
+of them by cumulative log-probability are the next beams; at the end the best of all that were offered become the tree.
 A beam that cannot have a child in the final tree, because enough better candidates exist already, is not run: a
 child's score is never above its parent's, so this changes no tree.
 
