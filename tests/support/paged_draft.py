@@ -7,7 +7,7 @@ mask, feature or valid range gives another tree.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,9 +43,9 @@ def target_info(**changes: object) -> TargetInfo:
     return TargetInfo(**(fields | changes))  # type: ignore[arg-type]
 
 
-def feature(tokens: Sequence[int]) -> np.ndarray:
-    """float32 [WIDTH]: the target's features at the last of these tokens."""
-    return _random(repr(list(map(int, tokens))).encode()).normal(size=WIDTH).astype(np.float32)
+def feature(tokens: Sequence[int], width: int = WIDTH) -> np.ndarray:
+    """float32 [width]: the target's features at the last of these tokens."""
+    return _random(repr(list(map(int, tokens))).encode()).normal(size=width).astype(np.float32)
 
 
 def outputs(entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
@@ -123,11 +123,12 @@ class Row:
     min_p: float = 0.0
     seed: int = 0
     choice: int = 0
+    width: int = WIDTH
 
     def features(self) -> list[np.ndarray]:
         """By default of all new tokens but the first of the sequence."""
         length, count = len(self.tokens), self.new if self.hidden is None else self.hidden
-        return [feature(self.tokens[:i]) for i in range(max(length - count, 1), length)]
+        return [feature(self.tokens[:i], self.width) for i in range(max(length - count, 1), length)]
 
 
 def request_of(rows: Sequence[Row], *, with_features: bool = True, step_id: int = 1) -> DraftRequest:
@@ -167,7 +168,7 @@ def request_of(rows: Sequence[Row], *, with_features: bool = True, step_id: int 
         new_token_starts=new_starts,
         new_tokens=new_tokens,
         hidden_starts=np.cumsum([0, *map(len, hidden)]).astype(np.int32),
-        hidden=np.array(flat, np.float32).reshape(len(flat), WIDTH if with_features else 0),
+        hidden=np.array(flat, np.float32).reshape(len(flat), rows[0].width if with_features else 0),
         block_starts=block_starts,
         block_ids=block_ids,
         prediction_starts=np.zeros(len(rows) + 1, np.int32),
@@ -195,10 +196,13 @@ def reference_tree(
     with_features: bool = True,
     scale: float = 0.0,
     target_ids: np.ndarray | None = None,
+    model: Callable[[int, Sequence[Entry]], tuple[np.ndarray, np.ndarray]] = lambda module, entries: outputs(entries),
 ) -> tuple[list[int], list[int], list[float]]:
     """Tokens, parents and scores of EAGLE-2's tree, plainly: every beam is run, and nothing is paged.
 
-    ``scale``: 0 without the sampler's noise.
+    Args:
+        scale: 0 without the sampler's noise.
+        model: logits and hidden of the last entry, which sees all others.
     """
     tokens, length = row.tokens, len(row.tokens)
     memo: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
@@ -206,19 +210,19 @@ def reference_tree(
     def entry(module: int, i: int) -> Entry:
         if not with_features:
             return tokens[i], i, b""
-        fed = feature(tokens[:i]) if module == 0 else output(module - 1, i - 1)[1]
+        fed = feature(tokens[:i], row.width) if module == 0 else output(module - 1, i - 1)[1]
         return tokens[i], i, fed.tobytes()
 
     def output(module: int, i: int) -> tuple[np.ndarray, np.ndarray]:
         if (module, i) not in memo:
-            memo[module, i] = outputs([entry(module, k) for k in range(valid_start + module, i + 1)])
+            memo[module, i] = model(module, [entry(module, k) for k in range(valid_start + module, i + 1)])
         return memo[module, i]
 
     candidates: list[_Node] = []
 
     def offer(parent: int, logits: np.ndarray, hidden: np.ndarray) -> list[int]:
         depth = 1 if parent < 0 else candidates[parent].depth + 1
-        ids = np.arange(VOCAB) if target_ids is None else target_ids
+        ids = np.arange(len(logits)) if target_ids is None else target_ids
         values, factor = logits[: len(ids)], 1.0
         if row.temperature > 0:
             params = SamplingParams(
@@ -252,7 +256,7 @@ def reference_tree(
             node.path = [*node.path, (module, (node.token, length - 1 + depth, node.fed))]
             seen = [entry(module, k) for k in range(valid_start + module, length)]
             seen += [own for of, own in node.path if of == module]
-            next_level += offer(index, *outputs(seen))
+            next_level += offer(index, *model(module, seen))
         level = next_level
     chosen = sorted(sorted(range(len(candidates)), key=rank)[: row.max_nodes - 1])
     places = {-1: 0} | {index: place + 1 for place, index in enumerate(chosen)}
