@@ -227,7 +227,8 @@ class DraftPasses:
     def _run_pieces(self, request: DraftRequest, pieces: list[_Piece], used: int, drafted: list[int]) -> None:
         tokens, positions = np.empty(used, np.int32), np.empty(used, np.int32)
         seqs = np.empty(used, np.int32)
-        ends, rows = [], []
+        ends: list[int] = []
+        rows: list[int] = []
         for piece in pieces:
             end = piece.first + piece.stop - piece.start
             tokens[piece.first : end] = piece.extension.sequence.tokens[piece.start : piece.stop]
@@ -290,9 +291,16 @@ class DraftPasses:
 
     def _select(self, batch: ForwardBatch, kept: NDArray[np.intp], depth: int) -> ForwardBatch:
         """Some rows of an extension, for the module of ``depth``; no logits wanted."""
-        names = ("token_ids", "positions", "slot_mapping", "row_seqs", "context_lens")
-        columns = [getattr(batch, name)[kept] for name in names]
-        return self._batch(*columns, self._no_masks[: len(kept)], np.empty(0, np.int32), depth)
+        return self._batch(
+            batch.token_ids[kept],
+            batch.positions[kept],
+            batch.slot_mapping[kept],
+            batch.row_seqs[kept],
+            batch.context_lens[kept],
+            self._no_masks[: len(kept)],
+            np.empty(0, np.int32),
+            depth,
+        )
 
     def _grow(self, rows: Int32) -> None:
         trees, beams, model = self._trees, self._beams, self._model

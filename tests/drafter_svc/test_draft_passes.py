@@ -58,7 +58,7 @@ class Drafting:
         )
         low, high = batch.node_starts[index], batch.node_starts[index + 1]
         assert (batch.tokens[low:high].tolist(), batch.parents[low:high].tolist()) == expected[:2]
-        np.testing.assert_allclose(batch.scores[low:high], expected[2], rtol=1e-3, atol=0.02)
+        np.testing.assert_allclose(batch.scores[low:high], expected[2], rtol=1e-4, atol=1e-4)
 
     def check(self, valid_start: int, row: Row) -> None:
         """Draft for one row; the tree must be that over the valid range from ``valid_start`` on."""

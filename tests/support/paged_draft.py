@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from foretoken_kernels.cpu.draft_tree import MARGIN
 
 from foretoken.drafting import DraftRequest, TargetInfo
 from foretoken.logits import process_logits
@@ -232,6 +233,7 @@ def reference_tree(
             if scale:
                 values = values + gumbel_noise(row.seed, length + depth - 1, row.choice, ids)
                 factor = row.temperature / scale
+                values = np.where(values < values.max() - np.float32(MARGIN / factor), -np.inf, values)
         scaled = values.astype(np.float64) * factor
         scores = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
         best = sorted((i for i in range(len(ids)) if values[i] > -np.inf), key=lambda i: (-values[i], i))

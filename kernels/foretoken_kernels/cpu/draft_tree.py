@@ -37,9 +37,9 @@ NUM_CANDIDATES, NUM_FED, LEVEL_START, FIRST_SLOT = range(4)
 # Columns of Trees.nodes: target token id, parent (a candidate, or -1: the root), depth, the row of the last pass that
 # offered it, and its place among the tree's beams, or -1.
 TOKEN, PARENT, DEPTH, SOURCE, FED = range(5)
-# Values this far below the best, in units of the scale and beside ln(vocabulary), do not count in a sum of exps: what
-# all of them could add together is e**-MARGIN of it.
-MARGIN = 5.0
+# With the sampler's noise, tokens whose chance is below e**-MARGIN of the best one's are left out, so that few of a
+# vocabulary's logarithms are taken.
+MARGIN = 6.0
 
 _NEVER = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
@@ -126,8 +126,9 @@ def new_trees(max_rows: int, max_nodes: int, draft_vocab_size: int) -> Trees:
 
 
 def new_beams(max_rows: int) -> Beams:
-    columns = [np.zeros(max_rows, np.int32) for _ in range(7)]
-    return Beams(*columns, masks=np.zeros((max_rows, 1), np.uint64))
+    rows, nodes, sources, token_ids, positions, slots, context_lens = np.zeros((7, max_rows), np.int32)
+    masks = np.zeros((max_rows, 1), np.uint64)
+    return Beams(rows, nodes, sources, token_ids, positions, slots, context_lens, masks)
 
 
 @inlined
@@ -190,49 +191,60 @@ def _filter_logits(trees: Any, row: int, logits: Any, at: int, size: int) -> Non
 
 
 @inlined
-def _noise_word(trees: Any, row: int, position: int, target_ids: Any, i: int) -> np.uint64:
-    """The sampler's random word of draft id ``i``, computed once a row and position."""
-    stamp = trees.stamps[len(trees.words)]
-    if trees.stamps[i] != stamp:
-        token = target_ids[i] if len(target_ids) > 0 else i
-        seed = trees.seeds[row]
-        words = sample.philox4x32(
-            np.uint64(token // 4),
-            np.uint64(position),
-            np.uint64(trees.shapes[row, CHOICE_INDEX]),
-            np.uint64(0),
-            seed & np.uint64(0xFFFFFFFF),
-            seed >> np.uint64(32),
-        )
-        if len(target_ids) > 0:
-            trees.words[i] = words[token % 4]
-            trees.stamps[i] = stamp
-        else:
-            low = i // 4 * 4
-            for lane in range(min(4, len(trees.words) - low)):
-                trees.words[low + lane] = words[lane]
-                trees.stamps[low + lane] = stamp
-    return trees.words[i]
+def _draw_words(words: Any, stamps: Any, target_ids: Any, i: int, key: Any) -> None:
+    """The sampler's random word of draft id ``i``, and of those that come from the same counter.
+
+    Args:
+        key: (seed, position of the token being sampled, choice index).
+    """
+    has_map = len(target_ids) > 0
+    token = np.int64(target_ids[i]) if has_map else i
+    drawn = sample.philox4x32(
+        np.uint64(token // 4),
+        np.uint64(key[1]),
+        np.uint64(key[2]),
+        np.uint64(0),
+        key[0] & np.uint64(0xFFFFFFFF),
+        key[0] >> np.uint64(32),
+    )
+    if has_map:
+        words[i] = drawn[token % 4]
+        stamps[i] = stamps[len(words)]
+        return
+    low = i // 4 * 4
+    for lane in range(min(4, len(words) - low)):
+        words[low + lane] = drawn[lane]
+        stamps[low + lane] = stamps[len(words)]
 
 
 @inlined
-def _add_noise(trees: Any, row: int, position: int, target_ids: Any, size: int, margin: np.float32) -> None:
-    """Add the noise to ``values``; what stays more than ``margin`` below the best is -inf, and costs no logarithm."""
-    values, bounds = trees.values, sample._GUMBEL_BOUNDS
-    best = _NEVER
-    first = sample.argmax_row(values[:size], size)
-    if values[first] > _NEVER:
-        best = values[first] + sample.gumbel_from_word(_noise_word(trees, row, position, target_ids, first))
-    for i in range(size):
-        if not values[i] + bounds[255] >= best - margin:
-            values[i] = _NEVER
+def _add_noise(values: Any, words: Any, stamps: Any, target_ids: Any, key: Any, margin: np.float32) -> None:
+    """Add the noise to ``values``; what stays more than ``margin`` below the best is -inf, and costs no logarithm.
+
+    Arrays one by one: handing on all of Trees for each token took ten times as long.
+    """
+    bounds, stamp = sample._GUMBEL_BOUNDS, stamps[len(words)]
+    first = sample.argmax_row(values, len(values))
+    if values[first] == _NEVER:
+        return
+    if stamps[first] != stamp:
+        _draw_words(words, stamps, target_ids, first, key)
+    best = values[first] + sample.gumbel_from_word(words[first])
+    for i in range(len(values)):
+        value = values[i]
+        values[i] = _NEVER
+        if value + bounds[255] < best - margin:
             continue
-        word = _noise_word(trees, row, position, target_ids, i)
-        if values[i] + bounds[word >> np.uint64(24)] < best - margin:
-            values[i] = _NEVER
+        if stamps[i] != stamp:
+            _draw_words(words, stamps, target_ids, i, key)
+        if value + bounds[words[i] >> np.uint64(24)] < best - margin:
             continue
-        values[i] += sample.gumbel_from_word(word)
-        best = max(best, values[i])
+        value += sample.gumbel_from_word(words[i])
+        values[i] = value
+        best = max(best, value)
+    for i in range(len(values)):
+        if values[i] < best - margin:
+            values[i] = _NEVER
 
 
 @inlined
@@ -250,8 +262,9 @@ def _offer(
         x, start = trees.values, 0
         if scale > 0.0:
             factor = np.float32(np.float64(temperature) / scale)
-            margin = np.float32((math.log(np.float64(size)) + MARGIN) / np.float64(factor))
-            _add_noise(trees, row, shape[LENGTH] + depth - 1, target_ids, size, margin)
+            margin = np.float32(MARGIN / np.float64(factor))
+            key = (trees.seeds[row], shape[LENGTH] + depth - 1, shape[CHOICE_INDEX])
+            _add_noise(trees.values[:size], trees.words, trees.stamps, target_ids, key, margin)
     if most < 1:
         return
     found = _take_best(x, start, size, most, trees.best, trees.best_values)
@@ -378,7 +391,7 @@ def keep_module_ancestors(trees: Trees, beams: Beams, count: int, first_depth: i
 
 @inlined
 def _is_ahead(scores: Any, left: int, right: int) -> bool:
-    return scores[left] > scores[right] or (scores[left] == scores[right] and left < right)
+    return bool(scores[left] > scores[right] or (scores[left] == scores[right] and left < right))
 
 
 @inlined
