@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -211,7 +211,7 @@ def verifier(
     if drafter_placement == "in-process":
         from drafter_svc.server import make_drafter
 
-        in_process[NGRAM_DRAFTER] = make_drafter(_drafter_settings(context, NGRAM_DRAFTER, "unix:/none"))
+        in_process[NGRAM_DRAFTER] = make_drafter(_ngram_settings(context, "unix:/none"))
     else:
         _refuse_ngram_flags(context, "--drafter-placement in-process")
     from foretoken.telemetry import configure_logging
@@ -226,7 +226,13 @@ def drafter(
     context: typer.Context,
     address: flags.Address,
     name: flags.DrafterName = NGRAM_DRAFTER,
-    algorithm: Annotated[Literal["NGRAM"], typer.Option(help="How it drafts.")] = "NGRAM",
+    algorithm: flags.DrafterAlgorithm = "NGRAM",
+    speculative_draft_model_path: flags.SpeculativeDraftModelPath = None,
+    target: flags.Target = None,
+    speculative_token_map: flags.SpeculativeTokenMap = None,
+    threads: flags.DrafterThreads = None,
+    dtype: flags.Dtype = None,
+    disable_coupled_noise: flags.DisableCoupledNoise = False,
     ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
     ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
     ngram_min_bfs_breadth: flags.NgramMinBfsBreadth = None,
@@ -237,7 +243,14 @@ def drafter(
     log_level: flags.LogLevel = "info",
 ) -> None:
     """Start one drafter: it proposes tokens to the verifier that attaches to it, one at a time."""
-    settings = _drafter_settings(context, name, address)
+    from drafter_svc.config import DrafterSettings
+    from foretoken import hub
+    from foretoken.config import build
+
+    given = _given(context, DrafterSettings) | {"ngram": _ngram_given(context)}
+    if speculative_draft_model_path is not None:
+        given["speculative_draft_model_path"] = hub.resolve(speculative_draft_model_path).resolve()
+    settings = build(DrafterSettings, given)
     from drafter_svc import server
     from foretoken.telemetry import configure_logging
 
@@ -335,7 +348,7 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
 
     checkpoint = _checkpoint(context)
     verifier_address, drafter_address = f"unix:{folder}/verifier.sock", f"unix:{folder}/drafter.sock"
-    drafter_settings = _drafter_settings(context, NGRAM_DRAFTER, drafter_address)
+    drafter_settings = _ngram_settings(context, drafter_address)
     level = ("--log-level", context.params["log_level"])
     services, endpoints, in_process = [], [], []
     if context.params["speculative_algorithm"] == "NONE":
@@ -400,12 +413,12 @@ def _verifier_settings(
     return build(VerifierSettings, given | checkpoint | {"address": address, "drafters": drafters})
 
 
-def _drafter_settings(context: typer.Context, name: str, address: str) -> DrafterSettings:
+def _ngram_settings(context: typer.Context, address: str) -> DrafterSettings:
+    """Of the drafter that comes with a server; that of any other is a command of its own."""
     from drafter_svc.config import DrafterSettings
     from foretoken.config import build
 
-    given = _given(context, DrafterSettings) | {"ngram": _ngram_given(context)}
-    return build(DrafterSettings, given | {"name": name, "address": address})
+    return build(DrafterSettings, {"name": NGRAM_DRAFTER, "address": address, "ngram": _ngram_given(context)})
 
 
 def _given(context: typer.Context, settings: Any) -> dict[str, Any]:
