@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from foretoken import corpus_commands, flags
+from foretoken import corpus_commands, flags, offline
 
 if TYPE_CHECKING:
     from drafter_svc.config import DrafterSettings
@@ -300,6 +300,9 @@ def complete(
         raise UnavailableError(f"{error}; {start}") from None
     _write("\n")
     print(dim(figures) if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else figures, file=sys.stderr)
+
+
+offline.add_commands(app)
 
 
 def _write(text: str) -> None:

@@ -155,8 +155,9 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
     if options.max_draft_tokens is not None:
         check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
     check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
-    if options.drafter != "auto" and options.drafter not in model.drafter_names:
-        names = ", ".join(("auto", *model.drafter_names))
+    choices = ("auto", "merge", *model.drafter_names)
+    if options.drafter not in choices:
+        names = ", ".join(choices)
         raise InvalidRequestError(
             f"speculative.drafter {options.drafter!r} is not configured; there is: {names}",
             field="speculative.drafter",

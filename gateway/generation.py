@@ -11,12 +11,21 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
 from gateway.detokenizer import Detokenizer
-from gateway.messages import Finished, FinishReason, NewTokens, SequenceSpec, SpeculationStats, TokenLogprobs
+from gateway.messages import (
+    DrafterStats,
+    Finished,
+    FinishReason,
+    NewTokens,
+    SequenceSpec,
+    SpeculationStats,
+    TokenLogprobs,
+)
 from gateway.placement import Placement
 from gateway.prediction import PredictionMatch
 from gateway.stop import StopMatcher
@@ -380,7 +389,23 @@ def sum_stats(outputs: Sequence[Output]) -> SpeculationStats:
         acceptance_histogram=tuple(histogram),
         drafter=busiest.drafter,
         num_decode_tokens=sum(item.num_decode_tokens for item in stats),
+        drafters=_sum_drafters([drafter for item in stats for drafter in item.drafters]),
     )
+
+
+def _sum_drafters(parts: Sequence[DrafterStats]) -> tuple[DrafterStats, ...]:
+    """One entry a drafter, in the order in which they appear."""
+    sums: dict[str, DrafterStats] = {}
+    for part in parts:
+        known = sums.get(part.name, DrafterStats(part.name, 0, 0, ()))
+        positions = zip_longest(known.accepted_per_position, part.accepted_per_position, fillvalue=0)
+        sums[part.name] = DrafterStats(
+            part.name,
+            known.num_draft_tokens + part.num_draft_tokens,
+            known.num_accepted_tokens + part.num_accepted_tokens,
+            tuple(map(sum, positions)),
+        )
+    return tuple(sums.values())
 
 
 def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from foretoken import wire
 from gateway.messages import (
     DrafterInfo,
+    DrafterStats,
     Finished,
     FinishReason,
     SequenceSpec,
@@ -100,6 +101,15 @@ def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
         acceptance_histogram=tuple(stats.acceptance_histogram),
         drafter=stats.drafter,
         num_decode_tokens=stats.num_decode_tokens,
+        drafters=tuple(
+            DrafterStats(
+                drafter.name,
+                drafter.num_draft_tokens,
+                drafter.num_accepted_tokens,
+                tuple(drafter.accepted_per_position),
+            )
+            for drafter in stats.drafters
+        ),
     )
 
 
