@@ -54,13 +54,10 @@ class Row:
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     length: int = 0
     generation: int = 0
-    # The sequence before this one.
-    before: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def take(self, count: int) -> NDArray[np.int32]:
         """The next tokens, of a new sequence once this one has ended."""
         if self.length == len(self.tokens):
-            self.before = self.tokens
             self.tokens, self.length, self.generation = next(self.sequences), 0, self.generation + 1
         taken = self.tokens[self.length : self.length + count]
         self.length += len(taken)
@@ -240,11 +237,13 @@ def main() -> int:
         f"{gauges['ngram_nodes']:,.0f} nodes, {gauges['ngram_evictions']:,.0f} evictions; clock: {arguments.clock}"
     )
     good = True
+    # Each part gets text that is new to the drafter.
+    sequences = itertools.cycle(streamed[:-8])
     random = np.random.default_rng(0)
     kinds: dict[str, Callable[[Row], NDArray[np.int32]] | None] = {
         "": None,
         ", close predictions": lambda row: edited(row.tokens, random),
-        ", useless predictions": lambda row: row.before,
+        ", useless predictions": lambda row: streamed[-1 - row.slot],
         ", corpora": None,
     }
     for (kind, predict), count in itertools.product(kinds.items(), (1, 8)):
@@ -253,7 +252,6 @@ def main() -> int:
             corpus = np.concatenate(history)[:CORPUS_TOKENS]
             drafter.corpora.add("history", corpus)
             print(f"a corpus of {len(corpus):,} tokens: sorted in {time.perf_counter() - start:.1f} s")
-        sequences = itertools.cycle(streamed)
         rows = [Row(slot, sequences) for slot in range(count)]
         inserts, matches, nodes = stream(drafter, rows, arguments.steps, 2, arguments.max_nodes, clock, predict)
         good &= report(f"insert, {count} rows x 2 tokens{kind}, per token", inserts, MAX_INSERT_US)
