@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from foretoken import limits
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
@@ -59,6 +60,8 @@ class GenerationRequest:
     timeout_ms: int | None = None
     # The span that it belongs to.
     trace: TraceContext | None = None
+    # The client's name of what asked for the sampling's grammar; empty: as in SamplingParams of common.proto.
+    grammar_field: str = ""
 
     @property
     def num_outputs(self) -> int:
@@ -112,6 +115,7 @@ class Output:
         self.placement: Placement | None = None
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
+        self._grammar_field = request.grammar_field
         self._on_change = on_change
         self._on_waiting = on_waiting
         self._on_step = on_step
@@ -189,6 +193,8 @@ class Output:
             # The text was complete and only the figures were missing.
             self._close(Finished(FinishReason.STOP, len(self.spec.prompt_ids), 0, len(self.token_ids)))
             return
+        if self._grammar_field and error.field in limits.MAX_GRAMMAR_BYTES:
+            error.field = self._grammar_field
         self.error = error
         self._on_change(self)
 

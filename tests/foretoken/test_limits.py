@@ -40,7 +40,12 @@ def just_outside(allowed: Range) -> list[float]:
 
 
 def test_every_number_of_the_parameters_has_a_range():
-    numbers = {field.name for field in fields(SamplingParams)} - {"logit_bias", "stop_token_ids", "ignore_eos"}
+    numbers = {field.name for field in fields(SamplingParams)} - {
+        "logit_bias",
+        "stop_token_ids",
+        "ignore_eos",
+        "grammar",
+    }
     assert numbers == set(SAMPLING_RANGES)
     assert {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"} == INTEGERS
 
