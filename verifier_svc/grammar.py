@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from numpy.typing import NDArray
 
 from foretoken.errors import InvalidRequestError
@@ -20,7 +20,7 @@ from foretoken.sampling import Grammar
 Bits = NDArray[np.uint8]
 
 # White space between two parts of a JSON value: a model that is not sure would go on with it for ever.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 # LLParserLimits beyond its defaults. Fuel of the lexer is about 14 000 a millisecond, items about 20 000.
 LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_states": 50_000, "verbose_errors": False}
 MAX_MESSAGE_CHARS = 300
@@ -87,7 +87,8 @@ class Matcher:
 def to_llguidance(grammar: Grammar) -> str:
     """The grammar in llguidance's own form. Raises InvalidRequestError naming the kind if it is not even JSON."""
     if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.text)
+        # As grammar_from_regex, but that \d and \w are ASCII, as in the patterns of JSON schemas and at the peers.
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dw')}/")
     schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
     try:
         return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})

@@ -19,7 +19,7 @@ from foretoken.limits import MAX_GRAMMAR_BYTES
 from foretoken.sampling import Grammar
 from tests.support.grammars import VOCAB, ids_of, regex, schema, vocabulary, write_tokenizer
 from verifier_svc import grammar_compiler
-from verifier_svc.grammar import Vocabulary
+from verifier_svc.grammar import Vocabulary, to_llguidance
 from verifier_svc.grammar_compiler import GrammarCompiler
 
 # Minutes and gigabytes to compile, in seventy bytes.
@@ -88,6 +88,7 @@ UNUSABLE: dict[str, tuple[Grammar, str]] = {
     "look-behind": (regex("(?<=a)b"), "look-around"),
     "back reference": (regex("(a)\\1"), "backreferences"),
     "parentheses": (regex("(" * 5000 + ")" * 5000), "nest"),
+    "broken off": (regex("a\\"), ""),
     "another alphabet": (regex("é"), ""),
 }
 
@@ -255,10 +256,24 @@ def test_a_model_without_a_tokenizer_is_named_in_every_refusal(tmp_path: Path) -
     compiler.close()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [("a\\d+", "a12"), ("\\w{2}/?", "a1"), ("[^\\d]x", "ax"), ("a\nb", "a\nb"), ("^ab$", "ab"), ("(?i)AB", "ab")],
+)
+def test_regular_expressions_as_they_are_written(make: Callable[..., GrammarCompiler], pattern: str, text: str) -> None:
+    matcher = run(make().matcher(regex(pattern)))
+    assert matcher.advance(ids_of(*text)) and matcher.is_accepting
+
+
+def test_classes_of_characters_are_ascii(folder: Path) -> None:
+    digits, words = (to_llguidance(regex(text)) for text in ("\\d", "\\w"))
+    assert "[0-9]" in digits and "[0-9a-zA-Z_]" in words
+
+
 def test_white_space_is_bounded(make: Callable[..., GrammarCompiler]) -> None:
     matcher = run(make().matcher(Grammar("json_schema", json.dumps({"type": "array"}))))
     assert matcher.advance(ids_of("["))
     (space,) = ids_of(" ")
-    for _ in range(64):
+    for _ in range(32):
         assert matcher.advance((space,))
     assert not matcher.allowed[space // 8] >> (space % 8) & 1
