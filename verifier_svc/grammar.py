@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from foretoken.errors import InvalidRequestError
 from foretoken.sampling import Grammar
 
 Bits = NDArray[np.uint8]
+
+# Another version may allow other tokens.
+LLGUIDANCE_VERSION = metadata.version("llguidance")
 
 # White space between two parts of a JSON value: a model that is not sure would go on with it for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
@@ -87,6 +91,8 @@ class Matcher:
 def to_llguidance(grammar: Grammar) -> str:
     """The grammar in llguidance's own form. Raises InvalidRequestError naming the kind if it is not even JSON."""
     if grammar.kind == "regex":
+        if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:
+            raise refusal(grammar, "it ends with a backslash that escapes nothing")
         # As grammar_from_regex, but that \d and \w are ASCII, as in the patterns of JSON schemas and at the peers.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dw')}/")
     schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'

@@ -88,7 +88,7 @@ UNUSABLE: dict[str, tuple[Grammar, str]] = {
     "look-behind": (regex("(?<=a)b"), "look-around"),
     "back reference": (regex("(a)\\1"), "backreferences"),
     "parentheses": (regex("(" * 5000 + ")" * 5000), "nest"),
-    "broken off": (regex("a\\"), ""),
+    "broken off": (regex("a\\\\\\"), "backslash"),
     "another alphabet": (regex("é"), ""),
 }
 
