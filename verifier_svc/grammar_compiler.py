@@ -176,6 +176,8 @@ class GrammarCompiler:
     def _keep(self, grammar: Grammar, kept: _Kept) -> None:
         """Keep a grammar; the longest unused ones make room for it."""
         with self._lock:
+            if (known := self._kept.pop(grammar, None)) is not None:
+                self._kept_bytes -= known.num_bytes
             self._kept[grammar] = kept
             self._kept_bytes += kept.num_bytes
             while len(self._kept) > 1 and (len(self._kept) > MAX_KEPT or self._kept_bytes > self._max_kept_bytes):
