@@ -9,9 +9,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from drafter_svc.session import Attachment, DrafterThread
-from foretoken import __version__
+from foretoken import __version__, limits
 from foretoken.arena_layout import LAYOUT_VERSION
-from foretoken.draft_wire import batch_to_proto, request_from_proto, target_from_proto
+from foretoken.corpora import Corpora, CorpusInfo, token_ids_from
+from foretoken.draft_wire import batch_to_proto, needs_to_proto, request_from_proto, target_from_proto
+from foretoken.drafting import TargetInfo
 from foretoken.errors import InvalidRequestError, PreconditionError, UnavailableError
 from foretoken.transport import ROWS_PER_SLOT
 from protos import drafter_pb2, drafter_pb2_grpc
@@ -27,6 +29,11 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         self._name = name
         self._thread = thread
 
+    async def Prepare(self, request: drafter_pb2.PrepareRequest, context: Any) -> drafter_pb2.PrepareResponse:
+        self._check_ready()
+        needs = await asyncio.wrap_future(self._thread.needs(_target_of(request.target)))
+        return needs_to_proto(await asyncio.wrap_future(self._thread.algorithm()), needs)
+
     async def Attach(self, request: drafter_pb2.AttachRequest, context: Any) -> drafter_pb2.AttachResponse:
         self._check_ready()
         if request.layout_version != LAYOUT_VERSION:
@@ -34,9 +41,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
                 f"arena: layout version {request.layout_version}, this drafter has {LAYOUT_VERSION}",
                 field="layout_version",
             )
-        if min(request.target.max_slots, request.target.max_nodes, request.target.vocab_size) < 1:
-            raise InvalidRequestError("target: slots, nodes and vocabulary must be at least 1", field="target")
-        target = target_from_proto(request.target)
+        target = _target_of(request.target)
         attachment, algorithm, digest = await asyncio.wrap_future(
             self._thread.attach(request.epoch, target, request.arena_socket)
         )
@@ -58,7 +63,9 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         try:
             async with contextlib.aclosing(_until_ended(requests, attachment)) as messages:
                 async for message in messages:
-                    request = request_from_proto(message, ROWS_PER_SLOT * attachment.target.max_slots)
+                    request = request_from_proto(
+                        message, ROWS_PER_SLOT * attachment.target.max_slots, attachment.hidden_width
+                    )
                     if request.epoch != attachment.epoch:
                         raise PreconditionError(f"epoch {request.epoch}, this attachment's is {attachment.epoch}")
                     yield batch_to_proto(await asyncio.wrap_future(self._thread.draft(attachment, request)))
@@ -85,9 +92,45 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             gauges=gauges,
         )
 
+    async def AddCorpus(self, request: drafter_pb2.AddCorpusRequest, context: Any) -> drafter_pb2.AddCorpusResponse:
+        limits.check_name("name", request.name)
+        token_ids = token_ids_from(request.token_ids)
+        corpora = await self._corpora()
+        # Not in the drafter's thread: it drafts meanwhile.
+        info = await asyncio.to_thread(corpora.add, request.name, token_ids, append=request.append)
+        return drafter_pb2.AddCorpusResponse(corpus=_corpus_to_proto(info))
+
+    async def RemoveCorpus(
+        self, request: drafter_pb2.RemoveCorpusRequest, context: Any
+    ) -> drafter_pb2.RemoveCorpusResponse:
+        corpora = await self._corpora()
+        await asyncio.to_thread(corpora.remove, request.name)
+        return drafter_pb2.RemoveCorpusResponse()
+
+    async def ListCorpora(
+        self, request: drafter_pb2.ListCorporaRequest, context: Any
+    ) -> drafter_pb2.ListCorporaResponse:
+        corpora = await self._corpora()
+        infos = await asyncio.to_thread(corpora.list)
+        return drafter_pb2.ListCorporaResponse(corpora=[_corpus_to_proto(info) for info in infos])
+
+    async def _corpora(self) -> Corpora:
+        self._check_ready()
+        return await asyncio.wrap_future(self._thread.corpora())
+
     def _check_ready(self) -> None:
         if not self._thread.ready.done():
             raise UnavailableError("the drafter is warming up")
+
+
+def _corpus_to_proto(info: CorpusInfo) -> drafter_pb2.Corpus:
+    return drafter_pb2.Corpus(name=info.name, num_tokens=info.num_tokens)
+
+
+def _target_of(message: drafter_pb2.TargetInfo) -> TargetInfo:
+    if min(message.max_slots, message.max_nodes, message.vocab_size, message.block_size) < 1:
+        raise InvalidRequestError("target: slots, nodes, vocabulary and block size must be at least 1", field="target")
+    return target_from_proto(message)
 
 
 async def _until_ended(

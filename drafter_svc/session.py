@@ -14,8 +14,9 @@ from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 from foretoken.arena import ArenaPeer
+from foretoken.corpora import Corpora, HoldsCorpora
 from foretoken.doorbell import Doorbell, Waiter, default_spin_us
-from foretoken.drafting import DraftBatch, Drafter, DraftRequest, TargetInfo
+from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.transport import TransportClosedError, answer
 
@@ -27,9 +28,13 @@ Result = TypeVar("Result")
 class Attachment:
     """One verifier's hold on the drafter. ``ended`` resolves to the reason when it is over."""
 
-    def __init__(self, epoch: int, target: TargetInfo, transport: Literal["shared-memory", "grpc"]) -> None:
+    def __init__(
+        self, epoch: int, target: TargetInfo, needs: DrafterNeeds, transport: Literal["shared-memory", "grpc"]
+    ) -> None:
         self.epoch = epoch
         self.target = target
+        # Float32 values of one hidden row.
+        self.hidden_width = len(needs.features) * target.hidden_size
         self.transport = transport
         # Whether the Draft stream is open, where that is the transport.
         self.is_streaming = False
@@ -67,6 +72,10 @@ class DrafterThread:
         """
         return self._submit(lambda: self._attach(epoch, target, arena_socket))
 
+    def needs(self, target: TargetInfo) -> Future[DrafterNeeds]:
+        """What requests for this target must carry. Raises PreconditionError if drafter and target do not fit."""
+        return self._submit(lambda: self._drafter.needs(target))
+
     def draft(self, attachment: Attachment, request: DraftRequest) -> Future[DraftBatch]:
         """Draft for a stream. Raises UnavailableError if the attachment has ended, also by what the drafter raised."""
         return self._submit(lambda: self._draft(attachment, request))
@@ -80,6 +89,10 @@ class DrafterThread:
 
     def algorithm(self) -> Future[str]:
         return self._submit(lambda: self._drafter.algorithm)
+
+    def corpora(self) -> Future[Corpora]:
+        """The drafter's corpora, for any thread. Raises PreconditionError for a kind of drafter that holds none."""
+        return self._submit(self._corpora)
 
     def detach(self, attachment: Attachment, reason: str) -> Future[None]:
         """End an attachment; nothing happens if it has ended."""
@@ -151,14 +164,15 @@ class DrafterThread:
         self._check_free(epoch)
         self._end("another attachment took its place")
         with contextlib.ExitStack() as undo:
+            needs = self._drafter.needs(target)
             peer = None
             if arena_socket:
-                peer = ArenaPeer(arena_socket, epoch, target)
+                peer = ArenaPeer(arena_socket, epoch, target, needs)
                 undo.callback(peer.close)
-            self._drafter.attach(target)
+            self._drafter.attach(target, None if peer is None else peer.weights)
             undo.pop_all()
         self._peer = peer
-        self._attachment = Attachment(epoch, target, "grpc" if peer is None else "shared-memory")
+        self._attachment = Attachment(epoch, target, needs, "grpc" if peer is None else "shared-memory")
         logger.info("attached over %s: epoch %d, %s", self._attachment.transport, epoch, target)
         return self._attachment, self._drafter.algorithm, b"" if peer is None else peer.digest
 
@@ -201,6 +215,11 @@ class DrafterThread:
             self._end(str(error))
         except Exception as error:
             self._fail(error)
+
+    def _corpora(self) -> Corpora:
+        if not isinstance(self._drafter, HoldsCorpora):
+            raise PreconditionError(f"a drafter of kind {self._drafter.algorithm} holds no corpora", field="drafter")
+        return self._drafter.corpora
 
     def _fail(self, error: Exception) -> None:
         logger.error("the drafter failed; the attachment ends", exc_info=error)

@@ -1,7 +1,8 @@
 """The arena: memory that a verifier and a drafter on one host share, and the doorbells between them.
 
-The verifier makes it; four descriptors go to the drafter over a private Unix socket, which stays open: its end tells
-each side at once that the other one is gone. No name of it exists anywhere, so no death leaves memory behind.
+The verifier makes it; four descriptors (and, for a drafter that shares them, one of the target's weights) go to the
+drafter over a private Unix socket, which stays open: its end tells each side at once that the other one is gone. No
+name of it exists anywhere, so no death leaves memory behind.
 
     request memory   written by the verifier, sealed so that nobody else can map it writable
       header         magic, layout version, ArenaLayout, epoch, challenge of the self-test
@@ -14,8 +15,8 @@ Message number s uses buffer s mod ``num_buffers`` of either memory. A side writ
 buffer is written again only after its reply has come, so no buffer is written while the other side reads it, and the
 rings' system calls order the memory. The verifier trusts nothing that a drafter writes: it copies, then checks.
 
-Later versions add to it what ArenaLayout already names: a ring of hidden rows per slot and a bounded prefill area,
-behind the request buffers, and GPU memory in the place of host memory. Both ends keep their protocols.
+Hidden rows for drafters with a head travel in the request buffers, whose number bounds them. A GPU's arena will want
+GPU memory in the place of host memory, for hidden rows and trees. Both ends keep their protocols.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from foretoken.arena_layout import (
     F_SEAL_FUTURE_WRITE,
@@ -45,10 +47,13 @@ from foretoken.arena_layout import (
     seal,
 )
 from foretoken.doorbell import Doorbell, Waiter, default_spin_us
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.rpc import MAX_UNIX_PATH_BYTES
 from foretoken.transport import RequestQueue, TransportClosedError, TransportCounters
+
+if TYPE_CHECKING:
+    from foretoken.models.target_weights import TargetWeights
 
 NUM_DESCRIPTORS = 4
 # Seconds for the hand-over of the descriptors, once both sides are at it.
@@ -102,11 +107,18 @@ class ArenaTransport:
         counters: TransportCounters,
         *,
         spin_us: int | None = None,
+        weights_fd: int | None = None,
     ) -> None:
-        """Makes the memory. ``spin_us``: as Waiter's; None: ``default_spin_us``."""
+        """Makes the memory. ``spin_us``: as Waiter's; None: ``default_spin_us``.
+
+        ``weights_fd``: foretoken.shared_weights for the drafter; it stays the caller's.
+        """
+        self._weights_fds = [] if weights_fd is None else [weights_fd]
         self._digest = hashlib.sha256(challenge).digest()
         self._spin_us = default_spin_us() if spin_us is None else spin_us
-        self._queue = RequestQueue(layout.max_rows, layout.token_capacity, counters, releases_are_answered=True)
+        self._queue = RequestQueue(
+            layout.max_rows, layout.token_capacity, layout.block_size, counters, releases_are_answered=True
+        )
         self._lock = threading.Lock()
         self._closed = False
         self._num_sent = 0
@@ -148,6 +160,7 @@ class ArenaTransport:
         self._connection = connection
         self._request_bell.ring()
         fds = [self._request_fd, self._reply_fd, self._request_bell.fileno(), self._reply_bell.fileno()]
+        fds += self._weights_fds
         socket.send_fds(connection, [b"\0"], fds)
         self._close_memory_fds()
         self._waiter = Waiter((self._reply_bell.fileno(), connection.fileno()), self._spin_us)
@@ -253,8 +266,10 @@ class ArenaTransport:
 class ArenaPeer:
     """The drafter's end. Used by one thread."""
 
-    def __init__(self, path: str, epoch: int, target: TargetInfo) -> None:
+    def __init__(self, path: str, epoch: int, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
         """Fetch the arena of the verifier that listens at ``path``, check it, and answer its self-test.
+
+        ``needs``: of the drafter; None: tokens alone.
 
         Raises:
             PreconditionError: another layout, epoch or size than this drafter needs, named with both values.
@@ -264,21 +279,22 @@ class ArenaPeer:
             self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             undo.callback(self._connection.close)
             fds = self._fetch(path)
-            undo.callback(_close_all, fds[:2])
+            undo.callback(_close_all, [*fds[:2], *fds[NUM_DESCRIPTORS:]])
             self._request_bell, self._reply_bell = Doorbell(fds[2]), Doorbell(fds[3])
             undo.callback(self._request_bell.close)
             undo.callback(self._reply_bell.close)
             header = ArenaHeader.unpack(os.pread(fds[0], HEADER_BYTES, 0).ljust(HEADER_BYTES, b"\0"))
             if header.epoch != epoch:
                 raise PreconditionError(f"arena: epoch {header.epoch}, the attach request says {epoch}")
-            header.layout.check(target)
+            header.layout.check(target, needs)
             self._layout = header.layout
             self._request_memory = map_memory(fds[0], self._layout.request_bytes, writable=False)
             undo.callback(self._request_memory.close)
             self._reply_memory = map_memory(fds[1], self._layout.reply_bytes, writable=True)
             undo.callback(self._reply_memory.close)
+            self.weights = self._map_weights(fds[NUM_DESCRIPTORS:]) if needs is not None and needs.weights else None
             self.digest = self._answer_self_test(header.challenge)
-            _close_all(fds[:2])
+            _close_all([*fds[:2], *fds[NUM_DESCRIPTORS:]])
             undo.pop_all()
         self._requests = [RequestBuffer(self._request_memory, self._layout, i) for i in range(self._layout.num_buffers)]
         self._replies = [ReplyBuffer(self._reply_memory, self._layout, i) for i in range(self._layout.num_buffers)]
@@ -321,18 +337,27 @@ class ArenaPeer:
         self._reply_memory.close()
 
     def _fetch(self, path: str) -> list[int]:
-        """Descriptors: request memory, reply memory, request doorbell, reply doorbell."""
+        """Descriptors: request memory, reply memory, request doorbell, reply doorbell; shared weights, if any."""
         self._connection.settimeout(HAND_OVER_TIMEOUT_S)
         try:
             self._connection.connect(path)
-            _, fds, _, _ = socket.recv_fds(self._connection, 1, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            _, fds, _, _ = socket.recv_fds(self._connection, 1, NUM_DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             raise UnavailableError(f"arena: no hand-over at {path}: {error}") from error
-        if len(fds) != NUM_DESCRIPTORS:
+        if len(fds) not in (NUM_DESCRIPTORS, NUM_DESCRIPTORS + 1):
             _close_all(fds)
             raise UnavailableError(f"arena: {len(fds)} descriptors instead of {NUM_DESCRIPTORS} at {path}")
         self._connection.setblocking(False)
         return fds
+
+    @staticmethod
+    def _map_weights(fds: Sequence[int]) -> TargetWeights | None:
+        if not fds:
+            return None
+        # Drafters without a model need no torch.
+        from foretoken.shared_weights import map_weights
+
+        return map_weights(fds[0])
 
     def _answer_self_test(self, challenge: bytes) -> bytes:
         if self._request_bell.take() != 1:

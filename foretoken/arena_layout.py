@@ -12,18 +12,19 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
-from foretoken.transport import DEFAULT_TOKEN_CAPACITY, ROWS_PER_SLOT, WINDOW, check_request
+from foretoken.transport import DEFAULT_TOKEN_CAPACITY, ROWS_PER_SLOT, WINDOW, check_request, token_capacity_for
 
 MAGIC = b"FTARENA\0"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 CHALLENGE_BYTES = 32
 HEADER_BYTES = mmap.PAGESIZE
 
 MEMORY_HOST = 1
 DTYPE_NONE = 0
 DTYPE_INT32 = 1
+DTYPE_FLOAT32 = 2
 
 KIND_DRAFT = 1
 KIND_RELEASE = 2
@@ -33,20 +34,8 @@ F_SEAL_FUTURE_WRITE = 0x0010
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MAX_MEMORY_BYTES = 1 << 32
-_REQUEST_HEAD = struct.Struct("<5Q")  # kind, epoch, step id, rows, tokens
+_REQUEST_HEAD = struct.Struct("<8Q")  # kind, epoch, step id, rows, tokens, hidden rows, blocks, prediction tokens
 _REPLY_HEAD = struct.Struct("<4Q")  # epoch, step id, rows, nodes
-_COLUMNS: dict[str, type[Any]] = {
-    "salts": np.uint64,
-    "seeds": np.uint64,
-    "slots": np.int32,
-    "generations": np.int32,
-    "lengths": np.int32,
-    "prompt_lengths": np.int32,
-    "max_nodes": np.int32,
-    "choice_indices": np.int32,
-    "temperatures": np.float32,
-}
-
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
@@ -60,29 +49,38 @@ class ArenaLayout:
     num_buffers: int = WINDOW
     memory: int = MEMORY_HOST
     token_dtype: int = DTYPE_INT32
-    # Hidden rows for drafters with a head: none in this version.
+    # Hidden rows for drafters with a head: as many a request as new tokens. Width in elements.
     hidden_dtype: int = DTYPE_NONE
     hidden_width: int = 0
-    hidden_ring_rows: int = 0
-    prefill_rows: int = 0
+    block_size: int = 16
 
     @staticmethod
-    def of_target(target: TargetInfo, token_capacity: int = DEFAULT_TOKEN_CAPACITY) -> ArenaLayout:
-        """The layout that a verifier makes for this target."""
+    def of_target(
+        target: TargetInfo, needs: DrafterNeeds | None = None, token_capacity: int = DEFAULT_TOKEN_CAPACITY
+    ) -> ArenaLayout:
+        """The layout that a verifier makes for this target and a drafter with these needs (None: tokens alone)."""
         max_rows = ROWS_PER_SLOT * target.max_slots
-        return ArenaLayout(max_rows, target.max_nodes, max(token_capacity, max_rows))
+        width = _hidden_width(target, needs)
+        return ArenaLayout(
+            max_rows,
+            target.max_nodes,
+            token_capacity_for(max_rows, width, token_capacity),
+            hidden_dtype=DTYPE_FLOAT32 if width else DTYPE_NONE,
+            hidden_width=width,
+            block_size=target.block_size,
+        )
 
-    def check(self, target: TargetInfo) -> None:
+    def check(self, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
         """Raise PreconditionError, naming both values, unless a drafter of this target can use this layout."""
+        width = _hidden_width(target, needs)
         expected = {
             "max_rows": ROWS_PER_SLOT * target.max_slots,
             "max_nodes": target.max_nodes,
             "memory": MEMORY_HOST,
             "token_dtype": DTYPE_INT32,
-            "hidden_dtype": DTYPE_NONE,
-            "hidden_width": 0,
-            "hidden_ring_rows": 0,
-            "prefill_rows": 0,
+            "hidden_dtype": DTYPE_FLOAT32 if width else DTYPE_NONE,
+            "hidden_width": width,
+            "block_size": target.block_size,
         }
         for name, value in expected.items():
             if getattr(self, name) != value:
@@ -94,12 +92,20 @@ class ArenaLayout:
 
     @property
     def request_stride(self) -> int:
-        row_bytes = sum(np.dtype(dtype).itemsize for dtype in _COLUMNS.values())
-        return _aligned(_REQUEST_HEAD.size + row_bytes * self.max_rows + 4 * (self.max_rows + 1 + self.token_capacity))
+        row_bytes = sum(np.dtype(dtype).itemsize for dtype in ROW_COLUMNS.values())
+        ragged = len(RAGGED_COLUMNS) * (self.max_rows + 1) + sum(self.ragged_capacity(name) for name in RAGGED_COLUMNS)
+        return _aligned(_REQUEST_HEAD.size + row_bytes * self.max_rows + 4 * ragged)
+
+    def ragged_capacity(self, name: str) -> int:
+        """Elements of four bytes that a ragged column holds at most."""
+        if name == "hidden":
+            return self.token_capacity * self.hidden_width
+        # A row's new tokens may begin in the middle of a block.
+        return self.token_capacity + (self.max_rows if name == "block_ids" else 0)
 
     @property
     def reply_stride(self) -> int:
-        return _aligned(_REPLY_HEAD.size + 4 * (self.max_rows + 1) + 8 * self.max_rows * self.max_nodes)
+        return _aligned(_REPLY_HEAD.size + 4 * (self.max_rows + 1) + 12 * self.max_rows * self.max_nodes)
 
     @property
     def request_bytes(self) -> int:
@@ -111,6 +117,10 @@ class ArenaLayout:
 
 
 _HEADER = struct.Struct(f"<8sI{len(fields(ArenaLayout))}IxxxxQ{CHALLENGE_BYTES}s")
+
+
+def _hidden_width(target: TargetInfo, needs: DrafterNeeds | None) -> int:
+    return 0 if needs is None else len(needs.features) * target.hidden_size
 
 
 def _aligned(size: int) -> int:
@@ -182,42 +192,47 @@ class RequestBuffer:
         self._layout = layout
         self._offset = HEADER_BYTES + index * layout.request_stride
         cursor = _Cursor(memory, self._offset + _REQUEST_HEAD.size)
-        self._columns = {name: cursor.array(dtype, layout.max_rows) for name, dtype in _COLUMNS.items()}
-        self._starts = cursor.array(np.int32, layout.max_rows + 1)
-        self._tokens = cursor.array(np.int32, layout.token_capacity)
+        self._columns = {name: cursor.array(dtype, layout.max_rows) for name, dtype in ROW_COLUMNS.items()}
+        self._starts = {name: cursor.array(np.int32, layout.max_rows + 1) for name in RAGGED_COLUMNS.values()}
+        self._ragged: dict[str, NDArray[Any]] = {}
+        for name in RAGGED_COLUMNS:
+            dtype = np.float32 if name == "hidden" else np.int32
+            self._ragged[name] = cursor.array(dtype, layout.ragged_capacity(name))
+        self._ragged["hidden"] = self._ragged["hidden"].reshape(-1, layout.hidden_width or 1)
 
     def write(self, request: DraftRequest) -> None:
         """The request fits: RequestQueue has split it."""
-        rows, num_tokens = request.num_rows, len(request.new_tokens)
-        _REQUEST_HEAD.pack_into(
-            self._memory, self._offset, KIND_DRAFT, request.epoch, request.step_id, rows, num_tokens
-        )
+        rows = request.num_rows
+        counts = [len(getattr(request, name)) for name in RAGGED_COLUMNS]
+        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_DRAFT, request.epoch, request.step_id, rows, *counts)
         for name, column in self._columns.items():
             column[:rows] = getattr(request, name)
-        self._starts[: rows + 1] = request.new_token_starts
-        self._tokens[:num_tokens] = request.new_tokens
+        for (name, starts), count in zip(RAGGED_COLUMNS.items(), counts, strict=True):
+            self._starts[starts][: rows + 1] = getattr(request, starts)
+            if count:
+                self._ragged[name][:count] = getattr(request, name)
 
     def write_release(self, slots: tuple[int, ...]) -> None:
-        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_RELEASE, 0, 0, len(slots), 0)
+        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_RELEASE, 0, 0, len(slots), 0, 0, 0, 0)
         self._columns["slots"][: len(slots)] = slots
 
     def read(self) -> DraftRequest | tuple[int, ...]:
         """A private copy: a request, or slots to release. Raises ValueError for counts beyond the layout."""
-        kind, epoch, step_id, rows, num_tokens = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
-        if rows > self._layout.max_rows or num_tokens > self._layout.token_capacity:
-            raise ValueError(f"a request of {rows} rows and {num_tokens} tokens does not fit in the arena")
+        kind, epoch, step_id, rows, *counts = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
+        room = [len(values) for values in self._ragged.values()]
+        if rows > self._layout.max_rows or any(count > most for count, most in zip(counts, room, strict=True)):
+            raise ValueError(f"a request of {rows} rows and {counts} ragged entries does not fit in the arena")
         if kind == KIND_RELEASE:
             return tuple(self._columns["slots"][:rows].tolist())
         if kind != KIND_DRAFT:
             raise ValueError(f"a request of unknown kind {kind}")
-        columns = {name: column[:rows].copy() for name, column in self._columns.items()}
-        request = DraftRequest(
-            epoch=epoch,
-            step_id=step_id,
-            new_token_starts=self._starts[: rows + 1].copy(),
-            new_tokens=self._tokens[:num_tokens].copy(),
-            **columns,
-        )
+        columns: dict[str, Any] = {name: column[:rows].copy() for name, column in self._columns.items()}
+        for (name, starts), count in zip(RAGGED_COLUMNS.items(), counts, strict=True):
+            columns[starts] = self._starts[starts][: rows + 1].copy()
+            columns[name] = self._ragged[name][:count].copy()
+        if not self._layout.hidden_width:
+            columns["hidden"] = np.zeros((0, 0), np.float32)
+        request = DraftRequest(epoch=epoch, step_id=step_id, **columns)
         check_request(request, self._layout.max_rows)
         return request
 
@@ -233,6 +248,7 @@ class ReplyBuffer:
         self._starts = cursor.array(np.int32, layout.max_rows + 1)
         self._tokens = cursor.array(np.int32, layout.max_rows * layout.max_nodes)
         self._parents = cursor.array(np.int32, layout.max_rows * layout.max_nodes)
+        self._scores = cursor.array(np.float32, layout.max_rows * layout.max_nodes)
 
     def write(self, batch: DraftBatch) -> None:
         """The batch has passed ``check_batch``, so it fits."""
@@ -241,6 +257,7 @@ class ReplyBuffer:
         self._starts[: rows + 1] = batch.node_starts
         self._tokens[:nodes] = batch.tokens
         self._parents[:nodes] = batch.parents
+        self._scores[:nodes] = batch.scores
 
     def read(self) -> DraftBatch | None:
         """A private copy, to be checked by ``check_batch``; None for counts beyond the layout."""
@@ -248,4 +265,11 @@ class ReplyBuffer:
         if rows > self._layout.max_rows or nodes > len(self._tokens):
             return None
         starts = self._starts[: rows + 1].copy()
-        return DraftBatch(epoch, step_id, starts, self._tokens[:nodes].copy(), self._parents[:nodes].copy())
+        return DraftBatch(
+            epoch,
+            step_id,
+            starts,
+            self._tokens[:nodes].copy(),
+            self._parents[:nodes].copy(),
+            self._scores[:nodes].copy(),
+        )

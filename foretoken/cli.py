@@ -10,11 +10,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken import flags
+from foretoken import corpus_commands, flags, offline
 
 if TYPE_CHECKING:
     from drafter_svc.config import DrafterSettings
@@ -29,6 +29,7 @@ _NGRAM_PREFIX = "ngram_"
 OPENMP_SPIN_COUNT = "20000"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.add_typer(corpus_commands.app, name="corpus")
 
 
 def main() -> None:
@@ -80,6 +81,7 @@ def serve(
     resume_attempts: flags.ResumeAttempts = None,
     verifier_wait_s: flags.VerifierWait = None,
     gateway_workers: flags.GatewayWorkers = None,
+    admin_api_key_file: flags.AdminApiKeyFile = None,
     vllm_metric_names: flags.VllmMetricNames = False,
     otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
     dtype: flags.Dtype = None,
@@ -100,6 +102,7 @@ def serve(
     ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
     ngram_capacity: flags.NgramCapacity = None,
     ngram_order: flags.NgramOrder = None,
+    ngram_external_corpus_max_tokens: flags.NgramExternalCorpusMaxTokens = None,
     drafter_placement: flags.DrafterPlacement = "process",
     dry_run: flags.DryRun = False,
     log_level: flags.LogLevel = "warning",
@@ -140,6 +143,7 @@ def gateway(
     max_concurrent_requests: flags.MaxConcurrentRequests = None,
     drain_timeout_s: flags.DrainTimeout = None,
     gateway_workers: flags.GatewayWorkers = None,
+    admin_api_key_file: flags.AdminApiKeyFile = None,
     worker_socket: flags.WorkerSocket = None,
     vllm_metric_names: flags.VllmMetricNames = False,
     otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
@@ -188,6 +192,7 @@ def verifier(
     ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
     ngram_capacity: flags.NgramCapacity = None,
     ngram_order: flags.NgramOrder = None,
+    ngram_external_corpus_max_tokens: flags.NgramExternalCorpusMaxTokens = None,
     dry_run: flags.DryRun = False,
     log_level: flags.LogLevel = "info",
 ) -> None:
@@ -206,7 +211,7 @@ def verifier(
     if drafter_placement == "in-process":
         from drafter_svc.server import make_drafter
 
-        in_process[NGRAM_DRAFTER] = make_drafter(_drafter_settings(context, NGRAM_DRAFTER, "unix:/none"))
+        in_process[NGRAM_DRAFTER] = make_drafter(_ngram_settings(context, "unix:/none"))
     else:
         _refuse_ngram_flags(context, "--drafter-placement in-process")
     from foretoken.telemetry import configure_logging
@@ -221,17 +226,31 @@ def drafter(
     context: typer.Context,
     address: flags.Address,
     name: flags.DrafterName = NGRAM_DRAFTER,
-    algorithm: Annotated[Literal["NGRAM"], typer.Option(help="How it drafts.")] = "NGRAM",
+    algorithm: flags.DrafterAlgorithm = "NGRAM",
+    speculative_draft_model_path: flags.SpeculativeDraftModelPath = None,
+    target: flags.Target = None,
+    speculative_token_map: flags.SpeculativeTokenMap = None,
+    threads: flags.DrafterThreads = None,
+    dtype: flags.Dtype = None,
+    disable_coupled_noise: flags.DisableCoupledNoise = False,
     ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
     ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
     ngram_min_bfs_breadth: flags.NgramMinBfsBreadth = None,
     ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
     ngram_capacity: flags.NgramCapacity = None,
     ngram_order: flags.NgramOrder = None,
+    ngram_external_corpus_max_tokens: flags.NgramExternalCorpusMaxTokens = None,
     log_level: flags.LogLevel = "info",
 ) -> None:
     """Start one drafter: it proposes tokens to the verifier that attaches to it, one at a time."""
-    settings = _drafter_settings(context, name, address)
+    from drafter_svc.config import DrafterSettings
+    from foretoken import hub
+    from foretoken.config import build
+
+    given = _given(context, DrafterSettings) | {"ngram": _ngram_given(context)}
+    if speculative_draft_model_path is not None:
+        given["speculative_draft_model_path"] = hub.resolve(speculative_draft_model_path).resolve()
+    settings = build(DrafterSettings, given)
     from drafter_svc import server
     from foretoken.telemetry import configure_logging
 
@@ -296,6 +315,9 @@ def complete(
     print(dim(figures) if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else figures, file=sys.stderr)
 
 
+offline.add_commands(app)
+
+
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -326,7 +348,7 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
 
     checkpoint = _checkpoint(context)
     verifier_address, drafter_address = f"unix:{folder}/verifier.sock", f"unix:{folder}/drafter.sock"
-    drafter_settings = _drafter_settings(context, NGRAM_DRAFTER, drafter_address)
+    drafter_settings = _ngram_settings(context, drafter_address)
     level = ("--log-level", context.params["log_level"])
     services, endpoints, in_process = [], [], []
     if context.params["speculative_algorithm"] == "NONE":
@@ -391,12 +413,12 @@ def _verifier_settings(
     return build(VerifierSettings, given | checkpoint | {"address": address, "drafters": drafters})
 
 
-def _drafter_settings(context: typer.Context, name: str, address: str) -> DrafterSettings:
+def _ngram_settings(context: typer.Context, address: str) -> DrafterSettings:
+    """Of the drafter that comes with a server; that of any other is a command of its own."""
     from drafter_svc.config import DrafterSettings
     from foretoken.config import build
 
-    given = _given(context, DrafterSettings) | {"ngram": _ngram_given(context)}
-    return build(DrafterSettings, given | {"name": name, "address": address})
+    return build(DrafterSettings, {"name": NGRAM_DRAFTER, "address": address, "ngram": _ngram_given(context)})
 
 
 def _given(context: typer.Context, settings: Any) -> dict[str, Any]:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.errors import InvalidRequestError
+from foretoken.drafting import (
+    FINAL_NORM,
+    RAGGED_COLUMNS,
+    ROW_COLUMNS,
+    DraftBatch,
+    DrafterNeeds,
+    DraftRequest,
+    TargetInfo,
+)
+from foretoken.errors import InvalidRequestError, PreconditionError
 from foretoken.transport import check_request
 from foretoken.tree import Int32
 from protos import drafter_pb2
@@ -16,65 +27,58 @@ INT32_MAX = 2**31 - 1
 
 
 def target_to_proto(target: TargetInfo) -> drafter_pb2.TargetInfo:
-    return drafter_pb2.TargetInfo(
-        model_fingerprint=target.model_fingerprint,
-        vocab_size=target.vocab_size,
-        max_model_len=target.max_model_len,
-        max_slots=target.max_slots,
-        max_nodes=target.max_nodes,
-    )
+    return drafter_pb2.TargetInfo(**asdict(target))
 
 
 def target_from_proto(message: drafter_pb2.TargetInfo) -> TargetInfo:
-    return TargetInfo(
-        model_fingerprint=message.model_fingerprint,
-        vocab_size=message.vocab_size,
-        max_model_len=message.max_model_len,
-        max_slots=message.max_slots,
-        max_nodes=message.max_nodes,
-    )
+    return TargetInfo(**{field.name: getattr(message, field.name) for field in fields(TargetInfo)})
+
+
+def needs_to_proto(algorithm: str, needs: DrafterNeeds) -> drafter_pb2.PrepareResponse:
+    return drafter_pb2.PrepareResponse(algorithm=algorithm, **asdict(needs))
+
+
+def needs_from_proto(message: drafter_pb2.PrepareResponse, target: TargetInfo) -> DrafterNeeds:
+    """Raises PreconditionError for hidden states that the target does not have."""
+    features = tuple(message.features)
+    if any(not FINAL_NORM <= feature <= target.num_layers for feature in features):
+        raise PreconditionError(f"the drafter wants features {features}; the target has {target.num_layers} layers")
+    return DrafterNeeds(features, message.num_rerun, message.blocks, message.weights)
 
 
 def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:
-    return drafter_pb2.DraftRequest(
-        epoch=request.epoch,
-        step_id=request.step_id,
-        slots=request.slots.tolist(),
-        generations=request.generations.tolist(),
-        lengths=request.lengths.tolist(),
-        prompt_lengths=request.prompt_lengths.tolist(),
-        max_nodes=request.max_nodes.tolist(),
-        new_token_starts=request.new_token_starts.tolist(),
-        new_tokens=request.new_tokens.tolist(),
-        salts=request.salts.tolist(),
-        seeds=request.seeds.tolist(),
-        choice_indices=request.choice_indices.tolist(),
-        temperatures=request.temperatures.tolist(),
-    )
+    columns: dict[str, Any] = {name: getattr(request, name).tolist() for name in ROW_COLUMNS}
+    for values, starts in RAGGED_COLUMNS.items():
+        columns[starts] = getattr(request, starts).tolist()
+        array = getattr(request, values)
+        columns[values] = array.astype("<f4").tobytes() if values == "hidden" else array.tolist()
+    return drafter_pb2.DraftRequest(epoch=request.epoch, step_id=request.step_id, **columns)
 
 
-def request_from_proto(message: drafter_pb2.DraftRequest, max_rows: int) -> DraftRequest:
+def request_from_proto(message: drafter_pb2.DraftRequest, max_rows: int, hidden_width: int) -> DraftRequest:
     """Raises InvalidRequestError unless it is well-formed (``foretoken.transport.check_request``)."""
     try:
-        request = DraftRequest(
-            epoch=message.epoch,
-            step_id=message.step_id,
-            slots=_int32(message.slots),
-            generations=_int32(message.generations),
-            lengths=_int32(message.lengths),
-            prompt_lengths=_int32(message.prompt_lengths),
-            max_nodes=_int32(message.max_nodes),
-            new_token_starts=_int32(message.new_token_starts),
-            new_tokens=_int32(message.new_tokens),
-            salts=np.array(message.salts, np.uint64),
-            seeds=np.array(message.seeds, np.uint64),
-            choice_indices=_int32(message.choice_indices),
-            temperatures=np.array(message.temperatures, np.float32),
-        )
+        columns: dict[str, Any] = {}
+        for name, dtype in ROW_COLUMNS.items():
+            column = getattr(message, name)
+            columns[name] = _int32(column) if dtype is np.int32 else np.array(column, dtype)
+        for values, starts in RAGGED_COLUMNS.items():
+            columns[starts] = _int32(getattr(message, starts))
+            column = getattr(message, values)
+            columns[values] = _hidden(column, hidden_width) if values == "hidden" else _int32(column)
+        request = DraftRequest(epoch=message.epoch, step_id=message.step_id, **columns)
         check_request(request, max_rows)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
     return request
+
+
+def _hidden(data: bytes, width: int) -> NDArray[np.float32]:
+    """float32 [rows, width], a copy."""
+    values = np.frombuffer(data, "<f4").astype(np.float32)
+    if width == 0 and len(values):
+        raise ValueError("hidden rows for a drafter that wants none")
+    return values.reshape(-1, width) if width else values.reshape(0, 0)
 
 
 def batch_to_proto(batch: DraftBatch) -> drafter_pb2.DraftResponse:
@@ -84,6 +88,7 @@ def batch_to_proto(batch: DraftBatch) -> drafter_pb2.DraftResponse:
         node_starts=batch.node_starts.tolist(),
         tokens=batch.tokens.tolist(),
         parents=batch.parents.tolist(),
+        scores=batch.scores.tolist(),
     )
 
 
@@ -96,6 +101,7 @@ def batch_from_proto(message: drafter_pb2.DraftResponse) -> DraftBatch | None:
             node_starts=_int32(message.node_starts),
             tokens=_int32(message.tokens),
             parents=_int32(message.parents),
+            scores=np.array(message.scores, np.float32),
         )
     except ValueError:
         return None

@@ -45,8 +45,8 @@ RAGGED_COLUMNS: dict[str, str] = {
 }
 
 
-# A target's hidden state after its last norm; a number l >= 0 is the state that enters layer l, before any norm, and the
-# number of layers is what leaves the last one.
+# The target's hidden state after its last norm. A number l >= 0 is the state that enters layer l, before any norm; the
+# number of layers stands for what leaves the last one.
 FINAL_NORM = -1
 
 
@@ -185,6 +185,10 @@ class DraftBatch:
         """The tree of one row, as views of the batch."""
         low, high = int(self.node_starts[row]), int(self.node_starts[row + 1])
         return DraftTree(self.tokens[low:high], self.parents[low:high])
+
+    def row_scores(self, row: int) -> Float32:
+        """The scores of one row's nodes, a view."""
+        return self.scores[self.node_starts[row] : self.node_starts[row + 1]]
 
 
 class Drafter(Protocol):

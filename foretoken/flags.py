@@ -6,6 +6,7 @@ It imports no settings, so that ``foretoken --help`` stays fast.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -80,6 +81,15 @@ DrainTimeout = Annotated[
 GatewayWorkers = Annotated[
     int | None,
     typer.Option(help="Gateway processes that share the ports.", show_default="1"),
+]
+AdminApiKeyFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        envvar="FORETOKEN_ADMIN_API_KEY_FILE",
+        help="Key of the operator's endpoints, /v1/corpora.",
+        show_default="none: no such endpoints",
+    ),
 ]
 WorkerSocket = Annotated[str | None, typer.Option(hidden=True)]
 VllmMetricNames = Annotated[
@@ -178,6 +188,40 @@ VerifierAddresses = Annotated[
 ]
 DrafterName = Annotated[str, typer.Option(help="Name of this drafter in requests and metrics.")]
 
+# Drafters with a model.
+DrafterAlgorithm = Annotated[
+    Literal["NGRAM", "EAGLE", "EAGLE3", "MTP", "STANDALONE"],
+    typer.Option(help="How it drafts."),
+]
+SpeculativeDraftModelPath = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Folder of the draft head or model, or its id on the hub; an MTP head is in the target's checkpoint.",
+        show_default="none",
+    ),
+]
+Target = Annotated[
+    Path | None,
+    typer.Option(help="The target's folder on this host.", metavar="FOLDER", show_default="the verifier's"),
+]
+SpeculativeTokenMap = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Token ids that an EAGLE or MTP head may draft (FR-Spec): safetensors or a JSON list.",
+        show_default="all",
+    ),
+]
+DrafterThreads = Annotated[
+    int | None,
+    typer.Option(help="Threads of the draft model; 0: one.", show_default="0"),
+]
+DisableCoupledNoise = Annotated[
+    bool,
+    typer.Option("--disable-coupled-noise", help="At a temperature, draft by likelihood, not by the sampler's noise."),
+]
+
 # The n-gram drafter.
 NgramMinMatchWindowSize = Annotated[
     int | None,
@@ -214,6 +258,14 @@ NgramMaxBfsBreadth = Annotated[
 NgramCapacity = Annotated[
     int | None,
     typer.Option("--speculative-ngram-capacity", help="Nodes of the trie.", show_default="10000000"),
+]
+NgramExternalCorpusMaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--speculative-ngram-external-corpus-max-tokens",
+        help="Tokens of all corpora that may be added, 8 bytes each.",
+        show_default="10000000",
+    ),
 ]
 NgramOrder = Annotated[
     Literal["frequency", "recency"] | None,

@@ -11,15 +11,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from foretoken.drafting import DraftBatch, Drafter, DraftRequest
+from foretoken.draft_parts import split_request
+from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftBatch, Drafter, DraftRequest
 from foretoken.tree import Int32
 
 # New tokens of one request on the wire. A batch with more is split; the tokens of four long prompts fit in a few.
 DEFAULT_TOKEN_CAPACITY = 8192
+# Bytes of hidden rows of one request at most; more are split. It bounds the memory of an arena's buffer.
+MAX_HIDDEN_BYTES = 16 << 20
 # A request has a row for each running sequence, and for each that ended since the last one.
 ROWS_PER_SLOT = 2
 # Requests that a drafter may be behind. The next ones wait on the verifier's side.
@@ -30,6 +33,15 @@ MAX_WAITING = 1024
 
 class TransportClosedError(Exception):
     """The other side is gone, or what it sent ended the attachment. The transport is of no more use."""
+
+
+def token_capacity_for(
+    max_rows: int, hidden_width: int, most: int = DEFAULT_TOKEN_CAPACITY, hidden_bytes: int = MAX_HIDDEN_BYTES
+) -> int:
+    """New tokens that one request may carry, each with a hidden row of so many float32 values."""
+    if hidden_width:
+        most = min(most, hidden_bytes // (4 * hidden_width))
+    return max(most, max_rows)
 
 
 class MalformedBatchError(ValueError):
@@ -87,20 +99,13 @@ def check_request(request: DraftRequest, max_rows: int) -> None:
     rows = request.num_rows
     if rows > max_rows:
         raise ValueError(f"a draft request has {rows} rows; at most {max_rows} were agreed at attach")
-    columns = (
-        request.generations,
-        request.lengths,
-        request.prompt_lengths,
-        request.max_nodes,
-        request.salts,
-        request.seeds,
-        request.choice_indices,
-        request.temperatures,
-    )
-    if any(len(column) != rows for column in columns):
+    if any(len(getattr(request, name)) != rows for name in ROW_COLUMNS):
         raise ValueError("the columns of a draft request differ in length")
-    if not _are_offsets(request.new_token_starts, rows, len(request.new_tokens)):
-        raise ValueError("the token offsets of a draft request contradict its tokens")
+    for values, starts in RAGGED_COLUMNS.items():
+        if not _are_offsets(getattr(request, starts), rows, len(getattr(request, values))):
+            raise ValueError(f"the offsets of {values} in a draft request contradict it")
+    if (np.diff(request.hidden_starts) > np.diff(request.new_token_starts)).any():
+        raise ValueError("a draft request has more hidden rows than new tokens")
 
 
 def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
@@ -109,8 +114,10 @@ def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
     What the nodes hold is checked when a tree is used (``DraftTree.is_valid``).
     """
     rows = len(max_nodes)
-    if len(batch.tokens) != len(batch.parents):
-        raise MalformedBatchError(f"{len(batch.tokens)} tokens but {len(batch.parents)} parents")
+    if not len(batch.tokens) == len(batch.parents) == len(batch.scores):
+        raise MalformedBatchError(
+            f"{len(batch.tokens)} tokens, {len(batch.parents)} parents, {len(batch.scores)} scores"
+        )
     if not _are_offsets(batch.node_starts, rows, len(batch.tokens)):
         raise MalformedBatchError(f"node offsets that contradict {rows} rows of {len(batch.tokens)} nodes")
     sizes = np.diff(batch.node_starts)
@@ -125,95 +132,20 @@ def _are_offsets(starts: Int32, rows: int, total: int) -> bool:
     return bool((starts[1:] >= starts[:-1]).all())
 
 
-def split_request(request: DraftRequest, token_capacity: int) -> list[DraftRequest]:
-    """The same request in parts of at most ``token_capacity`` new tokens: at least one for each row.
-
-    All parts but the last only extend. The last has every row, with the last new token of each, and asks for the
-    trees. All carry the request's step id.
-    """
-    total = len(request.new_tokens)
-    if total <= token_capacity:
-        return [request]
-    starts = request.new_token_starts
-    counts = np.diff(starts)
-    kept = np.minimum(counts, 1)
-    # Tokens to be told ahead, as (row, first, last) runs that fill one part after the other.
-    parts: list[DraftRequest] = []
-    runs: list[tuple[int, int, int]] = []
-    room = token_capacity
-    for row in np.flatnonzero(counts > 1):
-        low, end = int(starts[row]), int(starts[row + 1]) - 1
-        while low < end:
-            high = min(end, low + room)
-            runs.append((int(row), low, high))
-            room -= high - low
-            low = high
-            if room == 0:
-                parts.append(_extend_part(request, runs))
-                runs, room = [], token_capacity
-    if runs:
-        parts.append(_extend_part(request, runs))
-    last = starts[1:][counts > 0] - 1
-    parts.append(_with_tokens(request, np.arange(request.num_rows), request.lengths, request.max_nodes, kept, last))
-    return parts
-
-
-def _extend_part(request: DraftRequest, runs: list[tuple[int, int, int]]) -> DraftRequest:
-    rows = np.array([row for row, _, _ in runs])
-    highs = np.array([high for _, _, high in runs], np.int32)
-    counts = np.array([high - low for _, low, high in runs], np.int32)
-    lengths = request.lengths[rows] - (request.new_token_starts[rows + 1] - highs)
-    tokens = np.concatenate([np.arange(low, high) for _, low, high in runs])
-    return _with_tokens(request, rows, lengths, np.ones(len(rows), np.int32), counts, tokens)
-
-
-def _with_tokens(
-    request: DraftRequest, rows: np.ndarray, lengths: Int32, max_nodes: Int32, counts: Int32, tokens: np.ndarray
-) -> DraftRequest:
-    """Some rows of a request, with the new tokens at the indices ``tokens``, ``counts`` of them for each row."""
-    return DraftRequest(
-        epoch=request.epoch,
-        step_id=request.step_id,
-        slots=request.slots[rows],
-        generations=request.generations[rows],
-        lengths=lengths,
-        prompt_lengths=request.prompt_lengths[rows],
-        max_nodes=max_nodes,
-        new_token_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
-        new_tokens=request.new_tokens[tokens],
-        salts=request.salts[rows],
-        seeds=request.seeds[rows],
-        choice_indices=request.choice_indices[rows],
-        temperatures=request.temperatures[rows],
-    )
-
-
 def probe_request(epoch: int, step_id: int) -> DraftRequest:
     """A request without rows: the other side answers it without its drafter."""
-    int32 = np.zeros(0, np.int32)
-    uint64 = np.zeros(0, np.uint64)
-    return DraftRequest(
-        epoch=epoch,
-        step_id=step_id,
-        slots=int32,
-        generations=int32,
-        lengths=int32,
-        prompt_lengths=int32,
-        max_nodes=int32,
-        new_token_starts=np.zeros(1, np.int32),
-        new_tokens=int32,
-        salts=uint64,
-        seeds=uint64,
-        choice_indices=int32,
-        temperatures=np.zeros(0, np.float32),
-    )
+    columns: dict[str, Any] = {name: np.zeros(0, dtype) for name, dtype in ROW_COLUMNS.items()}
+    for values, starts in RAGGED_COLUMNS.items():
+        columns[values] = np.zeros((0, 0), np.float32) if values == "hidden" else np.zeros(0, np.int32)
+        columns[starts] = np.zeros(1, np.int32)
+    return DraftRequest(epoch=epoch, step_id=step_id, **columns)
 
 
 def answer(drafter: Drafter, request: DraftRequest) -> DraftBatch:
     """The drafter's reply, checked as the verifier will check it: a drafter's fault shows on its own side."""
     if request.num_rows == 0:
         empty = np.zeros(0, np.int32)
-        return DraftBatch(request.epoch, request.step_id, np.zeros(1, np.int32), empty, empty)
+        return DraftBatch(request.epoch, request.step_id, np.zeros(1, np.int32), empty, empty, np.zeros(0, np.float32))
     batch = drafter.draft(request)
     check_batch(batch, request.max_nodes)
     return batch
@@ -234,13 +166,20 @@ class RequestQueue:
     """
 
     def __init__(
-        self, max_rows: int, token_capacity: int, counters: TransportCounters, *, releases_are_answered: bool
+        self,
+        max_rows: int,
+        token_capacity: int,
+        block_size: int,
+        counters: TransportCounters,
+        *,
+        releases_are_answered: bool,
     ) -> None:
-        """``token_capacity``: new tokens of one part, at least ``max_rows``."""
+        """``token_capacity``: new tokens of one part, at least ``max_rows``. ``block_size``: of the target's cache."""
         assert token_capacity >= max_rows, "the last part of a split request has a token for each row"
         self._max_rows = max_rows
         self._releases_are_answered = releases_are_answered
         self._token_capacity = token_capacity
+        self._block_size = block_size
         self._counters = counters
         self._waiting: deque[_Part | tuple[int, ...]] = deque()
         self._in_flight: deque[_Part | None] = deque()
@@ -261,7 +200,7 @@ class RequestQueue:
         if request.num_rows > self._max_rows or len(self._waiting) > MAX_WAITING:
             self._counters.num_dropped += 1
             return
-        parts = split_request(request, self._token_capacity)
+        parts = split_request(request, self._token_capacity, self._block_size)
         self._waiting.extend(_Part(part, part is parts[-1]) for part in parts)
         self._awaited_step_id = request.step_id
         self._counters.num_posted += request.num_rows > 0

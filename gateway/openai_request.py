@@ -22,6 +22,7 @@ from gateway.fields import (
     validate,
 )
 from gateway.grammar import GrammarFields, requested_grammar
+from gateway.prediction import PredictionFields, parts_text
 from gateway.tokenizer import CHAT_TEMPLATE_KWARGS
 
 # OpenAI's default for completions; a chat goes on to the end of the context.
@@ -33,7 +34,6 @@ IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -80,6 +80,7 @@ class GenerationFields(GrammarFields):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    prediction: PredictionFields | None = None
     # Ours.
     speculative: SpeculativeFields = SpeculativeFields()
     return_token_sources: bool = Field(
@@ -138,6 +139,8 @@ class GenerationOptions:
     include_usage: bool
     continuous_usage: bool
     return_token_sources: bool
+    # Text that the output is expected to be.
+    prediction: str
     echo: bool = False
     # The field that asked for the sampling's grammar.
     grammar_field: str = ""
@@ -213,7 +216,7 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         content = "" if message.content is None and role == "assistant" else message.content
         entry = {
             "role": role,
-            "content": _content_text(content, f"messages.{number}.content"),
+            "content": parts_text(content, f"messages.{number}.content"),
             "name": message.name,
             "tool_call_id": message.tool_call_id,
             "reasoning_content": message.reasoning_content,
@@ -226,17 +229,6 @@ def template_kwargs(fields: ChatFields) -> dict[str, Any]:
     """Variables of the chat template that the request sets."""
     effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
     return effort | fields.chat_template_kwargs
-
-
-def _content_text(content: object, field: str) -> str:
-    """The text of a message: as it is, or joined from text parts."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequestError(f"{field} must be a string or a list of parts of type text", field=field)
-    return "".join(str(text) for text in texts)
 
 
 def _without_nulls_in_messages(body: dict[str, Any]) -> dict[str, Any]:
@@ -304,6 +296,7 @@ def _options(
         include_usage=fields.stream_options.include_usage or fields.stream_options.continuous_usage_stats,
         continuous_usage=fields.stream_options.continuous_usage_stats,
         return_token_sources=fields.return_token_sources,
+        prediction="" if fields.prediction is None else parts_text(fields.prediction.content, "prediction.content"),
         echo=echo,
         grammar_field=grammar_field,
     )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/drafter.proto\x12\x14\x66oretoken.drafter.v1\"x\n\nTargetInfo\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x11\n\tmax_slots\x18\x04 \x01(\r\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\"\x91\x01\n\rAttachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x30\n\x06target\x18\x02 \x01(\x0b\x32 .foretoken.drafter.v1.TargetInfo\x12\x14\n\x0c\x61rena_socket\x18\x03 \x01(\t\x12\x16\n\x0elayout_version\x18\x04 \x01(\r\x12\x11\n\tchallenge\x18\x05 \x01(\x0c\"^\n\x0e\x41ttachResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x18\n\x10\x63hallenge_digest\x18\x03 \x01(\x0c\x12\x11\n\ttransport\x18\x04 \x01(\t\"\x88\x02\n\x0c\x44raftRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\r\x12\x0f\n\x07lengths\x18\x05 \x03(\r\x12\x16\n\x0eprompt_lengths\x18\x06 \x03(\r\x12\x11\n\tmax_nodes\x18\x07 \x03(\r\x12\x18\n\x10new_token_starts\x18\x08 \x03(\r\x12\x12\n\nnew_tokens\x18\t \x03(\r\x12\r\n\x05salts\x18\n \x03(\x06\x12\r\n\x05seeds\x18\x0b \x03(\x06\x12\x16\n\x0e\x63hoice_indices\x18\x0c \x03(\r\x12\x14\n\x0ctemperatures\x18\r \x03(\x02\"e\n\rDraftResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x13\n\x0bnode_starts\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\x05\".\n\x0eReleaseRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x03(\r\"\x11\n\x0fReleaseResponse\"\x10\n\x0eGetInfoRequest\"\xe9\x01\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x10\n\x08\x61ttached\x18\x04 \x01(\x08\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x41\n\x06gauges\x18\x07 \x03(\x0b\x32\x31.foretoken.drafter.v1.GetInfoResponse.GaugesEntry\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xeb\x02\n\x0e\x44rafterService\x12S\n\x06\x41ttach\x12#.foretoken.drafter.v1.AttachRequest\x1a$.foretoken.drafter.v1.AttachResponse\x12T\n\x05\x44raft\x12\".foretoken.drafter.v1.DraftRequest\x1a#.foretoken.drafter.v1.DraftResponse(\x01\x30\x01\x12V\n\x07Release\x12$.foretoken.drafter.v1.ReleaseRequest\x1a%.foretoken.drafter.v1.ReleaseResponse\x12V\n\x07GetInfo\x12$.foretoken.drafter.v1.GetInfoRequest\x1a%.foretoken.drafter.v1.GetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/drafter.proto\x12\x14\x66oretoken.drafter.v1\"\xdd\x01\n\nTargetInfo\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x11\n\tmax_slots\x18\x04 \x01(\r\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x12\n\ncheckpoint\x18\n \x01(\t\"B\n\x0ePrepareRequest\x12\x30\n\x06target\x18\x01 \x01(\x0b\x32 .foretoken.drafter.v1.TargetInfo\"j\n\x0fPrepareResponse\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x03(\x11\x12\x11\n\tnum_rerun\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x08\x12\x0f\n\x07weights\x18\x05 \x01(\x08\"\x91\x01\n\rAttachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x30\n\x06target\x18\x02 \x01(\x0b\x32 .foretoken.drafter.v1.TargetInfo\x12\x14\n\x0c\x61rena_socket\x18\x03 \x01(\t\x12\x16\n\x0elayout_version\x18\x04 \x01(\r\x12\x11\n\tchallenge\x18\x05 \x01(\x0c\"^\n\x0e\x41ttachResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x18\n\x10\x63hallenge_digest\x18\x03 \x01(\x0c\x12\x11\n\ttransport\x18\x04 \x01(\t\"\xe1\x03\n\x0c\x44raftRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\r\x12\x0f\n\x07lengths\x18\x05 \x03(\r\x12\x16\n\x0eprompt_lengths\x18\x06 \x03(\r\x12\x11\n\tmax_nodes\x18\x07 \x03(\r\x12\x18\n\x10new_token_starts\x18\x08 \x03(\r\x12\x12\n\nnew_tokens\x18\t \x03(\r\x12\r\n\x05salts\x18\n \x03(\x06\x12\r\n\x05seeds\x18\x0b \x03(\x06\x12\x16\n\x0e\x63hoice_indices\x18\x0c \x03(\r\x12\x14\n\x0ctemperatures\x18\r \x03(\x02\x12\x12\n\nmax_depths\x18\x0e \x03(\r\x12\x14\n\x0cmax_branches\x18\x0f \x03(\r\x12\x0e\n\x06top_ks\x18\x10 \x03(\r\x12\x0e\n\x06top_ps\x18\x11 \x03(\x02\x12\x0e\n\x06min_ps\x18\x12 \x03(\x02\x12\x15\n\rhidden_starts\x18\x13 \x03(\r\x12\x0e\n\x06hidden\x18\x14 \x01(\x0c\x12\x14\n\x0c\x62lock_starts\x18\x15 \x03(\r\x12\x11\n\tblock_ids\x18\x16 \x03(\r\x12\x19\n\x11prediction_starts\x18\x17 \x03(\r\x12\x12\n\nprediction\x18\x18 \x03(\r\"u\n\rDraftResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x13\n\x0bnode_starts\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\x05\x12\x0e\n\x06scores\x18\x06 \x03(\x02\".\n\x0eReleaseRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x03(\r\"\x11\n\x0fReleaseResponse\"\x10\n\x0eGetInfoRequest\"\xe9\x01\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x10\n\x08\x61ttached\x18\x04 \x01(\x08\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x41\n\x06gauges\x18\x07 \x03(\x0b\x32\x31.foretoken.drafter.v1.GetInfoResponse.GaugesEntry\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"*\n\x06\x43orpus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\"C\n\x10\x41\x64\x64\x43orpusRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0e\n\x06\x61ppend\x18\x03 \x01(\x08\"A\n\x11\x41\x64\x64\x43orpusResponse\x12,\n\x06\x63orpus\x18\x01 \x01(\x0b\x32\x1c.foretoken.drafter.v1.Corpus\"#\n\x13RemoveCorpusRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x16\n\x14RemoveCorpusResponse\"\x14\n\x12ListCorporaRequest\"D\n\x13ListCorporaResponse\x12-\n\x07\x63orpora\x18\x01 \x03(\x0b\x32\x1c.foretoken.drafter.v1.Corpus2\xec\x05\n\x0e\x44rafterService\x12V\n\x07Prepare\x12$.foretoken.drafter.v1.PrepareRequest\x1a%.foretoken.drafter.v1.PrepareResponse\x12S\n\x06\x41ttach\x12#.foretoken.drafter.v1.AttachRequest\x1a$.foretoken.drafter.v1.AttachResponse\x12T\n\x05\x44raft\x12\".foretoken.drafter.v1.DraftRequest\x1a#.foretoken.drafter.v1.DraftResponse(\x01\x30\x01\x12V\n\x07Release\x12$.foretoken.drafter.v1.ReleaseRequest\x1a%.foretoken.drafter.v1.ReleaseResponse\x12V\n\x07GetInfo\x12$.foretoken.drafter.v1.GetInfoRequest\x1a%.foretoken.drafter.v1.GetInfoResponse\x12\\\n\tAddCorpus\x12&.foretoken.drafter.v1.AddCorpusRequest\x1a\'.foretoken.drafter.v1.AddCorpusResponse\x12\x65\n\x0cRemoveCorpus\x12).foretoken.drafter.v1.RemoveCorpusRequest\x1a*.foretoken.drafter.v1.RemoveCorpusResponse\x12\x62\n\x0bListCorpora\x12(.foretoken.drafter.v1.ListCorporaRequest\x1a).foretoken.drafter.v1.ListCorporaResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETINFORESPONSE_GAUGESENTRY']._loaded_options = None
   _globals['_GETINFORESPONSE_GAUGESENTRY']._serialized_options = b'8\001'
-  _globals['_TARGETINFO']._serialized_start=46
-  _globals['_TARGETINFO']._serialized_end=166
-  _globals['_ATTACHREQUEST']._serialized_start=169
-  _globals['_ATTACHREQUEST']._serialized_end=314
-  _globals['_ATTACHRESPONSE']._serialized_start=316
-  _globals['_ATTACHRESPONSE']._serialized_end=410
-  _globals['_DRAFTREQUEST']._serialized_start=413
-  _globals['_DRAFTREQUEST']._serialized_end=677
-  _globals['_DRAFTRESPONSE']._serialized_start=679
-  _globals['_DRAFTRESPONSE']._serialized_end=780
-  _globals['_RELEASEREQUEST']._serialized_start=782
-  _globals['_RELEASEREQUEST']._serialized_end=828
-  _globals['_RELEASERESPONSE']._serialized_start=830
-  _globals['_RELEASERESPONSE']._serialized_end=847
-  _globals['_GETINFOREQUEST']._serialized_start=849
-  _globals['_GETINFOREQUEST']._serialized_end=865
-  _globals['_GETINFORESPONSE']._serialized_start=868
-  _globals['_GETINFORESPONSE']._serialized_end=1101
-  _globals['_GETINFORESPONSE_GAUGESENTRY']._serialized_start=1056
-  _globals['_GETINFORESPONSE_GAUGESENTRY']._serialized_end=1101
-  _globals['_DRAFTERSERVICE']._serialized_start=1104
-  _globals['_DRAFTERSERVICE']._serialized_end=1467
+  _globals['_TARGETINFO']._serialized_start=47
+  _globals['_TARGETINFO']._serialized_end=268
+  _globals['_PREPAREREQUEST']._serialized_start=270
+  _globals['_PREPAREREQUEST']._serialized_end=336
+  _globals['_PREPARERESPONSE']._serialized_start=338
+  _globals['_PREPARERESPONSE']._serialized_end=444
+  _globals['_ATTACHREQUEST']._serialized_start=447
+  _globals['_ATTACHREQUEST']._serialized_end=592
+  _globals['_ATTACHRESPONSE']._serialized_start=594
+  _globals['_ATTACHRESPONSE']._serialized_end=688
+  _globals['_DRAFTREQUEST']._serialized_start=691
+  _globals['_DRAFTREQUEST']._serialized_end=1172
+  _globals['_DRAFTRESPONSE']._serialized_start=1174
+  _globals['_DRAFTRESPONSE']._serialized_end=1291
+  _globals['_RELEASEREQUEST']._serialized_start=1293
+  _globals['_RELEASEREQUEST']._serialized_end=1339
+  _globals['_RELEASERESPONSE']._serialized_start=1341
+  _globals['_RELEASERESPONSE']._serialized_end=1358
+  _globals['_GETINFOREQUEST']._serialized_start=1360
+  _globals['_GETINFOREQUEST']._serialized_end=1376
+  _globals['_GETINFORESPONSE']._serialized_start=1379
+  _globals['_GETINFORESPONSE']._serialized_end=1612
+  _globals['_GETINFORESPONSE_GAUGESENTRY']._serialized_start=1567
+  _globals['_GETINFORESPONSE_GAUGESENTRY']._serialized_end=1612
+  _globals['_CORPUS']._serialized_start=1614
+  _globals['_CORPUS']._serialized_end=1656
+  _globals['_ADDCORPUSREQUEST']._serialized_start=1658
+  _globals['_ADDCORPUSREQUEST']._serialized_end=1725
+  _globals['_ADDCORPUSRESPONSE']._serialized_start=1727
+  _globals['_ADDCORPUSRESPONSE']._serialized_end=1792
+  _globals['_REMOVECORPUSREQUEST']._serialized_start=1794
+  _globals['_REMOVECORPUSREQUEST']._serialized_end=1829
+  _globals['_REMOVECORPUSRESPONSE']._serialized_start=1831
+  _globals['_REMOVECORPUSRESPONSE']._serialized_end=1853
+  _globals['_LISTCORPORAREQUEST']._serialized_start=1855
+  _globals['_LISTCORPORAREQUEST']._serialized_end=1875
+  _globals['_LISTCORPORARESPONSE']._serialized_start=1877
+  _globals['_LISTCORPORARESPONSE']._serialized_end=1945
+  _globals['_DRAFTERSERVICE']._serialized_start=1948
+  _globals['_DRAFTERSERVICE']._serialized_end=2696
 # @@protoc_insertion_point(module_scope)

@@ -7,18 +7,48 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TargetInfo(_message.Message):
-    __slots__ = ("model_fingerprint", "vocab_size", "max_model_len", "max_slots", "max_nodes")
+    __slots__ = ("model_fingerprint", "vocab_size", "max_model_len", "max_slots", "max_nodes", "hidden_size", "num_layers", "block_size", "num_blocks", "checkpoint")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     MAX_SLOTS_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     vocab_size: int
     max_model_len: int
     max_slots: int
     max_nodes: int
-    def __init__(self, model_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_slots: _Optional[int] = ..., max_nodes: _Optional[int] = ...) -> None: ...
+    hidden_size: int
+    num_layers: int
+    block_size: int
+    num_blocks: int
+    checkpoint: str
+    def __init__(self, model_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_slots: _Optional[int] = ..., max_nodes: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+
+class PrepareRequest(_message.Message):
+    __slots__ = ("target",)
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    target: TargetInfo
+    def __init__(self, target: _Optional[_Union[TargetInfo, _Mapping]] = ...) -> None: ...
+
+class PrepareResponse(_message.Message):
+    __slots__ = ("algorithm", "features", "num_rerun", "blocks", "weights")
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RERUN_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    algorithm: str
+    features: _containers.RepeatedScalarFieldContainer[int]
+    num_rerun: int
+    blocks: bool
+    weights: bool
+    def __init__(self, algorithm: _Optional[str] = ..., features: _Optional[_Iterable[int]] = ..., num_rerun: _Optional[int] = ..., blocks: _Optional[bool] = ..., weights: _Optional[bool] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("epoch", "target", "arena_socket", "layout_version", "challenge")
@@ -47,7 +77,7 @@ class AttachResponse(_message.Message):
     def __init__(self, name: _Optional[str] = ..., algorithm: _Optional[str] = ..., challenge_digest: _Optional[bytes] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
-    __slots__ = ("epoch", "step_id", "slots", "generations", "lengths", "prompt_lengths", "max_nodes", "new_token_starts", "new_tokens", "salts", "seeds", "choice_indices", "temperatures")
+    __slots__ = ("epoch", "step_id", "slots", "generations", "lengths", "prompt_lengths", "max_nodes", "new_token_starts", "new_tokens", "salts", "seeds", "choice_indices", "temperatures", "max_depths", "max_branches", "top_ks", "top_ps", "min_ps", "hidden_starts", "hidden", "block_starts", "block_ids", "prediction_starts", "prediction")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +91,17 @@ class DraftRequest(_message.Message):
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_INDICES_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURES_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    TOP_KS_FIELD_NUMBER: _ClassVar[int]
+    TOP_PS_FIELD_NUMBER: _ClassVar[int]
+    MIN_PS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STARTS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STARTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_STARTS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     slots: _containers.RepeatedScalarFieldContainer[int]
@@ -74,21 +115,34 @@ class DraftRequest(_message.Message):
     seeds: _containers.RepeatedScalarFieldContainer[int]
     choice_indices: _containers.RepeatedScalarFieldContainer[int]
     temperatures: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., prompt_lengths: _Optional[_Iterable[int]] = ..., max_nodes: _Optional[_Iterable[int]] = ..., new_token_starts: _Optional[_Iterable[int]] = ..., new_tokens: _Optional[_Iterable[int]] = ..., salts: _Optional[_Iterable[int]] = ..., seeds: _Optional[_Iterable[int]] = ..., choice_indices: _Optional[_Iterable[int]] = ..., temperatures: _Optional[_Iterable[float]] = ...) -> None: ...
+    max_depths: _containers.RepeatedScalarFieldContainer[int]
+    max_branches: _containers.RepeatedScalarFieldContainer[int]
+    top_ks: _containers.RepeatedScalarFieldContainer[int]
+    top_ps: _containers.RepeatedScalarFieldContainer[float]
+    min_ps: _containers.RepeatedScalarFieldContainer[float]
+    hidden_starts: _containers.RepeatedScalarFieldContainer[int]
+    hidden: bytes
+    block_starts: _containers.RepeatedScalarFieldContainer[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    prediction_starts: _containers.RepeatedScalarFieldContainer[int]
+    prediction: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., prompt_lengths: _Optional[_Iterable[int]] = ..., max_nodes: _Optional[_Iterable[int]] = ..., new_token_starts: _Optional[_Iterable[int]] = ..., new_tokens: _Optional[_Iterable[int]] = ..., salts: _Optional[_Iterable[int]] = ..., seeds: _Optional[_Iterable[int]] = ..., choice_indices: _Optional[_Iterable[int]] = ..., temperatures: _Optional[_Iterable[float]] = ..., max_depths: _Optional[_Iterable[int]] = ..., max_branches: _Optional[_Iterable[int]] = ..., top_ks: _Optional[_Iterable[int]] = ..., top_ps: _Optional[_Iterable[float]] = ..., min_ps: _Optional[_Iterable[float]] = ..., hidden_starts: _Optional[_Iterable[int]] = ..., hidden: _Optional[bytes] = ..., block_starts: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ..., prediction_starts: _Optional[_Iterable[int]] = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
-    __slots__ = ("epoch", "step_id", "node_starts", "tokens", "parents")
+    __slots__ = ("epoch", "step_id", "node_starts", "tokens", "parents", "scores")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_STARTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     node_starts: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., node_starts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., node_starts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("epoch", "slots")
@@ -130,3 +184,47 @@ class GetInfoResponse(_message.Message):
     transport: str
     gauges: _containers.ScalarMap[str, float]
     def __init__(self, version: _Optional[str] = ..., name: _Optional[str] = ..., algorithm: _Optional[str] = ..., attached: _Optional[bool] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Corpus(_message.Message):
+    __slots__ = ("name", "num_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_tokens: int
+    def __init__(self, name: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class AddCorpusRequest(_message.Message):
+    __slots__ = ("name", "token_ids", "append")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    token_ids: bytes
+    append: bool
+    def __init__(self, name: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., append: _Optional[bool] = ...) -> None: ...
+
+class AddCorpusResponse(_message.Message):
+    __slots__ = ("corpus",)
+    CORPUS_FIELD_NUMBER: _ClassVar[int]
+    corpus: Corpus
+    def __init__(self, corpus: _Optional[_Union[Corpus, _Mapping]] = ...) -> None: ...
+
+class RemoveCorpusRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RemoveCorpusResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListCorporaRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListCorporaResponse(_message.Message):
+    __slots__ = ("corpora",)
+    CORPORA_FIELD_NUMBER: _ClassVar[int]
+    corpora: _containers.RepeatedCompositeFieldContainer[Corpus]
+    def __init__(self, corpora: _Optional[_Iterable[_Union[Corpus, _Mapping]]] = ...) -> None: ...

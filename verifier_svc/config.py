@@ -44,6 +44,10 @@ class VerifierSettings(BaseModel):
     disable_radix_cache: bool = False
     # Nodes of one tree at most, the root counted.
     speculative_num_draft_tokens: int = Field(default=8, ge=1, le=256)
+    # Levels of a draft model's trees: as many as pay where it is 0, else exactly so many, whatever less would save.
+    speculative_num_steps: int = Field(default=0, ge=0, le=64)
+    # Children of one node in a draft model's tree.
+    speculative_eagle_topk: int = Field(default=4, ge=1, le=64)
     # More running rows than this: true plain decode. 0: never.
     speculative_max_batch_size: int = Field(default=0, ge=0)
     drafters: tuple[DrafterEndpoint, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from foretoken.drafting import DrafterNeeds
 from foretoken.transport import DraftTransport
 
 State = Literal["connecting", "attached", "broken"]
@@ -27,6 +28,11 @@ class DraftSource(Protocol):
     @property
     def algorithm(self) -> str:
         """NGRAM, EAGLE3, ...; empty before the first attachment."""
+        ...
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        """What its requests must carry; of the last attachment."""
         ...
 
     @property

@@ -14,10 +14,12 @@ from typing import Any
 
 import grpc
 
+from foretoken import limits
+from foretoken.arena_layout import ArenaLayout
 from foretoken.doorbell import Doorbell
 from foretoken.draft_wire import batch_from_proto, request_to_proto
 from foretoken.drafting import DraftBatch, DraftRequest
-from foretoken.transport import RequestQueue, TransportClosedError, TransportCounters
+from foretoken.transport import RequestQueue, TransportClosedError, TransportCounters, token_capacity_for
 from protos import drafter_pb2
 
 # The reader's word for: the stream has ended.
@@ -27,11 +29,14 @@ _END = None
 class StreamTransport:
     """The verifier's end: a ``foretoken.transport.DraftTransport`` over ``DrafterService.Draft``."""
 
-    def __init__(self, stub: Any, epoch: int, max_rows: int, token_capacity: int, counters: TransportCounters) -> None:
-        """``stub``: a synchronous DrafterServiceStub that is attached. Opens the stream."""
+    def __init__(self, stub: Any, epoch: int, layout: ArenaLayout, counters: TransportCounters) -> None:
+        """``stub``: a synchronous DrafterServiceStub that is attached. ``layout``: sizes of requests."""
         self._stub = stub
         self._epoch = epoch
-        self._queue = RequestQueue(max_rows, max(token_capacity, max_rows), counters, releases_are_answered=False)
+        capacity = token_capacity_for(
+            layout.max_rows, layout.hidden_width, layout.token_capacity, limits.MAX_BODY_BYTES // 2
+        )
+        self._queue = RequestQueue(layout.max_rows, capacity, layout.block_size, counters, releases_are_answered=False)
         self._outgoing: queue.SimpleQueue[DraftRequest | tuple[int, ...] | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[drafter_pb2.DraftResponse | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

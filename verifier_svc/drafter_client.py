@@ -23,9 +23,11 @@ from foretoken import rpc
 from foretoken.arena import ArenaListener, ArenaTransport
 from foretoken.arena_layout import CHALLENGE_BYTES, LAYOUT_VERSION, ArenaLayout
 from foretoken.doorbell import Doorbell, Waiter
-from foretoken.draft_wire import target_to_proto
-from foretoken.drafting import Drafter, TargetInfo
+from foretoken.draft_wire import needs_from_proto, target_to_proto
+from foretoken.drafting import Drafter, DrafterNeeds, TargetInfo
 from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
+from foretoken.models.target_weights import TargetWeights
+from foretoken.shared_weights import SharedWeights
 from foretoken.transport import (
     DEFAULT_TOKEN_CAPACITY,
     DraftTransport,
@@ -59,14 +61,20 @@ class DrafterClient:
         *,
         token_capacity: int = DEFAULT_TOKEN_CAPACITY,
         spin_us: int | None = None,
+        weights: SharedWeights | None = None,
     ) -> None:
-        """``epoch``: the verifier's. ``token_capacity``: of one request. ``spin_us``: as ArenaTransport's."""
+        """``epoch``: the verifier's. ``token_capacity``: of one request. ``spin_us``: as ArenaTransport's.
+
+        ``weights``: of the target, for a drafter on this host that shares them.
+        """
         self._endpoint = endpoint
         self._target = target
         self._epoch = epoch
         self._socket_path = rpc.unix_path(endpoint.address)
-        self._layout = ArenaLayout.of_target(target, token_capacity)
+        self._token_capacity = token_capacity
         self._spin_us = spin_us
+        self._weights = weights
+        self._needs = DrafterNeeds()
         self._counters = TransportCounters()
         self._breaker = CircuitBreaker()
         self._lock = threading.Lock()
@@ -90,6 +98,10 @@ class DrafterClient:
     @property
     def algorithm(self) -> str:
         return self._algorithm
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self._needs
 
     @property
     def transport(self) -> DraftTransport | None:
@@ -209,17 +221,17 @@ class DrafterClient:
         attachment.callback(channel.close)
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         challenge = os.urandom(CHALLENGE_BYTES)
+        needs = self._prepare(stub)
+        layout = ArenaLayout.of_target(self._target, needs, self._token_capacity)
         transport: ArenaTransport | StreamTransport
         if self.transport_name == "shared-memory":
-            transport, response = self._attach_arena(stub, challenge, attachment)
+            transport, response = self._attach_arena(stub, challenge, layout, needs, attachment)
             transport.check_self_test()
             # The step goes through the arena alone.
             channel.close()
         else:
             response = self._call_attach(stub, challenge, "", None)
-            transport = StreamTransport(
-                stub, self._epoch, self._layout.max_rows, self._layout.token_capacity, self._counters
-            )
+            transport = StreamTransport(stub, self._epoch, layout, self._counters)
             attachment.callback(transport.close)
         if response.transport != transport.name:
             raise PreconditionError(f"self-test: the drafter uses {response.transport!r}, not {transport.name!r}")
@@ -228,6 +240,7 @@ class DrafterClient:
         self._probe(transport)
         with self._lock:
             self._algorithm = response.algorithm
+            self._needs = needs
             self._num_attaches += 1
             self._break_reason = ""
             self._state = "attached"
@@ -242,10 +255,24 @@ class DrafterClient:
         if transport.receive(PROBE_TIMEOUT_S) is None:
             raise PreconditionError(f"self-test: no answer over {transport.name}")
 
+    def _prepare(self, stub: Any) -> DrafterNeeds:
+        """What the drafter's requests must carry; it loads its model for that."""
+        request = drafter_pb2.PrepareRequest(target=target_to_proto(self._target))
+        response = self._result(stub.Prepare.future(request, timeout=ATTACH_TIMEOUT_S))
+        return needs_from_proto(response, self._target)
+
     def _attach_arena(
-        self, stub: Any, challenge: bytes, attachment: contextlib.ExitStack
+        self,
+        stub: Any,
+        challenge: bytes,
+        layout: ArenaLayout,
+        needs: DrafterNeeds,
+        attachment: contextlib.ExitStack,
     ) -> tuple[ArenaTransport, drafter_pb2.AttachResponse]:
-        transport = ArenaTransport(self._layout, self._epoch, challenge, self._counters, spin_us=self._spin_us)
+        weights_fd = self._weights.fileno() if self._weights is not None and needs.weights else None
+        transport = ArenaTransport(
+            layout, self._epoch, challenge, self._counters, spin_us=self._spin_us, weights_fd=weights_fd
+        )
         attachment.callback(transport.close)
         # Beside the drafter's own socket: a folder that both sides see.
         folder: Path | None = self._socket_path.parent if self._socket_path is not None else None
@@ -263,7 +290,7 @@ class DrafterClient:
         on_connect: Callable[[], None] | None,
         listener_fd: int | None = None,
     ) -> drafter_pb2.AttachResponse:
-        """Call Attach, handing over the arena meanwhile. A close ends the wait at once."""
+        """Call Attach, handing over the arena meanwhile."""
         call = stub.Attach.future(
             drafter_pb2.AttachRequest(
                 epoch=self._epoch,
@@ -274,6 +301,11 @@ class DrafterClient:
             ),
             timeout=ATTACH_TIMEOUT_S,
         )
+        response: drafter_pb2.AttachResponse = self._result(call, on_connect, listener_fd)
+        return response
+
+    def _result(self, call: Any, on_connect: Callable[[], None] | None = None, listener_fd: int | None = None) -> Any:
+        """A call's result; ``on_connect`` runs when the listener gets a connection. A close ends the wait at once."""
         try:
             call.add_done_callback(lambda _: self._wake.ring())
             fds = [self._wake.fileno()]
@@ -287,8 +319,7 @@ class DrafterClient:
                     on_connect()
                     # Accepted and closed: its number may soon be another descriptor's.
                     waiter = Waiter(fds)
-            response: drafter_pb2.AttachResponse = call.result()
-            return response
+            return call.result()
         except grpc.RpcError as error:
             raise rpc.error_from_rpc(error) from error
         finally:
@@ -305,13 +336,19 @@ class InProcessClient:
         target: TargetInfo,
         epoch: int,
         *,
+        weights: TargetWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``drafter``: built by the composition root. ``clock``: seconds, for the backoff after its failures."""
+        """``drafter``: built by the composition root. ``clock``: seconds, for the backoff after its failures.
+
+        ``weights``: of the target, for a drafter that shares them.
+        """
         self._name = name
         self._drafter = drafter
         self._target = target
         self._epoch = epoch
+        self._weights = weights
+        self._needs = DrafterNeeds()
         self._clock = clock
         self._counters = TransportCounters()
         self._breaker = CircuitBreaker()
@@ -327,6 +364,10 @@ class InProcessClient:
     @property
     def algorithm(self) -> str:
         return self._drafter.algorithm
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self._needs
 
     @property
     def transport(self) -> DraftTransport | None:
@@ -370,7 +411,8 @@ class InProcessClient:
     def _attach(self) -> None:
         transport = InProcessTransport(self._drafter, self._counters)
         try:
-            self._drafter.attach(self._target)
+            self._needs = self._drafter.needs(self._target)
+            self._drafter.attach(self._target, self._weights if self._needs.weights else None)
             transport.post(probe_request(self._epoch, 0))
             transport.receive(0)
         except Exception as error:

@@ -22,6 +22,7 @@ from foretoken.errors import DeadlineError, ForetokenError, PreconditionError, Q
 from foretoken.models.batch import ForwardBatch
 from foretoken.tree import DraftTree
 from verifier_svc.block_manager import BlockManager
+from verifier_svc.feature_window import gathered
 from verifier_svc.messages import (
     Abort,
     CloseSession,
@@ -36,7 +37,7 @@ from verifier_svc.messages import (
 )
 from verifier_svc.outbox import Outbox
 from verifier_svc.scheduler import Scheduler
-from verifier_svc.sequence import NO_SLOT, DecodeStep, Sequence
+from verifier_svc.sequence import NO_SLOT, DecodeStep, DrafterShare, Sequence
 from verifier_svc.speculator import Speculator
 from verifier_svc.step import Scheduled, StepBatch, build_batch, commit_slots
 from verifier_svc.verify import WalkResult, sample_and_walk, token_logprobs
@@ -47,8 +48,17 @@ logger = logging.getLogger(__name__)
 class TargetRunner(Protocol):
     """What the engine needs of the target model (verifier_svc.model_runner)."""
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """float32 [wanted rows, vocab]: raw logits, valid until the next call."""
+    @property
+    def features(self) -> torch.Tensor:
+        """float32 [rows, captured * hidden_size]: of the last pass, valid until the next one."""
+        ...
+
+    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
+        """float32 [wanted rows, vocab]: raw logits, valid until the next call.
+
+        ``features``: hidden states to capture for all rows; see foretoken.drafting.FINAL_NORM. Slots from the last
+        block's end on are scratch: a row may write there what nobody reads.
+        """
         ...
 
     def commit(self, source_slots: np.ndarray, target_slots: np.ndarray) -> None:
@@ -101,6 +111,8 @@ class Engine:
         self._next_session = 0
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._pending: dict[int, list[Event]] = {}
+        # Hidden states of the target that this step captures.
+        self._captured: tuple[int, ...] = ()
         self._stopping = False
         self._draining = False
         self._thread: threading.Thread | None = None
@@ -199,6 +211,7 @@ class Engine:
         """Take in messages, run one step if there is work, hand out its events."""
         began = time.perf_counter()
         now = time.monotonic()
+        self._captured = self._speculator.capture(self._scheduler.running)
         self._take_inbox(now)
         self._end_overdue(now)
         scheduled = self._scheduler.schedule(self._num_nodes, now)
@@ -210,7 +223,10 @@ class Engine:
         ended_at = time.perf_counter()
         if scheduled and all(part.was_decoding for part in scheduled):
             self._speculator.observe_step(sum(part.num_rows for part in scheduled), ended_at - began)
-        self._speculator.post([s for s in self._scheduler.running if s.is_decoding])
+        running = self._scheduler.running
+        self._speculator.post(
+            [s for s in running if s.is_decoding], [s for s in running if not s.is_decoding and s.num_computed > 0]
+        )
         posted_at = time.perf_counter()
         self._speculator.collect()
         collected_at = time.perf_counter()
@@ -228,18 +244,22 @@ class Engine:
 
     def _num_nodes(self, sequence: Sequence) -> int:
         """Nodes of the tree that is there for a sequence's next step, the root counted."""
-        tree, _ = self._speculator.tree_of(sequence)
-        return tree.num_nodes if tree is not None else 1
+        draft = self._speculator.draft_of(sequence)
+        return draft.tree.num_nodes if draft is not None else 1
 
     def _run_scheduled(self, scheduled: list[Scheduled]) -> None:
         for part in scheduled:
             if part.was_decoding:
-                tree, drafter = self._speculator.tree_of(part.sequence)
-                if tree is not None and tree.num_nodes <= part.max_nodes:
-                    part.tree, part.drafter = tree, drafter
+                draft = self._speculator.draft_of(part.sequence)
+                if draft is not None and draft.tree.num_nodes <= part.max_nodes:
+                    part.draft = draft
+            elif part.sequence.num_computed != part.sequence.features.end:
+                # The token after a prefix hit is drafted from hidden states of the prefix's end, which nobody has.
+                part.num_rerun = self._speculator.num_rerun(part.sequence)
         began = time.perf_counter()
-        batch = build_batch(scheduled, self._blocks.block_size)
-        logits = self._runner.forward(batch.forward).numpy()
+        blocks = self._blocks
+        batch = build_batch(scheduled, blocks.block_size, blocks.num_blocks * blocks.block_size)
+        logits = self._runner.forward(batch.forward, self._captured).numpy()
         forward_at = time.perf_counter()
         self._verify(scheduled, batch, logits)
         self.counters.add_time("forward", forward_at - began)
@@ -255,6 +275,7 @@ class Engine:
             if sequence.wants_prompt_logprobs and sequence.num_computed < sequence.num_prompt_tokens:
                 rows = self._take_prompt_logprobs(part, rows)
             if not part.samples:
+                self._keep_features(part, batch.row_starts[index], [])
                 self._advance(sequence, part.num_tokens)
                 continue
             tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
@@ -265,12 +286,13 @@ class Engine:
                 sequence.num_prompt_tokens,
                 sequence.tokens[sequence.num_prompt_tokens :],
                 sequence.max_new_tokens,
-                source=part.drafter,
+                sources=part.draft.sources.tolist() if part.draft is not None else None,
             )
+            self._keep_features(part, batch.row_starts[index], result.accepted_nodes)
             moved = commit_slots(sequence, result.accepted_nodes, self._blocks.block_size)
             source_slots.extend(moved[0])
             target_slots.extend(moved[1])
-            self._commit(part, tree, result)
+            self._commit(part, result)
         if source_slots:
             self._runner.commit(np.array(source_slots, np.int32), np.array(target_slots, np.int32))
 
@@ -286,13 +308,23 @@ class Engine:
             sequence.prompt_logprobs.extend(token_logprobs(rows[:known], following, wanted))
         return rows[part.num_tokens - 1 :] if part.samples else rows[:0]
 
+    def _keep_features(self, part: Scheduled, row_start: int, accepted: list[int]) -> None:
+        """Keep the hidden rows of what a part computed, accepted nodes included, for the drafters to be told."""
+        if not self._captured or not self._speculator.wants_features(part.sequence):
+            return
+        num_rows = part.num_rerun + part.num_tokens
+        # Nodes come behind the tokens, of which the root is the last one.
+        nodes = [row_start + num_rows - 1 + node for node in accepted]
+        rows = gathered(self._runner.features.numpy(), row_start, num_rows, nodes)
+        part.sequence.features.append(part.sequence.num_computed - part.num_rerun, rows)
+
     def _advance(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens as computed, and let others share the blocks that are full of them."""
         sequence.num_computed += num_tokens
         assert sequence.table is not None
         self._blocks.hash_full_blocks(sequence.table, sequence.tokens, sequence.num_computed)
 
-    def _commit(self, part: Scheduled, tree: DraftTree, result: WalkResult) -> None:
+    def _commit(self, part: Scheduled, result: WalkResult) -> None:
         """Append what the walk emitted; end the sequence if it is done."""
         sequence = part.sequence
         offset = sequence.num_output_tokens
@@ -301,11 +333,12 @@ class Engine:
         self._advance(sequence, part.num_tokens + num_accepted)
         if part.was_decoding:
             wanted = self._speculator.wants_drafts(sequence)
-            drafted, matched = tree.num_speculative_tokens, result.num_accepted_drafts
-            sequence.steps.append(DecodeStep(result.num_walked_tokens, drafted, matched, part.drafter, wanted))
-            self.counters.num_fallback_steps += wanted and part.tree is None
-            if part.tree is not None:
-                self._speculator.observe(sequence, tree, part.drafter, matched)
+            shares: tuple[DrafterShare, ...] = ()
+            if part.draft is not None:
+                shares = part.draft.shares(result.matched_nodes)
+                self._speculator.observe(sequence, part.draft, result.matched_nodes, shares)
+            sequence.steps.append(DecodeStep(result.num_walked_tokens, shares, wanted))
+            self.counters.num_fallback_steps += wanted and part.draft is None
         is_first = sequence.first_token_at is None
         if is_first:
             sequence.first_token_at = time.monotonic()

@@ -101,6 +101,11 @@ class Gate:
         if self._misses > PATIENT_MISSES:
             self._scout()
 
+    def expect_drafts(self) -> None:
+        """The drafter is a model, which proposes something whenever it is asked: nothing to scout for."""
+        self._in_earnest = True
+        self._pause = 0
+
     def observe_find(self) -> None:
         """Learn that a scouted drafter had something: the next ask is in earnest."""
         self._in_earnest = True

@@ -55,6 +55,8 @@ class Submit:
     deadline: float | None
     # Behind ``output_ids`` in the sampling's grammar, if it has one; the engine's own from now on.
     matcher: Matcher | None = None
+    # Tokens that the client expects as the output: a draft.
+    prediction_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,15 @@ class CloseSession:
 InboxMessage = Submit | Abort | CloseSession
 
 
+class DrafterStats(NamedTuple):
+    """One drafter's part in one sequence; ``accepted_per_position[k]``: accepted tokens at depth k + 1 of a tree."""
+
+    name: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
     """What speculation did for one sequence; the formulas stand in docs/architecture.md."""
@@ -87,6 +98,7 @@ class SpeculationStats:
     acceptance_histogram: tuple[int, ...] = ()
     drafter: str = ""
     num_decode_tokens: int = 0
+    drafters: tuple[DrafterStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,8 +25,10 @@ from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.decoder_weights import Progress, load_decoder_weights
 from foretoken.models.llama import Llama
 from foretoken.models.row_check import rows_are_independent
+from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weights import Checkpoint, hash_files
 from foretoken.sampling import SAMPLER_VERSION
+from foretoken.shared_weights import SharedWeights
 from verifier_svc.grammar import LLGUIDANCE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -80,9 +83,23 @@ class ModelRunner:
             tokenizer = [file for file in (path / "tokenizer.json",) if file.is_file()]
             self._checkpoint_hash = hash_files([path / "config.json", *tokenizer, *checkpoint.files])
         self.weights_bytes = weights.num_bytes
+        # Drafters on this host that use embedding or head read this copy.
+        self.shared_weights = SharedWeights(
+            TargetWeights(
+                self.config.vocab_size,
+                self.config.hidden_size,
+                self.config.tie_word_embeddings,
+                weights.bfloat16,
+                weights.embedding,
+                weights.head,
+            )
+        )
+        shared = self.shared_weights.weights
+        weights = replace(weights, embedding=shared.embedding, head=shared.head)
+        # The last block is scratch: rows that are run again write there.
         self._cache = KVCache(
             self.config.num_layers,
-            num_blocks,
+            num_blocks + 1,
             block_size,
             self.config.num_kv_heads,
             self.config.head_dim,
@@ -107,15 +124,21 @@ class ModelRunner:
         content = f"{self._checkpoint_hash} {dtype} {self.mode} {SAMPLER_VERSION} {LLGUIDANCE_VERSION}"
         return hashlib.sha256(content.encode()).hexdigest()
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    @property
+    def features(self) -> torch.Tensor:
+        """float32 [rows, captured * hidden_size] of the last pass; valid until the next one."""
+        return self._model.features
+
+    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
         """float32 [len(batch.logit_rows), vocab_size]; valid until the next call.
 
-        All rows' keys and values are written before any row attends.
+        All rows' keys and values are written before any row attends. ``features``: hidden states to capture for all
+        rows (foretoken.drafting.FINAL_NORM).
 
         Raises:
             ValueError: an index of the batch is out of range; nothing was written.
         """
-        return self._model.forward(batch)
+        return self._model.forward(batch, features)
 
     def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         """Copy keys and values of slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, in ascending i.

@@ -84,7 +84,12 @@ class Scheduler:
         return scheduled
 
     def _reserve_nodes(self, sequence: Sequence, nodes: int) -> int:
-        """Reserve pages for a decode row; returns the nodes there is room for, 0 if it was preempted itself."""
+        """Reserve pages for a decode row; returns the nodes there is room for, 0 if it was preempted itself.
+
+        One slot more, where there is room: a drafter keeps an entry for the next root before the target does.
+        """
+        if self._reserve(sequence, sequence.num_computed + nodes + 1):
+            return nodes
         if self._reserve(sequence, sequence.num_computed + nodes):
             return nodes
         while not self._reserve(sequence, sequence.num_computed + 1):
@@ -97,6 +102,7 @@ class Scheduler:
     def _schedule_chunk(self, sequence: Sequence, budget: int, scheduled: list[Scheduled]) -> int:
         """Schedule the next chunk of a sequence in prefill; returns its tokens (0: no pages now)."""
         num_tokens = min(sequence.num_uncomputed, budget)
+        self._reserve(sequence, sequence.num_computed + num_tokens + 1)
         if not self._reserve(sequence, sequence.num_computed + num_tokens):
             # Older ones go on and will free pages; if there is no older one, the younger ones give theirs.
             if scheduled or sequence is not self.running[0]:

@@ -10,30 +10,46 @@ from typing import NamedTuple
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from verifier_svc.block_manager import BlockTable
+from verifier_svc.feature_window import FeatureWindow
 from verifier_svc.gate import Gate
-from verifier_svc.messages import SequenceKey, SpeculationStats, Submit, TokenLogprobs
+from verifier_svc.messages import DrafterStats, SequenceKey, SpeculationStats, Submit, TokenLogprobs
 from verifier_svc.verify import SamplingState
 
 NO_SLOT = -1
+
+
+class DrafterShare(NamedTuple):
+    """One drafter's part of a verified tree: its nodes, and the depths of those on the walked path."""
+
+    # Index of the drafter + 1.
+    drafter: int
+    num_drafted: int
+    accepted_depths: tuple[int, ...]
 
 
 class DecodeStep(NamedTuple):
     """What one decode step did for one sequence; ``num_emitted`` is counted before trimming."""
 
     num_emitted: int
-    num_drafted: int
-    num_accepted: int
-    # Index of the drafter + 1; 0: nothing was drafted.
-    drafter: int
+    # Per drafter that had nodes in the tree.
+    shares: tuple[DrafterShare, ...]
     # Whether drafts were wanted.
     wanted: bool
 
+    @property
+    def num_drafted(self) -> int:
+        return sum(share.num_drafted for share in self.shares)
 
-class Attachment(NamedTuple):
-    """One attachment of one drafter."""
+    @property
+    def num_accepted(self) -> int:
+        return sum(len(share.accepted_depths) for share in self.shares)
 
-    name: str
+
+class Told(NamedTuple):
+    """What one drafter knows: tokens [0, length), since it attached for the ``num_attaches``-th time."""
+
     num_attaches: int
+    length: int
 
 
 class Sequence:
@@ -76,10 +92,14 @@ class Sequence:
         self.slot = NO_SLOT
         self.generation = 0
 
-        # Speculation: the drafter that was told of tokens [0, told_length), and what drafting came to so far.
-        self.told_to: Attachment | None = None
-        self.told_length = 0
+        # Speculation: what drafters know, by name; the target's hidden rows that they want; what drafting came to.
+        self.told: dict[str, Told] = {}
+        self.features = FeatureWindow()
+        self.prediction_ids = submit.prediction_ids
         self.gate = Gate()
+        if submit.prediction_ids:
+            # There is something to propose from the first token on: nothing to scout for.
+            self.gate.observe_find()
         self.steps: list[DecodeStep] = []
 
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -120,8 +140,8 @@ class Sequence:
         self.table = None
         self.num_computed = 0
         self.slot = NO_SLOT
-        self.told_to = None
-        self.told_length = 0
+        self.told = {}
+        self.features.clear()
         self.prompt_logprobs = []
 
     def stats(self, drafter_names: tuple[str, ...], kept_tokens: int | None = None) -> SpeculationStats:
@@ -137,11 +157,10 @@ class Sequence:
             steps = steps[:count]
         drafted = [step for step in steps if step.num_drafted]
         histogram = [0] * (1 + max((step.num_drafted for step in drafted), default=-1))
-        by_drafter: dict[int, int] = {}
         for step in drafted:
             histogram[step.num_accepted] += 1
-            by_drafter[step.drafter] = by_drafter.get(step.drafter, 0) + step.num_drafted
-        most = max(by_drafter, key=lambda drafter: by_drafter[drafter], default=0)
+        by_drafter = _by_drafter(drafted, drafter_names)
+        most = max(by_drafter, key=lambda stats: stats.num_draft_tokens, default=None)
         return SpeculationStats(
             num_decode_steps=len(steps),
             num_spec_steps=len(drafted),
@@ -149,9 +168,27 @@ class Sequence:
             num_accepted_tokens=sum(step.num_accepted for step in drafted),
             fallback_steps=sum(step.wanted and not step.num_drafted for step in steps),
             acceptance_histogram=tuple(histogram),
-            drafter=drafter_names[most - 1] if most else "",
+            drafter=most.name if most else "",
+            drafters=by_drafter,
             num_decode_tokens=sum(step.num_emitted for step in steps),
         )
+
+
+def _by_drafter(steps: list[DecodeStep], names: tuple[str, ...]) -> tuple[DrafterStats, ...]:
+    """What each drafter's nodes came to, in the order of the drafters."""
+    drafted: dict[int, int] = {}
+    positions: dict[int, list[int]] = {}
+    for step in steps:
+        for share in step.shares:
+            drafted[share.drafter] = drafted.get(share.drafter, 0) + share.num_drafted
+            counts = positions.setdefault(share.drafter, [])
+            counts.extend([0] * (max(share.accepted_depths, default=0) - len(counts)))
+            for depth in share.accepted_depths:
+                counts[depth - 1] += 1
+    return tuple(
+        DrafterStats(names[drafter - 1], drafted[drafter], sum(positions[drafter]), tuple(positions[drafter]))
+        for drafter in sorted(drafted)
+    )
 
 
 def digest_of_salt(salt: str | None) -> int:

@@ -32,6 +32,7 @@ from verifier_svc.calibration import measure_step_costs
 from verifier_svc.config import VerifierSettings
 from verifier_svc.draft_source import DraftSource
 from verifier_svc.drafter_client import DrafterClient, InProcessClient
+from verifier_svc.drafter_corpora import DrafterCorpora
 from verifier_svc.engine import Engine
 from verifier_svc.grammar import Vocabulary
 from verifier_svc.grammar_compiler import GrammarCompiler
@@ -42,6 +43,7 @@ from verifier_svc.scheduler import Scheduler
 from verifier_svc.service import VerifierService
 from verifier_svc.speculator import Speculator
 from verifier_svc.step_costs import StepCosts
+from verifier_svc.tree_shape import TreeShape
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +137,11 @@ def build(
         max_model_len=runner.max_model_len,
         max_slots=settings.max_running_requests,
         max_nodes=max_nodes,
+        hidden_size=runner.config.hidden_size,
+        num_layers=runner.config.num_layers,
+        block_size=settings.block_size,
+        num_blocks=budget.num_blocks,
+        checkpoint=str(settings.model.resolve()),
     )
     costs = measure_step_costs(
         runner,
@@ -143,8 +150,13 @@ def build(
         most_rows=max(max_nodes * 2, settings.max_running_requests),
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
-    sources: list[DraftSource] = [DrafterClient(endpoint, target, epoch) for endpoint in settings.drafters]
-    sources += [InProcessClient(name, drafter, target, epoch) for name, drafter in placed.items()]
+    sources: list[DraftSource] = [
+        DrafterClient(endpoint, target, epoch, weights=runner.shared_weights) for endpoint in settings.drafters
+    ]
+    sources += [
+        InProcessClient(name, drafter, target, epoch, weights=runner.shared_weights.weights)
+        for name, drafter in placed.items()
+    ]
     blocks = BlockManager(budget.num_blocks, settings.block_size, enable_prefix_cache=not settings.disable_radix_cache)
     scheduler = Scheduler(
         blocks,
@@ -157,7 +169,8 @@ def build(
         StepCosts(costs),
         epoch=epoch,
         vocab_size=runner.config.vocab_size,
-        max_nodes=max_nodes,
+        block_size=settings.block_size,
+        shape=TreeShape(max_nodes, settings.speculative_num_steps, settings.speculative_eagle_topk),
         max_batch_size=settings.speculative_max_batch_size,
         timeout_s=settings.draft_timeout_ms / 1e3,
     )
@@ -208,11 +221,14 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
         # Bound before the model is loaded: a taken address is known at once.
         rpc.bind(server, settings.address)
         verifier: Verifier | None = None
+        keeping: asyncio.Task[None] | None = None
         try:
             verifier = await _build(settings, in_process_drafters, stop)
             if verifier is None:
                 return False
-            service = VerifierService(verifier.engine, verifier.info, tracer, verifier.grammars)
+            corpora = DrafterCorpora(verifier.sources, settings.drafters, in_process_drafters or {})
+            keeping = asyncio.create_task(corpora.keep())
+            service = VerifierService(verifier.engine, verifier.info, tracer, corpora, verifier.grammars)
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
             # What start-up made stays: a collection in the middle of a step then walks over little.
             gc.collect()
@@ -230,6 +246,8 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             await server.stop(STOP_GRACE_S)
         finally:
             rpc.remove_socket(settings.address)
+            if keeping is not None:
+                keeping.cancel()
             if verifier is not None:
                 await asyncio.to_thread(verifier.close)
             if tracer is not None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from foretoken.models.batch import ForwardBatch
 from foretoken.tree import MASK_WORD_BITS, DraftTree, Int32, ancestor_mask, depths
+from verifier_svc.draft import Draft
 from verifier_svc.sequence import Sequence
 
 
@@ -20,14 +21,18 @@ class Scheduled:
     num_tokens: int
     # Nodes that there is room for, the root counted.
     max_nodes: int
-    tree: DraftTree | None = None
-    # Index of the drafter + 1 that the tree is from.
-    drafter: int = 0
+    draft: Draft | None = None
+    # Positions before the first one that are run again for their hidden states alone.
+    num_rerun: int = 0
     # Whether this is a decode step of the sequence, as of when it was scheduled.
     was_decoding: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.was_decoding = self.sequence.is_decoding
+
+    @property
+    def tree(self) -> DraftTree | None:
+        return self.draft.tree if self.draft is not None else None
 
     @property
     def samples(self) -> bool:
@@ -36,19 +41,26 @@ class Scheduled:
 
     @property
     def num_rows(self) -> int:
-        return self.num_tokens + (self.tree.num_speculative_tokens if self.tree else 0)
+        return self.num_rerun + self.num_tokens + (self.tree.num_speculative_tokens if self.tree else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The rows, and for each scheduled sequence where its logits lie: ``logit_starts[i]:logit_starts[i + 1]``."""
+    """The rows, and where each scheduled sequence's lie.
+
+    Its logits are ``logit_starts[i]:logit_starts[i + 1]``; its rows begin at ``row_starts[i]``: first those that are
+    run again, then its tokens, then the tree's nodes but the root.
+    """
 
     forward: ForwardBatch
     logit_starts: list[int]
+    row_starts: list[int]
 
 
-def build_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
+def build_batch(scheduled: list[Scheduled], block_size: int, scratch_slot: int) -> StepBatch:
     """Lay a step's sequences out as rows.
+
+    Rows that are run again see their own entries, which may be shared, and write theirs to ``scratch_slot``.
 
     A tree's nodes take the logical slots behind the root in index order, whatever their depth; nodes of a chain see
     one contiguous run, so they need no mask.
@@ -64,12 +76,16 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
     tree_starts = np.zeros(len(scheduled), np.int32)
     logit_rows: list[int] = []
     logit_starts = [0]
+    row_starts: list[int] = []
+    rerun_rows: list[int] = []
     row = 0
     for index, part in enumerate(scheduled):
         sequence, first = part.sequence, part.sequence.num_computed
-        end = row + part.num_tokens
-        token_ids[row:end] = sequence.tokens[first : first + part.num_tokens]
-        positions[row:end] = np.arange(first, first + part.num_tokens, dtype=np.int32)
+        end = row + part.num_rerun + part.num_tokens
+        row_starts.append(row)
+        rerun_rows.extend(range(row, row + part.num_rerun))
+        token_ids[row:end] = sequence.tokens[first - part.num_rerun : first + part.num_tokens]
+        positions[row:end] = np.arange(first - part.num_rerun, first + part.num_tokens, dtype=np.int32)
         logical[row:end] = positions[row:end]
         context_lens[row:end] = positions[row:end] + 1
         last = end + (part.tree.num_speculative_tokens if part.tree else 0)
@@ -87,13 +103,14 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
             )
             tree_starts[index] = first + part.num_tokens - 1
         if sequence.wants_prompt_logprobs and first < sequence.num_prompt_tokens:
-            logit_rows.extend(range(row, last))
+            logit_rows.extend(range(row + part.num_rerun, last))
         elif part.samples:
             logit_rows.extend(range(end - 1, last))
         logit_starts.append(len(logit_rows))
         row = last
     block_tables = _block_tables(scheduled)
     slot_mapping = block_tables[row_seqs, logical // block_size] * block_size + logical % block_size
+    slot_mapping[rerun_rows] = scratch_slot
     forward = ForwardBatch(
         token_ids=token_ids,
         positions=positions,
@@ -105,7 +122,7 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
         block_tables=block_tables,
         logit_rows=np.array(logit_rows, np.int32),
     )
-    return StepBatch(forward, logit_starts)
+    return StepBatch(forward, logit_starts, row_starts)
 
 
 def _place_nodes(

@@ -38,7 +38,7 @@ class WalkResult(NamedTuple):
         stop_token_id: the stop token that ended it.
         logprobs: one per token if the request asked for them.
         num_walked_tokens: tokens of this step before trimming: with the stop token and those past ``max_new_tokens``.
-        num_accepted_drafts: those of them that were drafted.
+        matched_nodes: the nodes that held the leading ones of them.
         error: why the sequence cannot go on behind ``tokens``, or None.
     """
 
@@ -49,7 +49,7 @@ class WalkResult(NamedTuple):
     stop_token_id: int | None
     logprobs: list[TokenLogprobs]
     num_walked_tokens: int
-    num_accepted_drafts: int
+    matched_nodes: list[int]
     error: ForetokenError | None = None
 
 
@@ -196,7 +196,7 @@ def sample_and_walk(
     output_ids: Sequence[int],
     max_new_tokens: int,
     *,
-    source: int = 1,
+    sources: Sequence[int] | None = None,
 ) -> WalkResult:
     """Sample along a verified tree and say what it commits; advances ``state``.
 
@@ -205,7 +205,7 @@ def sample_and_walk(
         tree: a valid tree whose root is the last token of prompt + output.
         output_ids: the output so far.
         max_new_tokens: tokens that may still be emitted, at least 1; the context's end included.
-        source: number of the drafter that the tree is from, for ``sources``.
+        sources: per node the number of the drafter that it is from; None: 1.
     """
     assert state.num_output_tokens == len(output_ids), "the state has not seen this output"
     assert len(logits) == tree.num_nodes and max_new_tokens >= 1
@@ -225,12 +225,13 @@ def sample_and_walk(
     return WalkResult(
         tokens=tokens,
         accepted_nodes=accepted,
-        sources=[source] * len(accepted) + [0] * (len(tokens) - len(accepted)),
+        sources=[1 if sources is None else int(sources[node]) for node in accepted]
+        + [0] * (len(tokens) - len(accepted)),
         finish=finish,
         stop_token_id=stop_token_id,
         logprobs=[] if top_k is None else token_logprobs(rows, tokens, top_k),
         num_walked_tokens=len(path.tokens),
-        num_accepted_drafts=len(path.matched),
+        matched_nodes=path.matched,
         error=state.error if finish is None else None,
     )
 

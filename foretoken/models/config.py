@@ -16,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from foretoken.errors import CheckpointError, ConfigError
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
+# transformers has no class for these, so every checkpoint of theirs names code of its own; it is not needed here.
+_WITHOUT_A_CLASS = ("mimo",)
 # The CPU kernels work on whole vectors.
 _WIDTH_MULTIPLE = 16
 
@@ -58,6 +60,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     "mistral": {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "mimo": {"num_key_value_heads": 32},
 }
 
 
@@ -105,13 +108,26 @@ def load_config(path: Path) -> ModelConfig:
         CheckpointError: no folder, no config.json, or not JSON.
         ConfigError: a model type or feature that is not supported, by name.
     """
+    raw = read_config_file(path)
+    generation = _read_json(path / "generation_config.json") or {}
+    return parse_config(raw, path / "config.json", generation)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The fields of the folder's config.json. Raises as ``load_config``; ``auto_map`` is refused."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder with a checkpoint")
     raw = _read_json(path / "config.json")
     if raw is None:
         raise CheckpointError(f"{path / 'config.json'} does not exist")
-    if raw.get("auto_map"):
+    if raw.get("auto_map") and raw.get("model_type") not in _WITHOUT_A_CLASS:
         raise ConfigError(f"{path / 'config.json'}: auto_map needs code from the checkpoint, which is never run")
+    return raw
+
+
+def parse_config(raw: dict[str, Any], file: Path, generation: dict[str, Any]) -> ModelConfig:
+    """The fields of config.json and generation_config.json, reduced. ``file`` is named in errors. Raises as
+    ``load_config``."""
     if raw.get("model_type") not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
         raise ConfigError(f"model_type {raw.get('model_type')!r} is not supported; there is: {supported}")
@@ -120,8 +136,7 @@ def load_config(path: Path) -> ModelConfig:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path / 'config.json'}: {field}: {first['msg']}") from error
-    generation = _read_json(path / "generation_config.json") or {}
+        raise CheckpointError(f"{file}: {field}: {first['msg']}") from error
     return _reduce(parsed, generation)
 
 
@@ -157,7 +172,7 @@ def _reduce(parsed: _ConfigFile, generation: dict[str, Any]) -> ModelConfig:
         rope=_rope(parsed),
         max_position_embeddings=parsed.max_position_embeddings,
         tie_word_embeddings=parsed.tie_word_embeddings,
-        qkv_bias=parsed.model_type == "qwen2",
+        qkv_bias=parsed.model_type in ("qwen2", "mimo"),
         head_norm=parsed.model_type == "qwen3",
         eos_token_ids=_eos_token_ids(parsed.eos_token_id, generation.get("eos_token_id")),
     )

@@ -9,7 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from foretoken.errors import CheckpointError
@@ -86,6 +88,19 @@ class Checkpoint:
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
         return tensor
 
+    def read_integers(self, name: str, size: int) -> NDArray[np.int64]:
+        """int64 [size]: the tensor ``name``, which must be stored as integers."""
+        file, handle = self._place(name)
+        part = handle.get_slice(name)
+        if part.get_dtype() not in ("I64", "I32") or tuple(part.get_shape()) != (size,):
+            found = f"{part.get_dtype()} {list(part.get_shape())}"
+            raise CheckpointError(f"{file}: tensor {name} is {found}; {size} integers are asked for")
+        return handle.get_tensor(name).to(torch.int64).numpy()  # type: ignore[no-any-return]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape in which the tensor ``name`` is stored."""
+        return tuple(self._place(name)[1].get_slice(name).get_shape())
+
     def check_all_known(self, known: Iterable[str]) -> None:
         """Raise CheckpointError if a tensor is not in ``known``: the model would ignore what it was trained with."""
         unknown = sorted(self.names - set(known))
@@ -119,7 +134,8 @@ def _find_files(path: Path) -> list[Path]:
         return files
     other = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(kind))
     if other:
-        raise CheckpointError(f"{path / other[0]}: only safetensors checkpoints are loaded, not {other[0]}")
+        way = "" if other[0].endswith(".gguf") else "; `foretoken convert` makes one of it"
+        raise CheckpointError(f"{path / other[0]}: only safetensors checkpoints are loaded, not {other[0]}{way}")
     raise CheckpointError(f"{path} holds neither {_SINGLE} nor {_INDEX}")
 
 

@@ -75,14 +75,20 @@ def rope_kv_write(
 
 
 def path_slots(
-    context_len: int, mask: torch.Tensor, tree_start: int, block_table: torch.Tensor, block_size: int
+    context_start: int,
+    context_len: int,
+    mask: torch.Tensor,
+    tree_start: int,
+    block_table: torch.Tensor,
+    block_size: int,
 ) -> torch.Tensor:
     """int64 [length]: the cache slots that one row attends to, in order of logical position.
 
-    The first ``context_len`` logical slots, then ``tree_start + i`` for every set bit i of ``mask`` (uint64 [words]).
+    Logical slots from ``context_start`` up to ``context_len``, that one excluded, then ``tree_start + i`` for every set
+    bit i of ``mask`` (uint64 [words]).
     """
     bits = [(word >> i) & 1 for word in mask.view(torch.int64).tolist() for i in range(_MASK_BITS)]
-    logical = [*range(context_len), *(tree_start + i for i, bit in enumerate(bits) if bit)]
+    logical = [*range(context_start, context_len), *(tree_start + i for i, bit in enumerate(bits) if bit)]
     return torch.tensor([int(block_table[s // block_size]) * block_size + s % block_size for s in logical])
 
 
@@ -96,6 +102,7 @@ def tree_attention(
     tree_starts: torch.Tensor,
     block_tables: torch.Tensor,
     block_size: int,
+    context_starts: torch.Tensor,
 ) -> torch.Tensor:
     """Softmax attention of each row over the positions of its own path, scaled by head_dim ** -0.5.
 
@@ -106,6 +113,7 @@ def tree_attention(
         masks: uint64 [rows, words].
         tree_starts: int32 [seqs].
         block_tables: int32 [seqs, max_blocks].
+        context_starts: int32 [seqs]; logical slots before it are on no path.
 
     Returns:
         [rows, num_heads, head_dim].
@@ -114,7 +122,8 @@ def tree_attention(
     out = torch.empty_like(query)
     for row in range(len(query)):
         seq = int(row_seqs[row])
-        slots = path_slots(int(context_lens[row]), masks[row], int(tree_starts[seq]), block_tables[seq], block_size)
+        context = int(context_starts[seq]), int(context_lens[row])
+        slots = path_slots(*context, masks[row], int(tree_starts[seq]), block_tables[seq], block_size)
         key = keys[slots].to(query.dtype).repeat_interleave(group, dim=1)
         value = values[slots].to(query.dtype).repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,shd->hs", query[row], key) * query.shape[2] ** -0.5

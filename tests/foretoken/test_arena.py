@@ -31,7 +31,7 @@ from foretoken.doorbell import Doorbell, Waiter
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.transport import TransportClosedError, TransportCounters, answer, split_request
-from tests.support.draft_requests import assert_same_request, draft_request, draft_requests
+from tests.support.draft_requests import assert_same_request, draft_batch, draft_request, draft_requests
 from tests.support.mirror_drafter import MirrorDrafter
 
 TARGET = TargetInfo(model_fingerprint="m", vocab_size=1000, max_model_len=1024, max_slots=6, max_nodes=16)
@@ -210,12 +210,12 @@ def test_slots_are_released_in_order(pair: Ends) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        DraftBatch(1, 1, np.array([0, 1, 2], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
-        DraftBatch(1, 1, np.array([0, 2_000_000], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
-        DraftBatch(1, 1, np.array([0, -5], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
-        DraftBatch(1, 1, np.array([0, 5], np.int32), np.zeros(5, np.int32), np.zeros(5, np.int32)),
-        DraftBatch(2, 1, np.array([0, 1], np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32)),
-        DraftBatch(1, 9, np.array([0, 1], np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32)),
+        draft_batch(1, 1, np.array([0, 1, 2], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
+        draft_batch(1, 1, np.array([0, 2_000_000], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
+        draft_batch(1, 1, np.array([0, -5], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
+        draft_batch(1, 1, np.array([0, 5], np.int32), np.zeros(5, np.int32), np.zeros(5, np.int32)),
+        draft_batch(2, 1, np.array([0, 1], np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32)),
+        draft_batch(1, 9, np.array([0, 1], np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32)),
     ],
 )
 def test_a_malformed_reply_is_no_reply(pair: Ends, bad: DraftBatch) -> None:

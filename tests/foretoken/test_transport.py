@@ -20,13 +20,13 @@ from foretoken.transport import (
     check_request,
     split_request,
 )
-from tests.support.draft_requests import assert_same_request, draft_request, draft_requests
+from tests.support.draft_requests import assert_same_request, draft_batch, draft_request, draft_requests
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter
 
 
 def batch(step_id: int, *trees: list[int], epoch: int = 1) -> DraftBatch:
     """Chains of these tokens."""
-    return DraftBatch(
+    return draft_batch(
         epoch,
         step_id,
         np.cumsum([0, *map(len, trees)]).astype(np.int32),
@@ -91,12 +91,12 @@ def test_parts_tell_the_same_tokens_in_order(request: DraftRequest, capacity: in
         batch(1, [1], [2], [3]),
         batch(1, [1], []),
         batch(1, [1, 2, 3, 4, 5], [1]),
-        DraftBatch(1, 1, np.array([0, 1, 9], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
-        DraftBatch(1, 1, np.array([1, 1, 2], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
-        DraftBatch(1, 1, np.array([0, 3, 2], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
-        DraftBatch(1, 1, np.array([0, -1, 2], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
-        DraftBatch(1, 1, np.array([0, 1, 2], np.int32), np.zeros(2, np.int32), np.zeros(3, np.int32)),
-        DraftBatch(1, 1, np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)),
+        draft_batch(1, 1, np.array([0, 1, 9], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
+        draft_batch(1, 1, np.array([1, 1, 2], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
+        draft_batch(1, 1, np.array([0, 3, 2], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
+        draft_batch(1, 1, np.array([0, -1, 2], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)),
+        draft_batch(1, 1, np.array([0, 1, 2], np.int32), np.zeros(2, np.int32), np.zeros(3, np.int32)),
+        draft_batch(1, 1, np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)),
     ],
 )
 def test_malformed_batches_are_found(bad: DraftBatch) -> None:

@@ -121,7 +121,7 @@ def test_rms_norm_by_hand() -> None:
     x = np.repeat(np.array([3.0, -0.5], np.float32), 16)
     out = np.empty(32, np.float32)
     weight = np.arange(16, dtype=np.float32)
-    rms_norm(x, np.array([1, 0], np.int32), 2, 16, weight, np.float32(0.0), out, (0, 1))
+    rms_norm((x, 16, 0), np.array([1, 0], np.int32), 2, 16, weight, np.float32(0.0), (out, 16, 0), (0, 1))
     np.testing.assert_allclose(out, np.concatenate([-weight, weight]), rtol=1e-6)
 
 
@@ -133,8 +133,18 @@ def test_rms_norm(size: int) -> None:
     out = torch.full((3, size), torch.nan)
     for thread in range(2):
         arguments = (3, size, weight.numpy(), np.float32(1e-6))
-        rms_norm(x.view(-1).numpy(), rows, *arguments, out.view(-1).numpy(), (thread, 2))
+        rms_norm((x.view(-1).numpy(), size, 0), rows, *arguments, (out.view(-1).numpy(), size, 0), (thread, 2))
     torch.testing.assert_close(out, reference.rms_norm(x[rows], weight, 1e-6), rtol=1e-5, atol=1e-6)
+
+
+def test_rms_norm_between_columns_of_wider_rows() -> None:
+    torch.manual_seed(2)
+    x, weight, out = torch.randn(4, 48), torch.randn(16), torch.zeros(4, 64)
+    rows = np.arange(4, dtype=np.int32)
+    arguments = (rows, 4, 16, weight.numpy(), np.float32(1e-6))
+    rms_norm((x.view(-1).numpy(), 48, 32), *arguments, (out.view(-1).numpy(), 64, 16), (0, 1))
+    torch.testing.assert_close(out[:, 16:32], reference.rms_norm(x[:, 32:], weight, 1e-6), rtol=1e-5, atol=1e-6)
+    assert not out[:, :16].any() and not out[:, 32:].any()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -229,6 +239,7 @@ def batch_arrays() -> dict[str, np.ndarray]:
         "tree_starts": np.array([4], np.int32),
         "block_tables": np.array([[0, 2, 0]], np.int32),
         "logit_rows": np.array([2], np.int32),
+        "context_starts": np.array([0], np.int32),
     }
 
 
@@ -266,6 +277,25 @@ def test_bad_blocks_and_logit_rows_are_found() -> None:
     arrays = batch_arrays()
     arrays["logit_rows"][0] = 3
     assert longest_path(*arrays.values(), LIMITS) < 0
+
+
+def test_a_path_that_begins_later_is_shorter_and_its_first_blocks_are_not_read() -> None:
+    arrays = batch_arrays()
+    arrays["context_starts"][0], arrays["block_tables"][0, 0] = 4, 77
+    assert longest_path(*arrays.values(), LIMITS) == 2
+
+
+@pytest.mark.parametrize("start", [-1, 5])
+def test_a_context_start_out_of_range_is_refused(start: int) -> None:
+    arrays = batch_arrays()
+    arrays["context_starts"][0] = start
+    assert longest_path(*arrays.values(), LIMITS) == -1
+
+
+def test_a_context_that_begins_where_it_ends_needs_a_tree() -> None:
+    arrays = batch_arrays()
+    arrays["context_starts"][0], arrays["masks"][1] = 4, 0
+    assert longest_path(*arrays.values(), LIMITS) == -2
 
 
 def test_an_empty_path_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -25,9 +25,11 @@ class Rows:
     masks: np.ndarray
     tree_starts: np.ndarray
     block_tables: np.ndarray
+    context_starts: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
 
     def select(self, rows: list[int]) -> Rows:
-        return Rows(self.row_seqs[rows], self.context_lens[rows], self.masks[rows], self.tree_starts, self.block_tables)
+        chosen = self.row_seqs[rows], self.context_lens[rows], self.masks[rows]
+        return Rows(*chosen, self.tree_starts, self.block_tables, self.context_starts)
 
 
 def attend(
@@ -46,6 +48,7 @@ def attend(
         rows.tree_starts,
         rows.block_tables.reshape(-1),
         rows.block_tables.shape[1],
+        rows.context_starts,
     )
     for thread in range(threads):
         group = num_heads // num_kv_heads
@@ -81,6 +84,7 @@ def defined(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows:
         torch.from_numpy(rows.tree_starts),
         torch.from_numpy(rows.block_tables),
         block_size,
+        torch.from_numpy(rows.context_starts),
     )
 
 
@@ -92,10 +96,11 @@ def ragged_rows(draw: st.DrawFn) -> tuple[Rows, int]:
     max_blocks = -(-200 // block_size)
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     tables = generator.permutation(num_seqs * max_blocks).astype(np.int32).reshape(num_seqs, max_blocks)
-    seqs, contexts, masks, starts = [], [], [], []
+    seqs, contexts, masks, starts, firsts = [], [], [], [], []
     for seq in range(num_seqs):
         start = draw(st.integers(0, 80))
         starts.append(start)
+        firsts.append(draw(st.one_of(st.just(0), st.integers(0, start))))
         if draw(st.booleans()):
             length = draw(st.integers(1, 20))
             seqs += [seq] * length
@@ -115,6 +120,7 @@ def ragged_rows(draw: st.DrawFn) -> tuple[Rows, int]:
             np.array(masks, np.uint64),
             np.array(starts, np.int32),
             tables,
+            np.array(firsts, np.int32),
         ),
         block_size,
     )
@@ -169,6 +175,29 @@ def test_a_tree_node_has_the_bits_of_its_path_as_plain_text() -> None:
         np.zeros(1, np.int32), np.array([40], np.int32), np.zeros((1, 1), np.uint64), np.zeros(1, np.int32), table
     )
     assert torch.equal(attend(query[4:], moved_keys, moved_values, plain, 16)[0], in_tree)
+
+
+@pytest.mark.parametrize("start", [1, 5, 16, 37])
+def test_slots_before_the_start_of_a_context_are_invisible_and_shift_nothing(start: int) -> None:
+    """The same keys as a text without the missing part, for a tree and a prefill chunk that share rows' trips."""
+    parents = np.array([-1, 0, 0, 1, 2], np.int32)
+    table = np.arange(8, dtype=np.int32)[None]
+    whole = Rows(
+        np.zeros(9, np.int32),
+        np.array([37] * 5 + [38, 39, 40, 41], np.int32),
+        np.concatenate([ancestor_mask(parents), np.zeros((4, 1), np.uint64)]),
+        np.array([37], np.int32),
+        table,
+        np.array([start], np.int32),
+    )
+    query, keys, values = random_tensors(whole, 8, (6, 2, 64), 3)
+    late = attend(query, keys, values, whole, 8, threads=2)
+    keys[:start], values[:start] = torch.nan, torch.nan
+    assert torch.equal(attend(query, keys, values, whole, 8), late)
+    cut = Rows(whole.row_seqs, whole.context_lens - start, whole.masks, whole.tree_starts - start, table)
+    pad = torch.zeros(start, 2, 64)
+    moved = attend(query, torch.cat([keys[start:], pad]), torch.cat([values[start:], pad]), cut, 8)
+    assert torch.equal(moved, late)
 
 
 def test_the_block_size_does_not_change_bits() -> None:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from foretoken.drafting import Drafter, TargetInfo
+from foretoken.drafting import Drafter, DrafterNeeds, TargetInfo
+from foretoken.models.target_weights import TargetWeights
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transport import InProcessTransport, TransportCounters
 from verifier_svc.block_manager import BlockManager
@@ -26,6 +27,7 @@ from verifier_svc.outbox import Outbox
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.speculator import Speculator
 from verifier_svc.step_costs import StepCosts
+from verifier_svc.tree_shape import TreeShape
 
 EPOCH = 41
 # A node costs next to nothing here: the gate stays open, so that walks are exercised.
@@ -37,9 +39,11 @@ class TestSource:
 
     __test__ = False
 
-    def __init__(self, name: str, drafter: Drafter, target: TargetInfo) -> None:
+    def __init__(self, name: str, drafter: Drafter, target: TargetInfo, weights: TargetWeights | None = None) -> None:
+        self._weights = weights
         self.name = name
         self.algorithm = drafter.algorithm
+        self.needs = DrafterNeeds()
         self.transport_name = "in-process"
         self._drafter = drafter
         self._target = target
@@ -53,7 +57,8 @@ class TestSource:
         return "attached" if self.transport else "connecting"
 
     def start(self) -> None:
-        self._drafter.attach(self._target)
+        self.needs = self._drafter.needs(self._target)
+        self._drafter.attach(self._target, self._weights)
         self.transport = InProcessTransport(self._drafter, TransportCounters())
         self.num_attaches += 1
 
@@ -114,6 +119,7 @@ class Request:
     attempt: int = 0
     # Of the sampling's grammar, behind ``output``; every run takes a copy.
     matcher: Matcher | None = None
+    prediction: Sequence[int] = ()
 
     def plain(self) -> Request:
         """The same without speculation."""
@@ -144,10 +150,30 @@ class Harness:
         sources: Sequence[DraftSource] = (),
         timeout_s: float = 5.0,
         clock: Callable[[], float] = time.perf_counter,
+        num_steps: int = 0,
+        branches: int = 4,
+        hidden_size: int = 0,
+        num_layers: int = 0,
+        checkpoint: str = "",
+        weights: TargetWeights | None = None,
     ) -> None:
-        """``sources``: beside ``drafters``, already started; ``clock``: by which waits for drafts are measured."""
-        target = TargetInfo("test", vocab_size, max_model_len, max_running, max_nodes)
-        self.sources = [TestSource(name, drafter, target) for name, drafter in (drafters or {}).items()]
+        """``sources``: beside ``drafters``, already started; ``clock``: by which waits for drafts are measured.
+
+        ``num_steps``, ``branches``: of draft models' trees; ``hidden_size`` and what follows: of the target.
+        """
+        target = TargetInfo(
+            "test",
+            vocab_size,
+            max_model_len,
+            max_running,
+            max_nodes,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            checkpoint=checkpoint,
+        )
+        self.sources = [TestSource(name, drafter, target, weights) for name, drafter in (drafters or {}).items()]
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
             self.blocks, max_running=max_running, max_waiting=max_waiting, chunk_tokens=chunk_tokens
@@ -157,7 +183,8 @@ class Harness:
             StepCosts(dict(costs or FLAT_COSTS)),
             epoch=EPOCH,
             vocab_size=vocab_size,
-            max_nodes=max_nodes,
+            block_size=block_size,
+            shape=TreeShape(max_nodes, num_steps, branches),
             max_batch_size=max_batch_size,
             timeout_s=timeout_s,
             clock=clock,
@@ -189,6 +216,7 @@ class Harness:
                 key=key,
                 attempt=request.attempt,
                 prompt_ids=tuple(request.prompt),
+                prediction_ids=tuple(request.prediction),
                 output_ids=tuple(request.output),
                 sampling=request.sampling,
                 speculation=request.speculation,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from foretoken.models.batch import ForwardBatch
 
 UNWRITTEN = -7
+HIDDEN_SIZE = 4
 
 
 class HashTarget:
@@ -24,16 +25,23 @@ class HashTarget:
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._spread = spread
-        self._tokens = np.full(num_blocks * block_size, UNWRITTEN, np.int64)
-        self._positions = np.full(num_blocks * block_size, UNWRITTEN, np.int64)
+        # One block more: scratch.
+        self._num_slots = num_blocks * block_size
+        self._tokens = np.full(self._num_slots + block_size, UNWRITTEN, np.int64)
+        self._positions = np.full(self._num_slots + block_size, UNWRITTEN, np.int64)
+        self.features = torch.empty(0)
         self.num_rows: list[int] = []
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
         self.num_rows.append(batch.num_rows)
-        assert len(np.unique(batch.slot_mapping)) == batch.num_rows, "two rows write one slot"
+        kept = batch.slot_mapping[batch.slot_mapping < self._num_slots]
+        assert len(np.unique(kept)) == len(kept), "two rows write one slot"
         self._tokens[batch.slot_mapping] = batch.token_ids
         self._positions[batch.slot_mapping] = batch.positions
         out = np.stack([self._logits(batch, int(row)) for row in batch.logit_rows]) if len(batch.logit_rows) else None
+        if features:
+            rows = [self._features(batch, row, features) for row in range(batch.num_rows)]
+            self.features = torch.tensor(rows, dtype=torch.float32)
         if out is None:
             return torch.empty(0, self._vocab_size)
         return torch.from_numpy(out)
@@ -43,7 +51,22 @@ class HashTarget:
             self._tokens[target] = self._tokens[source]
             self._positions[target] = self._positions[source]
 
+    def _features(self, batch: ForwardBatch, row: int, features: tuple[int, ...]) -> list[int]:
+        """HIDDEN_SIZE numbers for each hidden state asked for; see ``feature_of``."""
+        return [value for state in features for value in feature_of(self._path(batch, row).tolist(), state)]
+
     def _logits(self, batch: ForwardBatch, row: int) -> NDArray[np.float32]:
+        state = zlib.crc32(self._path(batch, row).tobytes())
+        mixed = (np.arange(1, self._vocab_size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ (
+            np.uint64(state * 0xBF58476D1CE4E5B9 % 2**64)
+        )
+        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
+        return ((mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**24) * np.float32(self._spread)).astype(
+            np.float32
+        )
+
+    def _path(self, batch: ForwardBatch, row: int) -> NDArray[np.int64]:
+        """int64: the tokens of the entries that a row sees, in order."""
         seq = batch.row_seqs[row]
         logical = list(range(batch.context_lens[row]))
         for word, bits in enumerate(batch.masks[row]):
@@ -52,11 +75,11 @@ class HashTarget:
         slots = batch.block_tables[seq, at // self._block_size] * self._block_size + at % self._block_size
         tokens, positions = self._tokens[slots], self._positions[slots]
         assert (positions == np.arange(len(at))).all(), "a row sees an entry of another position"
-        state = zlib.crc32(tokens.tobytes())
-        mixed = (np.arange(1, self._vocab_size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ (
-            np.uint64(state * 0xBF58476D1CE4E5B9 % 2**64)
-        )
-        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
-        return ((mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**24) * np.float32(self._spread)).astype(
-            np.float32
-        )
+        return tokens
+
+
+def feature_of(path: list[int], state: int) -> list[int]:
+    """What HashTarget captures as hidden state ``state`` of a row that sees the tokens ``path``: HIDDEN_SIZE numbers
+    that float32 holds exactly."""
+    digest = zlib.crc32(np.array([*path, state], np.int64).tobytes())
+    return [len(path), digest & 0xFFFF, digest >> 16, path[-1]]

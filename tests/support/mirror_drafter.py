@@ -10,7 +10,9 @@ import uvloop
 
 from drafter_svc.config import DrafterSettings
 from drafter_svc.server import serve
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.models.target_weights import TargetWeights
+from tests.support.draft_requests import draft_batch
 
 INT31 = 2**31 - 1
 # A row with this salt makes the drafter raise.
@@ -32,7 +34,10 @@ class MirrorDrafter:
     def algorithm(self) -> str:
         return "MIRROR"
 
-    def attach(self, target: TargetInfo) -> None:
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        return DrafterNeeds()
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         self.known.clear()
         self.attached.append(target)
 
@@ -45,7 +50,7 @@ class MirrorDrafter:
         for row in range(request.num_rows):
             tokens = self._learn(request, row)
             chains.append(shown(request, row, tokens)[: max(int(request.max_nodes[row]), 1)])
-        return DraftBatch(
+        return draft_batch(
             request.epoch,
             request.step_id,
             np.cumsum([0, *map(len, chains)]).astype(np.int32),

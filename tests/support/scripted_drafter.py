@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.models.target_weights import TargetWeights
+from tests.support.draft_requests import draft_batch
 
 Nodes = list[tuple[int, int]]  # token, parent
 
@@ -30,7 +32,10 @@ class ScriptedDrafter:
     def algorithm(self) -> str:
         return "SCRIPTED"
 
-    def attach(self, target: TargetInfo) -> None:
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        return DrafterNeeds()
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         self._vocab_size = target.vocab_size
         self._tokens.clear()
 
@@ -50,7 +55,7 @@ class ScriptedDrafter:
             tokens.extend(token for token, _ in nodes)
             parents.extend(parent for _, parent in nodes)
             starts.append(len(tokens))
-        return DraftBatch(
+        return draft_batch(
             request.epoch,
             request.step_id,
             np.array(starts, np.int32),

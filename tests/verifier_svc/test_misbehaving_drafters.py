@@ -18,6 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.sampling import SamplingParams
 from protos import drafter_pb2
+from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import EPOCH, Harness, Request, Result
 from tests.support.hash_target import HashTarget
 from tests.support.lying_drafter import Bent, Lie, LyingServer
@@ -131,7 +132,7 @@ def trees(
         all_tokens.append(columns[0])
         all_parents.append(columns[1])
         starts.append(starts[-1] + n)
-    return DraftBatch(
+    return draft_batch(
         batch.epoch,
         batch.step_id,
         np.array(starts, np.int32),
@@ -155,9 +156,11 @@ LIES: dict[str, Lie] = {
         node_starts=lambda _: np.zeros(1, np.int32),
         tokens=lambda _: np.zeros(0, np.int32),
         parents=lambda _: np.zeros(0, np.int32),
+        scores=lambda _: np.zeros(0, np.float32),
     ),
     "offsets beyond the nodes": bent_columns(node_starts=lambda batch: batch.node_starts + np.int32(3)),
     "offsets that fall": bent_columns(node_starts=lambda batch: batch.node_starts[::-1].copy()),
+    "scores that are no numbers": bent_columns(scores=lambda batch: np.full_like(batch.scores, np.nan)),
     "an old step": bent_columns(step_id=lambda batch: batch.step_id - 1),
     "another epoch": bent_columns(epoch=lambda batch: batch.epoch + 1),
 }

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.sampling import SamplingParams
+from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HashTarget
 
@@ -25,7 +26,10 @@ class Notebook:
         self.released: list[int] = []
         self._first_find = first_find
 
-    def attach(self, target: TargetInfo) -> None:
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        return DrafterNeeds()
+
+    def attach(self, target: TargetInfo, weights: object) -> None:
         return
 
     def release(self, slots: Sequence[int]) -> None:
@@ -45,7 +49,7 @@ class Notebook:
                 tokens.append(5)
                 parents.append(0)
             starts.append(len(tokens))
-        return DraftBatch(
+        return draft_batch(
             request.epoch,
             request.step_id,
             np.array(starts, np.int32),
@@ -129,7 +133,10 @@ def test_a_slot_is_forgotten_before_its_next_owner_is_told() -> None:
     class Strict(Notebook):
         told: set[int]
 
-        def attach(self, target: TargetInfo) -> None:
+        def needs(self, target: TargetInfo) -> DrafterNeeds:
+            return DrafterNeeds()
+
+        def attach(self, target: TargetInfo, weights: object) -> None:
             self.told = set()
 
         def release(self, slots: Sequence[int]) -> None:

@@ -21,12 +21,14 @@ def longest_path(
     tree_starts: NDArray[np.int32],
     block_tables: NDArray[np.int32],
     logit_rows: NDArray[np.int32],
+    context_starts: NDArray[np.int32],
     limits: tuple[int, int, int, int],
 ) -> int:
     """The most positions that one row attends to, or ``-1 - r`` if row r holds an index out of range;
     -1 also for a logit row that is not there.
 
     Args:
+        context_starts: as long as ``tree_starts`` and ``block_tables``.
         limits: (vocab_size, max_positions, num_blocks, block_size). The arrays are those of a ForwardBatch.
     """
     vocab_size, max_positions, num_blocks, block_size = limits
@@ -36,11 +38,12 @@ def longest_path(
     for row in range(num_rows):
         seq = row_seqs[row]
         good = 0 <= token_ids[row] < vocab_size and 0 <= positions[row] < max_positions
-        good = good and 0 <= slot_mapping[row] < num_blocks * block_size and 0 <= seq < len(tree_starts)
-        if not good or not 0 <= context_lens[row] <= reach:
+        good = good and 0 <= slot_mapping[row] < num_blocks * block_size and 0 <= seq < len(context_starts)
+        if not good or not 0 <= context_starts[seq] <= context_lens[row] <= reach:
             return -1 - row
-        length = np.int64(context_lens[row])
-        for block in range((length + block_size - 1) // block_size):
+        length = np.int64(context_lens[row]) - context_starts[seq]
+        first, end = context_starts[seq] // block_size, (context_lens[row] + block_size - 1) // block_size
+        for block in range(first, end if length > 0 else first):
             if not 0 <= block_tables[seq, block] < num_blocks:
                 return -1 - row
         for word in range(masks.shape[1]):

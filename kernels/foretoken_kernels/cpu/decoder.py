@@ -1,7 +1,8 @@
-"""One forward pass of a whole decoder, run by all threads of a team at once with a barrier after each phase.
+"""One forward pass of a decoder or a draft head: a short program that all threads of a team run together.
 
-One call a step: at one token a step, the calls into an operator library would cost as much as the arithmetic.
-The arguments are tables of numbers and addresses; foretoken/models/llama.py fills them in.
+One compiled call a step: at one token a step, the calls into an operator library would cost as much as the arithmetic.
+A program is a table of operations, each over whole rows, with a barrier between two; foretoken/models/program.py
+writes it. The other table holds the batch and the buffers, which operations name by their field there.
 """
 
 from __future__ import annotations
@@ -11,34 +12,34 @@ from typing import Any
 
 import numpy as np
 
+from foretoken_kernels.cpu.addresses import (
+    array_like,
+    as_int64,
+    float32_at,
+    int32_at,
+    int64_at,
+    uint16_at,
+    uint64_at,
+)
 from foretoken_kernels.cpu.attention_blocks import PARTIAL_FLOATS
 from foretoken_kernels.cpu.compile import callback, carray, cgutils, emitted, inlined, types
 from foretoken_kernels.cpu.linear import ADD, PANEL, SILU_AND_MULTIPLY, STORE, linear
 from foretoken_kernels.cpu.rms_norm import rms_norm
 from foretoken_kernels.cpu.rope_kv_write import rope_kv_write
-from foretoken_kernels.cpu.simd import LANES, load, store
+from foretoken_kernels.cpu.simd import LANES, load, splat, store
 from foretoken_kernels.cpu.thread_team import barrier, load_symbols, num_threads, thread_num
 from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
 
-# The int64 table of a pass: first what is fixed for a model, then the batch, then buffers and scratch.
+# The int64 table of a pass: what is fixed for a model, the program, the batch, then buffers and scratch.
 (
-    NUM_LAYERS,
-    HIDDEN_SIZE,
-    INTERMEDIATE_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
     HEAD_DIM,
-    VOCAB_SIZE,
     BLOCK_SIZE,
-    TIED,
-    HAS_BIAS,
-    HAS_HEAD_NORM,
     EPSILON,
-    EMBEDDING,
-    HEAD,
-    FINAL_NORM,
-    LAYERS,
     COS_SIN,
+    OPERATIONS,
+    NUM_OPERATIONS,
     NUM_ROWS,
     NUM_LOGIT_ROWS,
     MASK_WORDS,
@@ -53,12 +54,17 @@ from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
     TREE_STARTS,
     BLOCK_TABLES,
     LOGIT_ROWS,
+    CONTEXT_STARTS,
     ALL_ROWS,
+    GIVEN,
     HIDDEN,
+    EMBEDDED,
     NORMED,
     QKV_OUT,
     ATTENTION_OUT,
     GATED,
+    OUTPUT,
+    FEATURES,
     LOGITS,
     SCORES,
     OFFSETS,
@@ -66,23 +72,27 @@ from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
     QUERY_SUMS,
     THREAD_SCRATCH,
     NUM_FIELDS,
-) = range(44)
+) = range(40)
 
-# The int64 table of a layer: addresses.
-(
-    INPUT_NORM,
-    QKV,
-    QKV_BIAS,
-    QUERY_NORM,
-    KEY_NORM,
-    OUTPUT,
-    POST_ATTENTION_NORM,
-    GATE_UP,
-    DOWN,
-    KEYS,
-    VALUES,
-    NUM_LAYER_FIELDS,
-) = range(12)
+# The int64 table of an operation. X and OUT are buffers: fields of the table above. Row r of one is the SIZE elements
+# from its offset + r * its stride on.
+(CODE, X, X_STRIDE, X_OFFSET, OUT, OUT_STRIDE, OUT_OFFSET, SIZE, ROWS, WEIGHT, BFLOAT16, MODE, NUM_OPERATION_FIELDS) = (
+    range(13)
+)
+
+# Codes. What an operation reads beside X:
+# EMBED: WEIGHT, the [vocabulary, SIZE] embedding, or a head's panels (MODE 1); rows at position ROWS become zeros.
+# COPY: nothing. FILL: WEIGHT, one float32 row for all.
+# NORM: WEIGHT, float32 [SIZE].
+# LINEAR: WEIGHT, panels, from SIZE features to OUT_STRIDE ones; MODE is that of the kernel. X has no gaps.
+# ROPE, ATTEND: WEIGHT, a table of the attention; on QKV_OUT and ATTENTION_OUT.
+EMBED, COPY, FILL, NORM, LINEAR, ROPE, ATTEND = range(7)
+
+# Which rows: all; or from X those that logits are wanted of, side by side in OUT; or in both buffers side by side.
+EVERY_ROW, GATHERED, WANTED = range(3)
+
+# The int64 table of one attention: addresses; 0 where there is no bias or norm.
+(QKV_BIAS, QUERY_NORM, KEY_NORM, KEYS, VALUES, NUM_ATTENTION_FIELDS) = range(6)
 
 # One thread's small scratch, in float32 elements: sums of a panel, partial sums of scores, lengths (as int64).
 _SUMS = 8 * PANEL
@@ -90,115 +100,100 @@ _PARTIAL = PARTIAL_FLOATS
 THREAD_SCRATCH_FLOATS = _SUMS + _PARTIAL + 2 * ROW_TILE
 # Rows of one attention tile: what scores and offsets are sized by.
 ATTENTION_ROW_TILE = ROW_TILE
-_FAR = 1 << 48
-
-
-def _pointer_to(dtype: Any) -> Any:
-    def typed(_typing: Any, _address: Any) -> Any:
-        def codegen(_context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], _context.get_value_type(signature.return_type))
-
-        return types.CPointer(dtype)(types.int64), codegen
-
-    return emitted(typed)
-
-
-_float32_pointer = _pointer_to(types.float32)
-_uint16_pointer = _pointer_to(types.uint16)
-_int32_pointer = _pointer_to(types.int32)
-_int64_pointer = _pointer_to(types.int64)
-_uint64_pointer = _pointer_to(types.uint64)
 
 
 @inlined
-def _float32_at(address: int) -> Any:
-    return carray(_float32_pointer(address), _FAR)
-
-
-@inlined
-def _uint16_at(address: int) -> Any:
-    return carray(_uint16_pointer(address), _FAR)
-
-
-@inlined
-def _int32_at(address: int) -> Any:
-    return carray(_int32_pointer(address), _FAR)
-
-
-@inlined
-def _int64_at(address: int) -> Any:
-    return carray(_int64_pointer(address), _FAR)
-
-
-@inlined
-def _uint64_at(address: int) -> Any:
-    return carray(_uint64_pointer(address), _FAR)
-
-
-@emitted
-def _pointer_like(_typing: Any, _address: Any, template: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(template.dtype)(types.int64, template), codegen
-
-
-@inlined
-def _array_like(address: int, template: Any) -> Any:
-    return carray(_pointer_like(address, template), _FAR)
-
-
-@inlined
-def _forward(args: Any, weights: Any, cache: Any) -> None:
-    """The pass. ``weights`` and ``cache`` are any arrays of the weights' and the cache's element type."""
+def _forward(args: Any, cache: Any) -> None:
+    """The pass. ``cache`` is any array of the cache's element type."""
     team = (np.int64(thread_num()), np.int64(num_threads()))
-    hidden = _float32_at(args[HIDDEN])
-    normed = _float32_at(args[NORMED])
-    num_rows, size, epsilon = args[NUM_ROWS], args[HIDDEN_SIZE], _epsilon(args)
-    sums = _float32_at(args[THREAD_SCRATCH] + 4 * THREAD_SCRATCH_FLOATS * team[0])
-    layers = _int64_at(args[LAYERS])
-    _embed(args, weights, hidden, team)
-    barrier()
-    for index in range(args[NUM_LAYERS]):
-        layer = layers[index * NUM_LAYER_FIELDS : (index + 1) * NUM_LAYER_FIELDS]
-        all_rows = _int32_at(args[ALL_ROWS])
-        rms_norm(hidden, all_rows, num_rows, size, _float32_at(layer[INPUT_NORM]), epsilon, normed, team)
-        barrier()
-        _attend(args, layer, weights, cache, normed, hidden, sums, team)
-        barrier()
-        norm = _float32_at(layer[POST_ATTENTION_NORM])
-        rms_norm(hidden, all_rows, num_rows, size, norm, epsilon, normed, team)
-        barrier()
-        _feed_forward(args, layer, weights, normed, hidden, sums, team)
-        barrier()
-    wanted = args[NUM_LOGIT_ROWS]
-    rows = _int32_at(args[LOGIT_ROWS])
-    rms_norm(hidden, rows, wanted, size, _float32_at(args[FINAL_NORM]), epsilon, normed, team)
-    barrier()
-    head = _array_like(args[HEAD], weights)
-    linear(normed, wanted, size, head, _float32_at(args[LOGITS]), args[VOCAB_SIZE], STORE, team, sums)
+    operations = int64_at(args[OPERATIONS])
+    sums = float32_at(args[THREAD_SCRATCH] + 4 * THREAD_SCRATCH_FLOATS * team[0])
+    for index in range(args[NUM_OPERATIONS]):
+        if index > 0:
+            barrier()
+        operation = operations[index * NUM_OPERATION_FIELDS : (index + 1) * NUM_OPERATION_FIELDS]
+        code = operation[CODE]
+        if code == LINEAR:
+            if operation[BFLOAT16]:
+                _linear(args, operation, uint16_at(operation[WEIGHT]), sums, team)
+            else:
+                _linear(args, operation, float32_at(operation[WEIGHT]), sums, team)
+        elif code == NORM:
+            _norm(args, operation, team)
+        elif code == ROPE:
+            _rope(args, operation, cache, team)
+        elif code == ATTEND:
+            _attend(args, operation, cache, team)
+        elif code == EMBED:
+            if operation[BFLOAT16]:
+                _embed(args, operation, uint16_at(operation[WEIGHT]), team)
+            else:
+                _embed(args, operation, float32_at(operation[WEIGHT]), team)
+        else:
+            _copy(args, operation, team)
 
 
 @inlined
 def _epsilon(args: Any) -> np.float32:
-    return np.float32(_float32_at(args[EPSILON])[0])
+    return np.float32(float32_at(args[EPSILON])[0])
 
 
 @inlined
-def _embed(args: Any, weights: Any, hidden: Any, team: Any) -> None:
+def _linear(args: Any, operation: Any, weight: Any, sums: Any, team: Any) -> None:
+    num_rows = args[NUM_ROWS] if operation[ROWS] == EVERY_ROW else args[NUM_LOGIT_ROWS]
+    x, out = float32_at(args[operation[X]]), float32_at(args[operation[OUT]])
+    in_features, out_features, mode = operation[SIZE], operation[OUT_STRIDE], operation[MODE]
+    # With the mode known to the compiler: it is asked once an operation, not once a row of a panel.
+    if mode == STORE:
+        linear(x, num_rows, in_features, weight, out, out_features, STORE, team, sums)
+    elif mode == ADD:
+        linear(x, num_rows, in_features, weight, out, out_features, ADD, team, sums)
+    else:
+        linear(x, num_rows, in_features, weight, out, out_features, SILU_AND_MULTIPLY, team, sums)
+
+
+@inlined
+def _norm(args: Any, operation: Any, team: Any) -> None:
+    num_rows = args[NUM_ROWS] if operation[ROWS] == EVERY_ROW else args[NUM_LOGIT_ROWS]
+    rows = int32_at(args[LOGIT_ROWS] if operation[ROWS] == GATHERED else args[ALL_ROWS])
+    x = (float32_at(args[operation[X]]), operation[X_STRIDE], operation[X_OFFSET])
+    out = (float32_at(args[operation[OUT]]), operation[OUT_STRIDE], operation[OUT_OFFSET])
+    rms_norm(x, rows, num_rows, operation[SIZE], float32_at(operation[WEIGHT]), _epsilon(args), out, team)
+
+
+@inlined
+def _copy(args: Any, operation: Any, team: Any) -> None:
+    """COPY and FILL."""
+    num_rows = args[NUM_ROWS] if operation[ROWS] == EVERY_ROW else args[NUM_LOGIT_ROWS]
+    rows = int32_at(args[LOGIT_ROWS] if operation[ROWS] == GATHERED else args[ALL_ROWS])
+    x = float32_at(operation[WEIGHT] if operation[CODE] == FILL else args[operation[X]])
+    out = float32_at(args[operation[OUT]])
+    for row in range(team[0] * num_rows // team[1], (team[0] + 1) * num_rows // team[1]):
+        x_at = operation[X_OFFSET] + np.int64(rows[row]) * operation[X_STRIDE]
+        out_at = operation[OUT_OFFSET] + row * operation[OUT_STRIDE]
+        for i in range(0, operation[SIZE], LANES):
+            store(out, out_at + i, load(x, x_at + i))
+
+
+@inlined
+def _embed(args: Any, operation: Any, table: Any, team: Any) -> None:
     """Rows of the embedding; of a tied one they are columns of the head's panels."""
-    table = _array_like(args[EMBEDDING], weights)
-    token_ids = _int32_at(args[TOKEN_IDS])
-    size, num_rows = args[HIDDEN_SIZE], args[NUM_ROWS]
+    token_ids, positions = int32_at(args[TOKEN_IDS]), int32_at(args[POSITIONS])
+    out = float32_at(args[operation[OUT]])
+    size, num_rows = operation[SIZE], args[NUM_ROWS]
     for row in range(team[0] * num_rows // team[1], (team[0] + 1) * num_rows // team[1]):
         token = np.int64(token_ids[row])
-        if args[TIED]:
+        at = operation[OUT_OFFSET] + row * operation[OUT_STRIDE]
+        if positions[row] == operation[ROWS]:
+            for i in range(0, size, LANES):
+                store(out, at + i, splat(np.float32(0.0)))
+        elif operation[MODE]:
             start = token // PANEL * PANEL * size + token % PANEL
             for i in range(size):
-                hidden[row * size + i] = _widen(table[start + i * PANEL])
+                out[at + i] = _widen(table[start + i * PANEL])
         else:
             for i in range(0, size, LANES):
-                store(hidden, row * size + i, load(table, token * size + i))
+                store(out, at + i, load(table, token * size + i))
 
 
 @emitted
@@ -216,94 +211,67 @@ def _widen(_typing: Any, value: Any) -> Any:
 
 
 @inlined
-def _attend(args: Any, layer: Any, weights: Any, cache: Any, normed: Any, hidden: Any, sums: Any, team: Any) -> None:
-    num_heads, num_kv_heads, head_dim = args[NUM_HEADS], args[NUM_KV_HEADS], args[HEAD_DIM]
-    num_rows, size = args[NUM_ROWS], args[HIDDEN_SIZE]
-    qkv, attended = _float32_at(args[QKV_OUT]), _float32_at(args[ATTENTION_OUT])
-    keys, values = _array_like(layer[KEYS], cache), _array_like(layer[VALUES], cache)
-    qkv_size = (num_heads + 2 * num_kv_heads) * head_dim
-    linear(normed, num_rows, size, _array_like(layer[QKV], weights), qkv, qkv_size, STORE, team, sums)
-    barrier()
+def _rope(args: Any, operation: Any, cache: Any, team: Any) -> None:
+    attention = int64_at(operation[WEIGHT])
     head_weights = (
-        _float32_at(layer[QKV_BIAS]),
-        _float32_at(layer[QUERY_NORM]),
-        _float32_at(layer[KEY_NORM]),
-        args[HAS_BIAS] != 0,
-        args[HAS_HEAD_NORM] != 0,
+        float32_at(attention[QKV_BIAS]),
+        float32_at(attention[QUERY_NORM]),
+        float32_at(attention[KEY_NORM]),
+        attention[QKV_BIAS] != 0,
+        attention[QUERY_NORM] != 0,
         _epsilon(args),
     )
-    places = (num_rows, _int32_at(args[POSITIONS]), _int32_at(args[SLOT_MAPPING]))
-    shape = (num_heads, num_kv_heads, head_dim)
-    rope_kv_write(shape, places, qkv, head_weights, _float32_at(args[COS_SIN]), keys, values, team)
-    barrier()
+    places = (args[NUM_ROWS], int32_at(args[POSITIONS]), int32_at(args[SLOT_MAPPING]))
+    shape = (args[NUM_HEADS], args[NUM_KV_HEADS], args[HEAD_DIM])
+    keys, values = array_like(attention[KEYS], cache), array_like(attention[VALUES], cache)
+    cos_sin = float32_at(args[COS_SIN])
+    rope_kv_write(shape, places, float32_at(args[QKV_OUT]), head_weights, cos_sin, keys, values, team)
+
+
+@inlined
+def _attend(args: Any, operation: Any, cache: Any, team: Any) -> None:
+    attention = int64_at(operation[WEIGHT])
+    num_heads, num_kv_heads, head_dim = args[NUM_HEADS], args[NUM_KV_HEADS], args[HEAD_DIM]
     batch = (
-        num_rows,
-        _int32_at(args[ROW_SEQS]),
-        _int32_at(args[CONTEXT_LENS]),
-        _uint64_at(args[MASKS]),
+        args[NUM_ROWS],
+        int32_at(args[ROW_SEQS]),
+        int32_at(args[CONTEXT_LENS]),
+        uint64_at(args[MASKS]),
         args[MASK_WORDS],
-        _int32_at(args[TREE_STARTS]),
-        _int32_at(args[BLOCK_TABLES]),
+        int32_at(args[TREE_STARTS]),
+        int32_at(args[BLOCK_TABLES]),
         args[MAX_BLOCKS],
+        int32_at(args[CONTEXT_STARTS]),
     )
     stride = args[SCORE_STRIDE]
     queries = ROW_TILE * (num_heads // num_kv_heads)
     small = args[THREAD_SCRATCH] + 4 * THREAD_SCRATCH_FLOATS * team[0]
     scratch = (
-        _float32_at(args[SCORES] + 4 * queries * stride * team[0]),
-        _int64_at(args[OFFSETS] + 8 * ROW_TILE * stride * team[0]),
-        _int64_at(small + 4 * (_SUMS + _PARTIAL)),
-        _float32_at(small + 4 * _SUMS),
-        _float32_at(args[QUERIES] + 4 * queries * head_dim * team[0]),
-        _float32_at(args[QUERY_SUMS] + 4 * queries * head_dim * team[0]),
+        float32_at(args[SCORES] + 4 * queries * stride * team[0]),
+        int64_at(args[OFFSETS] + 8 * ROW_TILE * stride * team[0]),
+        int64_at(small + 4 * (_SUMS + _PARTIAL)),
+        float32_at(small + 4 * _SUMS),
+        float32_at(args[QUERIES] + 4 * queries * head_dim * team[0]),
+        float32_at(args[QUERY_SUMS] + 4 * queries * head_dim * team[0]),
     )
-    paged_shape = (num_heads, num_kv_heads, head_dim, args[BLOCK_SIZE], stride)
-    tree_attention(paged_shape, batch, (qkv, qkv_size), keys, values, attended, scratch, team)
-    barrier()
-    output = _array_like(layer[OUTPUT], weights)
-    linear(attended, num_rows, num_heads * head_dim, output, hidden, size, ADD, team, sums)
-
-
-@inlined
-def _feed_forward(args: Any, layer: Any, weights: Any, normed: Any, hidden: Any, sums: Any, team: Any) -> None:
-    num_rows, size, middle = args[NUM_ROWS], args[HIDDEN_SIZE], args[INTERMEDIATE_SIZE]
-    gated = _float32_at(args[GATED])
-    gate_up = _array_like(layer[GATE_UP], weights)
-    linear(normed, num_rows, size, gate_up, gated, middle, SILU_AND_MULTIPLY, team, sums)
-    barrier()
-    linear(gated, num_rows, middle, _array_like(layer[DOWN], weights), hidden, size, ADD, team, sums)
+    shape = (num_heads, num_kv_heads, head_dim, args[BLOCK_SIZE], stride)
+    query = (float32_at(args[QKV_OUT]), (num_heads + 2 * num_kv_heads) * head_dim)
+    keys, values = array_like(attention[KEYS], cache), array_like(attention[VALUES], cache)
+    tree_attention(shape, batch, query, keys, values, float32_at(args[ATTENTION_OUT]), scratch, team)
 
 
 def _forward_float32(data: Any) -> None:
-    args = carray(_as_int64(data), NUM_FIELDS)
-    floats = _float32_at(args[HIDDEN])
-    _forward(args, floats, floats)
-
-
-def _forward_bfloat16_weights(data: Any) -> None:
-    args = carray(_as_int64(data), NUM_FIELDS)
-    _forward(args, _uint16_at(args[HEAD]), _float32_at(args[HIDDEN]))
+    args = carray(as_int64(data), NUM_FIELDS)
+    _forward(args, float32_at(args[HIDDEN]))
 
 
 def _forward_bfloat16(data: Any) -> None:
-    args = carray(_as_int64(data), NUM_FIELDS)
-    halves = _uint16_at(args[HEAD])
-    _forward(args, halves, halves)
-
-
-@emitted
-def _as_int64(_typing: Any, _pointer: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int64)(types.voidptr), codegen
+    args = carray(as_int64(data), NUM_FIELDS)
+    _forward(args, uint16_at(args[HIDDEN]))
 
 
 @cache
-def forward_function(bfloat16_weights: bool, bfloat16_cache: bool) -> Any:
-    """The compiled pass for these element types; float32 weights with a bfloat16 cache do not occur."""
+def forward_function(bfloat16_cache: bool) -> Any:
+    """The compiled pass for a cache of this element type; each matrix says its own."""
     load_symbols()
-    assert bfloat16_weights or not bfloat16_cache
-    if bfloat16_cache:
-        return callback(_forward_bfloat16)
-    return callback(_forward_bfloat16_weights if bfloat16_weights else _forward_float32)
+    return callback(_forward_bfloat16 if bfloat16_cache else _forward_float32)

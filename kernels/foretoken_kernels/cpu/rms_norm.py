@@ -33,12 +33,15 @@ def rms_norm(
     """This thread's share of ``out[i] = norm(x[rows[i]]) * weight``.
 
     Args:
-        x: float32, flat [any, size].
+        x: (float32 flat array, stride, offset in elements); row r is the ``size`` elements from offset + r * stride on.
         rows: int32 [num_rows].
         weight: float32 [size].
-        out: float32, flat [num_rows, size].
+        out: as ``x``; written. May be ``x`` where ``rows[i] == i``.
         team: (thread, num_threads).
     """
     thread, num_threads = team
+    x_data, x_stride, x_offset = x
+    out_data, out_stride, out_offset = out
     for i in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
-        normalize(x, rows[i] * size, size, weight, epsilon, out, i * size)
+        x_at = x_offset + np.int64(rows[i]) * x_stride
+        normalize(x_data, x_at, size, weight, epsilon, out_data, out_offset + i * out_stride)

@@ -46,8 +46,8 @@ def tree_attention(
     Args:
         shape: (num_heads, num_kv_heads, head_dim, block_size, score_stride); head_dim is a multiple of 16 and
             score_stride one that no path is longer than.
-        batch: (num_rows, row_seqs, context_lens, masks, mask_words, tree_starts, block_tables, max_blocks), flat
-            arrays as in the reference.
+        batch: (num_rows, row_seqs, context_lens, masks, mask_words, tree_starts, block_tables, max_blocks,
+            context_starts), flat arrays as in the reference.
         query: (float32 flat array, row stride in elements); row r's heads start at r * stride.
         keys, values: flat [slots, num_kv_heads, head_dim], float32 or bfloat16 bits.
         out: float32, flat [num_rows, num_heads, head_dim].
@@ -55,7 +55,7 @@ def tree_attention(
             lengths int64 [8], partial float32 [1024], queries and sums float32 [8 * group * head_dim] each).
         team: (thread, num_threads).
     """
-    num_rows, row_seqs, context_lens = batch[0], batch[1], batch[2]
+    num_rows, row_seqs, context_lens, context_starts = batch[0], batch[1], batch[2], batch[8]
     thread, num_threads = team
     first = 0
     item = 0
@@ -65,6 +65,7 @@ def tree_attention(
         while end < num_rows and end - first < ROW_TILE and row_seqs[end] == row_seqs[first]:
             shared = min(shared, context_lens[end])
             end += 1
+        shared -= context_starts[row_seqs[first]]
         for kv_head in range(shape[1]):
             if item % num_threads == thread:
                 _attend_tile(shape, batch, query, keys, values, out, scratch, (first, end, shared, kv_head))
@@ -108,22 +109,23 @@ def _attend_tile(shape: Any, batch: Any, query: Any, keys: Any, values: Any, out
 def _find_slots(shape: Any, batch: Any, first: int, end: int, kv_head: int, scratch: Any) -> None:
     """Where in the cache each position of each row's path lies; a last chunk is filled up with its last slot."""
     _, num_kv_heads, head_dim, block_size, stride = shape
-    _, row_seqs, context_lens, masks, mask_words, tree_starts, block_tables, max_blocks = batch
+    _, row_seqs, context_lens, masks, mask_words, tree_starts, block_tables, max_blocks, context_starts = batch
     offsets, lengths = scratch[1], scratch[2]
     table = row_seqs[first] * max_blocks
+    context_start = np.int64(context_starts[row_seqs[first]])
     slot_size = num_kv_heads * head_dim
     head = kv_head * head_dim
     for row in range(first, end):
         start = (row - first) * stride
-        length = np.int64(context_lens[row])
+        length = np.int64(context_lens[row]) - context_start
         shared = np.int64(0)
         if row > first:
-            shared = min(length, np.int64(context_lens[first]))
+            shared = min(length, np.int64(context_lens[first]) - context_start)
             for i in range(shared):
                 offsets[start + i] = offsets[i]
         position = shared
         while position < length:
-            block, inside = position // block_size, position % block_size
+            block, inside = (context_start + position) // block_size, (context_start + position) % block_size
             offset = (np.int64(block_tables[table + block]) * block_size + inside) * slot_size + head
             for i in range(min(block_size - inside, length - position)):
                 offsets[start + position + i] = offset + i * slot_size

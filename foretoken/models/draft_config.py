@@ -1,0 +1,189 @@
+"""What kind of draft head a folder holds: its config.json and the names of its tensors, reduced; the rest is refused.
+
+EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858) share one layout, EAGLE-3 (arXiv 2503.01840) has two spellings and two
+dialects of its config: that of SafeAILab and SpecForge, and that of vLLM's ``speculators``. MTP layers lie in the
+target's own checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from foretoken.drafting import FINAL_NORM
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.models.config import ModelConfig, parse_config, read_config_file
+from foretoken.models.weights import Checkpoint
+
+Layout = Literal["eagle", "eagle3", "mimo", "qwen3_next"]
+
+# Spellings of names that mean the same, first to last; EAGLE-3's only.
+_SPELLINGS = (
+    ("midlayer.", "layers.0."),
+    ("aux_norm_low.", "fc_norm.0."),
+    ("aux_norm_mid.", "fc_norm.1."),
+    ("aux_norm_high.", "fc_norm.2."),
+)
+_MTP_NAMES: tuple[tuple[Layout, str, str], ...] = (
+    ("mimo", "model.mtp_layers.", r"model\.mtp_layers\.(\d+)\."),
+    ("qwen3_next", "mtp.", r"mtp\.layers\.(\d+)\."),
+)
+_HEAD_MODEL_TYPES = ("llama", "llama4_text", "mistral", "qwen2", "qwen3")
+_DEFAULT_NUM_FEATURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """One draft head.
+
+    Attributes:
+        body: its decoder layers; for MTP those of the target, ``num_layers`` of them in all modules together.
+        num_depths: modules; 1 is applied recurrently.
+        stored_names: by canonical name (EAGLE's without ``model.``, MTP's as stored), the tensor's name in the file.
+        draft_vocab_size: rows of an output head of its own; None: it uses the target's.
+        target_hidden_size: the target's width where the config names it.
+        layer_ids: the target's layers at whose entry features are taken; None: the usual ones by its depth.
+        norm_before_residual: the first layer's residual is what left ``hidden_norm``, not what entered it.
+        norm_output: what goes back into the head is what left its last norm.
+    """
+
+    layout: Layout
+    body: ModelConfig
+    num_depths: int
+    stored_names: dict[str, str]
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    layer_ids: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    @property
+    def family(self) -> Literal["eagle", "eagle3", "mtp"]:
+        if self.layout == "eagle" or self.layout == "eagle3":
+            return self.layout
+        return "mtp"
+
+
+def head_config(path: Path) -> HeadConfig:
+    """The draft head in the folder ``path``: one of its own, or the target's for MTP.
+
+    Raises:
+        CheckpointError: no folder, no config.json, no safetensors, or no draft head in it.
+        ConfigError: a kind or feature that is not supported, by name.
+    """
+    raw = read_config_file(path)
+    with Checkpoint(path) as checkpoint:
+        names = checkpoint.names
+        for layout, prefix, layer in _MTP_NAMES:
+            if any(name.startswith(prefix) for name in names):
+                return _mtp_config(raw, path, layout, {name: name for name in names if name.startswith(prefix)}, layer)
+        stored = _canonical_names(checkpoint)
+    if "fc.weight" not in stored or not any(name.startswith("layers.0.") for name in stored):
+        raise CheckpointError(f"{path} holds no draft head: neither fc.weight and a layer, nor MTP layers")
+    if any(".kv_a_proj" in name for name in stored):
+        raise ConfigError(f"{path}: draft heads with latent attention (MLA, kv_a_proj_with_mqa) are not supported")
+    if "layers.0.hidden_norm.weight" in stored or "d2t" in stored:
+        return _eagle3_config(raw, path, stored)
+    return HeadConfig(layout="eagle", body=_body(raw, path, stored), num_depths=1, stored_names=stored)
+
+
+def head_features(config: HeadConfig, num_target_layers: int) -> tuple[int, ...]:
+    """The target's hidden states that the head is fed, as DrafterNeeds.features.
+
+    Raises:
+        ConfigError: the target has no such layer.
+    """
+    if config.family != "eagle3":
+        return (FINAL_NORM,)
+    n = num_target_layers
+    found = config.layer_ids if config.layer_ids is not None else (2, n // 2, n - 3)
+    # An output that is already called n is that of the last layer: there is no layer n + 1 to enter.
+    found = tuple(n if layer == n + 1 else layer for layer in found)
+    if not all(0 <= layer <= n for layer in found):
+        raise ConfigError(f"the draft head takes features at layers {list(found)} of a target that has {n}")
+    return found
+
+
+def _canonical_names(checkpoint: Checkpoint) -> dict[str, str]:
+    stored: dict[str, str] = {}
+    for name in sorted(checkpoint.names):
+        canonical = name.removeprefix("model.")
+        for old, new in _SPELLINGS:
+            if canonical.startswith(old):
+                canonical = new + canonical.removeprefix(old)
+        if canonical in stored:
+            raise CheckpointError(f"{checkpoint.file_of(name)}: {name} and {stored[canonical]} are one tensor twice")
+        stored[canonical] = name
+    return stored
+
+
+def _mtp_config(raw: dict[str, Any], path: Path, layout: Layout, stored: dict[str, str], layer: str) -> HeadConfig:
+    body = parse_config(raw, path / "config.json", {})
+    found = {int(match[1]) for name in stored if (match := re.match(layer, name))}
+    if body.model_type != {"mimo": "mimo", "qwen3_next": "qwen3"}[layout]:
+        raise ConfigError(f"{path}: MTP layers of this layout are not supported for model_type {body.model_type!r}")
+    num_depths = max(found, default=-1) + 1
+    if found != set(range(num_depths)) or not found:
+        raise CheckpointError(f"{path}: MTP layers {sorted(found)} are not counted from 0 without gaps")
+    if raw.get("num_nextn_predict_layers", num_depths) != num_depths:
+        wanted = raw["num_nextn_predict_layers"]
+        raise CheckpointError(f"{path}: num_nextn_predict_layers is {wanted}, but there are {num_depths} MTP layers")
+    return HeadConfig(layout, replace(body, num_layers=num_depths), num_depths, stored)
+
+
+def _eagle3_config(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> HeadConfig:
+    kind = raw.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ConfigError(f"{path / 'config.json'}: speculators_model_type {kind!r} is not supported; there is: eagle3")
+    nested = raw.get("eagle_config") or {}
+    settings = {**nested, **{name: value for name, value in raw.items() if value is not None}}
+    if settings.get("use_aux_hidden_state") is False:
+        raise ConfigError(f"{path / 'config.json'}: use_aux_hidden_state: false is not supported")
+    ids = settings.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
+        raise CheckpointError(f"{path / 'config.json'}: eagle_aux_hidden_state_layer_ids: not a list of layers")
+    # SafeAILab's ids name a layer's output, which enters the layer after it; speculators' count as vLLM does, which
+    # takes the state where the layer begins.
+    layers = None if ids is None else tuple(i if kind else i + 1 for i in ids)
+    number = settings.get("num_aux_hidden_states", len(layers) if layers else _DEFAULT_NUM_FEATURES)
+    if number != (len(layers) if layers else _DEFAULT_NUM_FEATURES):
+        raise ConfigError(f"{path / 'config.json'}: num_aux_hidden_states {number} without the layers' ids")
+    for flag, tensor in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        if settings.get(flag) and tensor not in stored:
+            raise CheckpointError(f"{path}: {flag} is set, but tensor {tensor} is missing")
+    return HeadConfig(
+        layout="eagle3",
+        body=_body(raw.get("transformer_layer_config", raw), path, stored),
+        num_depths=1,
+        stored_names=stored,
+        draft_vocab_size=settings.get("draft_vocab_size"),
+        target_hidden_size=settings.get("target_hidden_size"),
+        layer_ids=layers,
+        norm_before_residual=bool(settings.get("norm_before_residual", False)),
+        norm_output=bool(settings.get("norm_output", False)),
+    )
+
+
+def _body(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> ModelConfig:
+    """The head's decoder layers. Which biases and norms they have is said by their tensors, not by the model type."""
+    model_type = raw.get("model_type", "llama")
+    if model_type not in _HEAD_MODEL_TYPES:
+        raise ConfigError(f"{path / 'config.json'}: draft heads of model_type {model_type!r} are not supported")
+    fields = {"max_position_embeddings": 2048, "num_hidden_layers": 1, "vocab_size": 1, **raw}
+    if model_type == "llama4_text":
+        fields |= {"model_type": "llama", "intermediate_size": raw.get("intermediate_size_mlp")}
+    # Tensors tell; a bias that is not q's, k's or v's is a tensor without a place.
+    fields.pop("attention_bias", None)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = fields.get(name)
+        # Three axes of positions that are all equal, as in text, turn as one does.
+        if isinstance(rope, dict) and "mrope" in (rope.get("rope_type"), rope.get("type")):
+            fields[name] = {**rope, "rope_type": "default"}
+    body = parse_config({"model_type": model_type, **fields}, path / "config.json", {})
+    return replace(
+        body,
+        qkv_bias="layers.0.self_attn.q_proj.bias" in stored,
+        head_norm="layers.0.self_attn.q_norm.weight" in stored,
+    )

@@ -1,0 +1,322 @@
+"""The weights of one draft head, packed for the kernels; embedding and output head are mostly the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu.linear import PANEL, pack
+from numpy.typing import NDArray
+
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.models.config import ModelConfig
+from foretoken.models.decoder_weights import LayerWeights, TensorReader, load_layer, packed
+from foretoken.models.draft_config import HeadConfig
+from foretoken.models.target_weights import TargetWeights, load_target_weights
+from foretoken.models.weights import Checkpoint
+
+_NONE = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleWeights:
+    """One module: what joins embedding and hidden state, its layers and its last norm. Absent tensors are empty.
+
+    Attributes:
+        joint: panels; from features to the hidden size for EAGLE-3, from both inputs side by side for the others.
+        feature_norms: one for each of the target's features, or a single one over all of them.
+    """
+
+    joint: torch.Tensor
+    joint_bias: torch.Tensor
+    embedding_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    feature_norms: tuple[torch.Tensor, ...]
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                yield value
+        yield from self.feature_norms
+        for layer in self.layers:
+            yield from layer.tensors()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadWeights:
+    """A whole draft head.
+
+    Attributes:
+        embedding: of target ids: [vocabulary, hidden size], or panels if ``embedding_is_packed``.
+        head: panels of [draft_vocab_size, hidden size].
+        target_ids: int32 [draft_vocab_size]: the target's id of each of the head's; None: the same.
+        num_bytes: of what the head holds beside the target's tensors.
+    """
+
+    modules: tuple[ModuleWeights, ...]
+    embedding: torch.Tensor
+    embedding_is_packed: bool
+    head: torch.Tensor
+    draft_vocab_size: int
+    target_ids: NDArray[np.int32] | None
+    num_bytes: int
+
+
+def load_head_weights(
+    path: Path,
+    config: HeadConfig,
+    target_config: ModelConfig,
+    weights: TargetWeights | None,
+    num_features: int,
+    token_map: NDArray[np.int32] | None,
+    dtype: torch.dtype,
+) -> HeadWeights:
+    """Read and pack the head in ``path``. Arguments as of foretoken.models.draft_head.load_draft_head.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another shape or without a place.
+        ConfigError: head and target do not fit, or a token map for a head that has its own vocabulary.
+    """
+    with Checkpoint(path) as checkpoint:
+        loader = _HeadLoader(path, checkpoint, config, target_config, num_features, dtype)
+        modules = loader.modules()
+        loader.check_all_known()
+        own = loader.own_vocabulary()
+    shared = _shared_weights(path, config, target_config, weights, own)
+    num_bytes = sum(tensor.nbytes for module in modules for tensor in module.tensors())
+    num_bytes += sum(tensor.nbytes for tensor in (own.embedding, own.head) if tensor is not None)
+    if own.embedding is not None:
+        embedding, is_packed = own.embedding, False
+    else:
+        assert shared is not None
+        embedding, is_packed = shared.embedding, shared.tied
+    if own.head is not None:
+        if token_map is not None:
+            raise ConfigError(f"{path}: a token map is for heads that use the target's output head; this has its own")
+        return HeadWeights(modules, embedding, is_packed, own.head, own.draft_vocab_size, own.target_ids, num_bytes)
+    assert shared is not None
+    if token_map is None:
+        return HeadWeights(modules, embedding, is_packed, shared.head, shared.vocab_size, None, num_bytes)
+    rows = head_rows(shared, token_map)
+    return HeadWeights(
+        modules, embedding, is_packed, rows, len(token_map), token_map.astype(np.int32), num_bytes + rows.nbytes
+    )
+
+
+def head_rows(weights: TargetWeights, token_map: NDArray[np.int32]) -> torch.Tensor:
+    """Panels of the output head's rows of these target ids alone (FR-Spec, arXiv 2502.14856).
+
+    Raises:
+        ConfigError: the map is empty, names an id twice, or one that is not there.
+    """
+    ids = np.asarray(token_map, np.int64)
+    if ids.ndim != 1 or not len(ids) or len(np.unique(ids)) != len(ids):
+        raise ConfigError("a token map is a list of different token ids")
+    if ids.min() < 0 or ids.max() >= weights.vocab_size:
+        raise ConfigError(f"the token map names ids outside of the target's {weights.vocab_size}")
+    panels = weights.head.numpy().reshape(-1, weights.hidden_size, PANEL)
+    return packed(pack(panels[ids // PANEL, :, ids % PANEL]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OwnVocabulary:
+    """What the head's file has of its own; None where the target's is used."""
+
+    embedding: torch.Tensor | None
+    head: torch.Tensor | None
+    draft_vocab_size: int
+    target_ids: NDArray[np.int32] | None
+
+
+def _shared_weights(
+    path: Path, config: HeadConfig, target_config: ModelConfig, weights: TargetWeights | None, own: _OwnVocabulary
+) -> TargetWeights | None:
+    if own.embedding is not None and own.head is not None:
+        return None
+    if weights is None:
+        if config.family != "mtp":
+            raise ConfigError(f"{path}: this draft head uses the target's embedding or output head, which is not here")
+        weights = load_target_weights(path, target_config)
+    if weights.hidden_size != config.body.hidden_size or weights.vocab_size != target_config.vocab_size:
+        raise ConfigError(
+            f"{path}: the head's hidden size {config.body.hidden_size} does not go with the target's embedding and "
+            f"output head of size {weights.hidden_size}"
+        )
+    return weights
+
+
+class _HeadLoader:
+    """Reads the tensors of one head by their canonical names and remembers which."""
+
+    def __init__(
+        self,
+        path: Path,
+        checkpoint: Checkpoint,
+        config: HeadConfig,
+        target: ModelConfig,
+        num_features: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._path, self._checkpoint, self._config, self._target = path, checkpoint, config, target
+        self._num_features = num_features
+        self._size = config.body.hidden_size
+        matrices = [name for name in config.stored_names.values() if len(checkpoint.shape(name)) == 2]
+        bfloat16 = dtype == torch.bfloat16 or all(checkpoint.dtype(name) == torch.bfloat16 for name in matrices)
+        self._reader = _RememberingReader(checkpoint, bfloat16, config.stored_names)
+
+    def modules(self) -> tuple[ModuleWeights, ...]:
+        layout = self._config.layout
+        if layout == "eagle":
+            return (self._eagle(),)
+        if layout == "eagle3":
+            return (self._eagle3(),)
+        load = self._mimo if layout == "mimo" else self._qwen3_next
+        return tuple(load(depth) for depth in range(self._config.num_depths))
+
+    def check_all_known(self) -> None:
+        """Refuse a tensor that the head would not use, but for those that all exporters leave behind."""
+        names, ignored = self._config.stored_names, {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"}
+        if self._config.family == "mtp":
+            ignored = set()
+        unknown = sorted(
+            stored
+            for name, stored in names.items()
+            if name not in self._reader.read | ignored and not name.endswith("rotary_emb.inv_freq")
+        )
+        if unknown:
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            file = self._checkpoint.file_of(unknown[0])
+            raise CheckpointError(f"{file}: tensor {unknown[0]}{more} is not part of this draft head")
+
+    def own_vocabulary(self) -> _OwnVocabulary:
+        embedding = self._embedding()
+        head, size, target_ids = self._output_head()
+        is_tied = head is None and self._config.family == "eagle3" and self._config.body.tie_word_embeddings
+        if is_tied and (embedding is not None or not self._target.tie_word_embeddings):
+            raise ConfigError(f"{self._path}: tie_word_embeddings of a head beside an untied target")
+        return _OwnVocabulary(embedding, head, size, target_ids)
+
+    def _embedding(self) -> torch.Tensor | None:
+        """EAGLE-3's own, where its width is another than the target's or its config names the target's width."""
+        config = self._config
+        needed = self._size != self._target.hidden_size
+        named = config.target_hidden_size is not None and self._has("embed_tokens.weight")
+        if config.family != "eagle3" or not (needed or named):
+            return None
+        table = self._reader.matrix("embed_tokens.weight", (self._target.vocab_size, self._size))
+        return packed(table.reshape(-1))
+
+    def _output_head(self) -> tuple[torch.Tensor | None, int, NDArray[np.int32] | None]:
+        config, target = self._config, self._target.vocab_size
+        size = config.draft_vocab_size
+        if config.family != "eagle3" or size is None:
+            return None, target, None
+        if config.body.tie_word_embeddings and not self._has("lm_head.weight"):
+            raise ConfigError(f"{self._path}: draft_vocab_size beside tie_word_embeddings is not supported")
+        head = packed(pack(self._reader.matrix("lm_head.weight", (size, self._size))))
+        if not self._has("d2t"):
+            if size != target:
+                raise CheckpointError(f"{self._path}: tensor d2t is missing: {size} draft tokens of {target}")
+            return head, size, None
+        # Offsets, not ids.
+        ids = self._checkpoint.read_integers(config.stored_names["d2t"], size) + np.arange(size)
+        if ids.min() < 0 or ids.max() >= target or len(np.unique(ids)) != size:
+            raise CheckpointError(f"{self._path}: d2t does not lead to {size} different ids of the target's {target}")
+        return head, size, ids.astype(np.int32)
+
+    def _has(self, name: str) -> bool:
+        return name in self._config.stored_names
+
+    def _vector_if_there(self, name: str, size: int) -> torch.Tensor:
+        return self._reader.vector(name, size) if self._has(name) else _NONE
+
+    def _joint(self, name: str, features: int) -> torch.Tensor:
+        return packed(pack(self._reader.matrix(name, (self._size, features))))
+
+    def _eagle(self) -> ModuleWeights:
+        body = self._config.body
+        if body.hidden_size != self._target.hidden_size:
+            raise ConfigError(
+                f"{self._path}: an EAGLE head of hidden size {body.hidden_size} does not go with a target of "
+                f"{self._target.hidden_size}"
+            )
+        layers = []
+        for index in range(body.num_layers):
+            has_norm = self._has(f"layers.{index}.input_layernorm.weight")
+            norm = "input_layernorm" if has_norm else ""
+            layers.append(load_layer(body, self._reader, f"layers.{index}", input_norm=norm))
+        bias = self._vector_if_there("fc.bias", self._size)
+        return ModuleWeights(self._joint("fc.weight", 2 * self._size), bias, _NONE, _NONE, (), tuple(layers), _NONE)
+
+    def _eagle3(self) -> ModuleWeights:
+        body, reader, size = self._config.body, self._reader, self._size
+        width = self._config.target_hidden_size or self._target.hidden_size
+        if width != self._target.hidden_size:
+            raise ConfigError(
+                f"{self._path}: target_hidden_size {width} does not go with a target of {self._target.hidden_size}"
+            )
+        layers = [load_layer(body, reader, "layers.0", qkv_features=2 * size, input_norm="")]
+        for index in range(1, body.num_layers):
+            norm = "hidden_norm" if self._has(f"layers.{index}.hidden_norm.weight") else "input_layernorm"
+            layers.append(load_layer(body, reader, f"layers.{index}", input_norm=norm))
+        if self._has("input_norm.weight"):
+            norms: tuple[torch.Tensor, ...] = (reader.vector("input_norm.weight", width * self._num_features),)
+        elif self._has("fc_norm.0.weight"):
+            norms = tuple(reader.vector(f"fc_norm.{i}.weight", width) for i in range(self._num_features))
+        else:
+            norms = ()
+        return ModuleWeights(
+            joint=self._joint("fc.weight", width * self._num_features),
+            joint_bias=self._vector_if_there("fc.bias", size),
+            embedding_norm=reader.vector("layers.0.input_layernorm.weight", size),
+            hidden_norm=reader.vector("layers.0.hidden_norm.weight", size),
+            feature_norms=norms,
+            layers=tuple(layers),
+            final_norm=reader.vector("norm.weight", size),
+        )
+
+    def _mimo(self, depth: int) -> ModuleWeights:
+        prefix, reader, size = f"model.mtp_layers.{depth}", self._reader, self._size
+        return ModuleWeights(
+            joint=self._joint(f"{prefix}.input_proj.weight", 2 * size),
+            joint_bias=_NONE,
+            embedding_norm=reader.vector(f"{prefix}.token_layernorm.weight", size),
+            hidden_norm=reader.vector(f"{prefix}.hidden_layernorm.weight", size),
+            feature_norms=(),
+            layers=(load_layer(self._config.body, reader, prefix),),
+            final_norm=reader.vector(f"{prefix}.final_layernorm.weight", size),
+        )
+
+    def _qwen3_next(self, depth: int) -> ModuleWeights:
+        reader, size = self._reader, self._size
+        return ModuleWeights(
+            joint=self._joint("mtp.fc.weight", 2 * size),
+            joint_bias=_NONE,
+            embedding_norm=reader.vector("mtp.pre_fc_norm_embedding.weight", size),
+            hidden_norm=reader.vector("mtp.pre_fc_norm_hidden.weight", size),
+            feature_norms=(),
+            layers=(load_layer(self._config.body, reader, f"mtp.layers.{depth}"),),
+            final_norm=reader.vector("mtp.norm.weight", size),
+        )
+
+
+class _RememberingReader(TensorReader):
+    """A reader that knows which names it was asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, bfloat16: bool, stored: dict[str, str]) -> None:
+        super().__init__(checkpoint, bfloat16, stored)
+        self.read: set[str] = set()
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> NDArray[np.generic]:
+        self.read.add(name)
+        return super().matrix(name, shape)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        self.read.add(name)
+        return super().vector(name, size)

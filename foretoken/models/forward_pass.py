@@ -1,0 +1,192 @@
+"""Runs programs over batches: buffers, addresses, and a look at every index before compiled code trusts it.
+
+Rows are independent: a row's results have the same bits whatever rows, chunks and trees run beside it, and on any
+number of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu import decoder as kernel
+from foretoken_kernels.cpu.batch_check import longest_path
+from foretoken_kernels.cpu.linear import ROW_TILE
+from foretoken_kernels.cpu.thread_team import ThreadTeam
+from numpy.typing import NDArray
+
+from foretoken.kv_cache import KVCache
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.config import ModelConfig
+from foretoken.models.decoder_weights import LayerWeights
+from foretoken.models.program import Program
+from foretoken.models.rope import cos_sin_table
+
+_PATH_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedProgram:
+    program: Program
+    table: NDArray[np.int64]
+
+
+class ForwardPass:
+    """The buffers and the compiled function of one model. Not for two threads at once.
+
+    Args:
+        config: of the model whose attention runs over ``cache``.
+        vocab_size: token ids of a batch are below it.
+        num_positions: rotary positions that may occur; at least the context length.
+        num_threads: threads of one pass, the caller counted.
+    """
+
+    def __init__(
+        self, config: ModelConfig, cache: KVCache, vocab_size: int, num_positions: int, num_threads: int
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._team = ThreadTeam(num_threads)
+        self._function = kernel.forward_function(cache.data.dtype == torch.bfloat16)
+        self._cos_sin = cos_sin_table(config.rope, config.head_dim, num_positions).contiguous()
+        self._limits = (vocab_size, num_positions, cache.num_blocks, cache.block_size)
+        self._epsilon = torch.tensor([config.rms_norm_eps], dtype=torch.float32)
+        self._args = self._fixed_table()
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._all_rows = torch.empty(0, dtype=torch.int32)
+        self._no_starts = np.zeros(0, np.int32)
+
+    def load(self, program: Program) -> LoadedProgram:
+        """A program ready to run here."""
+        return LoadedProgram(program, program.table())
+
+    def attention_table(self, layer: int, weights: LayerWeights) -> torch.Tensor:
+        """What a program's ``layer`` needs to run over plane ``layer`` of the cache. ``weights`` must outlive it."""
+        table = np.zeros(kernel.NUM_ATTENTION_FIELDS, np.int64)
+        for index, tensor in (
+            (kernel.QKV_BIAS, weights.qkv_bias),
+            (kernel.QUERY_NORM, weights.query_norm),
+            (kernel.KEY_NORM, weights.key_norm),
+            (kernel.KEYS, self._cache.keys(layer)),
+            (kernel.VALUES, self._cache.values(layer)),
+        ):
+            table[index] = tensor.data_ptr() if tensor.numel() else 0
+        return torch.from_numpy(table)
+
+    def run(self, loaded: LoadedProgram, batch: ForwardBatch, given: NDArray[np.float32] | None = None) -> None:
+        """Writes every row's keys and values to its slot first, so a tree's nodes see each other in the same pass.
+
+        Args:
+            given: float32 [rows, any]: what the program reads as GIVEN.
+
+        Raises:
+            ValueError: an index of the batch is out of range; nothing was written.
+        """
+        starts = self._context_starts(batch)
+        longest = longest_path(
+            batch.token_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.row_seqs,
+            batch.context_lens,
+            batch.masks,
+            batch.tree_starts,
+            batch.block_tables,
+            batch.logit_rows,
+            starts,
+            self._limits,
+        )
+        if longest < 0:
+            raise ValueError(f"row {-1 - longest} of the batch holds an index out of range")
+        args = self._args
+        args[kernel.OPERATIONS], args[kernel.NUM_OPERATIONS] = _address(loaded.table), len(loaded.table)
+        args[kernel.GIVEN] = 0 if given is None else _address(given)
+        self._set_batch(batch, starts)
+        self._reserve(loaded.program, batch.num_rows, len(batch.logit_rows), longest)
+        self._team.run(self._function, _address(args))
+
+    def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
+        """float32 [rows, width]: a buffer after a run; a view that is valid until the next one."""
+        return self._buffers[field][: rows * width].view(rows, width)
+
+    def _context_starts(self, batch: ForwardBatch) -> NDArray[np.int32]:
+        num_seqs = len(batch.tree_starts)
+        if batch.context_starts is None:
+            if len(self._no_starts) < num_seqs:
+                self._no_starts = np.zeros(_power_of_two(num_seqs), np.int32)
+            return self._no_starts[:num_seqs]
+        if len(batch.context_starts) != num_seqs:
+            raise ValueError("context_starts and tree_starts differ in length")
+        return batch.context_starts
+
+    def _set_batch(self, batch: ForwardBatch, starts: NDArray[np.int32]) -> None:
+        args = self._args
+        args[kernel.NUM_ROWS] = batch.num_rows
+        args[kernel.NUM_LOGIT_ROWS] = len(batch.logit_rows)
+        args[kernel.MASK_WORDS] = batch.masks.shape[1]
+        args[kernel.MAX_BLOCKS] = batch.block_tables.shape[1]
+        for field, array in (
+            (kernel.TOKEN_IDS, batch.token_ids),
+            (kernel.POSITIONS, batch.positions),
+            (kernel.SLOT_MAPPING, batch.slot_mapping),
+            (kernel.ROW_SEQS, batch.row_seqs),
+            (kernel.CONTEXT_LENS, batch.context_lens),
+            (kernel.MASKS, batch.masks),
+            (kernel.TREE_STARTS, batch.tree_starts),
+            (kernel.BLOCK_TABLES, batch.block_tables),
+            (kernel.LOGIT_ROWS, batch.logit_rows),
+            (kernel.CONTEXT_STARTS, starts),
+        ):
+            if not array.flags.c_contiguous:
+                raise ValueError("the arrays of a batch must be contiguous")
+            args[field] = _address(array)
+
+    def _reserve(self, program: Program, num_rows: int, wanted: int, longest: int) -> None:
+        """Grow the buffers, to powers of two, so that this batch fits."""
+        config, threads = self._config, self._team.num_threads
+        rows = -(-num_rows // ROW_TILE) * ROW_TILE
+        stride = -(-longest // _PATH_MULTIPLE) * _PATH_MULTIPLE
+        self._args[kernel.SCORE_STRIDE] = stride
+        if len(self._all_rows) < num_rows:
+            self._all_rows = torch.arange(_power_of_two(num_rows), dtype=torch.int32)
+            self._args[kernel.ALL_ROWS] = self._all_rows.data_ptr()
+        for field, width in program.row_widths.items():
+            self._grow(field, rows * width)
+        for field, width in program.wanted_widths.items():
+            self._grow(field, max(wanted, 1) * width)
+        queries = threads * kernel.ATTENTION_ROW_TILE * (config.num_heads // config.num_kv_heads)
+        self._grow(kernel.SCORES, queries * stride)
+        self._grow(kernel.OFFSETS, threads * kernel.ATTENTION_ROW_TILE * stride, torch.int64)
+        self._grow(kernel.QUERIES, queries * config.head_dim)
+        self._grow(kernel.QUERY_SUMS, queries * config.head_dim)
+        self._grow(kernel.THREAD_SCRATCH, threads * kernel.THREAD_SCRATCH_FLOATS)
+
+    def _grow(self, field: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+        buffer = self._buffers.get(field)
+        if buffer is None or len(buffer) < size:
+            # Zeros, because a tile of rows reads past the last row: never a NaN's slow path.
+            self._buffers[field] = buffer = torch.zeros(_power_of_two(size), dtype=dtype)
+            self._args[field] = buffer.data_ptr()
+
+    def _fixed_table(self) -> NDArray[np.int64]:
+        config = self._config
+        args = np.zeros(kernel.NUM_FIELDS, np.int64)
+        for field, value in (
+            (kernel.NUM_HEADS, config.num_heads),
+            (kernel.NUM_KV_HEADS, config.num_kv_heads),
+            (kernel.HEAD_DIM, config.head_dim),
+            (kernel.BLOCK_SIZE, self._cache.block_size),
+            (kernel.EPSILON, self._epsilon.data_ptr()),
+            (kernel.COS_SIN, self._cos_sin.data_ptr()),
+        ):
+            args[field] = value
+        return args
+
+
+def _address(array: NDArray[np.generic]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

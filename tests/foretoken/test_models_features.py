@@ -1,0 +1,127 @@
+"""Hidden states that a target keeps for draft heads: which ones, of which rows; keeping them changes no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from foretoken.drafting import FINAL_NORM
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.llama import Llama
+from foretoken.models.row_check import rows_are_independent
+from tests.foretoken.test_models import PARENTS, Paged, load, oracle, pair, paths, random_model, some_tokens
+
+__all__ = ["pair"]
+
+
+def hidden_states(model: PreTrainedModel, tokens: np.ndarray) -> dict[int, torch.Tensor]:
+    """By feature: what enters each layer, what leaves the last one, and the same after the norm."""
+    leaving: list[torch.Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _module, inputs: leaving.append(inputs[0]))
+    with torch.inference_mode():
+        found = model(torch.from_numpy(tokens.astype(np.int64))[None], output_hidden_states=True).hidden_states
+    hook.remove()
+    num_layers = model.config.num_hidden_layers
+    states = {layer: found[layer][0] for layer in range(num_layers)}
+    return {**states, num_layers: leaving[0][0], FINAL_NORM: found[-1][0]}
+
+
+def test_features_equal_transformers(pair: tuple[PreTrainedModel, Llama]) -> None:
+    model, ours = pair
+    tokens = some_tokens(50)
+    expected = hidden_states(model, tokens)
+    asked = (*expected, 1)
+    ours.forward(Paged(1).prefill(0, tokens, 0, 50), asked)
+    found = ours.features.unflatten(1, (len(asked), -1))
+    assert found.shape[0] == 50
+    for i, feature in enumerate(asked):
+        torch.testing.assert_close(found[:, i], expected[feature], rtol=0, atol=1e-4)
+    # Neighbours differ, so that one taken for another would be seen.
+    assert min((expected[i] - expected[i + 1]).abs().max() for i in range(len(expected) - 2)) > 0.01
+
+
+def test_features_of_all_rows_though_logits_of_few(pair: tuple[PreTrainedModel, Llama]) -> None:
+    model, ours = pair
+    prefix, nodes, paged = some_tokens(20, 1), some_tokens(len(PARENTS), 2), Paged(1)
+    ours.forward(paged.prefill(0, prefix, 0, 20))
+    tree = paged.tree(0, nodes, PARENTS, 20)
+    fields = {name: getattr(tree, name) for name in tree.__slots__}
+    batch = ForwardBatch(**{**fields, "logit_rows": np.array([4], np.int32)})
+    logits = ours.forward(batch, (FINAL_NORM,))
+    assert logits.shape[0] == 1
+    for node, path in enumerate(paths(PARENTS)):
+        text = np.concatenate([prefix, nodes[path]])
+        torch.testing.assert_close(ours.features[node], hidden_states(model, text)[FINAL_NORM][-1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        logits[0], oracle(model, np.concatenate([prefix, nodes[paths(PARENTS)[4]]]))[-1], rtol=0, atol=1e-4
+    )
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Llama:
+    random_model("llama").save_pretrained(tmp_path)
+    return load(tmp_path)
+
+
+def test_the_set_may_change_between_passes_and_none_is_empty(llama: Llama) -> None:
+    tokens = some_tokens(9)
+    batch = Paged(1).prefill(0, tokens, 0, 9)
+    plain = llama.forward(batch).clone()
+    assert llama.features.shape == (9, 0)
+    size = llama.config.hidden_size
+    assert torch.equal(llama.forward(batch, (2, FINAL_NORM)), plain)
+    both = llama.features.clone()
+    llama.forward(batch, (FINAL_NORM,))
+    assert torch.equal(llama.features, both[:, size:])
+    llama.forward(batch, (2,))
+    assert torch.equal(llama.features, both[:, :size])
+    llama.forward(batch)
+    assert llama.features.shape == (9, 0)
+
+
+def test_rows_stay_independent_with_features(llama: Llama) -> None:
+    """Logits and features of a row, side by side, in every batch."""
+    asked = (0, 1, llama.config.num_layers, FINAL_NORM)
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        return torch.cat([llama.forward(batch, asked), llama.features], dim=1)
+
+    assert rows_are_independent(forward, llama.config, 8, 256, lambda done, total, what: None)
+
+
+@pytest.mark.parametrize("feature", [-2, 9])
+def test_a_hidden_state_that_is_not_there(llama: Llama, feature: int) -> None:
+    with pytest.raises(ValueError, match=f"no hidden state {feature}"):
+        llama.forward(Paged(1).prefill(0, some_tokens(3), 0, 3), (feature,))
+
+
+def test_slots_before_the_start_of_a_context_are_not_read(llama: Llama) -> None:
+    tokens, paged = some_tokens(40), Paged(1)
+    batch = paged.prefill(0, tokens, 11, 40)
+    fields = {name: getattr(batch, name) for name in batch.__slots__}
+    late = ForwardBatch(**{**fields, "context_starts": np.array([11], np.int32)})
+    found = llama.forward(late).clone()
+    llama.forward(paged.prefill(0, tokens[:11], 0, 11))
+    assert torch.equal(llama.forward(late), found)
+    assert not torch.equal(llama.forward(batch), found)
+    # Rotary positions count alone by their distances: the same text from position 0 on.
+    alone = llama.forward(paged.prefill(0, tokens[11:], 0, 29))
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-4)
+
+
+def test_starts_of_another_length_than_the_sequences_are_refused(llama: Llama) -> None:
+    batch = Paged(1).prefill(0, some_tokens(3), 0, 3)
+    fields = {name: getattr(batch, name) for name in batch.__slots__}
+    with pytest.raises(ValueError, match="context_starts"):
+        llama.forward(ForwardBatch(**{**fields, "context_starts": np.zeros(2, np.int32)}))
+
+
+def test_weights_for_draft_models_are_no_copy(llama: Llama) -> None:
+    shared = llama.target_weights
+    assert shared.head.data_ptr() == llama.target_weights.head.data_ptr()
+    assert (shared.vocab_size, shared.hidden_size) == (llama.config.vocab_size, llama.config.hidden_size)
+    assert not shared.tied and shared.embedding is not shared.head

@@ -1,0 +1,360 @@
+"""The engine's end of one drafter: what it was told of each sequence, what it was asked, what came back.
+
+Whom to ask, how wide, and whether to wait is the speculator's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from foretoken.drafting import DraftBatch, DraftRequest, Float32
+from foretoken.sampling import MIN_TEMPERATURE
+from foretoken.transport import TransportClosedError
+from foretoken.tree import Int32
+from verifier_svc.acceptance_estimates import AcceptanceEstimates
+from verifier_svc.draft import Draft
+from verifier_svc.draft_source import DraftSource
+from verifier_svc.draft_times import DraftTimes
+from verifier_svc.feature_window import columns_of
+from verifier_svc.patience import Patience
+from verifier_svc.sequence import Sequence, Told
+
+
+@dataclass(slots=True)
+class DrafterCounters:
+    """What one drafter's trees came to."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_rejected_drafts: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    # Requests that a step waited for, and seconds of these waits.
+    num_awaited: int = 0
+    wait_seconds: float = 0.0
+
+    def add(self, num_drafted: int, accepted_depths: Seq[int]) -> None:
+        """One row's verified tree: its nodes of this drafter, and the depths of those that were accepted."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += len(accepted_depths)
+        missing = max(accepted_depths, default=0) - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * max(missing, 0))
+        for depth in accepted_depths:
+            self.accepted_per_position[depth - 1] += 1
+
+
+class Shape(NamedTuple):
+    """Of a tree: nodes at most with the root, edges from the root, children of one node."""
+
+    nodes: int
+    depth: int
+    branches: int
+
+
+NO_DRAFT = Shape(1, 1, 1)
+
+
+class Row(NamedTuple):
+    """One row of a request with all that it says: its sequence may have ended or moved when the reply comes."""
+
+    sequence: Sequence
+    slot: int
+    generation: int
+    length: int
+    new_tokens: list[int]
+    hidden: list[Float32]
+    block_ids: list[int]
+    prediction: tuple[int, ...]
+    shape: Shape
+    # Whether the answer is worth waiting for.
+    awaited: bool
+
+    @property
+    def root(self) -> int:
+        return self.new_tokens[-1]
+
+
+class Posted(NamedTuple):
+    """A request that is on its way."""
+
+    step_id: int
+    rows: list[Row]
+
+    @property
+    def is_awaited(self) -> bool:
+        return any(row.awaited for row in self.rows)
+
+    @property
+    def depth(self) -> int:
+        return max(row.shape.depth for row in self.rows)
+
+
+class DraftLink:
+    """One drafter. Used by the engine thread alone."""
+
+    def __init__(
+        self,
+        source: DraftSource,
+        number: int,
+        *,
+        epoch: int,
+        vocab_size: int,
+        block_size: int,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """``number``: index + 1 of the drafter, which stands in the sources of its nodes."""
+        self.source = source
+        self.number = number
+        self.counters = DrafterCounters()
+        self.estimates = AcceptanceEstimates()
+        self.times = DraftTimes()
+        self.patience = Patience(timeout_s)
+        self._epoch = epoch
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._timeout_s = timeout_s
+        self._late_reason = f"no sound draft within {timeout_s * 1e3:.0f} ms"
+        self._clock = clock
+        self._step_id = 0
+        self._posted: Posted | None = None
+        # A request of the step before that nobody waited for.
+        self._scout: Posted | None = None
+        # Rows of ended sequences: told in the next request, forgotten in the one after.
+        self._last_words: list[Row] = []
+        self._last_words_to = 0
+        self._to_release: list[int] = []
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def is_attached(self) -> bool:
+        return self.source.transport is not None
+
+    @property
+    def has_last_words(self) -> bool:
+        return bool(self._last_words)
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Hidden states of the target that requests carry now."""
+        return self.source.needs.features if self.is_attached else ()
+
+    def told_length(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that the drafter was told of, as it is attached now."""
+        told = sequence.told.get(self.name)
+        return told.length if told is not None and told.num_attaches == self.source.num_attaches else 0
+
+    def can_tell(self, sequence: Sequence) -> int:
+        """Committed tokens that the drafter can be told of now: it may have to wait for blocks or features."""
+        length = len(sequence.tokens)
+        needs = self.source.needs
+        if needs.blocks:
+            length = min(length, len(sequence.block_ids) * self._block_size)
+        if needs.features:
+            length = min(length, sequence.num_computed + 1)
+        return length
+
+    def row(self, sequence: Sequence, shape: Shape, *, awaited: bool, captured: tuple[int, ...]) -> Row | None:
+        """What there is to say of a sequence; None if there is nothing. ``captured``: what its feature rows hold."""
+        told, length = self.told_length(sequence), self.can_tell(sequence)
+        if told > length or (told == length and shape.nodes == 1):
+            return None
+        return Row(
+            sequence,
+            sequence.slot,
+            sequence.generation,
+            length,
+            sequence.tokens[told:length],
+            self._hidden(sequence, told, length, captured),
+            self._blocks(sequence, told, length),
+            sequence.prediction_ids if told == 0 else (),
+            # A root that cannot be told yet cannot be drafted for.
+            shape if length == len(sequence.tokens) and length > told else NO_DRAFT,
+            awaited,
+        )
+
+    def _hidden(self, sequence: Sequence, told: int, length: int, captured: tuple[int, ...]) -> list[Float32]:
+        wanted = self.source.needs.features
+        if not wanted:
+            return []
+        _, parts = sequence.features.rows(max(told - 1, 0), length - 1)
+        if not parts:
+            return []
+        columns = columns_of(wanted, captured, parts[0].shape[1] // len(captured))
+        return [part[:, columns] for part in parts]
+
+    def _blocks(self, sequence: Sequence, told: int, length: int) -> list[int]:
+        if not self.source.needs.blocks or told == length:
+            return []
+        return sequence.block_ids[told // self._block_size : (length - 1) // self._block_size + 1]
+
+    def finish(self, sequence: Sequence, captured: tuple[int, ...]) -> None:
+        """A sequence is about to give its slot back: its last tokens ride in the next request, to be learnt."""
+        if self.told_length(sequence) == 0:
+            return
+        row = self.row(sequence, NO_DRAFT, awaited=False, captured=captured)
+        if row is None:
+            length = len(sequence.tokens)
+            row = Row(sequence, sequence.slot, sequence.generation, length, [], [], [], (), NO_DRAFT, False)
+        self._last_words.append(row)
+        self._last_words_to = self.source.num_attaches
+
+    def post(self, rows: list[Row]) -> None:
+        """Send rows behind the last tokens of the sequences that ended since, one of whose slots they may have."""
+        last_words, self._last_words = self._last_words, []
+        # A drafter that attached anew knows nothing of what it was told before, and has nothing to forget.
+        if self._last_words_to != self.source.num_attaches:
+            last_words = []
+        owned = {row.slot for row in rows}
+        rows = last_words + rows
+        transport = self.source.transport
+        if transport is None or not rows:
+            return
+        # Slots are forgotten one request after their last tokens were told, and before a new owner's first; a new
+        # owner in the same request makes the drafter forget by its generation.
+        gone = self._to_release
+        self._to_release = [row.slot for row in last_words if row.slot not in owned]
+        self._step_id += 1
+        try:
+            if gone:
+                transport.release(gone)
+            transport.post(self._request(rows))
+        except TransportClosedError as error:
+            self.source.report_failure(str(error))
+            return
+        for row in rows:
+            row.sequence.told[self.name] = Told(self.source.num_attaches, row.length)
+        self._posted = Posted(self._step_id, rows)
+
+    def collect(self, worth_s: Callable[[Posted], float]) -> list[tuple[Row, Draft]]:
+        """Wait for what was asked for in earnest: the sound drafts of rows that wanted one, roots alone included.
+
+        ``worth_s``: seconds that a request's drafts would save, were all accepted.
+        """
+        posted, self._posted = self._posted, None
+        if posted is None:
+            return []
+        if not posted.is_awaited:
+            self._scout = posted
+            return []
+        batch = self._receive(posted, worth_s(posted))
+        return [] if batch is None else self._accept(posted, batch)
+
+    def read_scout(self) -> None:
+        """See what a request that nobody waited for had to say: too late for a tree, in time for the gates."""
+        posted, self._scout = self._scout, None
+        transport = self.source.transport
+        if posted is None or transport is None or all(row.shape.nodes == 1 for row in posted.rows):
+            return
+        try:
+            batch = transport.receive(0.0)
+        except TransportClosedError as error:
+            self.source.report_failure(str(error))
+            return
+        if batch is None:
+            if self.patience.times_out_again(self._clock()):
+                self.source.report_failure(self._late_reason)
+            return
+        self.patience.answer()
+        if batch.num_rows != len(posted.rows):
+            return
+        for index, row in enumerate(posted.rows):
+            if row.shape.nodes > 1:
+                found = batch.tree(index).num_nodes > 1
+                row.sequence.gate.observe_find() if found else row.sequence.gate.observe_miss()
+
+    def _receive(self, posted: Posted, worth_s: float) -> DraftBatch | None:
+        transport = self.source.transport
+        if transport is None:
+            return None
+        began = self._clock()
+        try:
+            batch = transport.receive(self._timeout_s)
+        except TransportClosedError as error:
+            self.source.report_failure(str(error))
+            return None
+        now = self._clock()
+        self.patience.observe(now - began, worth_s)
+        self.counters.num_awaited += 1
+        self.counters.wait_seconds += now - began
+        if batch is None:
+            self.patience.time_out(now)
+            self.source.report_failure(self._late_reason)
+        else:
+            self.times.observe(posted.depth, now - began)
+            self.patience.answer()
+        return batch
+
+    def _accept(self, posted: Posted, batch: DraftBatch) -> list[tuple[Row, Draft]]:
+        """The sound trees of a reply. A stale, short or malformed one is dropped and counted."""
+        if (batch.epoch, batch.step_id) != (self._epoch, posted.step_id) or batch.num_rows != len(posted.rows):
+            self._reject("a draft with another step's stamp or number of rows")
+            return []
+        drafts: list[tuple[Row, Draft]] = []
+        for index, row in enumerate(posted.rows):
+            if row.shape.nodes == 1:
+                continue
+            tree, scores = batch.tree(index), batch.row_scores(index)
+            if not tree.is_valid(row.root, self._vocab_size, row.shape.nodes) or np.isnan(scores).any():
+                self._reject("a malformed draft tree")
+                return drafts
+            sources = np.full(tree.num_nodes, self.number, np.int32)
+            sources[0] = 0
+            drafts.append((row, Draft(tree, sources, scores, self.estimates.chances(scores))))
+        self.source.report_success()
+        return drafts
+
+    def _reject(self, reason: str) -> None:
+        self.counters.num_rejected_drafts += 1
+        self.source.report_failure(reason)
+
+    def _request(self, rows: list[Row]) -> DraftRequest:
+        sequences = [row.sequence for row in rows]
+        sampling = [sequence.sampling for sequence in sequences]
+        hidden = [part for row in rows for part in row.hidden]
+        return DraftRequest(
+            epoch=self._epoch,
+            step_id=self._step_id,
+            slots=_int32([row.slot for row in rows]),
+            generations=_int32([row.generation for row in rows]),
+            lengths=_int32([row.length for row in rows]),
+            prompt_lengths=_int32([sequence.num_prompt_tokens for sequence in sequences]),
+            max_nodes=_int32([row.shape.nodes for row in rows]),
+            max_depths=_int32([row.shape.depth for row in rows]),
+            max_branches=_int32([row.shape.branches for row in rows]),
+            salts=np.array([sequence.salt_digest for sequence in sequences], np.uint64),
+            seeds=np.array([params.seed % 2**64 for params in sampling], np.uint64),
+            choice_indices=_int32([sequence.key.choice_index for sequence in sequences]),
+            temperatures=np.array(
+                [params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0 for params in sampling],
+                np.float32,
+            ),
+            top_ks=_int32([max(params.top_k, 0) for params in sampling]),
+            top_ps=np.array([params.top_p for params in sampling], np.float32),
+            min_ps=np.array([params.min_p for params in sampling], np.float32),
+            new_token_starts=_starts([len(row.new_tokens) for row in rows]),
+            new_tokens=_int32([token for row in rows for token in row.new_tokens]),
+            hidden_starts=_starts([sum(map(len, row.hidden)) for row in rows]),
+            hidden=np.concatenate(hidden) if hidden else np.zeros((0, 0), np.float32),
+            block_starts=_starts([len(row.block_ids) for row in rows]),
+            block_ids=_int32([block for row in rows for block in row.block_ids]),
+            prediction_starts=_starts([len(row.prediction) for row in rows]),
+            prediction=_int32([token for row in rows for token in row.prediction]),
+        )
+
+
+def _int32(values: list[int]) -> Int32:
+    return np.array(values, np.int32)
+
+
+def _starts(counts: list[int]) -> Int32:
+    return np.cumsum([0, *counts]).astype(np.int32)

@@ -1,0 +1,73 @@
+"""The target's hidden rows of one sequence that drafters have not been told yet."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from foretoken.drafting import Float32
+
+# Rows kept at most: a drafter that is told of more tokens at once gets features of the last ones only.
+MAX_ROWS = 2048
+
+
+class FeatureWindow:
+    """Rows of consecutive positions, [``start``, ``end``). All of one width; another one starts it anew."""
+
+    def __init__(self) -> None:
+        self._parts: list[Float32] = []
+        self.start = 0
+        self.end = 0
+
+    def append(self, position: int, rows: Float32) -> None:
+        """Take over ``rows`` [n, width] of the positions from ``position`` on. A gap forgets what is before it."""
+        if not self._parts or position > self.end or self._parts[-1].shape[1] != rows.shape[1]:
+            self._parts, self.start, self.end = [], position, position
+        # Positions that were run again are known already.
+        rows = rows[self.end - position :]
+        if len(rows):
+            self._parts.append(rows)
+            self.end += len(rows)
+            self.forget_before(self.end - MAX_ROWS)
+
+    def rows(self, start: int, end: int) -> tuple[int, list[Float32]]:
+        """What is there of the positions [start, end) without a gap before ``end``: its first position, and parts."""
+        if end > self.end:
+            return end, []
+        start = min(max(start, self.start), end)
+        parts = []
+        at = self.start
+        for part in self._parts:
+            low, high = max(start - at, 0), min(end - at, len(part))
+            if low < high:
+                parts.append(part[low:high])
+            at += len(part)
+        return start, parts
+
+    def forget_before(self, position: int) -> None:
+        """Drop rows that nobody will ask for."""
+        while self._parts and self.start < position:
+            count = min(len(self._parts[0]), position - self.start)
+            self.start += count
+            if count == len(self._parts[0]):
+                self._parts.pop(0)
+            else:
+                self._parts[0] = self._parts[0][count:]
+
+    def clear(self) -> None:
+        """Forget all: the next rows may be of any position."""
+        self._parts, self.start, self.end = [], 0, 0
+
+
+def gathered(features: Float32, row_start: int, num_rows: int, node_rows: list[int]) -> Float32:
+    """A copy of the rows [row_start, row_start + num_rows) and of ``node_rows``: the buffer is written over."""
+    if not node_rows:
+        return features[row_start : row_start + num_rows].copy()
+    return features[[*range(row_start, row_start + num_rows), *node_rows]]
+
+
+def columns_of(wanted: tuple[int, ...], captured: tuple[int, ...], hidden_size: int) -> slice | np.ndarray:
+    """Where the features ``wanted`` stand in rows of the features ``captured``: a slice where they lie side by side."""
+    places = [captured.index(feature) for feature in wanted]
+    if places == list(range(places[0], places[0] + len(places))):
+        return slice(places[0] * hidden_size, (places[0] + len(places)) * hidden_size)
+    return np.concatenate([np.arange(place * hidden_size, (place + 1) * hidden_size) for place in places])
