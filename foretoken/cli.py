@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken import client_commands, corpus_commands, flags, offline
+from foretoken import client_commands, corpus_commands, drafter_commands, flags, offline
 from foretoken.client_commands import program, say
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ OPENMP_SPIN_COUNT = "20000"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(corpus_commands.app, name="corpus")
+app.add_typer(drafter_commands.app, name="drafters")
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from foretoken import flags
+
 
 def add_commands(app: typer.Typer) -> None:
     """Give ``app`` the commands of this module."""
@@ -56,9 +58,7 @@ def probe(
 
 def complete(
     prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
-    url: Annotated[
-        str, typer.Option(envvar="FORETOKEN_URL", show_envvar=True, help="Where the gateway answers.")
-    ] = "http://127.0.0.1:8000",
+    url: flags.Url = flags.DEFAULT_URL,
     max_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the server's")] = None,
     seed: Annotated[int | None, typer.Option(help="For the same text again.", show_default="random")] = None,

@@ -7,48 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import httpx
-
 from foretoken.corpora import CorpusInfo
-from foretoken.errors import ConfigError, ForetokenError, UnavailableError
+from foretoken.errors import ConfigError
+from foretoken.operator_client import OperatorClient
 
 # Characters of one request: a token has about four, and one request takes a million tokens.
 MAX_TEXT_CHARS = 1_000_000
-CONNECT_TIMEOUT_S = 5.0
-# All corpora of a drafter are sorted anew for each text.
-READ_TIMEOUT_S = 180.0
 SEPARATOR = "\n\n"
 
 
-class CorpusClient:
-    """Adds, lists and removes corpora through one gateway. A context manager.
-
-    All calls raise UnavailableError if nothing answers, and ForetokenError for what the server refused.
-    """
+class CorpusClient(OperatorClient):
+    """Adds, lists and removes corpora through one gateway."""
 
     def __init__(self, url: str, key: str, drafter: str = "") -> None:
-        """``url`` may be without a scheme, or with /v1. ``drafter``: empty for the first that holds corpora."""
-        url = url.rstrip("/").removesuffix("/v1")
-        self._url = url if "://" in url else f"http://{url}"
+        """``url``, ``key``: as OperatorClient's. ``drafter``: empty for the first that holds corpora."""
+        super().__init__(url, key)
         self._drafter = drafter
-        # Straight to the address that was given, whatever proxy the machine uses for the web.
-        self._client = httpx.Client(
-            base_url=self._url,
-            headers={"authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            trust_env=False,
-        )
-
-    def __enter__(self) -> CorpusClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._client.close()
 
     def add(self, name: str, texts: Iterable[str], *, append: bool = False) -> CorpusInfo | None:
         """Put texts into a corpus, in place of what it holds unless ``append``; None if there was no text."""
@@ -68,25 +44,6 @@ class CorpusClient:
     @property
     def _params(self) -> dict[str, str]:
         return {"drafter": self._drafter} if self._drafter else {}
-
-    def _call(self, method: str, path: str, **more: Any) -> dict[str, Any]:
-        try:
-            response = self._client.request(method, path, **more)
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            raise UnavailableError(f"nothing answers at {self._url}") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UnavailableError(f"{self._url}: {error or type(error).__name__}") from error
-        try:
-            body: dict[str, Any] = response.json()
-            if response.status_code == 200:
-                return body
-            error_message = str(body["error"]["message"])
-        except (ValueError, LookupError, TypeError):
-            raise ForetokenError(f"{response.url} answered with status {response.status_code}") from None
-        if response.status_code == 404 and error_message == "Not Found":
-            # No such route, rather than no such corpus.
-            error_message = "this server has no operator's endpoints: start it with --admin-api-key-file"
-        raise ForetokenError(error_message)
 
 
 def texts_of(paths: Iterable[Path]) -> Iterator[str]:

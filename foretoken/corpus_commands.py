@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretoken import flags
+
 if TYPE_CHECKING:
     from foretoken.corpus_client import CorpusClient
 
@@ -15,21 +17,15 @@ app = typer.Typer(help="Texts that n-gram drafters draft from, changed while the
 Name = Annotated[str, typer.Argument(help="Name of the corpus.")]
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="Text files, or folders of them.")]
 Append = Annotated[bool, typer.Option("--append", help="Keep what the corpus holds already.")]
-Url = Annotated[str, typer.Option(envvar="FORETOKEN_URL", show_envvar=True, help="Where the gateway answers.")]
-KeyFile = Annotated[
-    Path,
-    typer.Option("--admin-api-key-file", envvar="FORETOKEN_ADMIN_API_KEY_FILE", help="The operator's key."),
-]
 DrafterName = Annotated[str, typer.Option("--drafter", help="Name of a drafter.", show_default="the first")]
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @app.command()
 def add(
     name: Name,
     paths: Paths,
-    key_file: KeyFile,
-    url: Url = DEFAULT_URL,
+    key_file: flags.OperatorKeyFile,
+    url: flags.Url = flags.DEFAULT_URL,
     drafter: DrafterName = "",
     append: Append = False,
 ) -> None:
@@ -45,7 +41,9 @@ def add(
 
 
 @app.command("list")
-def list_corpora(key_file: KeyFile, url: Url = DEFAULT_URL, drafter: DrafterName = "") -> None:
+def list_corpora(
+    key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT_URL, drafter: DrafterName = ""
+) -> None:
     """Names and tokens of all corpora."""
     with _client(url, key_file, drafter) as client:
         for info in client.list():
@@ -53,7 +51,9 @@ def list_corpora(key_file: KeyFile, url: Url = DEFAULT_URL, drafter: DrafterName
 
 
 @app.command()
-def remove(name: Name, key_file: KeyFile, url: Url = DEFAULT_URL, drafter: DrafterName = "") -> None:
+def remove(
+    name: Name, key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT_URL, drafter: DrafterName = ""
+) -> None:
     """Draft from a corpus no more."""
     with _client(url, key_file, drafter) as client:
         client.remove(name)
@@ -61,10 +61,6 @@ def remove(name: Name, key_file: KeyFile, url: Url = DEFAULT_URL, drafter: Draft
 
 def _client(url: str, key_file: Path, drafter: str) -> CorpusClient:
     from foretoken.corpus_client import CorpusClient
-    from foretoken.errors import ConfigError
+    from foretoken.operator_client import read_key
 
-    try:
-        key = key_file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--admin-api-key-file: cannot read {key_file}: {error}") from None
-    return CorpusClient(url, key, drafter)
+    return CorpusClient(url, read_key(key_file), drafter)

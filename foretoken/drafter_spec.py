@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from foretoken.config import build, parse_pairs
+from foretoken.limits import DRAFTER_CHOICES
 
 FLAG = "--drafter"
+
+
+def _check_free(name: str) -> str:
+    if name in DRAFTER_CHOICES:
+        raise ValueError(f"{name} means a choice of drafters")
+    return name
+
+
+DrafterName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$"), AfterValidator(_check_free)]
 
 
 class DrafterSpec(BaseModel):
@@ -17,7 +27,7 @@ class DrafterSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
+    name: DrafterName
     algorithm: Literal["NGRAM", "EAGLE", "EAGLE3", "MTP", "STANDALONE"]
     # Folder of a head or draft model, or its id on the hub.
     model: str | None = None

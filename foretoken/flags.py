@@ -14,6 +14,7 @@ import typer
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
+DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of the checkpoint, or its id on the hub.")]
 Revision = Annotated[
@@ -292,4 +293,11 @@ NgramOrder = Annotated[
         help="Which candidates come first: the most often or the last seen.",
         show_default="recency",
     ),
+]
+
+# Commands that talk to a running server.
+Url = Annotated[str, typer.Option(envvar="FORETOKEN_URL", show_envvar=True, help="Where the gateway answers.")]
+OperatorKeyFile = Annotated[
+    Path,
+    typer.Option("--admin-api-key-file", envvar="FORETOKEN_ADMIN_API_KEY_FILE", help="The operator's key."),
 ]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foretoken import address
 from foretoken.errors import InvalidRequestError
 from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 
@@ -67,6 +68,12 @@ MAX_DRAFT_TOKENS = Range(0, 255)
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
 MAX_DRAFTER_NAME_CHARS = 64
+MAX_ADDRESS_CHARS = 256
+# Attached to one verifier at once, and names in its life: what was drafted under a name is counted on.
+MAX_DRAFTERS = 16
+MAX_DRAFTER_NAMES = 256
+# What "speculative.drafter" means by itself.
+DRAFTER_CHOICES = ("auto", "merge")
 MAX_CHAT_MESSAGES = 1024
 # Of one drafter, and tokens that one call adds to one of them.
 MAX_CORPORA = 64
@@ -123,6 +130,22 @@ def check_name(field: str, value: str) -> None:
         )
 
 
+def check_drafter_name(field: str, value: str) -> None:
+    """Raise InvalidRequestError naming ``field`` unless a drafter may be called so."""
+    check_name(field, value)
+    if value in DRAFTER_CHOICES:
+        raise InvalidRequestError(f"{field} must not be {value!r}, which means a choice of drafters", field=field)
+
+
+def check_address(field: str, value: str) -> None:
+    """Raise InvalidRequestError naming ``field`` unless it is where a service may listen."""
+    check_text(field, value, MAX_ADDRESS_CHARS)
+    try:
+        address.check_address(value)
+    except ValueError as error:
+        raise InvalidRequestError(f"{field}: {error}", field=field) from None
+
+
 def check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
     """Raise InvalidRequestError naming ``field`` unless ``count`` items are allowed."""
     if not least <= count <= most:
@@ -168,7 +191,7 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
     if options.max_draft_tokens is not None:
         check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
     check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
-    choices = ("auto", "merge", *model.drafter_names)
+    choices = (*DRAFTER_CHOICES, *model.drafter_names)
     if options.drafter not in choices:
         names = ", ".join(choices)
         raise InvalidRequestError(

@@ -75,6 +75,8 @@ class MetricRegistry:
         self._meter = self._provider.get_meter(f"foretoken.{service}")
         # Families that vLLM has too, by our names.
         self.in_vllm: set[str] = set()
+        # Of all metrics, as they were declared.
+        self.names: set[str] = set()
 
     def counter(self, name: str, description: str, *, vllm: bool = False) -> Counter:
         instrument = self._meter.create_counter(self._declared(name, vllm), description=description)
@@ -107,6 +109,7 @@ class MetricRegistry:
         self._provider.shutdown()
 
     def _declared(self, name: str, vllm: bool) -> str:
+        self.names.add(name)
         if vllm:
             self.in_vllm.add(PREFIX + name)
         return PREFIX + name

@@ -1,12 +1,8 @@
-"""The operator's API for corpora: texts that drafters draft from for everybody.
-
-Its routes are there only where ``--admin-api-key-file`` is given, and each call needs that key.
-"""
+"""The operator's API for corpora: texts that drafters draft from for everybody."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,15 +11,15 @@ from pydantic import Field
 
 from foretoken import limits
 from foretoken.corpora import token_bytes
-from foretoken.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
+from foretoken.errors import InvalidRequestError
 from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import Fields, is_id_list, validate
+from gateway.operator import call_all, check_key
 from protos import verifier_pb2
 
 # Sorting millions of tokens takes seconds.
 CALL_TIMEOUT_S = 150.0
-_BEARER = "bearer "
 
 
 class CorpusFields(Fields):
@@ -40,6 +36,9 @@ def corpora_router(core: GatewayCore, key: str) -> APIRouter:
     """The routes, bound to one gateway, for callers that have ``key``."""
     router = APIRouter(prefix="/v1/corpora", tags=["Operation"])
 
+    async def call(method: str, message: Any) -> list[Any]:
+        return await call_all(core.verifiers.clients, method, message, timeout_s=CALL_TIMEOUT_S)
+
     @router.post("", openapi_extra=http.body_schema(CorpusFields))
     async def add(request: Request) -> Response:
         """Draft from a text from now on, on all verifiers. Sent again with ``append: false`` it has the same effect."""
@@ -50,33 +49,24 @@ def corpora_router(core: GatewayCore, key: str) -> APIRouter:
         message = verifier_pb2.AddCorpusRequest(
             drafter=fields.drafter, name=fields.name, token_ids=data, append=fields.append
         )
-        responses = await _call_all(core, "AddCorpus", message)
+        responses = await call("AddCorpus", message)
         return http.json_response(_corpus(responses[0].corpus))
 
     @router.get("")
     async def list_all(request: Request, drafter: str = "") -> Response:
         """The corpora of a drafter as the first verifier has them."""
         check_key(request, key)
-        (response, *_) = await _call_all(core, "ListCorpora", verifier_pb2.ListCorporaRequest(drafter=drafter))
+        (response, *_) = await call("ListCorpora", verifier_pb2.ListCorporaRequest(drafter=drafter))
         return http.json_response({"object": "list", "data": [_corpus(corpus) for corpus in response.corpora]})
 
     @router.delete("/{name}")
     async def remove(request: Request, name: str, drafter: str = "") -> Response:
         """Draft from a corpus no more, on any verifier."""
         check_key(request, key)
-        await _call_all(core, "RemoveCorpus", verifier_pb2.RemoveCorpusRequest(drafter=drafter, name=name))
+        await call("RemoveCorpus", verifier_pb2.RemoveCorpusRequest(drafter=drafter, name=name))
         return http.json_response({"object": "corpus", "name": name, "deleted": True})
 
     return router
-
-
-def check_key(request: Request, key: str) -> None:
-    """Raise UnauthenticatedError without a key in ``Authorization: Bearer``, PermissionDeniedError for a wrong one."""
-    header = request.headers.get("authorization", "")
-    if not header.lower().startswith(_BEARER):
-        raise UnauthenticatedError("this endpoint needs the operator's key, as Authorization: Bearer KEY")
-    if not hmac.compare_digest(header[len(_BEARER) :].strip().encode(), key.encode()):
-        raise PermissionDeniedError("this key is not the operator's")
 
 
 async def _token_bytes(core: GatewayCore, fields: CorpusFields) -> bytes:
@@ -91,16 +81,6 @@ async def _token_bytes(core: GatewayCore, fields: CorpusFields) -> bytes:
         raise InvalidRequestError("token_ids must be a list of token ids", field="token_ids")
     limits.check_count(field, len(token_ids), limits.MAX_CORPUS_TOKENS, least=1)
     return await asyncio.to_thread(token_bytes, token_ids)
-
-
-async def _call_all(core: GatewayCore, method: str, message: Any) -> list[Any]:
-    """The answers of all verifiers. Raises what the first of them that failed says; the others may have done it."""
-    calls = [client.call(method, message, timeout_s=CALL_TIMEOUT_S) for client in core.verifiers.clients]
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return answers
 
 
 def _corpus(corpus: verifier_pb2.Corpus) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from foretoken.errors import ForetokenError
@@ -169,6 +169,8 @@ class DrafterInfo:
     # Requests that a step waited for, and microseconds of these waits.
     num_awaited: int = 0
     wait_us: int = 0
+    # The drafter's own figures.
+    gauges: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

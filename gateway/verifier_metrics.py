@@ -9,6 +9,9 @@ from gateway.messages import DrafterInfo, VerifierInfo
 
 Samples = Iterable[tuple[float, Labels]]
 
+# A drafter that makes up names without end must not fill the memory.
+MAX_DRAFTER_GAUGES = 512
+
 
 class VerifierMetrics:
     """Declares a metric for each figure of GetInfo."""
@@ -16,6 +19,8 @@ class VerifierMetrics:
     def __init__(self, model_name: str) -> None:
         self._registry = MetricRegistry("verifier", {"model_name": model_name})
         self._infos: Mapping[str, VerifierInfo | None] = {}
+        # Metrics that drafters named.
+        self._num_gauges = 0
         self._registry.observed_gauge(
             "verifier_up",
             "Whether the verifier answered this scrape.",
@@ -33,6 +38,7 @@ class VerifierMetrics:
     def families(self, infos: Mapping[str, VerifierInfo | None]) -> list[Family]:
         """``infos``: each verifier's figures by its address; None for one that does not answer: none of it is shown."""
         self._infos = infos
+        self._declare_gauges_of_drafters()
         return self._registry.families()
 
     def close(self) -> None:
@@ -85,6 +91,17 @@ class VerifierMetrics:
         )
         counter("drafter_attaches", "Attachments of the drafter.", each(lambda d: d.num_attaches))
         gauge("drafter_info", "1 for each configured drafter, with its transport and state.", self._drafter_info)
+
+    def _declare_gauges_of_drafters(self) -> None:
+        """A metric for each name that a drafter has a gauge of, when it is seen first; none in another one's place."""
+        for name in sorted({name for drafter, _ in self._drafters() for name in drafter.gauges}):
+            metric = f"drafter_{name}"
+            if metric not in self._registry.names and self._num_gauges < MAX_DRAFTER_GAUGES:
+                self._num_gauges += 1
+                self._registry.observed_gauge(metric, "As the drafter says: docs/telemetry.md.", self._gauge(name))
+
+    def _gauge(self, name: str) -> Callable[[], Samples]:
+        return lambda: [(d.gauges[name], labels) for d, labels in self._drafters() if name in d.gauges]
 
     def _of(self, value: Callable[[VerifierInfo], float]) -> Callable[[], Samples]:
         return lambda: [(value(info), {VERIFIER_LABEL: address}) for address, info in self._known()]

@@ -17,6 +17,9 @@ from gateway.verifier_client import SILENCE_LIMIT_S, VerifierClient
 
 logger = logging.getLogger(__name__)
 
+# Figures are asked for at most so often for the sake of requests.
+REFRESH_EVERY_S = 1.0
+
 
 class VerifierPool:
     """One session with each verifier. All methods are called on the event loop that ``run`` runs on."""
@@ -43,6 +46,8 @@ class VerifierPool:
         # Oldest first; each with the timer that ends its wait.
         self._waiting: dict[Placement, asyncio.TimerHandle | None] = {}
         self._placements: set[Placement] = set()
+        self._refreshed_at = 0.0
+        self._refreshing: asyncio.Task[object] | None = None
 
     @property
     def is_up(self) -> bool:
@@ -94,6 +99,15 @@ class VerifierPool:
 
         infos = await asyncio.gather(*(fetch(client) for client in self.clients))
         return {client.address: info for client, info in zip(self.clients, infos, strict=True)}
+
+    async def refresh_infos(self) -> None:
+        """Have fresh figures in ``info``, but not more often than REFRESH_EVERY_S, however many requests want them."""
+        now = asyncio.get_running_loop().time()
+        if self._refreshing is None or (self._refreshing.done() and now - self._refreshed_at >= REFRESH_EVERY_S):
+            self._refreshed_at = now
+            self._refreshing = asyncio.create_task(self.fetch_infos())
+        # One asker may go away, the others want it still.
+        await asyncio.shield(self._refreshing)
 
     def check_room(self, num_sequences: int) -> None:
         """Raise QueueFullError if verifiers are up and none of them has room for so many new sequences."""

@@ -131,12 +131,13 @@ def info_from_proto(info: verifier_pb2.GetInfoResponse) -> VerifierInfo:
     return VerifierInfo(
         **{name: getattr(info, name) for name in _INFO_NUMBERS_AND_TEXTS},
         step_time_us=dict(info.step_time_us),
-        drafters=tuple(_drafter_from_proto(drafter) for drafter in info.drafters),
+        drafters=tuple(drafter_from_proto(drafter) for drafter in info.drafters),
     )
 
 
-def _drafter_from_proto(drafter: verifier_pb2.DrafterState) -> DrafterInfo:
+def drafter_from_proto(drafter: verifier_pb2.DrafterState) -> DrafterInfo:
     return DrafterInfo(
         **{name: getattr(drafter, name) for name in _DRAFTER_NUMBERS_AND_TEXTS},
         accepted_per_position=tuple(drafter.accepted_per_position),
+        gauges=dict(drafter.gauges),
     )

@@ -172,7 +172,14 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DrafterState(_message.Message):
-    __slots__ = ("name", "algorithm", "transport", "state", "num_attaches", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rejected_drafts", "accepted_per_position", "num_awaited", "wait_us")
+    __slots__ = ("name", "algorithm", "transport", "state", "num_attaches", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rejected_drafts", "accepted_per_position", "num_awaited", "wait_us", "gauges")
+    class GaugesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +192,7 @@ class DrafterState(_message.Message):
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     NUM_AWAITED_FIELD_NUMBER: _ClassVar[int]
     WAIT_US_FIELD_NUMBER: _ClassVar[int]
+    GAUGES_FIELD_NUMBER: _ClassVar[int]
     name: str
     algorithm: str
     transport: str
@@ -197,7 +205,8 @@ class DrafterState(_message.Message):
     accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
     num_awaited: int
     wait_us: int
-    def __init__(self, name: _Optional[str] = ..., algorithm: _Optional[str] = ..., transport: _Optional[str] = ..., state: _Optional[str] = ..., num_attaches: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_rejected_drafts: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., num_awaited: _Optional[int] = ..., wait_us: _Optional[int] = ...) -> None: ...
+    gauges: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., algorithm: _Optional[str] = ..., transport: _Optional[str] = ..., state: _Optional[str] = ..., num_attaches: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_rejected_drafts: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., num_awaited: _Optional[int] = ..., wait_us: _Optional[int] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class GetInfoResponse(_message.Message):
     __slots__ = ("version", "epoch", "model_name", "model_fingerprint", "dtype", "mode", "vocab_size", "max_model_len", "eos_token_ids", "block_size", "num_blocks", "num_free_blocks", "num_running", "num_waiting", "max_queue", "drafters", "num_steps", "num_preemptions", "num_prefix_cache_queries", "num_prefix_cache_hits", "num_generated_tokens", "num_prompt_tokens", "num_plain_batch_steps", "num_fallback_steps", "step_time_us", "speculative_max_batch_size")
@@ -313,3 +322,29 @@ class ListCorporaResponse(_message.Message):
     CORPORA_FIELD_NUMBER: _ClassVar[int]
     corpora: _containers.RepeatedCompositeFieldContainer[Corpus]
     def __init__(self, corpora: _Optional[_Iterable[_Union[Corpus, _Mapping]]] = ...) -> None: ...
+
+class AttachDrafterRequest(_message.Message):
+    __slots__ = ("name", "address", "transport")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    transport: str
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class AttachDrafterResponse(_message.Message):
+    __slots__ = ("drafter",)
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    drafter: DrafterState
+    def __init__(self, drafter: _Optional[_Union[DrafterState, _Mapping]] = ...) -> None: ...
+
+class DetachDrafterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DetachDrafterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

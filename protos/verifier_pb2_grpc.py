@@ -64,6 +64,16 @@ class VerifierServiceStub:
                 request_serializer=protos_dot_verifier__pb2.ListCorporaRequest.SerializeToString,
                 response_deserializer=protos_dot_verifier__pb2.ListCorporaResponse.FromString,
                 _registered_method=True)
+        self.AttachDrafter = channel.unary_unary(
+                '/foretoken.verifier.v1.VerifierService/AttachDrafter',
+                request_serializer=protos_dot_verifier__pb2.AttachDrafterRequest.SerializeToString,
+                response_deserializer=protos_dot_verifier__pb2.AttachDrafterResponse.FromString,
+                _registered_method=True)
+        self.DetachDrafter = channel.unary_unary(
+                '/foretoken.verifier.v1.VerifierService/DetachDrafter',
+                request_serializer=protos_dot_verifier__pb2.DetachDrafterRequest.SerializeToString,
+                response_deserializer=protos_dot_verifier__pb2.DetachDrafterResponse.FromString,
+                _registered_method=True)
 
 
 class VerifierServiceServicer:
@@ -114,6 +124,23 @@ class VerifierServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachDrafter(self, request, context):
+        """One more drafter, until it is detached or the verifier ends. Requests may name it when the call
+        returns; it is attached in the background, and again whenever it comes back. INVALID_ARGUMENT:
+        name, address or transport; FAILED_PRECONDITION: the name is attached, or there are too many.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DetachDrafter(self, request, context):
+        """One drafter less, also one that was configured: sequences go on without it. Requests may still
+        name it, as one that is dead. NOT_FOUND where none of that name is attached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifierServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +173,16 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     servicer.ListCorpora,
                     request_deserializer=protos_dot_verifier__pb2.ListCorporaRequest.FromString,
                     response_serializer=protos_dot_verifier__pb2.ListCorporaResponse.SerializeToString,
+            ),
+            'AttachDrafter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachDrafter,
+                    request_deserializer=protos_dot_verifier__pb2.AttachDrafterRequest.FromString,
+                    response_serializer=protos_dot_verifier__pb2.AttachDrafterResponse.SerializeToString,
+            ),
+            'DetachDrafter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DetachDrafter,
+                    request_deserializer=protos_dot_verifier__pb2.DetachDrafterRequest.FromString,
+                    response_serializer=protos_dot_verifier__pb2.DetachDrafterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +347,60 @@ class VerifierService:
             '/foretoken.verifier.v1.VerifierService/ListCorpora',
             protos_dot_verifier__pb2.ListCorporaRequest.SerializeToString,
             protos_dot_verifier__pb2.ListCorporaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachDrafter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/foretoken.verifier.v1.VerifierService/AttachDrafter',
+            protos_dot_verifier__pb2.AttachDrafterRequest.SerializeToString,
+            protos_dot_verifier__pb2.AttachDrafterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DetachDrafter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/foretoken.verifier.v1.VerifierService/DetachDrafter',
+            protos_dot_verifier__pb2.DetachDrafterRequest.SerializeToString,
+            protos_dot_verifier__pb2.DetachDrafterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from foretoken.address import Address
+from foretoken.drafter_spec import DrafterName
+
+Transport = Literal["auto", "shared-memory", "grpc"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 
 class DrafterEndpoint(BaseModel):
@@ -15,10 +19,10 @@ class DrafterEndpoint(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
+    name: DrafterName
     # unix:/path or host:port. A Unix socket means the same host: the arena is used.
     address: Address
-    transport: Literal["auto", "shared-memory", "grpc"] = "auto"
+    transport: Transport = "auto"
 
 
 class VerifierSettings(BaseModel):

@@ -5,7 +5,7 @@ Whom to ask, how wide, and whether to wait is the speculator's to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from foretoken.transport import TransportClosedError
 from foretoken.tree import Int32
 from verifier_svc.acceptance_estimates import AcceptanceEstimates
 from verifier_svc.draft import Draft
-from verifier_svc.draft_source import DraftSource
+from verifier_svc.draft_source import DraftSource, State
 from verifier_svc.draft_times import DraftTimes
 from verifier_svc.feature_window import columns_of
 from verifier_svc.patience import Patience
@@ -95,8 +95,24 @@ class Posted(NamedTuple):
         return max(row.shape.depth for row in self.rows)
 
 
+class _Tenure(NamedTuple):
+    """A source that a name stands for, and what those before it counted."""
+
+    source: DraftSource
+    num_attaches_before: int = 0
+    num_rejected_before: int = 0
+
+    @property
+    def num_attaches(self) -> int:
+        return self.num_attaches_before + self.source.num_attaches
+
+    @property
+    def num_rejected(self) -> int:
+        return self.num_rejected_before + self.source.num_rejected
+
+
 class DraftLink:
-    """One drafter. Used by the engine thread alone."""
+    """One drafter by its name, whatever source it has. Used by the engine thread alone; figures may be read by any."""
 
     def __init__(
         self,
@@ -110,12 +126,12 @@ class DraftLink:
         clock: Callable[[], float],
     ) -> None:
         """``number``: index + 1 of the drafter, which stands in the sources of its nodes."""
-        self.source = source
+        self.name = source.name
         self.number = number
         self.counters = DrafterCounters()
-        self.estimates = AcceptanceEstimates()
-        self.times = DraftTimes()
-        self.patience = Patience(timeout_s)
+        # Taken away by the operator.
+        self.is_detached = False
+        self._tenure = _Tenure(source)
         self._epoch = epoch
         self._vocab_size = vocab_size
         self._block_size = block_size
@@ -123,6 +139,13 @@ class DraftLink:
         self._late_reason = f"no sound draft within {timeout_s * 1e3:.0f} ms"
         self._clock = clock
         self._step_id = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is known of the source, and nothing is under way."""
+        self.estimates = AcceptanceEstimates()
+        self.times = DraftTimes()
+        self.patience = Patience(self._timeout_s)
         self._posted: Posted | None = None
         # A request of the step before that nobody waited for.
         self._scout: Posted | None = None
@@ -131,13 +154,42 @@ class DraftLink:
         self._last_words_to = 0
         self._to_release: list[int] = []
 
+    def detach(self) -> None:
+        """The source is of no more use: what was asked of it is dropped. Closing it is the caller's."""
+        self.is_detached = True
+        self._begin()
+
+    def replace_source(self, source: DraftSource) -> None:
+        """Go on with another source in place of the detached one: number and counters stay, the rest begins anew."""
+        self._tenure = _Tenure(source, self._tenure.num_attaches, self._tenure.num_rejected)
+        self._begin()
+        self.is_detached = False
+
     @property
-    def name(self) -> str:
-        return self.source.name
+    def source(self) -> DraftSource:
+        return self._tenure.source
+
+    @property
+    def state(self) -> State:
+        return "detached" if self.is_detached else self.source.state
+
+    @property
+    def num_attaches(self) -> int:
+        """Of all its sources: a new attachment knows nothing of any sequence."""
+        return self._tenure.num_attaches
+
+    @property
+    def num_rejected(self) -> int:
+        """Drafts that were of no use, by its own judgement and by that of all its sources."""
+        return self.counters.num_rejected_drafts + self._tenure.num_rejected
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        return {} if self.is_detached else self.source.gauges
 
     @property
     def is_attached(self) -> bool:
-        return self.source.transport is not None
+        return not self.is_detached and self.source.transport is not None
 
     @property
     def has_last_words(self) -> bool:
@@ -151,7 +203,7 @@ class DraftLink:
     def told_length(self, sequence: Sequence) -> int:
         """Tokens of a sequence that the drafter was told of, as it is attached now."""
         told = sequence.told.get(self.name)
-        return told.length if told is not None and told.num_attaches == self.source.num_attaches else 0
+        return told.length if told is not None and told.num_attaches == self.num_attaches else 0
 
     def can_tell(self, sequence: Sequence) -> int:
         """Committed tokens that the drafter can be told of now: it may have to wait for blocks or features."""
@@ -184,7 +236,8 @@ class DraftLink:
 
     def _hidden(self, sequence: Sequence, told: int, length: int, captured: tuple[int, ...]) -> list[Float32]:
         wanted = self.source.needs.features
-        if not wanted:
+        # One that attached in the middle of a step is told without what that step did not capture.
+        if not set(wanted).issubset(captured):
             return []
         _, parts = sequence.features.rows(max(told - 1, 0), length - 1)
         if not parts:
@@ -206,13 +259,13 @@ class DraftLink:
             length = len(sequence.tokens)
             row = Row(sequence, sequence.slot, sequence.generation, length, [], [], [], (), NO_DRAFT, False)
         self._last_words.append(row)
-        self._last_words_to = self.source.num_attaches
+        self._last_words_to = self.num_attaches
 
     def post(self, rows: list[Row]) -> None:
         """Send rows behind the last tokens of the sequences that ended since, one of whose slots they may have."""
         last_words, self._last_words = self._last_words, []
         # A drafter that attached anew knows nothing of what it was told before, and has nothing to forget.
-        if self._last_words_to != self.source.num_attaches:
+        if self._last_words_to != self.num_attaches:
             last_words = []
         owned = {row.slot for row in rows}
         rows = last_words + rows
@@ -232,7 +285,7 @@ class DraftLink:
             self.source.report_failure(str(error))
             return
         for row in rows:
-            row.sequence.told[self.name] = Told(self.source.num_attaches, row.length)
+            row.sequence.told[self.name] = Told(self.num_attaches, row.length)
         self._posted = Posted(self._step_id, rows)
 
     def collect(self, worth_s: Callable[[Posted], float]) -> list[tuple[Row, Draft]]:

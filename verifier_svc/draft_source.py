@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from foretoken.drafting import DrafterNeeds
 from foretoken.transport import DraftTransport
 
-State = Literal["connecting", "attached", "broken"]
+State = Literal["connecting", "attached", "broken", "detached"]
 TransportName = Literal["shared-memory", "grpc", "in-process"]
 
 FIRST_BACKOFF_S = 0.1
@@ -17,6 +19,11 @@ MAX_CONSECUTIVE_FAILURES = 3
 # Drafts after which an attachment counts as a success and the backoff starts over: one that breaks at each first
 # draft is not tried ten times a second.
 MIN_DRAFTS_OF_SUCCESS = 10
+# Between two looks at a drafter's own gauges.
+GAUGES_EVERY_S = 3.0
+# Taken of one drafter at most: they become names of metrics.
+MAX_GAUGES = 64
+_GAUGE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 class DraftSource(Protocol):
@@ -47,7 +54,7 @@ class DraftSource(Protocol):
 
     @property
     def state(self) -> State:
-        """``broken``: refused by the drafter or by the self-test, or detached for its failures."""
+        """``broken``: refused by the drafter or by the self-test, or given up for its failures."""
         ...
 
     @property
@@ -58,6 +65,11 @@ class DraftSource(Protocol):
     @property
     def num_rejected(self) -> int:
         """Drafts that were late, malformed, or never asked for because the drafter was too far behind."""
+        ...
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """The drafter's own, at most MAX_GAUGES, as of a few seconds ago; none while there is no attachment."""
         ...
 
     def report_failure(self, reason: str) -> None:
@@ -73,6 +85,12 @@ class DraftSource(Protocol):
     def close(self) -> None:
         """Detach for good. Idempotent."""
         ...
+
+
+def checked_gauges(gauges: Mapping[str, float]) -> dict[str, float]:
+    """Those that can be metrics, MAX_GAUGES at most, whatever a drafter says."""
+    named = [(name, float(value)) for name, value in gauges.items() if _GAUGE_NAME.fullmatch(name)]
+    return dict(named[:MAX_GAUGES])
 
 
 class CircuitBreaker:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,15 @@ from foretoken.transport import (
 )
 from protos import drafter_pb2, drafter_pb2_grpc
 from verifier_svc.config import DrafterEndpoint
-from verifier_svc.draft_source import MAX_CONSECUTIVE_FAILURES, CircuitBreaker, DraftSource, State, TransportName
+from verifier_svc.draft_source import (
+    GAUGES_EVERY_S,
+    MAX_CONSECUTIVE_FAILURES,
+    CircuitBreaker,
+    DraftSource,
+    State,
+    TransportName,
+    checked_gauges,
+)
 from verifier_svc.draft_stream import StreamTransport
 
 __all__ = ["DraftSource", "DrafterClient", "InProcessClient", "TransportClosedError"]
@@ -48,6 +56,7 @@ logger = logging.getLogger(__name__)
 # A drafter may load a model at attach.
 ATTACH_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 5.0
+GAUGES_TIMEOUT_S = 2.0
 
 
 class DrafterClient:
@@ -85,6 +94,7 @@ class DrafterClient:
         self._state: State = "connecting"
         self._algorithm = ""
         self._num_attaches = 0
+        self._gauges: dict[str, float] = {}
         self._transport: DraftTransport | None = None
         self._thread: threading.Thread | None = None
         # What was logged of the present outage, and of faults since the last sound draft.
@@ -126,6 +136,10 @@ class DrafterClient:
     def num_rejected(self) -> int:
         return self._counters.num_rejected
 
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        return self._gauges
+
     def start(self) -> None:
         """Begin to attach, in the background."""
         self._thread = threading.Thread(target=self._run, name=f"drafter-{self.name}", daemon=True)
@@ -158,8 +172,8 @@ class DrafterClient:
         while not self._closing:
             try:
                 with contextlib.ExitStack() as attachment:
-                    transport = self._attach(attachment)
-                    self._watch(transport)
+                    transport, stub = self._attach(attachment)
+                    self._watch(transport, stub)
             except (ForetokenError, TransportClosedError, OSError) as error:
                 # Not there yet is the normal life of a drafter; any other refusal is a fault.
                 self._lost("connecting" if isinstance(error, UnavailableError) else "broken", str(error))
@@ -168,21 +182,36 @@ class DrafterClient:
                     backoff_s = self._breaker.next_backoff_s()
                 self._sleep(backoff_s)
 
-    def _watch(self, transport: ArenaTransport | StreamTransport) -> None:
-        """Block until the drafter is gone, the circuit opens, or the client is closed."""
+    def _watch(self, transport: ArenaTransport | StreamTransport, stub: Any) -> None:
+        """Block until the drafter is gone, the circuit opens, or the client is closed; look at its gauges meanwhile."""
         waiter = Waiter((self._wake.fileno(), transport.fileno()))
+        look_at = time.monotonic()
         while not self._closing:
-            ready = waiter.wait(None)
+            ready = waiter.wait(max(look_at - time.monotonic(), 0.0))
             if transport.fileno() in ready:
                 self._lost("connecting", "the drafter is gone")
                 return
+            if not ready:
+                self._look_at_gauges(stub)
+                look_at = time.monotonic() + GAUGES_EVERY_S
             self._wake.take()
+            # A call waits on the same doorbell: what was rung meanwhile is not lost.
             if self._break_reason:
                 reason, self._break_reason = self._break_reason, ""
                 self._lost("broken", reason)
                 return
 
+    def _look_at_gauges(self, stub: Any) -> None:
+        """What the drafter does not tell in time stays as it was: whether it is of use is judged by its drafts."""
+        try:
+            info = self._result(stub.GetInfo.future(drafter_pb2.GetInfoRequest(), timeout=GAUGES_TIMEOUT_S))
+        except ForetokenError as error:
+            logger.debug("drafter %s does not tell its gauges: %s", self.name, error)
+        else:
+            self._gauges = checked_gauges(info.gauges)
+
     def _lost(self, state: State, reason: str) -> None:
+        self._gauges = {}
         with self._lock:
             # Readers do not lock: whoever finds no transport finds the state that says why.
             self._state = state
@@ -215,8 +244,11 @@ class DrafterClient:
                 self._wake.take()
         self._break_reason = ""
 
-    def _attach(self, attachment: contextlib.ExitStack) -> ArenaTransport | StreamTransport:
-        """A new attachment, proved by its self-test. What it holds is given back by ``attachment``."""
+    def _attach(self, attachment: contextlib.ExitStack) -> tuple[ArenaTransport | StreamTransport, Any]:
+        """A new attachment, proved by its self-test, and the stub that it was made with.
+
+        What they hold is given back by ``attachment``.
+        """
         channel = rpc.sync_channel(self._endpoint.address)
         attachment.callback(channel.close)
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
@@ -227,8 +259,6 @@ class DrafterClient:
         if self.transport_name == "shared-memory":
             transport, response = self._attach_arena(stub, challenge, layout, needs, attachment)
             transport.check_self_test()
-            # The step goes through the arena alone.
-            channel.close()
         else:
             response = self._call_attach(stub, challenge, "", None)
             transport = StreamTransport(stub, self._epoch, layout, self._counters)
@@ -247,7 +277,7 @@ class DrafterClient:
             self._transport = transport
         self._is_outage_known = False
         logger.info("drafter %s (%s) attached over %s", self.name, response.algorithm, transport.name)
-        return transport
+        return transport, stub
 
     def _probe(self, transport: DraftTransport) -> None:
         """One empty round trip, both ways through what every step will use."""
@@ -313,8 +343,8 @@ class DrafterClient:
             while not call.done():
                 ready = waiter.wait(None)
                 self._wake.take()
-                if self._closing:
-                    raise UnavailableError("the verifier stops")
+                if self._closing or self._break_reason:
+                    raise UnavailableError(self._break_reason or "the verifier stops")
                 if on_connect is not None and listener_fd in ready:
                     on_connect()
                     # Accepted and closed: its number may soon be another descriptor's.
@@ -355,6 +385,8 @@ class InProcessClient:
         self._transport: InProcessTransport | None = None
         self._state: State = "connecting"
         self._num_attaches = 0
+        self._gauges: dict[str, float] = {}
+        self._gauges_at = 0.0
         self._retry_at: float | None = 0.0
 
     @property
@@ -392,6 +424,11 @@ class InProcessClient:
     def num_rejected(self) -> int:
         return self._counters.num_rejected
 
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """Looked at by the engine thread, behind drafts: without any they stay as they are."""
+        return self._gauges
+
     def start(self) -> None:
         """Nothing runs beside the engine: the first use attaches."""
 
@@ -407,6 +444,15 @@ class InProcessClient:
 
     def report_success(self) -> None:
         self._breaker.success()
+        if self._clock() >= self._gauges_at:
+            self._look_at_gauges()
+
+    def _look_at_gauges(self) -> None:
+        self._gauges_at = self._clock() + GAUGES_EVERY_S
+        try:
+            self._gauges = checked_gauges(self._drafter.gauges())
+        except Exception as error:
+            self._break(f"no gauges: {error!r}")
 
     def _attach(self) -> None:
         transport = InProcessTransport(self._drafter, self._counters)
@@ -422,9 +468,11 @@ class InProcessClient:
         self._num_attaches += 1
         self._state = "attached"
         logger.info("drafter %s (%s) attached in-process", self._name, self.algorithm)
+        self._look_at_gauges()
 
     def _break(self, reason: str) -> None:
         self._transport = None
+        self._gauges = {}
         self._state = "broken"
         self._retry_at = self._clock() + self._breaker.next_backoff_s()
         logger.warning("drafter %s is not attached in-process: %s; trying again", self._name, reason)

@@ -62,7 +62,7 @@ class _Remote:
     """Of a drafter in another process, by calls beside its attachment."""
 
     def __init__(self, address: str) -> None:
-        self._address = address
+        self.address = address
         # What was added through us, by name: its texts.
         self._texts: dict[str, list[Int32]] = {}
 
@@ -104,7 +104,7 @@ class _Remote:
 
     @contextlib.asynccontextmanager
     async def _stub(self) -> AsyncIterator[Any]:
-        async with rpc.async_channel(self._address) as channel:
+        async with rpc.async_channel(self.address) as channel:
             try:
                 yield drafter_pb2_grpc.DrafterServiceStub(channel)
             except grpc.aio.AioRpcError as error:
@@ -127,6 +127,19 @@ class DrafterCorpora:
         # Attachments for which nothing has to be told again.
         self._kept = dict.fromkeys(self._remotes, 0)
 
+    def attach(self, source: DraftSource, address: str) -> None:
+        """One more drafter in another process; under a name that was detached it is told what that one held."""
+        name = source.name
+        self._sources[name] = source
+        self._in_process.pop(name, None)
+        self._remotes.setdefault(name, _Remote(address)).address = address
+        self._locks.setdefault(name, asyncio.Lock())
+        self._kept[name] = 0
+
+    def detach(self, name: str) -> None:
+        """One drafter less. What it held is kept for another one of that name."""
+        self._sources.pop(name, None)
+
     async def add(self, drafter: str, name: str, token_ids: Int32, *, append: bool) -> tuple[str, CorpusInfo]:
         """Raises as ``Corpora.add``; InvalidRequestError for an unknown drafter, UnavailableError if it is gone."""
         drafter, holder = self._holder(drafter)
@@ -148,12 +161,14 @@ class DrafterCorpora:
         """Tell drafters that were attached anew what they lost, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for name, remote in self._remotes.items():
-                await self._keep(name, remote)
+            for name, remote in tuple(self._remotes.items()):
+                if name in self._sources:
+                    await self._keep(name, remote)
 
     async def _keep(self, name: str, remote: _Remote) -> None:
-        num_attaches = self._sources[name].num_attaches
-        if remote.is_empty or num_attaches == self._kept[name]:
+        source = self._sources[name]
+        num_attaches = source.num_attaches
+        if remote.is_empty or num_attaches == self._kept[name] or source.algorithm != ALGORITHM:
             return
         try:
             async with self._locks[name]:
@@ -161,7 +176,8 @@ class DrafterCorpora:
         except ForetokenError as error:
             logger.warning("drafter %s has not got its corpora back: %s; trying again", name, error)
             return
-        self._kept[name] = num_attaches
+        if self._sources.get(name) is source:
+            self._kept[name] = num_attaches
         if num_told:
             logger.info("drafter %s has got %d corpora back", name, num_told)
 
@@ -169,7 +185,7 @@ class DrafterCorpora:
         """The drafter of that name, or the first that holds corpora, as far as is known."""
         if drafter and drafter not in self._sources:
             raise InvalidRequestError(
-                f"drafter {drafter!r} is not configured; there is: {', '.join(self._sources)}", field="drafter"
+                f"there is no drafter {drafter!r}; there is: {', '.join(self._sources)}", field="drafter"
             )
         for name, source in self._sources.items():
             if name != drafter and (drafter or source.algorithm not in (ALGORITHM, "")):

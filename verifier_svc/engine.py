@@ -12,8 +12,10 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +27,9 @@ from verifier_svc.block_manager import BlockManager
 from verifier_svc.feature_window import gathered
 from verifier_svc.messages import (
     Abort,
+    AttachDrafter,
     CloseSession,
+    DetachDrafter,
     ErrorEvent,
     Event,
     FinishedEvent,
@@ -43,6 +47,9 @@ from verifier_svc.step import Scheduled, StepBatch, build_batch, commit_slots
 from verifier_svc.verify import WalkResult, sample_and_walk, token_logprobs
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+Argument = TypeVar("Argument")
 
 
 class TargetRunner(Protocol):
@@ -151,7 +158,7 @@ class Engine:
     def _count(self, message: InboxMessage, change: int) -> None:
         if isinstance(message, Submit):
             self._num_submits += change
-        else:
+        elif isinstance(message, Abort | CloseSession):
             self._num_ends += change
 
     def drain(self) -> None:
@@ -374,7 +381,7 @@ class Engine:
         now = time.monotonic()
         started = sequence.started_at if sequence.started_at is not None else now
         first_token = sequence.first_token_at if sequence.first_token_at is not None else now
-        names = tuple(source.name for source in self._speculator.sources)
+        names = tuple(link.name for link in self._speculator.links)
         self._emit(
             FinishedEvent(
                 key=sequence.key,
@@ -431,6 +438,10 @@ class Engine:
                         self._finish(sequence, FinishReason.ABORT, kept_tokens=message.kept_tokens)
                 case CloseSession():
                     self._close(message.session_id)
+                case AttachDrafter():
+                    _answer(message.done, self._speculator.add_source, message.source)
+                case DetachDrafter():
+                    _answer(message.done, self._speculator.remove_source, message.name)
 
     def _submit(self, message: Submit, now: float) -> None:
         error: ForetokenError | None = None
@@ -462,3 +473,13 @@ class Engine:
     def _end_overdue(self, now: float) -> None:
         for sequence in [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]:
             self._fail(sequence, DeadlineError("the request's deadline has passed"))
+
+
+def _answer(done: Future[Answer], call: Callable[[Argument], Answer], argument: Argument) -> None:
+    """Make a call of the rim's, unless nobody waits for it any more."""
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        done.set_result(call(argument))
+    except ForetokenError as error:
+        done.set_exception(error)

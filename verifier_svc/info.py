@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from foretoken import __version__
 from foretoken.limits import ModelLimits
 from protos import verifier_pb2
+from verifier_svc.draft_link import DraftLink
 from verifier_svc.engine import Engine
 
 
@@ -44,7 +45,7 @@ class VerifierInfo:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             max_queue=self.max_queue,
-            drafters=[_drafter_state(engine, index) for index in range(len(engine.speculator.sources))],
+            drafters=[drafter_state(link) for link in tuple(engine.speculator.links)],
             num_steps=counters.num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_prefix_cache_queries=scheduler.num_prefix_queries,
@@ -58,20 +59,20 @@ class VerifierInfo:
         )
 
 
-def _drafter_state(engine: Engine, index: int) -> verifier_pb2.DrafterState:
-    source = engine.speculator.sources[index]
-    counters = engine.speculator.counters[source.name]
+def drafter_state(link: DraftLink) -> verifier_pb2.DrafterState:
+    source, counters = link.source, link.counters
     return verifier_pb2.DrafterState(
-        name=source.name,
+        name=link.name,
         algorithm=source.algorithm,
         transport=source.transport_name,
-        state=source.state,
-        num_attaches=source.num_attaches,
+        state=link.state,
+        num_attaches=link.num_attaches,
         num_drafts=counters.num_drafts,
         num_draft_tokens=counters.num_draft_tokens,
         num_accepted_tokens=counters.num_accepted_tokens,
-        num_rejected_drafts=counters.num_rejected_drafts + source.num_rejected,
+        num_rejected_drafts=link.num_rejected,
         accepted_per_position=counters.accepted_per_position,
         num_awaited=counters.num_awaited,
         wait_us=int(counters.wait_seconds * 1e6),
+        gauges=link.gauges,
     )

@@ -1,15 +1,18 @@
 """The plain values that pass between the rim (service.py) and the engine: nothing else crosses.
 
-Down go Submit, Abort and CloseSession through one inbox; up go the events of a step, per session, into its outbox.
+Down go sequences, their ends, and drafters to attach and detach, through one inbox; up go the events of a step, per
+session, into its outbox.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
+from verifier_svc.draft_source import DraftSource
 from verifier_svc.grammar import Matcher
 
 
@@ -74,7 +77,23 @@ class CloseSession:
     session_id: int
 
 
-InboxMessage = Submit | Abort | CloseSession
+@dataclass(frozen=True, slots=True)
+class AttachDrafter:
+    """One more drafter from the next step on. ``done``: of Speculator.add_source."""
+
+    source: DraftSource
+    done: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class DetachDrafter:
+    """One drafter less from the next step on. ``done``: of Speculator.remove_source."""
+
+    name: str
+    done: Future[DraftSource]
+
+
+InboxMessage = Submit | Abort | CloseSession | AttachDrafter | DetachDrafter
 
 
 class DrafterStats(NamedTuple):

@@ -10,7 +10,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ import uvloop
 from foretoken import rpc
 from foretoken.drafting import Drafter, TargetInfo
 from foretoken.errors import ConfigError
-from foretoken.limits import ModelLimits
+from foretoken.limits import MAX_DRAFTERS, ModelLimits
 from foretoken.models.config import load_config
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.models.weights import Checkpoint
@@ -29,10 +29,11 @@ from protos import verifier_pb2_grpc
 from verifier_svc import verify
 from verifier_svc.block_manager import BlockManager
 from verifier_svc.calibration import measure_step_costs
-from verifier_svc.config import VerifierSettings
+from verifier_svc.config import DrafterEndpoint, VerifierSettings
 from verifier_svc.draft_source import DraftSource
 from verifier_svc.drafter_client import DrafterClient, InProcessClient
 from verifier_svc.drafter_corpora import DrafterCorpora
+from verifier_svc.drafter_registry import DrafterRegistry
 from verifier_svc.engine import Engine
 from verifier_svc.grammar import Vocabulary
 from verifier_svc.grammar_compiler import GrammarCompiler
@@ -95,14 +96,15 @@ class Verifier:
 
     engine: Engine
     info: VerifierInfo
-    sources: Sequence[DraftSource]
     grammars: GrammarCompiler
+    # Of a drafter in another process.
+    make_source: Callable[[DrafterEndpoint], DraftSource]
 
     def close(self) -> None:
         self.grammars.close()
         self.engine.stop()
-        for source in self.sources:
-            source.close()
+        for link in self.engine.speculator.links:
+            link.source.close()
 
 
 def build(
@@ -128,8 +130,10 @@ def build(
     names = (*(endpoint.name for endpoint in settings.drafters), *placed)
     if len(set(names)) != len(names):
         raise ConfigError("two drafters have the same name")
+    if len(names) > MAX_DRAFTERS:
+        raise ConfigError(f"--drafter: at most {MAX_DRAFTERS} drafters, got {len(names)}")
     max_nodes = settings.speculative_num_draft_tokens
-    limits = ModelLimits(runner.config.vocab_size, runner.max_model_len, names)
+    limits = ModelLimits(runner.config.vocab_size, runner.max_model_len)
     epoch = secrets.randbits(63) | 1
     target = TargetInfo(
         model_fingerprint=runner.fingerprint,
@@ -150,9 +154,8 @@ def build(
         most_rows=max(max_nodes * 2, settings.max_running_requests),
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
-    sources: list[DraftSource] = [
-        DrafterClient(endpoint, target, epoch, weights=runner.shared_weights) for endpoint in settings.drafters
-    ]
+    make_source = partial(DrafterClient, target=target, epoch=epoch, weights=runner.shared_weights)
+    sources: list[DraftSource] = [make_source(endpoint) for endpoint in settings.drafters]
     sources += [
         InProcessClient(name, drafter, target, epoch, weights=runner.shared_weights.weights)
         for name, drafter in placed.items()
@@ -197,7 +200,7 @@ def build(
         max_queue=settings.max_queued_requests,
         speculative_max_batch_size=settings.speculative_max_batch_size,
     )
-    return Verifier(engine, info, sources, grammars)
+    return Verifier(engine, info, grammars, make_source)
 
 
 def run(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None = None) -> None:
@@ -226,22 +229,25 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             verifier = await _build(settings, in_process_drafters, stop)
             if verifier is None:
                 return False
-            corpora = DrafterCorpora(verifier.sources, settings.drafters, in_process_drafters or {})
+            engine = verifier.engine
+            sources = [link.source for link in engine.speculator.links]
+            corpora = DrafterCorpora(sources, settings.drafters, in_process_drafters or {})
             keeping = asyncio.create_task(corpora.keep())
-            service = VerifierService(verifier.engine, verifier.info, tracer, corpora, verifier.grammars)
+            drafters = DrafterRegistry(engine, verifier.make_source, corpora)
+            service = VerifierService(engine, verifier.info, tracer, corpora, verifier.grammars, drafters)
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
             # What start-up made stays: a collection in the middle of a step then walks over little.
             gc.collect()
             gc.freeze()
-            verifier.engine.start()
-            for source in verifier.sources:
+            engine.start()
+            for source in sources:
                 source.start()
             await server.start()
             await health.mark(True)
-            await _watch(verifier.engine, stop)
+            await _watch(engine, stop)
             await health.drain()
             service.drain()
-            await _idle(verifier.engine, settings.drain_timeout_s)
+            await _idle(engine, settings.drain_timeout_s)
             service.close()
             await server.stop(STOP_GRACE_S)
         finally:

@@ -29,9 +29,10 @@ from foretoken.wire import sampling_from_proto, speculation_from_proto
 from protos import verifier_pb2, verifier_pb2_grpc
 from verifier_svc import events
 from verifier_svc.drafter_corpora import DrafterCorpora
+from verifier_svc.drafter_registry import DrafterRegistry
 from verifier_svc.engine import Engine
 from verifier_svc.grammar_compiler import GrammarCompiler
-from verifier_svc.info import VerifierInfo
+from verifier_svc.info import VerifierInfo, drafter_state
 from verifier_svc.messages import Abort, ErrorEvent, Event, FinishedEvent, SequenceKey, Submit, TokensEvent
 from verifier_svc.outbox import Outbox
 from verifier_svc.sequence_spans import SequenceSpans
@@ -51,13 +52,15 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         tracer: Tracer | None = None,
         corpora: DrafterCorpora | None = None,
         grammars: GrammarCompiler | None = None,
+        drafters: DrafterRegistry | None = None,
     ) -> None:
-        """Without ``grammars``, sequences that have one are refused."""
+        """Without ``grammars``, sequences that have one are refused; without ``drafters``, changes of drafters are."""
         self._engine = engine
         self._info = info
         self._tracer = tracer
         self._corpora = corpora or DrafterCorpora(())
         self._grammars = grammars
+        self._drafters = drafters
         # Sequences whose grammars are being compiled: the engine does not know of them yet.
         self._num_compiling = 0
         self._draining = False
@@ -155,6 +158,35 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         drafter, infos = await self._corpora.list(request.drafter)
         return verifier_pb2.ListCorporaResponse(corpora=[_corpus_to_proto(drafter, info) for info in infos])
 
+    async def AttachDrafter(
+        self, request: verifier_pb2.AttachDrafterRequest, context: Any
+    ) -> verifier_pb2.AttachDrafterResponse:
+        link = await self._registry.attach(request.name, request.address, request.transport)
+        return verifier_pb2.AttachDrafterResponse(drafter=drafter_state(link))
+
+    async def DetachDrafter(
+        self, request: verifier_pb2.DetachDrafterRequest, context: Any
+    ) -> verifier_pb2.DetachDrafterResponse:
+        await self._registry.detach(request.name)
+        return verifier_pb2.DetachDrafterResponse()
+
+    @property
+    def _registry(self) -> DrafterRegistry:
+        self._check_alive()
+        if self._drafters is None:
+            raise PreconditionError("the drafters of this verifier do not change")
+        return self._drafters
+
+    def _limits(self, attempt: int, drafter: str) -> ModelLimits:
+        """What requests are checked against now: drafters that were detached may be named still.
+
+        A resumed sequence may name one that this verifier never had: it was admitted where there was one.
+        """
+        names = [link.name for link in self._engine.speculator.links]
+        if attempt:
+            names.append(drafter)
+        return dataclasses.replace(self._info.limits, drafter_names=tuple(names))
+
     async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:
         """What runs here and how it fares."""
         self._check_alive()
@@ -240,13 +272,13 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 
     def _check(self, session_id: int, message: verifier_pb2.Sequence) -> Submit:
         """The checked submission. Raises InvalidRequestError naming the field, or PreconditionError."""
-        model: ModelLimits = self._info.limits
         limits.check_text("request_id", message.request_id, limits.MAX_REQUEST_ID_CHARS, min_chars=1)
         limits.check_number("choice_index", message.choice_index, limits.Range(0, limits.MAX_CHOICE_INDEX))
         limits.check_number("attempt", message.attempt, limits.Range(0, limits.MAX_ATTEMPTS))
         limits.check_text("cache_salt", message.cache_salt, limits.MAX_CACHE_SALT_CHARS)
         sampling = sampling_from_proto(message.sampling)
         speculation = speculation_from_proto(message.speculation)
+        model = self._limits(message.attempt, speculation.drafter)
         limits.check_sampling(sampling, model)
         limits.check_speculation(speculation, model)
         limits.check_prompt(message.prompt_token_ids, model)

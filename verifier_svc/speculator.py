@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from foretoken.errors import NotFoundError, PreconditionError
+from foretoken.limits import MAX_DRAFTER_NAMES, MAX_DRAFTERS
 from foretoken.tree import depths
 from verifier_svc.draft import Draft, merge
 from verifier_svc.draft_link import NO_DRAFT, DrafterCounters, DraftLink, Posted, Row
@@ -85,8 +87,9 @@ class Speculator:
             self.add_source(source)
 
     @property
-    def sources(self) -> Seq[DraftSource]:
-        return [link.source for link in self._links]
+    def links(self) -> Seq[DraftLink]:
+        """All drafters that there were, by their numbers; its figures may be read by any thread."""
+        return self._links
 
     @property
     def counters(self) -> dict[str, DrafterCounters]:
@@ -101,8 +104,40 @@ class Speculator:
         return min(wanted, sequence.num_computed)
 
     def add_source(self, source: DraftSource) -> None:
-        """One more drafter; its name is new. Numbers of drafters never change."""
-        self._links.append(self._new_link(source, len(self._links) + 1))
+        """One more drafter, or another one under a name that was detached: that gets its number back.
+
+        Numbers never change: tokens of running sequences bear them. Raises PreconditionError for a name that is taken,
+        and at the limits of drafters and names.
+        """
+        if sum(not link.is_detached for link in self._links) >= MAX_DRAFTERS:
+            raise PreconditionError(f"a verifier has at most {MAX_DRAFTERS} drafters: detach one", field="name")
+        link = self._link(source.name)
+        if link is None:
+            if len(self._links) >= MAX_DRAFTER_NAMES:
+                raise PreconditionError(
+                    f"this verifier has had drafters of {MAX_DRAFTER_NAMES} names: use one of them again",
+                    field="name",
+                )
+            self._links.append(self._new_link(source, len(self._links) + 1))
+        elif link.is_detached:
+            link.replace_source(source)
+        else:
+            raise PreconditionError(f"a drafter {source.name!r} is attached: detach it first", field="name")
+
+    def remove_source(self, name: str) -> DraftSource:
+        """Do without a drafter from now on; its source, which the caller closes, outside of the engine's thread.
+
+        Rows that wait with a tree of it decode plainly in the next step. Raises NotFoundError if there is none.
+        """
+        link = self._link(name)
+        if link is None or link.is_detached:
+            raise NotFoundError(f"there is no drafter {name!r}", field="name")
+        link.detach()
+        self._drafts = {key: draft for key, draft in self._drafts.items() if link.number not in draft.sources}
+        return link.source
+
+    def _link(self, name: str) -> DraftLink | None:
+        return next((link for link in self._links if link.name == name), None)
 
     def capture(self, sequences: Seq[Sequence]) -> tuple[int, ...]:
         """The target's hidden states that attached drafters want of the next step. Called once a step, before it.

@@ -49,6 +49,9 @@ class TestSource:
         self._target = target
         self.transport: InProcessTransport | None = None
         self.num_attaches = 0
+        self.num_rejected = 0
+        self.gauges: dict[str, float] = {}
+        self.is_closed = False
         self.failures: list[str] = []
         self.start()
 
@@ -87,6 +90,7 @@ class TestSource:
 
     def close(self) -> None:
         self.transport = None
+        self.is_closed = True
 
 
 @dataclass(slots=True)

@@ -1,0 +1,67 @@
+"""``foretoken drafters``: the operator's commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from foretoken import flags
+
+if TYPE_CHECKING:
+    from foretoken.drafters_client import DrafterOf, DraftersClient
+
+app = typer.Typer(help="Drafters of a running server: attached and detached while it serves.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="Name of the drafter.")]
+Address = Annotated[str, typer.Argument(help="Where it serves, as its verifier reaches it: unix:/path or host:port.")]
+Transport = Annotated[
+    Literal["auto", "shared-memory", "grpc"], typer.Option(help="How drafts travel; auto: by the kind of address.")
+]
+Verifier = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="One verifier, as the gateway calls it.", show_default="all")
+]
+
+
+@app.command("list")
+def list_drafters(key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT_URL, verifier: Verifier = "") -> None:
+    """Drafters of all verifiers, the detached ones too."""
+    with _client(url, key_file) as client:
+        _show(client.list(verifier))
+
+
+@app.command()
+def attach(
+    name: Name,
+    address: Address,
+    key_file: flags.OperatorKeyFile,
+    url: flags.Url = flags.DEFAULT_URL,
+    transport: Transport = "auto",
+    verifier: Verifier = "",
+) -> None:
+    """Attach a drafter that runs; requests may name it from now on."""
+    with _client(url, key_file) as client:
+        _show(client.attach(name, address, transport, verifier))
+
+
+@app.command()
+def detach(
+    name: Name, key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT_URL, verifier: Verifier = ""
+) -> None:
+    """Do without a drafter; running requests go on."""
+    with _client(url, key_file) as client:
+        client.detach(name, verifier)
+
+
+def _client(url: str, key_file: Path) -> DraftersClient:
+    from foretoken.drafters_client import DraftersClient
+    from foretoken.operator_client import read_key
+
+    return DraftersClient(url, read_key(key_file))
+
+
+def _show(drafters: list[DrafterOf]) -> None:
+    for drafter in drafters:
+        kind = f" {drafter.algorithm}" if drafter.algorithm else ""
+        print(f"{drafter.name}: {drafter.state},{kind} over {drafter.transport}, at {drafter.verifier}")

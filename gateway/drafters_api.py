@@ -1,0 +1,94 @@
+"""The operator's API for drafters: attached and detached while the verifiers serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from foretoken import limits
+from foretoken.errors import InvalidRequestError
+from gateway import http
+from gateway.core import GatewayCore
+from gateway.fields import Fields, validate
+from gateway.operator import call_all, check_key
+from gateway.verifier_client import VerifierClient
+from gateway.verifier_wire import drafter_from_proto
+from protos import verifier_pb2
+
+# A step of the engine, and the end of the thread that kept the drafter.
+CALL_TIMEOUT_S = 30.0
+
+
+class DrafterFields(Fields):
+    """Body of POST /v1/drafters."""
+
+    name: str = Field(description="1 to 64 characters of a-z, 0-9, _, . and -; not auto nor merge.")
+    address: str = Field(description="unix:/path or host:port of a drafter that serves no other verifier.")
+    transport: Literal["auto", "shared-memory", "grpc"] = Field("auto", description="auto: by the kind of address.")
+    verifier: str = Field("", description="Address of one verifier; empty: all.")
+
+
+def drafters_router(core: GatewayCore, key: str) -> APIRouter:
+    """The routes, bound to one gateway, for callers that have ``key``."""
+    router = APIRouter(prefix="/v1/drafters", tags=["Operation"])
+
+    @router.post("", openapi_extra=http.body_schema(DrafterFields))
+    async def attach(request: Request) -> Response:
+        """One more drafter until it is detached or the verifier ends; requests may name it from now on."""
+        check_key(request, key)
+        fields = validate(DrafterFields, await http.read_object(request))
+        limits.check_drafter_name("name", fields.name)
+        limits.check_address("address", fields.address)
+        clients = _verifiers(core, fields.verifier)
+        message = verifier_pb2.AttachDrafterRequest(
+            name=fields.name, address=fields.address, transport=fields.transport
+        )
+        answers = await _change(core, clients, "AttachDrafter", message)
+        drafters = [drafter_from_proto(answer.drafter) for answer in answers]
+        return _list(zip(clients, drafters, strict=True))
+
+    @router.get("")
+    async def list_all(request: Request, verifier: str = "") -> Response:
+        """All drafters as each verifier sees them, those that were detached too."""
+        check_key(request, key)
+        clients = _verifiers(core, verifier)
+        infos = [(client, await client.fetch_info()) for client in clients]
+        return _list((client, drafter) for client, info in infos for drafter in info.drafters)
+
+    @router.delete("/{name}")
+    async def detach(request: Request, name: str, verifier: str = "") -> Response:
+        """Do without a drafter: its requests go on, and new ones may name it still."""
+        check_key(request, key)
+        await _change(core, _verifiers(core, verifier), "DetachDrafter", verifier_pb2.DetachDrafterRequest(name=name))
+        return http.json_response({"object": "drafter", "name": name, "detached": True})
+
+    return router
+
+
+def _verifiers(core: GatewayCore, address: str) -> Sequence[VerifierClient]:
+    clients = [client for client in core.verifiers.clients if address in ("", client.address)]
+    if not clients:
+        addresses = ", ".join(client.address for client in core.verifiers.clients)
+        raise InvalidRequestError(f"there is no such verifier; there is: {addresses}", field="verifier")
+    return clients
+
+
+async def _change(core: GatewayCore, clients: Sequence[VerifierClient], method: str, message: Any) -> list[Any]:
+    try:
+        return await call_all(clients, method, message, timeout_s=CALL_TIMEOUT_S)
+    finally:
+        # This process knows the names from now on; others learn them when a request has one that they do not know.
+        await core.verifiers.fetch_infos()
+
+
+def _list(drafters: Iterable[tuple[VerifierClient, DrafterInfo]]) -> Response:
+    names = ("name", "algorithm", "transport", "state", "num_attaches")
+    data = [
+        {"object": "drafter", "verifier": client.address, **{name: getattr(drafter, name) for name in names}}
+        for client, drafter in drafters
+    ]
+    return http.json_response({"object": "list", "data": data})
