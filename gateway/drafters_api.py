@@ -14,6 +14,7 @@ from foretoken.errors import InvalidRequestError
 from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import Fields, validate
+from gateway.messages import DrafterInfo
 from gateway.operator import call_all, check_key
 from gateway.verifier_client import VerifierClient
 from gateway.verifier_wire import drafter_from_proto

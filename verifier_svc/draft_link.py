@@ -162,7 +162,6 @@ class DraftLink:
     def replace_source(self, source: DraftSource) -> None:
         """Go on with another source in place of the detached one: number and counters stay, the rest begins anew."""
         self._tenure = _Tenure(source, self._tenure.num_attaches, self._tenure.num_rejected)
-        self._begin()
         self.is_detached = False
 
     @property
