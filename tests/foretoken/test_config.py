@@ -59,6 +59,10 @@ def test_a_unit_that_the_help_states_is_not_in_the_flag() -> None:
         ),
         ({"drafters": [{"name": "a"}]}, "--drafter address: field required"),
         (
+            {"drafters": [{"name": "merge", "address": "x:1"}]},
+            "--drafter name: merge means a choice of drafters, got 'merge'",
+        ),
+        (
             {"threads": 999, "block_size": 0},
             "--threads: input should be less than or equal to 256, got 999; "
             "--block-size: input should be greater than or equal to 1, got 0",

@@ -134,6 +134,20 @@ def test_speculation_options():
         limits.check_speculation(SpeculationOptions(drafter="eagl"), MODEL)
 
 
+def test_names_and_addresses_of_drafters():
+    def fault(check, value):
+        return field_at_fault(lambda: check("it", value))
+
+    for name in ("a", "ngram-2", "0" * 64):
+        assert fault(limits.check_drafter_name, name) == ""
+    for name in ("", "A", "-a", "a" * 65, "a b", "auto", "merge", "\ud800"):
+        assert fault(limits.check_drafter_name, name) == "it"
+    for address in ("unix:/a", "host:1", "[::1]:65535"):
+        assert fault(limits.check_address, address) == ""
+    for address in ("", "unix:a", "host", ":1", "host:0", "host:65536", "unix:/" + "a" * 256, "unix:/\ud800"):
+        assert fault(limits.check_address, address) == "it"
+
+
 def test_prompts():
     def fault(ids):
         return field_at_fault(limits.check_prompt, ids, MODEL)

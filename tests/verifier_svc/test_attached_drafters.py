@@ -13,10 +13,11 @@ from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, 
 from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import MAX_DRAFTER_NAMES, MAX_DRAFTERS
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from tests.support.engine_harness import Harness, Request, Result, TestSource
+from tests.support.engine_harness import EPOCH, Harness, Request, Result, TestSource
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
 from verifier_svc.draft_source import DraftSource
+from verifier_svc.drafter_client import InProcessClient
 from verifier_svc.info import drafter_state
 from verifier_svc.messages import AttachDrafter, DetachDrafter
 
@@ -319,3 +320,21 @@ def test_what_was_asked_in_passing_is_not_read_any_more() -> None:
     while not run.results[key].is_done:
         run.step()
     assert_same(run.results[key], plain(one))
+
+
+def test_a_drafter_in_this_process() -> None:
+    one = request(0.0, "inside")
+    expected = plain(one)
+    inside = InProcessClient("inside", script(one, expected), TARGET, EPOCH)
+    run = Harness(HashTarget(VOCAB, 400, 4), vocab_size=VOCAB, num_blocks=400, block_size=4, sources=[inside])
+    gone: list[Future[DraftSource]] = []
+    again = source("inside", script(one, expected, 2))
+    at = {20: lambda: gone.append(detach(run, "inside")), 35: lambda: attach(run, again)}
+    got = run_with(run, [one], at)[0]
+    assert_same(got, expected)
+    assert accepted_after(got, 0, 1) > accepted_after(got, 35, 1) > 0
+    # Closed while the engine goes on without it.
+    assert gone[0].result() is inside and inside.transport is not None
+    inside.close()
+    assert inside.transport is None
+    assert_same(run.run([one])[0], expected)

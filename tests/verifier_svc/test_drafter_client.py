@@ -32,11 +32,14 @@ from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.draft_source import (
     FIRST_BACKOFF_S,
+    GAUGES_EVERY_S,
     MAX_BACKOFF_S,
     MAX_CONSECUTIVE_FAILURES,
+    MAX_GAUGES,
     MIN_DRAFTS_OF_SUCCESS,
     CircuitBreaker,
     DraftSource,
+    checked_gauges,
 )
 from verifier_svc.drafter_client import DrafterClient, InProcessClient
 
@@ -536,3 +539,61 @@ def test_in_process_drafter_is_left_alone_for_its_backoff() -> None:
     now = FIRST_BACKOFF_S * 1.1
     assert client.transport is None and len(drafter.attached) == 2
     assert client.num_attaches == 0
+
+
+def test_gauges_are_looked_at_in_the_background_and_gone_with_the_attachment(
+    client: DrafterClient, process: DrafterProcess
+) -> None:
+    transport = attached(client)
+    until(lambda: "requests" in client.gauges)
+    process.stop()
+    # The drafter is silent. Whoever gives it up meanwhile is not kept waiting for its gauges.
+    for _ in range(MAX_CONSECUTIVE_FAILURES):
+        client.report_failure("late")
+    until(lambda: client.gauges == {})
+    assert client.state == "broken"
+    process.resume()
+    assert attached(client) is not transport
+    until(lambda: "requests" in client.gauges)
+
+
+def test_gauges_that_can_be_no_metrics_are_left_out() -> None:
+    good = {f"g_{number}": number for number in range(MAX_GAUGES)}
+    assert checked_gauges({"Bad": 1.0, "": 1.0, "a b": 1.0, "a" * 65: 1.0, **good}) == good
+    assert len(checked_gauges({**good, "one_more": 1.0})) == MAX_GAUGES
+
+
+class Gauging(MirrorDrafter):
+    """Says how many requests it saw; raises where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_faulty = False
+
+    def gauges(self) -> dict[str, float]:
+        if self.is_faulty:
+            raise RuntimeError("no figures")
+        return super().gauges()
+
+
+def test_gauges_of_a_drafter_in_this_process() -> None:
+    now = [100.0]
+    drafter = Gauging()
+    source = InProcessClient("mirror", drafter, TARGET, EPOCH, clock=lambda: now[0])
+    assert source.gauges == {}
+    transport = attached(source)
+    before = source.gauges["requests"]
+    transport.post(draft_request([[5]], epoch=EPOCH))
+    source.report_success()
+    assert source.gauges["requests"] == before, "not after every draft"
+    now[0] += GAUGES_EVERY_S
+    source.report_success()
+    assert source.gauges["requests"] == before + 1
+    drafter.is_faulty = True
+    now[0] += GAUGES_EVERY_S
+    source.report_success()
+    assert (source.state, source.gauges) == ("broken", {})
+    drafter.is_faulty = False
+    now[0] += MAX_BACKOFF_S
+    attached(source)
+    source.close()
