@@ -25,6 +25,8 @@ class NgramSettings(BaseModel):
     capacity: int = Field(default=10_000_000, ge=1024, le=200_000_000)
     # Order of candidates: how often, or how lately seen.
     order: Literal["frequency", "recency"] = "recency"
+    # Tokens of all corpora together.
+    external_corpus_max_tokens: int = Field(default=10_000_000, ge=1, le=200_000_000)
 
     @model_validator(mode="after")
     def _ordered(self) -> NgramSettings:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken import flags
+from foretoken import corpus_commands, flags, offline
 
 if TYPE_CHECKING:
     from drafter_svc.config import DrafterSettings
@@ -29,6 +29,7 @@ _NGRAM_PREFIX = "ngram_"
 OPENMP_SPIN_COUNT = "20000"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.add_typer(corpus_commands.app, name="corpus")
 
 
 def main() -> None:
@@ -80,6 +81,7 @@ def serve(
     resume_attempts: flags.ResumeAttempts = None,
     verifier_wait_s: flags.VerifierWait = None,
     gateway_workers: flags.GatewayWorkers = None,
+    admin_api_key_file: flags.AdminApiKeyFile = None,
     vllm_metric_names: flags.VllmMetricNames = False,
     otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
     dtype: flags.Dtype = None,
@@ -100,6 +102,7 @@ def serve(
     ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
     ngram_capacity: flags.NgramCapacity = None,
     ngram_order: flags.NgramOrder = None,
+    ngram_external_corpus_max_tokens: flags.NgramExternalCorpusMaxTokens = None,
     drafter_placement: flags.DrafterPlacement = "process",
     dry_run: flags.DryRun = False,
     log_level: flags.LogLevel = "warning",
@@ -140,6 +143,7 @@ def gateway(
     max_concurrent_requests: flags.MaxConcurrentRequests = None,
     drain_timeout_s: flags.DrainTimeout = None,
     gateway_workers: flags.GatewayWorkers = None,
+    admin_api_key_file: flags.AdminApiKeyFile = None,
     worker_socket: flags.WorkerSocket = None,
     vllm_metric_names: flags.VllmMetricNames = False,
     otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
@@ -188,6 +192,7 @@ def verifier(
     ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
     ngram_capacity: flags.NgramCapacity = None,
     ngram_order: flags.NgramOrder = None,
+    ngram_external_corpus_max_tokens: flags.NgramExternalCorpusMaxTokens = None,
     dry_run: flags.DryRun = False,
     log_level: flags.LogLevel = "info",
 ) -> None:
@@ -234,6 +239,7 @@ def drafter(
     ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
     ngram_capacity: flags.NgramCapacity = None,
     ngram_order: flags.NgramOrder = None,
+    ngram_external_corpus_max_tokens: flags.NgramExternalCorpusMaxTokens = None,
     log_level: flags.LogLevel = "info",
 ) -> None:
     """Start one drafter: it proposes tokens to the verifier that attaches to it, one at a time."""
@@ -307,6 +313,9 @@ def complete(
         raise UnavailableError(f"{error}; {start}") from None
     _write("\n")
     print(dim(figures) if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else figures, file=sys.stderr)
+
+
+offline.add_commands(app)
 
 
 def _write(text: str) -> None:

@@ -82,6 +82,15 @@ GatewayWorkers = Annotated[
     int | None,
     typer.Option(help="Gateway processes that share the ports.", show_default="1"),
 ]
+AdminApiKeyFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        envvar="FORETOKEN_ADMIN_API_KEY_FILE",
+        help="Key of the operator's endpoints, /v1/corpora.",
+        show_default="none: no such endpoints",
+    ),
+]
 WorkerSocket = Annotated[str | None, typer.Option(hidden=True)]
 VllmMetricNames = Annotated[
     bool,
@@ -249,6 +258,14 @@ NgramMaxBfsBreadth = Annotated[
 NgramCapacity = Annotated[
     int | None,
     typer.Option("--speculative-ngram-capacity", help="Nodes of the trie.", show_default="10000000"),
+]
+NgramExternalCorpusMaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--speculative-ngram-external-corpus-max-tokens",
+        help="Tokens of all corpora that may be added, 8 bytes each.",
+        show_default="10000000",
+    ),
 ]
 NgramOrder = Annotated[
     Literal["frequency", "recency"] | None,

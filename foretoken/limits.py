@@ -6,6 +6,7 @@ What depends on the model (context length, vocabulary) is passed in as ``ModelLi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,9 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
 MAX_DRAFTER_NAME_CHARS = 64
 MAX_CHAT_MESSAGES = 1024
+# Of one drafter, and tokens that one call adds to one of them.
+MAX_CORPORA = 64
+MAX_CORPUS_TOKENS = 1_000_000
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 # Bytes of one REST body or one gRPC message, and characters of one prompt.
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -75,6 +79,7 @@ MAX_CHOICE_INDEX = MAX_N - 1
 # Of a value at fault, in the message.
 MAX_SHOWN_CHARS = 64
 MAX_SHOWN_BITS = 128
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,16 @@ def check_text(field: str, value: str, max_chars: int, *, min_chars: int = 0) ->
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{field} holds a lone surrogate", field=field) from error
+
+
+def check_name(field: str, value: str) -> None:
+    """Raise InvalidRequestError naming ``field`` unless it is a name as drafters and corpora have them."""
+    if not _NAME.fullmatch(value):
+        raise InvalidRequestError(
+            f"{field} must be 1 to 64 characters of a-z, 0-9, '_', '.' and '-', the first a letter or digit, got "
+            f"{_shown(value)}",
+            field=field,
+        )
 
 
 def check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
@@ -140,8 +155,9 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
     if options.max_draft_tokens is not None:
         check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
     check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
-    if options.drafter != "auto" and options.drafter not in model.drafter_names:
-        names = ", ".join(("auto", *model.drafter_names))
+    choices = ("auto", "merge", *model.drafter_names)
+    if options.drafter not in choices:
+        names = ", ".join(choices)
         raise InvalidRequestError(
             f"speculative.drafter {options.drafter!r} is not configured; there is: {names}",
             field="speculative.drafter",
@@ -159,6 +175,16 @@ def check_prompt(prompt_ids: Sequence[int], model: ModelLimits, *, field: str = 
             field=field,
         )
     check_token_ids(field, prompt_ids, model.vocab_size)
+
+
+def check_prediction(prediction_ids: Sequence[int], model: ModelLimits, *, field: str = "prediction") -> None:
+    """Raise InvalidRequestError unless the predicted output, which may be empty, fits the context and has valid ids."""
+    if len(prediction_ids) > model.max_model_len:
+        raise InvalidRequestError(
+            f"{field} has {len(prediction_ids)} tokens; this model's context is {model.max_model_len} tokens",
+            field=field,
+        )
+    check_token_ids(field, prediction_ids, model.vocab_size)
 
 
 def _shown(value: object) -> str:

@@ -73,6 +73,8 @@ class GenerateFields(Fields):
     rid: str | None = None
     model: str | None = None
     cache_salt: str | None = None
+    # Ours.
+    prediction: Any = Field(None, description="What the output is expected to be: a string or a list of token ids.")
     speculative: SpeculativeFields = SpeculativeFields()
 
 
@@ -130,6 +132,8 @@ class SglangFormat:
                 "spec_accept_token_num": stats.num_accepted_tokens,
                 "spec_draft_token_num": stats.num_draft_tokens,
                 "spec_accept_rate": stats.draft_acceptance_rate,
+                "accepted_prediction_tokens": output.prediction.num_accepted,
+                "rejected_prediction_tokens": output.prediction.num_rejected,
             }
         return info
 
@@ -186,6 +190,7 @@ def generate_router(core: GatewayCore) -> APIRouter:
             cache_salt=fields.cache_salt,
             timeout_ms=core.timeout_ms,
             trace=http.trace_context(request),
+            prediction_ids=await _prediction(core, fields.prediction),
         )
         await core.check(generation, prompt_field="input_ids" if fields.text is None else "text")
         reply = SglangFormat(fields, core.tokenizer, many=many or sampling_fields.n > 1)
@@ -208,6 +213,16 @@ async def _prompts(core: GatewayCore, fields: GenerateFields) -> tuple[tuple[Pro
     if not isinstance(lists, list) or not all(is_id_list(ids) for ids in lists):
         raise InvalidRequestError("input_ids must be a list of token ids or a list of such lists", field="input_ids")
     return tuple(Prompt(tuple(ids)) for ids in lists), True
+
+
+async def _prediction(core: GatewayCore, value: object) -> tuple[int, ...]:
+    if value is None or value == []:
+        return ()
+    if isinstance(value, str):
+        return await core.encode_prediction(value, field="prediction")
+    if not is_id_list(value):
+        raise InvalidRequestError("prediction must be a string or a list of token ids", field="prediction")
+    return tuple(value)  # type: ignore[arg-type]
 
 
 def _sampling(fields: GenerateFields, sampling: SglangSamplingFields) -> SamplingParams:

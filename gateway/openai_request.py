@@ -21,6 +21,7 @@ from gateway.fields import (
     token_biases,
     validate,
 )
+from gateway.prediction import PredictionFields, parts_text
 from gateway.tokenizer import CHAT_TEMPLATE_KWARGS
 
 # OpenAI's default for completions; a chat goes on to the end of the context.
@@ -32,7 +33,6 @@ IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -79,6 +79,7 @@ class GenerationFields(Fields):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    prediction: PredictionFields | None = None
     # Ours.
     speculative: SpeculativeFields = SpeculativeFields()
     return_token_sources: bool = Field(
@@ -142,6 +143,8 @@ class GenerationOptions:
     include_usage: bool
     continuous_usage: bool
     return_token_sources: bool
+    # Text that the output is expected to be.
+    prediction: str
     echo: bool = False
 
 
@@ -215,7 +218,7 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         content = "" if message.content is None and role == "assistant" else message.content
         entry = {
             "role": role,
-            "content": _content_text(content, f"messages.{number}.content"),
+            "content": parts_text(content, f"messages.{number}.content"),
             "name": message.name,
             "tool_call_id": message.tool_call_id,
             "reasoning_content": message.reasoning_content,
@@ -228,17 +231,6 @@ def template_kwargs(fields: ChatFields) -> dict[str, Any]:
     """Variables of the chat template that the request sets."""
     effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
     return effort | fields.chat_template_kwargs
-
-
-def _content_text(content: object, field: str) -> str:
-    """The text of a message: as it is, or joined from text parts."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequestError(f"{field} must be a string or a list of parts of type text", field=field)
-    return "".join(str(text) for text in texts)
 
 
 def _without_nulls_in_messages(body: dict[str, Any]) -> dict[str, Any]:
@@ -302,5 +294,6 @@ def _options(fields: GenerationFields, sampling: SamplingParams, *, echo: bool =
         include_usage=fields.stream_options.include_usage or fields.stream_options.continuous_usage_stats,
         continuous_usage=fields.stream_options.continuous_usage_stats,
         return_token_sources=fields.return_token_sources,
+        prediction="" if fields.prediction is None else parts_text(fields.prediction.content, "prediction.content"),
         echo=echo,
     )

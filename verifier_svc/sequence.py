@@ -96,6 +96,9 @@ class Sequence:
         self.features = FeatureWindow()
         self.prediction_ids = submit.prediction_ids
         self.gate = Gate()
+        if submit.prediction_ids:
+            # There is something to propose from the first token on: nothing to scout for.
+            self.gate.observe_find()
         self.steps: list[DecodeStep] = []
 
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -31,6 +31,7 @@ from verifier_svc.calibration import measure_step_costs
 from verifier_svc.config import VerifierSettings
 from verifier_svc.draft_source import DraftSource
 from verifier_svc.drafter_client import DrafterClient, InProcessClient
+from verifier_svc.drafter_corpora import DrafterCorpora
 from verifier_svc.engine import Engine
 from verifier_svc.info import VerifierInfo
 from verifier_svc.memory_plan import MemoryPlan, make_plan
@@ -212,11 +213,14 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
         # Bound before the model is loaded: a taken address is known at once.
         rpc.bind(server, settings.address)
         verifier: Verifier | None = None
+        keeping: asyncio.Task[None] | None = None
         try:
             verifier = await _build(settings, in_process_drafters, stop)
             if verifier is None:
                 return False
-            service = VerifierService(verifier.engine, verifier.info, tracer)
+            corpora = DrafterCorpora(verifier.sources, settings.drafters, in_process_drafters or {})
+            keeping = asyncio.create_task(corpora.keep())
+            service = VerifierService(verifier.engine, verifier.info, tracer, corpora)
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
             # What start-up made stays: a collection in the middle of a step then walks over little.
             gc.collect()
@@ -234,6 +238,8 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             await server.stop(STOP_GRACE_S)
         finally:
             rpc.remove_socket(settings.address)
+            if keeping is not None:
+                keeping.cancel()
             if verifier is not None:
                 await asyncio.to_thread(verifier.close)
             if tracer is not None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from foretoken import limits, rpc, tracing
+from foretoken.corpora import CorpusInfo, token_ids_from
 from foretoken.errors import (
     ForetokenError,
     InvalidRequestError,
@@ -25,6 +26,7 @@ from foretoken.tracing import Tracer
 from foretoken.wire import sampling_from_proto, speculation_from_proto
 from protos import verifier_pb2, verifier_pb2_grpc
 from verifier_svc import events
+from verifier_svc.drafter_corpora import DrafterCorpora
 from verifier_svc.engine import Engine
 from verifier_svc.info import VerifierInfo
 from verifier_svc.messages import Abort, ErrorEvent, Event, FinishedEvent, SequenceKey, Submit, TokensEvent
@@ -37,10 +39,17 @@ HEARTBEAT_S = 1.0
 class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     """Session, Generate and GetInfo over one engine."""
 
-    def __init__(self, engine: Engine, info: VerifierInfo, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        info: VerifierInfo,
+        tracer: Tracer | None = None,
+        corpora: DrafterCorpora | None = None,
+    ) -> None:
         self._engine = engine
         self._info = info
         self._tracer = tracer
+        self._corpora = corpora or DrafterCorpora(())
         self._draining = False
         self._closed = False
         self._sessions: set[_OpenSession] = set()
@@ -117,6 +126,24 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                             raise error_from_code(event.code, event.message, event.field)
                 self._check_alive()
 
+    async def AddCorpus(self, request: verifier_pb2.AddCorpusRequest, context: Any) -> verifier_pb2.AddCorpusResponse:
+        limits.check_name("name", request.name)
+        token_ids = token_ids_from(request.token_ids, self._info.limits.vocab_size)
+        drafter, info = await self._corpora.add(request.drafter, request.name, token_ids, append=request.append)
+        return verifier_pb2.AddCorpusResponse(corpus=_corpus_to_proto(drafter, info))
+
+    async def RemoveCorpus(
+        self, request: verifier_pb2.RemoveCorpusRequest, context: Any
+    ) -> verifier_pb2.RemoveCorpusResponse:
+        await self._corpora.remove(request.drafter, request.name)
+        return verifier_pb2.RemoveCorpusResponse()
+
+    async def ListCorpora(
+        self, request: verifier_pb2.ListCorporaRequest, context: Any
+    ) -> verifier_pb2.ListCorporaResponse:
+        drafter, infos = await self._corpora.list(request.drafter)
+        return verifier_pb2.ListCorporaResponse(corpora=[_corpus_to_proto(drafter, info) for info in infos])
+
     async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:
         """What runs here and how it fares."""
         self._check_alive()
@@ -178,6 +205,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         limits.check_token_ids("output_token_ids", message.output_token_ids, model.vocab_size)
         if len(message.prompt_token_ids) + len(message.output_token_ids) >= model.max_model_len:
             raise InvalidRequestError("prompt and output fill the context", field="output_token_ids")
+        limits.check_prediction(message.prediction_token_ids, model, field="prediction_token_ids")
         if message.HasField("model_fingerprint") and message.model_fingerprint != self._info.model_fingerprint:
             raise PreconditionError("another model runs here", field="model_fingerprint")
         deadline = None
@@ -193,6 +221,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             speculation=speculation,
             cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
             deadline=deadline,
+            prediction_ids=tuple(message.prediction_token_ids),
         )
 
 
@@ -241,6 +270,10 @@ class _OpenSession:
 
     def _wake_from_engine(self) -> None:
         self._loop.call_soon_threadsafe(self._ready.set)
+
+
+def _corpus_to_proto(drafter: str, info: CorpusInfo) -> verifier_pb2.Corpus:
+    return verifier_pb2.Corpus(name=info.name, num_tokens=info.num_tokens, drafter=drafter)
 
 
 def _take_trace_context(message: verifier_pb2.Sequence, context: Any) -> None:

@@ -16,9 +16,9 @@ class ForwardBatch:
 
     A row attends to two runs of its own sequence's slots: the first ``context_lens[r]`` logical slots, all of them
     (from ``context_starts`` on), and behind ``tree_starts[row_seqs[r]]`` those nodes whose bit is set in ``masks[r]``
-    (its own among them), which count as logical positions ``context_lens[r], context_lens[r] + 1, ...`` in index order.
-    A prefill row at position p is ``context_lens = p + 1`` with an empty mask; node i of a tree whose root is at
-    position p is ``context_lens = p``, ``tree_starts = p`` and the ancestor mask. "Logical slot" s of a sequence is
+    (its own among them), which count as logical positions ``context_lens[r], context_lens[r] + 1, ...`` in index
+    order. A prefill row at position p is ``context_lens = p + 1`` with an empty mask; node i of a tree whose root is
+    at position p is ``context_lens = p``, ``tree_starts = p`` and the ancestor mask. "Logical slot" s of a sequence is
     slot ``block_tables[seq, s // block_size] * block_size + s % block_size`` of the cache.
 
     Attributes:

@@ -124,7 +124,7 @@ def test_speculation_options():
             assert fault(max_draft_tokens=value) == "speculative.max_draft_tokens"
     for name in ("", "unknown", "n" * 65, "\ud800"):
         assert fault(drafter=name) == "speculative.drafter"
-    with pytest.raises(InvalidRequestError, match="auto, ngram, eagle"):
+    with pytest.raises(InvalidRequestError, match="auto, merge, ngram, eagle"):
         limits.check_speculation(SpeculationOptions(drafter="eagl"), MODEL)
 
 

@@ -1,8 +1,8 @@
 """Draft heads in plain PyTorch, float64, with dense attention: written from the formats' descriptions alone.
 
 Shares no code with foretoken. A head is run over a list of entries at once: pairs of a token and the hidden state
-before it, each with its position and the entries that it sees. A step of recurrent drafting is one more run with more entries,
-so a whole draft tree can be compared. Positions are those of training: the pair of token i is at position i - 1.
+before it, each with its position and the entries that it sees. A step of recurrent drafting is one more run with more
+entries, so a whole draft tree can be compared. Positions are those of training: the pair of token i is at i - 1.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class ReferenceHead:
     """
 
     def __init__(self, folder: Path, target: Path) -> None:
+        self.target = target
         self.config, self.tensors = read_folder(folder)
         self.target_config, target_tensors = read_folder(target)
         self.embedding = target_tensors["model.embed_tokens.weight"]
@@ -133,9 +134,12 @@ class ReferenceEagle(ReferenceHead):
         hidden = joined @ self.tensors["fc.weight"].T + self.tensors.get("fc.bias", torch.zeros(()).double())
         for index in range(self.config.get("num_hidden_layers", 1)):
             layer = Layer(self.tensors, f"layers.{index}", self.config)
-            normed = hidden if index == 0 else layer.norm("input_layernorm", hidden)
-            hidden = layer.run(normed, hidden, entries)
+            hidden = layer.run(self.entering(layer, index, hidden), hidden, entries)
         return hidden @ self.head.T, hidden
+
+    def entering(self, layer: Layer, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What a layer's attention is given: the first one has no norm."""
+        return hidden if index == 0 else layer.norm("input_layernorm", hidden)
 
 
 class ReferenceEagle3(ReferenceHead):
