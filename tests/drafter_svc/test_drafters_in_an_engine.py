@@ -138,5 +138,7 @@ def test_a_drafter_that_comes_back_drafts_over_a_window(deployment: Deployment) 
     harness = deployment.harness(drafter, num_steps=3, branches=3)
     every = harness.sources[0].dies_and_returns(every=12, dies_at=5, returns_at=9)
     assert_same_text(expected, harness.run(requests(0.0, 60), every_step=every))
-    assert drafter.gauges()["draft_drafted_rows"] > 0
-    assert all("closed" in failure or "drafter" in failure for failure in harness.sources[0].failures)
+    gauges = drafter.gauges()
+    assert gauges["draft_drafted_rows"] > 0
+    # A draft model is told all tokens again, and a head only the features of late.
+    assert (gauges["draft_window_rows"] > 0) == (deployment.kind != "STANDALONE")
