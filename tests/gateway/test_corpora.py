@@ -176,9 +176,11 @@ async def test_refused(operated: Operated, body: dict[str, Any], field: str) -> 
 async def test_a_verifier_that_is_gone(settings: GatewaySettings, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text(KEY)
-    async with Gateway(settings.model_copy(update={"admin_api_key_file": key})):
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}") as http:
-            answer = await http.get(URL, headers=AUTH)
+    async with (
+        Gateway(settings.model_copy(update={"admin_api_key_file": key})),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}") as http,
+    ):
+        answer = await http.get(URL, headers=AUTH)
     assert answer.status_code == 503 and "retry-after" in answer.headers
 
 

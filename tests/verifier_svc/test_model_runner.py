@@ -153,6 +153,19 @@ def test_the_fingerprint_is_that_of_checkpoint_and_numerics(folder: Path, tmp_pa
     assert build(tmp_path).fingerprint != first.fingerprint
 
 
+def test_what_decides_which_tokens_a_grammar_allows_is_part_of_the_fingerprint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build(folder).fingerprint
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert build(tmp_path).fingerprint == first
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    assert build(tmp_path).fingerprint != first
+    monkeypatch.setattr("verifier_svc.model_runner.LLGUIDANCE_VERSION", "0.0")
+    assert build(folder).fingerprint != first
+
+
 def _double_norms(module: torch.nn.Module) -> None:
     if type(module).__name__ == "LlamaRMSNorm":
         module.weight.data *= 2
