@@ -114,10 +114,8 @@ class Bench:
                     samples = pair.speculative if speculative else pair.plain
                     samples.append(self._sample(workload, index, speculative=speculative))
             pairs.append(pair)
-            self._progress(
             drafts = workload.drafter or "speculative"
             self._progress(f"{workload.name}: pair {number + 1} of {count}, {drafts} / plain {pair.ratio:.3f}")
-            )
         return pairs
 
     def plain(self, workload: Workload) -> list[Sample]:
