@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.errors import InvalidRequestError
-from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+# UTF-8 bytes of a grammar's text, by its kind.
+MAX_GRAMMAR_BYTES = {"json_schema": 128 * 1024, "json_object": 0, "regex": 16 * 1024}
 MAX_N = 16
 MAX_PROMPTS_PER_REQUEST = 64
 MAX_DRAFT_TOKENS = Range(0, 255)
@@ -148,6 +150,17 @@ def check_sampling(params: SamplingParams, model: ModelLimits) -> None:
     check_token_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
     if params.min_tokens > params.max_tokens:
         raise InvalidRequestError("min_tokens must not be greater than max_tokens", field="min_tokens")
+    if params.grammar is not None:
+        check_grammar(params.grammar.kind, params.grammar)
+
+
+def check_grammar(field: str, grammar: Grammar) -> None:
+    """Raise InvalidRequestError naming ``field`` if the grammar is too long; whether it compiles is seen later."""
+    most = MAX_GRAMMAR_BYTES[grammar.kind]
+    check_text(field, grammar.text, most)
+    num_bytes = len(grammar.text.encode())
+    if num_bytes > most:
+        raise InvalidRequestError(f"{field} must have at most {most} bytes, got {num_bytes}", field=field)
 
 
 def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:

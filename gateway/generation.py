@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from foretoken import limits
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
@@ -69,6 +70,8 @@ class GenerationRequest:
     timeout_ms: int | None = None
     # The span that it belongs to.
     trace: TraceContext | None = None
+    # The client's name of what asked for the sampling's grammar; empty: as in SamplingParams of common.proto.
+    grammar_field: str = ""
     # What the client expects as each output: a draft.
     prediction_ids: tuple[int, ...] = ()
 
@@ -125,6 +128,7 @@ class Output:
         self.prediction = PredictionMatch(request.prediction_ids)
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
+        self._grammar_field = request.grammar_field
         self._on_change = on_change
         self._on_waiting = on_waiting
         self._on_step = on_step
@@ -204,6 +208,8 @@ class Output:
             # The text was complete and only the figures were missing.
             self._close(Finished(FinishReason.STOP, len(self.spec.prompt_ids), 0, len(self.token_ids)))
             return
+        if self._grammar_field and error.field in limits.MAX_GRAMMAR_BYTES:
+            error.field = self._grammar_field
         self.error = error
         self._on_change(self)
 

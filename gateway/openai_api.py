@@ -98,6 +98,7 @@ async def _request(
         cache_salt=options.cache_salt,
         timeout_ms=core.timeout_ms,
         trace=http.trace_context(request),
+        grammar_field=options.grammar_field,
         prediction_ids=await core.encode_prediction(options.prediction, field="prediction.content"),
     )
 

@@ -79,6 +79,7 @@ class Sequence:
             eos_ids=eos_ids,
             choice_index=submit.key.choice_index,
             vocab_limit=token_limit,
+            matcher=submit.matcher,
         )
         self.arrived_at = now
         self.started_at: float | None = None

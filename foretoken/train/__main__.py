@@ -28,7 +28,8 @@ _SUMMARIES = {
 def make_parser(program: str) -> argparse.ArgumentParser:
     """One sub-command an algorithm, with the flags that have a meaning for it."""
     parser = argparse.ArgumentParser(program, description="Train a drafter against a target on a folder of text.")
-    commands = parser.add_subparsers(dest="algorithm", required=True, metavar="|".join(ALGORITHMS))
+    commands = parser.add_subparsers(dest="algorithm", required=True, metavar="|".join((*ALGORITHMS, "self-text")))
+    commands.add_parser("self-text", add_help=False, help="write text of the target's own, to train on")
     for algorithm in ALGORITHMS:
         command = commands.add_parser(
             algorithm, help=_SUMMARIES[algorithm], description=f"Train {_SUMMARIES[algorithm]}."
@@ -53,7 +54,12 @@ def parse(arguments: Sequence[str], program: str) -> TrainOptions:
 
 
 def run(arguments: Sequence[str], program: str) -> None:
-    """Parse and train; a hub id as TARGET is downloaded."""
+    """Parse and train, or write the target's own text; a hub id as TARGET is downloaded."""
+    if arguments[:1] == ["self-text"]:
+        from foretoken.train import self_text
+
+        self_text.run(arguments[1:], f"{program} self-text")
+        return
     options = parse(arguments, program)
     from foretoken.train.trainer import train
 

@@ -37,7 +37,7 @@ def load_split(
     Raises ConfigError for a path that is neither, an empty folder, or ids that are not the target's.
     """
     if held_out is not None:
-        sides = [_load(path, globs, target, separator, vocab_size) for path in (data, held_out)]
+        sides = [load_tokens(path, globs, target, separator, vocab_size) for path in (data, held_out)]
         return TokenSplit(*sides)
     if data.is_dir():
         files = text_files(data, globs)
@@ -47,12 +47,13 @@ def load_split(
         measured = files[every // 2 :: every]
         rest = sorted(set(files) - set(measured))
         return TokenSplit(encode_files(rest, target, separator), encode_files(measured, target, separator))
-    tokens = _load(data, globs, target, separator, vocab_size)
+    tokens = load_tokens(data, globs, target, separator, vocab_size)
     cut = len(tokens) - len(tokens) // _HELD_OUT_SHARE
     return TokenSplit(tokens[:cut], tokens[cut:])
 
 
-def _load(path: Path, globs: Sequence[str], target: Path, separator: int, vocab_size: int) -> Tensor:
+def load_tokens(path: Path, globs: Sequence[str], target: Path, separator: int, vocab_size: int) -> Tensor:
+    """int32 [num_tokens] of a folder of text or a token file. Raises ConfigError for a path that is neither."""
     if path.is_dir():
         return encode_files(text_files(path, globs), target, separator)
     if path.suffix != ".npy" or not path.is_file():
@@ -76,6 +77,8 @@ def text_files(folder: Path, globs: Sequence[str]) -> list[Path]:
 def encode_files(files: Sequence[Path], target: Path, separator: int) -> Tensor:
     """Texts by the target's tokenizer, int32 [num_tokens], each led by ``separator``; what is no UTF-8 is replaced."""
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True  # A special token's name inside a file is ordinary text.
+    tokenizer.no_truncation()
     parts: list[NDArray[np.int32]] = []
     for start in range(0, len(files), _FILES_PER_BATCH):
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files[start : start + _FILES_PER_BATCH]]
@@ -124,6 +127,26 @@ class Windows:
             self._starts = (order * self._stride + shift).to(self._tokens.device)
             self._epoch = epoch
         return self._starts
+
+
+class MixedWindows:
+    """Batches of which a share is from a second stream. As ``Windows``, a function of seed and step alone."""
+
+    def __init__(
+        self, streams: Sequence[Tensor], second_share: float, window: int, stride: int, batch_size: int, seed: int
+    ) -> None:
+        """``streams``: one, or two of which the second gives ``second_share`` of each batch's rows."""
+        second = round(batch_size * second_share)
+        counts = (batch_size - second, second)
+        self._parts = [
+            Windows(tokens, window, stride, count, seed)
+            for tokens, count in zip(streams, counts, strict=False)
+            if count
+        ]
+
+    def batch(self, step: int) -> Tensor:
+        """Batch number ``step``: int64 [batch_size, window]."""
+        return torch.cat([part.batch(step) for part in self._parts])
 
 
 def most_frequent(tokens: Tensor, count: int, vocab_size: int) -> Tensor:

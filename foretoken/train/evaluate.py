@@ -41,7 +41,7 @@ def held_out_texts(target: Target, tokens: Tensor, count: int, length: int, batc
     count = max(1, min(count, len(tokens) // prompt))
     starts = torch.linspace(0, len(tokens) - prompt, count).long().to(tokens.device)
     prompts = tokens[starts[:, None] + torch.arange(prompt, device=tokens.device)].long()
-    return torch.cat([target.greedy_text(each, length - prompt) for each in torch.split(prompts, batch_size)])
+    return torch.cat([target.written_text(each, length - prompt) for each in torch.split(prompts, batch_size)])
 
 
 @torch.no_grad()

@@ -31,6 +31,10 @@ class TrainOptions:
     glob: tuple[str, ...] = field(
         default=("*.py", "*.txt"), metadata=_about("names of the text files in a folder; may be given several times")
     )
+    self_text: Path | None = field(
+        default=None, metadata=_about("token file of text that the target wrote (foretoken train self-text)")
+    )
+    self_text_share: float = field(default=0.5, metadata=_about("share of a batch that is from --self-text"))
     steps: int | None = field(default=None, metadata=_about("optimizer steps"))
     minutes: float | None = field(
         default=None, metadata=_about("minutes that the schedule takes, from the end of the first step")
@@ -95,6 +99,7 @@ class TrainOptions:
         self._check("weight_decay", 0)
         self._check("step_decay", 0, 1, inclusive=False)
         self._check("distillation", 0, 1)
+        self._check("self_text_share", 0, 1)
 
     def _check(self, name: str, low: float, high: float | None = None, *, inclusive: bool = True) -> None:
         value = getattr(self, name)

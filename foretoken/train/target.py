@@ -68,12 +68,16 @@ class Target:
         return nn.functional.linear(final, self.head_weight)
 
     @torch.no_grad()
-    def greedy_text(self, prompts: Tensor, num_tokens: int) -> Tensor:
-        """``prompts`` int64 [batch, length] with the ``num_tokens`` that the target writes after each, past any end."""
+    def written_text(self, prompts: Tensor, num_tokens: int, *, is_sampled: bool = False) -> Tensor:
+        """``prompts`` int64 [batch, length] with the ``num_tokens`` that the target writes after each, past any end.
+
+        Greedily, or sampled at temperature 1 by PyTorch's global generator.
+        """
         generated: Tensor = self.model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
-            do_sample=False,
+            do_sample=is_sampled,
+            **({"temperature": 1.0, "top_k": 0, "top_p": 1.0} if is_sampled else {}),
             max_new_tokens=num_tokens,
             eos_token_id=None,
             pad_token_id=self.separator,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.train.data import Windows, load_split
+from foretoken.train.data import MixedWindows, load_split, load_tokens
+from foretoken.train.device import pick_device
 from foretoken.train.eagle import Eagle2Recipe, Eagle3Recipe
 from foretoken.train.evaluate import Acceptance, held_out_texts, measure
 from foretoken.train.options import TrainOptions
@@ -33,7 +34,7 @@ def train(options: TrainOptions) -> Acceptance:
 
     Raises ConfigError or CheckpointError for what a user can mend.
     """
-    device = _device(options.device)
+    device = pick_device(options.device)
     if options.compile is None:
         options = dataclasses.replace(options, compile=device.type == "cuda")
     torch.manual_seed(options.seed)
@@ -43,12 +44,16 @@ def train(options: TrainOptions) -> Acceptance:
         options.data, options.held_out, options.glob, options.target, target.separator, target.config.vocab_size
     )
     train_tokens, held_out = split.train.to(device), split.held_out.to(device)
+    self_text: Tensor | None = None
+    if options.self_text is not None:
+        self_text = load_tokens(options.self_text, (), options.target, target.separator, target.config.vocab_size)
     recipe = _recipe(target, options, device, train_tokens)
     length = options.context_length + options.num_draft_steps + 1
     texts = held_out_texts(target, held_out, options.held_out_sequences, length, options.batch_size)
     size = sum(each.numel() for each in recipe.module.parameters())
     _say(f"{options.algorithm}: {size:,} parameters, {len(train_tokens):,} training tokens, {device}")
-    return Trainer(options, recipe, train_tokens, texts, device).run()
+    streams = [train_tokens] if self_text is None else [train_tokens, self_text.to(device)]
+    return Trainer(options, recipe, streams, texts, device).run()
 
 
 def learning_rate_share(step: int, progress: float, warm_up_steps: int) -> float:
@@ -69,14 +74,22 @@ class Trainer:
     """The loop of one run. Matrices are optimised by Muon, everything else by AdamW."""
 
     def __init__(
-        self, options: TrainOptions, recipe: Recipe, tokens: Tensor, texts: Tensor, device: torch.device
+        self, options: TrainOptions, recipe: Recipe, streams: list[Tensor], texts: Tensor, device: torch.device
     ) -> None:
+        """``streams``: tokens of the data and, if there are any, of the target's own text."""
         self.options = options
         self.recipe = recipe
         self.device = device
         self.progress = Progress()
         self._texts = texts
-        self._windows = Windows(tokens, recipe.window, options.context_length, options.batch_size, options.seed)
+        self._windows = MixedWindows(
+            streams,
+            options.self_text_share if len(streams) > 1 else 0.0,
+            recipe.window,
+            options.context_length,
+            options.batch_size,
+            options.seed,
+        )
         self._optimizers = _optimizers(recipe.module, options, device)
         self._peaks = [[group["lr"] for group in each.param_groups] for each in self._optimizers]
         self._warm_up_steps = max(1, min(WARM_UP_STEPS, (options.steps or 10 * WARM_UP_STEPS) // 10))
@@ -244,18 +257,6 @@ def _optimizers(module: nn.Module, options: TrainOptions, device: torch.device) 
             others, lr=options.embedding_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
         ),
     ]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device: {name!r} is none") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"--device: {name!r} is not there; have: cpu" + (", cuda" * torch.cuda.is_available()))
-    return device
 
 
 def _is_path(options: TrainOptions, name: str) -> bool:
