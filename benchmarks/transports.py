@@ -14,7 +14,9 @@ import multiprocessing
 import resource
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -22,7 +24,8 @@ import uvloop
 from drafter_svc.config import DrafterSettings
 from drafter_svc.server import serve
 from foretoken.doorbell import default_spin_us
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.transport import probe_request
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.draft_source import DraftSource, TransportName
 from verifier_svc.drafter_client import DrafterClient, InProcessClient
@@ -40,7 +43,10 @@ class ConstantDrafter:
     def algorithm(self) -> str:
         return "CONSTANT"
 
-    def attach(self, target: TargetInfo) -> None:
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        return DrafterNeeds()
+
+    def attach(self, target: TargetInfo, weights: object) -> None:
         """Nothing to prepare."""
 
     def draft(self, request: DraftRequest) -> DraftBatch:
@@ -51,6 +57,7 @@ class ConstantDrafter:
             np.arange(0, (rows + 1) * NODES, NODES, dtype=np.int32),
             np.zeros(rows * NODES, np.int32),
             np.tile(np.arange(-1, NODES - 1, dtype=np.int32), rows),
+            np.zeros(rows * NODES, np.float32),
         )
 
     def release(self, slots: object) -> None:
@@ -67,23 +74,18 @@ def run_drafter(address: str, spin_us: int) -> None:
 
 def new_request(step_id: int, rows: int) -> DraftRequest:
     """A decode step in which each row got two new tokens."""
-    column = np.ones(rows, np.int32)
-    wide = np.ones(rows, np.uint64)
-    return DraftRequest(
-        epoch=EPOCH,
-        step_id=step_id,
-        slots=np.arange(rows, dtype=np.int32),
-        generations=column,
-        lengths=column * (300 + 2 * step_id),
-        prompt_lengths=column * 300,
-        max_nodes=column * NODES,
-        new_token_starts=np.arange(0, 2 * rows + 1, 2, dtype=np.int32),
-        new_tokens=np.ones(2 * rows, np.int32),
-        salts=wide,
-        seeds=wide,
-        choice_indices=column,
-        temperatures=np.ones(rows, np.float32),
-    )
+    request = probe_request(EPOCH, step_id)
+    columns: dict[str, Any] = {name: np.ones(rows, dtype) for name, dtype in ROW_COLUMNS.items()}
+    columns |= {starts: np.zeros(rows + 1, np.int32) for starts in RAGGED_COLUMNS.values()}
+    columns |= {
+        "slots": np.arange(rows, dtype=np.int32),
+        "lengths": np.full(rows, 300 + 2 * step_id, np.int32),
+        "prompt_lengths": np.full(rows, 300, np.int32),
+        "max_nodes": np.full(rows, NODES, np.int32),
+        "new_token_starts": np.arange(0, 2 * rows + 1, 2, dtype=np.int32),
+        "new_tokens": np.ones(2 * rows, np.int32),
+    }
+    return replace(request, **columns)
 
 
 def measure(source: DraftSource, rows: int, steps: int, gap_us: int) -> tuple[np.ndarray, float]:

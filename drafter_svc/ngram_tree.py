@@ -6,15 +6,17 @@ A tree is grown best first. A candidate's weight estimates the chance that the t
 
     weight(child) = weight(parent) x what earlier sources left x confidence(matched tokens) x share
 
-Sources of a node's children, in order: the sequence's own earlier text, then the trie's context; at the root the
-contexts of all suffixes, longest first. Each leaves ``1 - confidence`` to the next. Within a context the shares follow
-from the order: by recency each child gets half of what is left, by frequency its part of the counts. Candidates
-below MIN_WEIGHT are not drafted, so short or torn matches take few nodes, and a row without a match takes none.
+Sources of a node's children, in order: what the client predicted, the sequence's own earlier text, then the trie's
+context; at the root the contexts of all suffixes, longest first; last the corpora. Each leaves ``1 - confidence`` to
+the next. Within a context the shares follow from the order: by recency each child gets half of what is left, by
+frequency its part of the counts. Candidates below MIN_WEIGHT are not drafted, so short or torn matches take few nodes,
+and a row without a match takes none.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,26 +26,32 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc import ngram_sequences, ngram_trie
+from drafter_svc import ngram_corpora, ngram_sequences, ngram_trie
+from drafter_svc.ngram_corpora import EXTERNAL_SCAN, Corpora, find_external, rank_continuations
 from drafter_svc.ngram_sequences import (
     BY_FREQUENCY,
     GAP,
     LAST,
+    MAX_BRANCH_OF,
     MAX_BREADTH,
+    MAX_DEPTH_OF,
     MAX_NODES_OF,
     MAX_WINDOW,
     MIN_BREADTH,
     MIN_WINDOW,
     OWN_LENGTH,
     OWN_SCAN,
+    PREDICTED_LENGTH,
     SLOT_OF,
     Sequences,
+    align_prediction,
     find_own,
     learn_row,
 )
 from drafter_svc.ngram_trie import CHILD, COUNT, NEXT, OLDEST_STAMP, TOKEN, Int64, Trie, compiled, find_child
 from foretoken.tree import Int32
 
+Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 # Chance that the latest continuation of the longest match is the next token, by matched tokens: entry w is for w, the
@@ -55,23 +63,66 @@ MIN_WEIGHT = 0.08
 SIBLING_SCAN = 32
 
 # Columns of Scratch.grown (tree nodes) and Scratch.candidates. NODE and WINDOW: context in the trie and its matched
-# tokens; OWN and OWN_WINDOW: the same token's place in the sequence's own text, or -1, and tokens matched there.
-NODE, WINDOW, OWN, OWN_WINDOW, PARENT_INDEX, CANDIDATE_TOKEN = range(6)
-NUM_CHILDREN, LEVEL = 4, 5
+# tokens. PREDICTED, OWN and EXTERNAL: the same token's place in the prediction, in the sequence's own text and in the
+# corpora; behind each, the tokens matched there. No place: OWN or EXTERNAL is -1, or PREDICTED_WINDOW is 0.
+NODE, WINDOW, PREDICTED, PREDICTED_WINDOW, OWN, OWN_WINDOW, EXTERNAL, EXTERNAL_WINDOW = range(8)
+PARENT_INDEX, CANDIDATE_TOKEN = 8, 9
+NUM_CHILDREN, LEVEL = 8, 9
+NUM_COLUMNS = 10
 # Entries of Scratch.sizes.
 CANDIDATES, QUEUED = range(2)
 
 
+class Told(NamedTuple):
+    """What a batch tells. Attributes:
+    columns: int64 [rows, 8]; see ngram_sequences.SLOT_OF.
+    starts, new_tokens: int32 [rows + 1], int32 [any].
+    prediction_starts, prediction: int32 [rows + 1], int32 [any].
+    """
+
+    columns: Int64
+    starts: Int32
+    new_tokens: Int32
+    prediction_starts: Int32
+    prediction: Int32
+
+
+class Drafted(NamedTuple):
+    """Where the trees are written. Attributes:
+    node_starts: int32 [rows + 1].
+    tokens, parents: int32 [rows * max_nodes].
+    scores: float32 [rows * max_nodes]; log of the weights.
+    """
+
+    node_starts: Int32
+    tokens: Int32
+    parents: Int32
+    scores: Float32
+
+
+class Texts(NamedTuple):
+    """The texts of one row that its nodes have places in. Attributes:
+    predicted: int32 [any]; what the client expects.
+    own: int32 [any]; the sequence's own text.
+    period: tokens after which the own text repeats itself, if it goes on as it matched.
+    """
+
+    predicted: Int32
+    own: Int32
+    period: int
+
+
 class Scratch(NamedTuple):
     """Attributes:
-    grown: int32 [max_nodes, 6].
+    grown: int32 [max_nodes, NUM_COLUMNS].
     grown_weights: float64 [max_nodes].
-    candidates: int32 [max_nodes * (breadth + 1), 6].
+    candidates: int32 [max_nodes * (breadth + 3) + breadth, NUM_COLUMNS].
     weights: float64 [same].
     heap: int32 [same]; indices of candidates, the heaviest first.
     sizes: int64 [2]; how many candidates there are, and how many of them are in the heap.
+    tallies: int64 [EXTERNAL_SCAN]; how often each continuation was found.
     contexts: int32 [depth]; the trie's node for a row's last ``w`` tokens, or 0.
-    scanned: int32 [max(depth, OWN_SCAN, SIBLING_SCAN)].
+    scanned: int32 [max(depth, OWN_SCAN, SIBLING_SCAN, EXTERNAL_SCAN)].
     """
 
     grown: Int32
@@ -80,21 +131,23 @@ class Scratch(NamedTuple):
     weights: Float64
     heap: Int32
     sizes: Int64
+    tallies: Int64
     contexts: Int32
     scanned: Int32
 
 
 def new_scratch(max_nodes: int, max_breadth: int, depth: int) -> Scratch:
-    num_candidates = max_nodes * (max_breadth + 1)
+    num_candidates = max_nodes * (max_breadth + 3) + max_breadth
     return Scratch(
-        grown=np.zeros((max_nodes, 6), np.int32),
+        grown=np.zeros((max_nodes, NUM_COLUMNS), np.int32),
         grown_weights=np.zeros(max_nodes, np.float64),
-        candidates=np.zeros((num_candidates, 6), np.int32),
+        candidates=np.zeros((num_candidates, NUM_COLUMNS), np.int32),
         weights=np.zeros(num_candidates, np.float64),
         heap=np.zeros(num_candidates, np.int32),
         sizes=np.zeros(2, np.int64),
+        tallies=np.zeros(EXTERNAL_SCAN, np.int64),
         contexts=np.zeros(depth, np.int32),
-        scanned=np.zeros(max(depth, OWN_SCAN, SIBLING_SCAN), np.int32),
+        scanned=np.zeros(max(depth, OWN_SCAN, SIBLING_SCAN, EXTERNAL_SCAN), np.int32),
     )
 
 
@@ -143,12 +196,12 @@ def breadth_at(options: Int64, level: int) -> int:
 
 
 @compiled
-def is_offered(scratch: Scratch, first: int, token: int) -> bool:
-    """Whether a candidate from number ``first`` on holds ``token``."""
+def find_offered(scratch: Scratch, first: int, token: int) -> int:
+    """The candidate from number ``first`` on that holds ``token``, or -1."""
     for candidate in range(first, scratch.sizes[CANDIDATES]):
         if scratch.candidates[candidate, CANDIDATE_TOKEN] == token:
-            return True
-    return False
+            return candidate
+    return -1
 
 
 @compiled
@@ -159,7 +212,8 @@ def offer(scratch: Scratch, parent: int, token: int, node: int, window: int, wei
     if weight < MIN_WEIGHT or candidate == len(scratch.weights):
         return -1
     entry = scratch.candidates[candidate]
-    entry[NODE], entry[WINDOW], entry[OWN], entry[OWN_WINDOW] = node, window, -1, 0
+    entry[NODE], entry[WINDOW] = node, window
+    entry[PREDICTED_WINDOW], entry[OWN], entry[EXTERNAL] = 0, -1, -1
     entry[PARENT_INDEX], entry[CANDIDATE_TOKEN] = parent, token
     scratch.weights[candidate] = weight
     push_heap(scratch.heap, queued, scratch.weights, candidate)
@@ -197,7 +251,7 @@ def offer_context(
     count = scan_children(nodes, node, SIBLING_SCAN if by_frequency else breadth, by_frequency, scanned)
     kept, total = 0, 0
     for i in range(count):
-        if not is_offered(scratch, first, nodes[scanned[i], TOKEN]):
+        if find_offered(scratch, first, nodes[scanned[i], TOKEN]) < 0:
             scanned[kept] = scanned[i]
             total += nodes[scanned[i], COUNT]
             kept += 1
@@ -212,70 +266,139 @@ def offer_context(
 
 
 @compiled
-def offer_own(trie: Trie, scratch: Scratch, parent: int, own: Int32, period: int, node: int, window: int) -> None:
-    """Offer what follows in the row's own text; ``node`` and ``window`` are the parent's context in the trie."""
-    place = scratch.grown[parent, OWN] + 1
-    if place == len(own):
-        # Beyond the end the text is taken to repeat itself.
-        place -= period
-    token = own[place]
-    if token == GAP:
-        return
+def child_context(trie: Trie, scratch: Scratch, parent: int, node: int, window: int, token: int) -> tuple[int, int]:
+    """``token``'s node in the trie below the parent's context ``node`` of ``window`` tokens, or 0; and its window.
+
+    At the root the longest context that knows the token goes on with it.
+    """
     child = int(find_child(trie, node, token)) if node != 0 else 0
     if parent == 0:
-        # The longest context that knows the token goes on with it.
         window = len(scratch.contexts)
         while child == 0 and window > 1:
             window -= 1
             node = int(scratch.contexts[window])
             child = int(find_child(trie, node, token)) if node != 0 else 0
-    matched = int(scratch.grown[parent, OWN_WINDOW])
-    candidate = offer(scratch, parent, token, child, window + 1, scratch.grown_weights[parent] * confidence(matched))
-    if candidate >= 0:
-        scratch.candidates[candidate, OWN] = place
-        scratch.candidates[candidate, OWN_WINDOW] = matched + 1
+    return child, window + 1
 
 
 @compiled
-def expand(trie: Trie, scratch: Scratch, options: Int64, at: int, own: Int32, period: int) -> None:
+def offer_text(
+    trie: Trie,
+    scratch: Scratch,
+    first: int,
+    parent: int,
+    column: int,
+    place: int,
+    token: int,
+    context: tuple[int, int],
+    weight: float,
+) -> float:
+    """Offer the ``token`` at ``place`` of a text, whose places stand in ``column``: the weight left for others.
+
+    ``context``: the parent's node in the trie and its window. A token that an earlier source offered goes on here too.
+    """
+    if token == GAP:
+        return weight
+    matched = int(scratch.grown[parent, column + 1])
+    candidate = find_offered(scratch, first, token)
+    if candidate < 0:
+        child, window = child_context(trie, scratch, parent, context[0], context[1], token)
+        candidate = offer(scratch, parent, token, child, window, weight * confidence(matched))
+        if candidate >= 0:
+            weight *= 1 - confidence(matched)
+    if candidate >= 0:
+        scratch.candidates[candidate, column] = place
+        scratch.candidates[candidate, column + 1] = matched + 1
+    return weight
+
+
+@compiled
+def offer_external(
+    trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, first: int, window: int, count: int, weight: float
+) -> None:
+    """Offer at the root what follows at the ``count`` scanned places of the corpora, for ``weight``."""
+    by_frequency = options[BY_FREQUENCY] != 0
+    left = weight
+    kept = rank_continuations(corpora, scratch.scanned, count, by_frequency, scratch.tallies)
+    total = 0
+    for i in range(kept):
+        total += scratch.tallies[i]
+    for i in range(min(kept, breadth_at(options, 0))):
+        place = scratch.scanned[i] + 1
+        part = left / 2 if i + 1 < kept else left
+        left -= part
+        if by_frequency:
+            part = weight * scratch.tallies[i] / total
+        token = corpora.tokens[place]
+        if find_offered(scratch, first, token) >= 0:
+            continue
+        child, child_window = child_context(trie, scratch, 0, 0, 0, token)
+        candidate = offer(scratch, 0, token, child, child_window, part)
+        if candidate >= 0:
+            scratch.candidates[candidate, EXTERNAL] = place
+            scratch.candidates[candidate, EXTERNAL_WINDOW] = window + 1
+
+
+@compiled
+def expand(trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, at: int, texts: Texts) -> None:
     """Offer the children of tree node ``at``."""
-    weight, first = scratch.grown_weights[at], scratch.sizes[CANDIDATES]
-    node, window = int(scratch.grown[at, NODE]), int(scratch.grown[at, WINDOW])
+    weight, first, parent = scratch.grown_weights[at], scratch.sizes[CANDIDATES], scratch.grown[at]
+    node, window = int(parent[NODE]), int(parent[WINDOW])
     if window == len(scratch.contexts):
         node, window = int(trie.nodes[node, CHILD]), window - 1
-    if scratch.grown[at, OWN] >= 0:
-        offer_own(trie, scratch, at, own, period, node, window)
-        if scratch.sizes[CANDIDATES] > first:
-            weight *= 1 - confidence(int(scratch.grown[at, OWN_WINDOW]))
-    if at != 0:
-        if node != 0:
-            offer_context(trie, scratch, options, first, at, node, window, weight * confidence(window))
+    context = (node, window)
+    place = parent[PREDICTED] + 1
+    if parent[PREDICTED_WINDOW] > 0 and place < len(texts.predicted):
+        weight = offer_text(trie, scratch, first, at, PREDICTED, place, texts.predicted[place], context, weight)
+    if parent[OWN] >= 0:
+        place = parent[OWN] + 1
+        if place == len(texts.own):
+            # Beyond the end the text is taken to repeat itself.
+            place -= texts.period
+        weight = offer_text(trie, scratch, first, at, OWN, place, texts.own[place], context, weight)
+    if at == 0:
+        for w in range(len(scratch.contexts) - 1, options[MIN_WINDOW] - 1, -1):
+            node = int(scratch.contexts[w])
+            if node != 0 and trie.nodes[node, CHILD] != 0 and weight >= MIN_WEIGHT:
+                offer_context(trie, scratch, options, first, at, node, w, weight * confidence(w))
+                weight *= 1 - confidence(w)
+        if len(corpora.order) > 0 and weight >= MIN_WEIGHT:
+            count, w = find_external(corpora, texts.own, options, scratch.scanned)
+            offer_external(trie, corpora, scratch, options, first, w, count, weight * confidence(w))
         return
-    for w in range(len(scratch.contexts) - 1, options[MIN_WINDOW] - 1, -1):
-        node = int(scratch.contexts[w])
-        if node != 0 and trie.nodes[node, CHILD] != 0 and weight >= MIN_WEIGHT:
-            offer_context(trie, scratch, options, first, at, node, w, weight * confidence(w))
-            weight *= 1 - confidence(w)
+    if node != 0:
+        offer_context(trie, scratch, options, first, at, node, window, weight * confidence(window))
+    if parent[EXTERNAL] >= 0:
+        place = parent[EXTERNAL] + 1
+        offer_text(trie, scratch, first, at, EXTERNAL, place, corpora.tokens[place], context, weight)
 
 
 @compiled
-def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, slot: int) -> int:
-    """Fill the contexts and the root of a slot's tree; the period of its text if that goes on as it matched."""
+def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, slot: int) -> Texts:
+    """Fill the contexts and the root of a slot's tree."""
     for w in range(len(scratch.contexts)):
         alive = sequences.stamps[slot, w] >= trie.counters[OLDEST_STAMP]
         scratch.contexts[w] = sequences.ends[slot, w] if alive else 0
-    place, window = find_own(sequences, slot, options, scratch.scanned)
-    root = scratch.grown[0]
-    root[NODE], root[WINDOW], root[OWN], root[OWN_WINDOW] = 0, 0, place, window
+    root, state = scratch.grown[0], sequences.state[slot]
+    root[NODE], root[WINDOW] = 0, 0
+    root[PREDICTED], root[PREDICTED_WINDOW] = align_prediction(sequences, slot)
+    root[OWN], root[OWN_WINDOW] = find_own(sequences, slot, options, scratch.scanned)
+    root[EXTERNAL], root[EXTERNAL_WINDOW] = -1, 0
     root[NUM_CHILDREN], root[LEVEL] = 0, 0
     scratch.grown_weights[0] = 1.0
     scratch.sizes[CANDIDATES], scratch.sizes[QUEUED] = 0, 0
-    last: int = sequences.state[slot, OWN_LENGTH] - 1
-    return last - place
+    length = state[OWN_LENGTH]
+    return Texts(
+        sequences.predictions[slot, : state[PREDICTED_LENGTH]],
+        sequences.tokens[slot, :length],
+        length - 1 - root[OWN],
+    )
 
 
 @compiled
-def add_heaviest(scratch: Scratch, options: Int64, size: int, tokens: Int32, parents: Int32) -> bool:
+def add_heaviest(
+    scratch: Scratch, options: Int64, max_branch: int, size: int, tokens: Int32, parents: Int32, scores: Float32
+) -> bool:
     """Add the heaviest candidate whose parent may have one more child as tree node ``size``, if there is one."""
     grown = scratch.grown
     while scratch.sizes[QUEUED] > 0:
@@ -283,28 +406,37 @@ def add_heaviest(scratch: Scratch, options: Int64, size: int, tokens: Int32, par
         scratch.sizes[QUEUED] -= 1
         entry = scratch.candidates[candidate]
         parent = entry[PARENT_INDEX]
-        if grown[parent, NUM_CHILDREN] < breadth_at(options, grown[parent, LEVEL]):
+        if grown[parent, NUM_CHILDREN] < min(breadth_at(options, grown[parent, LEVEL]), max_branch):
             grown[parent, NUM_CHILDREN] += 1
             tokens[size], parents[size] = entry[CANDIDATE_TOKEN], parent
             for column in range(NUM_CHILDREN):
                 grown[size, column] = entry[column]
             grown[size, NUM_CHILDREN], grown[size, LEVEL] = 0, grown[parent, LEVEL] + 1
             scratch.grown_weights[size] = scratch.weights[candidate]
+            scores[size] = math.log(scratch.weights[candidate])
             return True
     return False
 
 
 @compiled
 def grow_tree(
-    trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, slot: int, tokens: Int32, parents: Int32
+    trie: Trie,
+    corpora: Corpora,
+    sequences: Sequences,
+    scratch: Scratch,
+    options: Int64,
+    columns: Int64,
+    tokens: Int32,
+    parents: Int32,
+    scores: Float32,
 ) -> int:
     """Write the nodes below the root of a slot's tree, at most as many as fit: how many nodes there are."""
-    period = start_tree(trie, sequences, scratch, options, slot)
-    own = sequences.tokens[slot, : sequences.state[slot, OWN_LENGTH]]
+    texts = start_tree(trie, sequences, scratch, options, columns[SLOT_OF])
     size, more = 1, True
     while more and size < len(tokens):
-        expand(trie, scratch, options, size - 1, own, period)
-        more = add_heaviest(scratch, options, size, tokens, parents)
+        if scratch.grown[size - 1, LEVEL] < columns[MAX_DEPTH_OF]:
+            expand(trie, corpora, scratch, options, size - 1, texts)
+        more = add_heaviest(scratch, options, columns[MAX_BRANCH_OF], size, tokens, parents, scores)
         size += more
     return size
 
@@ -312,38 +444,50 @@ def grow_tree(
 @compiled
 def draft_rows(
     trie: Trie,
+    corpora: Corpora,
     sequences: Sequences,
     scratch: Scratch,
     options: Int64,
-    columns: Int64,
-    starts: Int32,
-    new_tokens: Int32,
-    node_starts: Int32,
-    tokens: Int32,
-    parents: Int32,
+    told: Told,
+    drafted: Drafted,
 ) -> int:
     """Learn the new tokens of all rows, then write a tree for each: how many rows got more than a root.
 
     A slot or an offset out of range is a row that is neither learnt nor drafted for.
     """
     num_drafted = 0
-    for row in range(len(columns)):
-        low, high = starts[row], starts[row + 1]
-        if not 0 <= low <= high <= len(new_tokens) or not 0 <= columns[row, SLOT_OF] < len(sequences.state):
-            columns[row, SLOT_OF] = -1
+    for row in range(len(told.columns)):
+        columns = told.columns[row]
+        low, high = told.starts[row], told.starts[row + 1]
+        first, end = told.prediction_starts[row], told.prediction_starts[row + 1]
+        sound = 0 <= low <= high <= len(told.new_tokens) and 0 <= first <= end <= len(told.prediction)
+        if not sound or not 0 <= columns[SLOT_OF] < len(sequences.state):
+            columns[SLOT_OF] = -1
         else:
-            learn_row(trie, sequences, options, columns[row], new_tokens[low:high], scratch.scanned)
-    node_starts[0] = 0
-    for row in range(len(columns)):
-        low, slot = node_starts[row], columns[row, SLOT_OF]
-        high = low + min(max(columns[row, MAX_NODES_OF], 1), len(scratch.grown))
-        tokens[low] = sequences.state[slot, LAST] if slot >= 0 else 0
-        parents[low] = -1
+            new_tokens, prediction = told.new_tokens[low:high], told.prediction[first:end]
+            learn_row(trie, sequences, options, columns, new_tokens, prediction, scratch.scanned)
+    drafted.node_starts[0] = 0
+    for row in range(len(told.columns)):
+        columns = told.columns[row]
+        low, slot = drafted.node_starts[row], columns[SLOT_OF]
+        high = low + min(max(columns[MAX_NODES_OF], 1), len(scratch.grown))
+        drafted.tokens[low] = sequences.state[slot, LAST] if slot >= 0 else 0
+        drafted.parents[low], drafted.scores[low] = -1, 0
         size = 1
         if slot >= 0 and high > low + 1:
-            size = grow_tree(trie, sequences, scratch, options, slot, tokens[low:high], parents[low:high])
+            size = grow_tree(
+                trie,
+                corpora,
+                sequences,
+                scratch,
+                options,
+                columns,
+                drafted.tokens[low:high],
+                drafted.parents[low:high],
+                drafted.scores[low:high],
+            )
             num_drafted += size > 1
-        node_starts[row + 1] = low + size
+        drafted.node_starts[row + 1] = low + size
     return num_drafted
 
 
@@ -352,25 +496,22 @@ def compile_draft_batch() -> Callable[..., int]:
     """``draft_rows`` in nopython mode, without the GIL, cached beside this file or, if that is read-only, per user.
 
     numba takes a cached function for fresh as long as its own file and its closure are unchanged: so the digest of
-    all three source files is in the closure.
+    all source files is in the closure.
     """
-    files = (ngram_trie.__file__, ngram_sequences.__file__, __file__)
+    files = (ngram_trie.__file__, ngram_sequences.__file__, ngram_corpora.__file__, __file__)
     digest = zlib.crc32(b"".join(Path(file).read_bytes() for file in files))
 
     def draft_batch(
         trie: Trie,
+        corpora: Corpora,
         sequences: Sequences,
         scratch: Scratch,
         options: Int64,
-        columns: Int64,
-        starts: Int32,
-        new_tokens: Int32,
-        node_starts: Int32,
-        tokens: Int32,
-        parents: Int32,
+        told: Told,
+        drafted: Drafted,
     ) -> int:
         assert digest >= 0
-        return draft_rows(trie, sequences, scratch, options, columns, starts, new_tokens, node_starts, tokens, parents)
+        return draft_rows(trie, corpora, sequences, scratch, options, told, drafted)
 
     try:
         batch = numba.njit(nogil=True, cache=True)(draft_batch)

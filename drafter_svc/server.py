@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Literal
 
 import uvloop
 
@@ -22,12 +23,48 @@ STOP_GRACE_S = 1.0
 
 
 def make_drafter(settings: DrafterSettings) -> Drafter:
-    """The drafter that the settings name, warm: nothing is compiled once it serves."""
-    # Compiled code is imported by the process that runs it only.
-    from drafter_svc.ngram import NgramDrafter
+    """The drafter that the settings name, warm: nothing is compiled once it serves.
 
-    drafter = NgramDrafter(settings.ngram)
-    drafter.attach(TargetInfo(model_fingerprint="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2))
+    Raises ConfigError or CheckpointError for files that hold no drafter of this kind.
+    """
+    # Compiled code is imported by the process that runs it only.
+    if settings.algorithm == "NGRAM":
+        from drafter_svc.ngram import NgramDrafter
+
+        drafter = NgramDrafter(settings.ngram)
+        drafter.attach(TargetInfo(model_fingerprint="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2), None)
+        return drafter
+    return _make_model_drafter(settings, settings.algorithm)
+
+
+def _make_model_drafter(
+    settings: DrafterSettings, algorithm: Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE"]
+) -> Drafter:
+    from drafter_svc import draft_passes
+
+    path = settings.speculative_draft_model_path
+    threads, coupled = settings.threads or 1, not settings.disable_coupled_noise
+    drafter: Drafter
+    if algorithm == "STANDALONE":
+        from drafter_svc.standalone import StandaloneDrafter
+
+        assert path is not None, "checked by the settings"
+        drafter = StandaloneDrafter(
+            path, target=settings.target, threads=threads, dtype=settings.dtype, coupled_noise=coupled
+        )
+    else:
+        from drafter_svc.head_drafter import HeadDrafter
+
+        drafter = HeadDrafter(
+            algorithm,
+            path,
+            target=settings.target,
+            token_map=settings.speculative_token_map,
+            threads=threads,
+            dtype=settings.dtype,
+            coupled_noise=coupled,
+        )
+    draft_passes.warm_up(bfloat16=settings.dtype == "bfloat16")
     return drafter
 
 

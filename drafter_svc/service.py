@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from drafter_svc.session import Attachment, DrafterThread
-from foretoken import __version__
+from foretoken import __version__, limits
 from foretoken.arena_layout import LAYOUT_VERSION
+from foretoken.corpora import Corpora, CorpusInfo, token_ids_from
 from foretoken.draft_wire import batch_to_proto, needs_to_proto, request_from_proto, target_from_proto
 from foretoken.drafting import TargetInfo
 from foretoken.errors import InvalidRequestError, PreconditionError, UnavailableError
@@ -91,9 +92,39 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             gauges=gauges,
         )
 
+    async def AddCorpus(self, request: drafter_pb2.AddCorpusRequest, context: Any) -> drafter_pb2.AddCorpusResponse:
+        limits.check_name("name", request.name)
+        token_ids = token_ids_from(request.token_ids)
+        corpora = await self._corpora()
+        # Not in the drafter's thread: it drafts meanwhile.
+        info = await asyncio.to_thread(corpora.add, request.name, token_ids, append=request.append)
+        return drafter_pb2.AddCorpusResponse(corpus=_corpus_to_proto(info))
+
+    async def RemoveCorpus(
+        self, request: drafter_pb2.RemoveCorpusRequest, context: Any
+    ) -> drafter_pb2.RemoveCorpusResponse:
+        corpora = await self._corpora()
+        await asyncio.to_thread(corpora.remove, request.name)
+        return drafter_pb2.RemoveCorpusResponse()
+
+    async def ListCorpora(
+        self, request: drafter_pb2.ListCorporaRequest, context: Any
+    ) -> drafter_pb2.ListCorporaResponse:
+        corpora = await self._corpora()
+        infos = await asyncio.to_thread(corpora.list)
+        return drafter_pb2.ListCorporaResponse(corpora=[_corpus_to_proto(info) for info in infos])
+
+    async def _corpora(self) -> Corpora:
+        self._check_ready()
+        return await asyncio.wrap_future(self._thread.corpora())
+
     def _check_ready(self) -> None:
         if not self._thread.ready.done():
             raise UnavailableError("the drafter is warming up")
+
+
+def _corpus_to_proto(info: CorpusInfo) -> drafter_pb2.Corpus:
+    return drafter_pb2.Corpus(name=info.name, num_tokens=info.num_tokens)
 
 
 def _target_of(message: drafter_pb2.TargetInfo) -> TargetInfo:

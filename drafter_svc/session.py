@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 from foretoken.arena import ArenaPeer
+from foretoken.corpora import Corpora, HoldsCorpora
 from foretoken.doorbell import Doorbell, Waiter, default_spin_us
 from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
@@ -88,6 +89,10 @@ class DrafterThread:
 
     def algorithm(self) -> Future[str]:
         return self._submit(lambda: self._drafter.algorithm)
+
+    def corpora(self) -> Future[Corpora]:
+        """The drafter's corpora, for any thread. Raises PreconditionError for a kind of drafter that holds none."""
+        return self._submit(self._corpora)
 
     def detach(self, attachment: Attachment, reason: str) -> Future[None]:
         """End an attachment; nothing happens if it has ended."""
@@ -210,6 +215,11 @@ class DrafterThread:
             self._end(str(error))
         except Exception as error:
             self._fail(error)
+
+    def _corpora(self) -> Corpora:
+        if not isinstance(self._drafter, HoldsCorpora):
+            raise PreconditionError(f"a drafter of kind {self._drafter.algorithm} holds no corpora", field="drafter")
+        return self._drafter.corpora
 
     def _fail(self, error: Exception) -> None:
         logger.error("the drafter failed; the attachment ends", exc_info=error)

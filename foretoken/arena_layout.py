@@ -265,5 +265,11 @@ class ReplyBuffer:
         if rows > self._layout.max_rows or nodes > len(self._tokens):
             return None
         starts = self._starts[: rows + 1].copy()
-        columns = (self._tokens, self._parents, self._scores)
-        return DraftBatch(epoch, step_id, starts, *(column[:nodes].copy() for column in columns))
+        return DraftBatch(
+            epoch,
+            step_id,
+            starts,
+            self._tokens[:nodes].copy(),
+            self._parents[:nodes].copy(),
+            self._scores[:nodes].copy(),
+        )

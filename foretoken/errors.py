@@ -6,6 +6,8 @@ ForetokenError
   QueueFullError            RESOURCE_EXHAUSTED, 429
   UnavailableError          draining, dead or not ready: UNAVAILABLE, 503
   DeadlineError             DEADLINE_EXCEEDED, 504
+  UnauthenticatedError      no key: UNAUTHENTICATED, 401
+  PermissionDeniedError     a wrong key: PERMISSION_DENIED, 403
   PreconditionError         another model than asked for: FAILED_PRECONDITION, 409
   ConfigError               refused at start; never on the wire
     CheckpointError         a checkpoint that cannot be loaded, with file and tensor
@@ -67,6 +69,16 @@ class PreconditionError(ForetokenError):
     http_status = 409
 
 
+class UnauthenticatedError(ForetokenError):
+    status = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
+
+
+class PermissionDeniedError(ForetokenError):
+    status = grpc.StatusCode.PERMISSION_DENIED
+    http_status = 403
+
+
 class ConfigError(ForetokenError):
     """A flag, config feature or combination that is refused at start, by name."""
 
@@ -77,7 +89,16 @@ class CheckpointError(ConfigError):
 
 _BY_CODE: dict[int, type[ForetokenError]] = {
     int(cls.status.value[0]): cls
-    for cls in (InvalidRequestError, NotFoundError, QueueFullError, UnavailableError, DeadlineError, PreconditionError)
+    for cls in (
+        InvalidRequestError,
+        NotFoundError,
+        QueueFullError,
+        UnavailableError,
+        DeadlineError,
+        PreconditionError,
+        UnauthenticatedError,
+        PermissionDeniedError,
+    )
 }
 
 

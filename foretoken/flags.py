@@ -6,6 +6,7 @@ It imports no settings, so that ``foretoken --help`` stays fast.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -81,6 +82,15 @@ GatewayWorkers = Annotated[
     int | None,
     typer.Option(help="Gateway processes that share the ports.", show_default="1"),
 ]
+AdminApiKeyFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        envvar="FORETOKEN_ADMIN_API_KEY_FILE",
+        help="Key of the operator's endpoints, /v1/corpora.",
+        show_default="none: no such endpoints",
+    ),
+]
 WorkerSocket = Annotated[str | None, typer.Option(hidden=True)]
 VllmMetricNames = Annotated[
     bool,
@@ -136,8 +146,25 @@ DisableRadixCache = Annotated[
 
 # Speculation.
 SpeculativeAlgorithm = Annotated[
-    Literal["NGRAM", "NONE"],
-    typer.Option(help="Drafter to start; NONE: plain decode."),
+    Literal["EAGLE", "EAGLE2", "EAGLE3", "MTP", "NEXTN", "STANDALONE", "NGRAM", "NONE"] | None,
+    typer.Option(help="Drafter to start; NONE: plain decode.", show_default="NGRAM"),
+]
+DrafterSpecs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        metavar="name=NAME,algorithm=ALGORITHM[,model=MODEL][,token_map=FILE][,threads=N]",
+        help="A drafter to start, instead of --speculative-algorithm; may be given several times.",
+        show_default="none",
+    ),
+]
+SpeculativeNumSteps = Annotated[
+    int | None,
+    typer.Option(help="Levels of a draft model's trees, exactly; 0: as many as pay.", show_default="0"),
+]
+SpeculativeEagleTopk = Annotated[
+    int | None,
+    typer.Option(help="Children of one node in a draft model's trees at most.", show_default="4"),
 ]
 SpeculativeNumDraftTokens = Annotated[
     int | None,
@@ -160,7 +187,8 @@ DrafterEndpoints = Annotated[
     typer.Option(
         "--drafter",
         metavar="name=NAME,address=ADDRESS[,transport=auto|shared-memory|grpc]",
-        help="A drafter to attach to; may be given several times.",
+        help="A drafter to attach to, or name=NAME,algorithm=ALGORITHM[,model=MODEL]: one to hold in this process; "
+        "may be given several times.",
         show_default="none",
     ),
 ]
@@ -177,6 +205,40 @@ VerifierAddresses = Annotated[
     ),
 ]
 DrafterName = Annotated[str, typer.Option(help="Name of this drafter in requests and metrics.")]
+
+# Drafters with a model.
+DrafterAlgorithm = Annotated[
+    Literal["NGRAM", "EAGLE", "EAGLE3", "MTP", "STANDALONE"],
+    typer.Option(help="How it drafts."),
+]
+SpeculativeDraftModelPath = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Folder of the draft head or model, or its id on the hub; an MTP head is in the target's checkpoint.",
+        show_default="none",
+    ),
+]
+Target = Annotated[
+    Path | None,
+    typer.Option(help="The target's folder on this host.", metavar="FOLDER", show_default="the verifier's"),
+]
+SpeculativeTokenMap = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Token ids that an EAGLE or MTP head may draft (FR-Spec): safetensors or a JSON list.",
+        show_default="all",
+    ),
+]
+DrafterThreads = Annotated[
+    int | None,
+    typer.Option(help="Threads of the draft model; 0: one.", show_default="0"),
+]
+DisableCoupledNoise = Annotated[
+    bool,
+    typer.Option("--disable-coupled-noise", help="At a temperature, draft by likelihood, not by the sampler's noise."),
+]
 
 # The n-gram drafter.
 NgramMinMatchWindowSize = Annotated[
@@ -214,6 +276,14 @@ NgramMaxBfsBreadth = Annotated[
 NgramCapacity = Annotated[
     int | None,
     typer.Option("--speculative-ngram-capacity", help="Nodes of the trie.", show_default="10000000"),
+]
+NgramExternalCorpusMaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--speculative-ngram-external-corpus-max-tokens",
+        help="Tokens of all corpora that may be added, 8 bytes each.",
+        show_default="10000000",
+    ),
 ]
 NgramOrder = Annotated[
     Literal["frequency", "recency"] | None,

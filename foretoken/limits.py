@@ -6,11 +6,12 @@ What depends on the model (context length, vocabulary) is passed in as ``ModelLi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.errors import InvalidRequestError
-from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+# UTF-8 bytes of a grammar's text, by its kind.
+MAX_GRAMMAR_BYTES = {"json_schema": 128 * 1024, "json_object": 0, "regex": 16 * 1024}
 MAX_N = 16
 MAX_PROMPTS_PER_REQUEST = 64
 MAX_DRAFT_TOKENS = Range(0, 255)
@@ -65,6 +68,9 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
 MAX_DRAFTER_NAME_CHARS = 64
 MAX_CHAT_MESSAGES = 1024
+# Of one drafter, and tokens that one call adds to one of them.
+MAX_CORPORA = 64
+MAX_CORPUS_TOKENS = 1_000_000
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 # Bytes of one REST body or one gRPC message, and characters of one prompt.
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -75,6 +81,7 @@ MAX_CHOICE_INDEX = MAX_N - 1
 # Of a value at fault, in the message.
 MAX_SHOWN_CHARS = 64
 MAX_SHOWN_BITS = 128
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,16 @@ def check_text(field: str, value: str, max_chars: int, *, min_chars: int = 0) ->
         raise InvalidRequestError(f"{field} holds a lone surrogate", field=field) from error
 
 
+def check_name(field: str, value: str) -> None:
+    """Raise InvalidRequestError naming ``field`` unless it is a name as drafters and corpora have them."""
+    if not _NAME.fullmatch(value):
+        raise InvalidRequestError(
+            f"{field} must be 1 to 64 characters of a-z, 0-9, '_', '.' and '-', the first a letter or digit, got "
+            f"{_shown(value)}",
+            field=field,
+        )
+
+
 def check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
     """Raise InvalidRequestError naming ``field`` unless ``count`` items are allowed."""
     if not least <= count <= most:
@@ -133,6 +150,17 @@ def check_sampling(params: SamplingParams, model: ModelLimits) -> None:
     check_token_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
     if params.min_tokens > params.max_tokens:
         raise InvalidRequestError("min_tokens must not be greater than max_tokens", field="min_tokens")
+    if params.grammar is not None:
+        check_grammar(params.grammar.kind, params.grammar)
+
+
+def check_grammar(field: str, grammar: Grammar) -> None:
+    """Raise InvalidRequestError naming ``field`` if the grammar is too long; whether it compiles is seen later."""
+    most = MAX_GRAMMAR_BYTES[grammar.kind]
+    check_text(field, grammar.text, most)
+    num_bytes = len(grammar.text.encode())
+    if num_bytes > most:
+        raise InvalidRequestError(f"{field} must have at most {most} bytes, got {num_bytes}", field=field)
 
 
 def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
@@ -140,8 +168,9 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
     if options.max_draft_tokens is not None:
         check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
     check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
-    if options.drafter != "auto" and options.drafter not in model.drafter_names:
-        names = ", ".join(("auto", *model.drafter_names))
+    choices = ("auto", "merge", *model.drafter_names)
+    if options.drafter not in choices:
+        names = ", ".join(choices)
         raise InvalidRequestError(
             f"speculative.drafter {options.drafter!r} is not configured; there is: {names}",
             field="speculative.drafter",
@@ -159,6 +188,16 @@ def check_prompt(prompt_ids: Sequence[int], model: ModelLimits, *, field: str = 
             field=field,
         )
     check_token_ids(field, prompt_ids, model.vocab_size)
+
+
+def check_prediction(prediction_ids: Sequence[int], model: ModelLimits, *, field: str = "prediction") -> None:
+    """Raise InvalidRequestError unless the predicted output, which may be empty, fits the context and has valid ids."""
+    if len(prediction_ids) > model.max_model_len:
+        raise InvalidRequestError(
+            f"{field} has {len(prediction_ids)} tokens; this model's context is {model.max_model_len} tokens",
+            field=field,
+        )
+    check_token_ids(field, prediction_ids, model.vocab_size)
 
 
 def _shown(value: object) -> str:

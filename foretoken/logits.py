@@ -2,13 +2,14 @@
 
 One function an operation, in the order that foretoken/sampling.py gives. Logits are float32 and each operation
 rounds to float32; probabilities are float64, and their sums run one after the other in the order named. A logit that
-is NaN counts as -inf; -inf is what no operation can bring back. If nothing is left, token 0 is sampled.
+is NaN counts as -inf; -inf is what no operation can bring back. If nothing is left, token 0 is sampled; with a grammar,
+whoever calls ends the output instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -27,6 +28,7 @@ def sample_reference(
     eos_ids: frozenset[int] = frozenset(),
     choice_index: int = 0,
     vocab_limit: int | None = None,
+    allowed_ids: Collection[int] | None = None,
 ) -> int:
     """The token that follows prompt and output.
 
@@ -34,9 +36,16 @@ def sample_reference(
         logits: float32 [vocab], the target's, raw.
         output_ids: emitted tokens and, at a tree node, the tokens on the path from the root to it, its own included.
         vocab_limit: ids of the tokenizer: [0, vocab_limit); None: the whole row.
+        allowed_ids: what the grammar allows after the output; None: no grammar.
     """
     kept = process_logits(
-        logits, params, prompt_ids=prompt_ids, output_ids=output_ids, eos_ids=eos_ids, vocab_limit=vocab_limit
+        logits,
+        params,
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
+        eos_ids=eos_ids,
+        vocab_limit=vocab_limit,
+        allowed_ids=allowed_ids,
     )
     if is_greedy(params):
         return int(np.argmax(kept))
@@ -52,11 +61,14 @@ def process_logits(
     output_ids: Sequence[int],
     eos_ids: frozenset[int] = frozenset(),
     vocab_limit: int | None = None,
+    allowed_ids: Collection[int] | None = None,
 ) -> Float32:
     """float32 [vocab]: the row after every operation before the noise; what may not be sampled is -inf."""
     row = np.where(np.isnan(logits), NEVER, logits).astype(np.float32)
     row = add_logit_bias(row, params.logit_bias)
     row = penalize(row, params, prompt_ids, output_ids)
+    if allowed_ids is not None:
+        row = mask_tokens(row, set(range(len(row))).difference(allowed_ids))
     if len(output_ids) < params.min_tokens:
         row = mask_tokens(row, stop_token_ids(params, eos_ids))
     row = mask_tokens(row, range(len(row) if vocab_limit is None else vocab_limit, len(row)))

@@ -9,7 +9,8 @@ A token is sampled from one row of target logits by these operations, in this or
      1. logit bias         added
      2. penalties          repetition over prompt + output, then frequency and presence over the output; the output
                            includes the node's ancestors in the tree
-     3. grammar mask       its place, once grammars are served
+     3. grammar mask       no token that the grammar does not allow after the output and the ancestors; stop tokens
+                           only where the output is complete
      4. min-tokens mask    no stop token while the output has fewer than min_tokens tokens
      5. vocabulary mask    no id beyond the tokenizer's: the rows of a padded head
      6. temperature        divides; greedy takes the argmax here
@@ -25,14 +26,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 # Part of a model's fingerprint: raised whenever the same logits, parameters and seed could give another text.
-SAMPLER_VERSION = 1
+# 2: grammars. A verifier of version 1 does not know them and would go on with a resumed output unconstrained.
+SAMPLER_VERSION = 2
 
 # A temperature below this is greedy: dividing by it would overflow float32 before it changed a text.
 MIN_TEMPERATURE = 1e-5
 # The last word of the noise counter: what the noise is for. Sampling of tokens is the only use so far.
 TOKEN_STREAM = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must be, as a whole.
+
+    ``text`` of a JSON schema is its JSON; of a regular expression the expression, which is matched from the first
+    character to the last; any JSON object needs none.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex"]
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 from protos import common_pb2
 
 _OPTIONAL_SAMPLING = (
@@ -25,7 +25,12 @@ _OPTIONAL_SAMPLING = (
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     """Absent fields take the defaults of SamplingParams."""
     values = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
-    return SamplingParams(**values, logit_bias=dict(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids))
+    return SamplingParams(
+        **values,
+        logit_bias=dict(message.logit_bias),
+        stop_token_ids=tuple(message.stop_token_ids),
+        grammar=_grammar_from_proto(message),
+    )
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -35,7 +40,20 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         value = getattr(params, name)
         if value is not None:
             setattr(message, name, value)
+    if (grammar := params.grammar) is not None:
+        setattr(message, grammar.kind, True if grammar.kind == "json_object" else grammar.text)
     return message
+
+
+def _grammar_from_proto(message: common_pb2.SamplingParams) -> Grammar | None:
+    match message.WhichOneof("grammar"):
+        case "json_schema":
+            return Grammar("json_schema", message.json_schema)
+        case "regex":
+            return Grammar("regex", message.regex)
+        case "json_object" if message.json_object:
+            return Grammar("json_object")
+    return None
 
 
 def speculation_from_proto(message: common_pb2.SpeculationOptions) -> SpeculationOptions:

@@ -14,6 +14,7 @@ from foretoken import telemetry
 from foretoken.errors import ForetokenError
 from gateway import http
 from gateway.core import GatewayCore
+from gateway.corpora_api import corpora_router
 from gateway.generate_api import generate_router
 from gateway.messages import VerifierInfo
 from gateway.openai_api import openai_router
@@ -27,6 +28,8 @@ def create_app(core: GatewayCore) -> FastAPI:
     app.include_router(openai_router(core))
     app.include_router(generate_router(core))
     app.include_router(tokenize_router(core))
+    if core.admin_key is not None:
+        app.include_router(corpora_router(core, core.admin_key))
     _add_operator_routes(app, core)
     _add_error_handlers(app, core)
     _add_schemas(app)

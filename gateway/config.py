@@ -8,7 +8,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from foretoken.address import Address
+from foretoken.errors import ConfigError
 from foretoken.limits import MAX_ATTEMPTS
+
+MIN_KEY_CHARS = 16
 
 
 class GatewaySettings(BaseModel):
@@ -45,6 +48,8 @@ class GatewaySettings(BaseModel):
     worker_socket: Path | None = None
     # Show metrics that vLLM has too under its names as well.
     vllm_metric_names: bool = False
+    # File that holds the key of the operator's endpoints; None: there are no such endpoints.
+    admin_api_key_file: Path | None = None
     # http://host:port of an OpenTelemetry collector (OTLP over gRPC); None: no spans.
     otlp_traces_endpoint: str | None = None
 
@@ -55,3 +60,15 @@ class GatewaySettings(BaseModel):
             if verifiers.count(address) > 1:
                 raise ValueError(f"{address} is given twice")
         return verifiers
+
+    def admin_key(self) -> str | None:
+        """The operator's key. Raises ConfigError for a file that cannot be read, or whose key could be guessed."""
+        if self.admin_api_key_file is None:
+            return None
+        try:
+            key = self.admin_api_key_file.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--admin-api-key-file: cannot read {self.admin_api_key_file}: {error}") from None
+        if len(key) < MIN_KEY_CHARS or not key.isprintable():
+            raise ConfigError(f"--admin-api-key-file: the key must have at least {MIN_KEY_CHARS} printable characters")
+        return key

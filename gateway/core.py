@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from foretoken import limits
-from foretoken.errors import ForetokenError, NotFoundError, QueueFullError, UnavailableError
+from foretoken.errors import ForetokenError, InvalidRequestError, NotFoundError, QueueFullError, UnavailableError
 from foretoken.tracing import TraceContext, Tracer
 from gateway.admission import Admission
 from gateway.config import GatewaySettings
@@ -31,9 +31,16 @@ class GatewayCore:
     """The gateway without its protocols."""
 
     def __init__(
-        self, settings: GatewaySettings, tokenizer: Tokenizer, verifiers: VerifierPool, tracer: Tracer | None = None
+        self,
+        settings: GatewaySettings,
+        tokenizer: Tokenizer,
+        verifiers: VerifierPool,
+        tracer: Tracer | None = None,
+        admin_key: str | None = None,
     ) -> None:
+        """``admin_key``: what the operator's endpoints ask for; None: there are none."""
         self.settings = settings
+        self.admin_key = admin_key
         self.tokenizer = tokenizer
         self.verifiers = verifiers
         self.admission = Admission(settings.max_concurrent_requests)
@@ -89,6 +96,10 @@ class GatewayCore:
             ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return Prompt(tuple(ids), text)
 
+    async def encode_prediction(self, text: str, *, field: str) -> tuple[int, ...]:
+        """Token ids of what the client expects as the output. Raises InvalidRequestError naming ``field``."""
+        return (await self.encode(text, field=field, add_special_tokens=False)).ids
+
     async def check(self, request: GenerationRequest, *, prompt_field: str = "prompt") -> None:
         """Raise InvalidRequestError naming the first field that is out of its limits."""
         model = (await self.info()).limits
@@ -99,6 +110,10 @@ class GatewayCore:
         for prompt in request.prompts:
             limits.check_prompt(prompt.ids, model, field=prompt_field)
         check_stop(request.stop)
+        limits.check_prediction(request.prediction_ids, model)
+        if request.prediction_ids and len(request.prompts) > 1:
+            # One text cannot be expected of several prompts; of several choices of one prompt it can.
+            raise InvalidRequestError("prediction needs a request of one prompt", field="prediction")
         if request.cache_salt is not None:
             limits.check_text("cache_salt", request.cache_salt, limits.MAX_CACHE_SALT_CHARS)
 

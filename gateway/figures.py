@@ -33,6 +33,14 @@ def speculation_figures(output: Output, *, detailed: bool = False) -> dict[str, 
         # The largest number of draft tokens that a step may accept.
         "num_spec_tokens": max(len(stats.acceptance_histogram) - 1, 0),
         "drafter": stats.drafter or None,
+        "drafters": {
+            drafter.name: {
+                "num_draft_tokens": drafter.num_draft_tokens,
+                "num_accepted_draft_tokens": drafter.num_accepted_tokens,
+                "accepted_per_position": drafter.accepted_per_position,
+            }
+            for drafter in stats.drafters
+        },
         "fallback_steps": stats.fallback_steps,
         "mean_tokens_per_step": stats.mean_tokens_per_step,
     }

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
-from foretoken.sampling import SamplingParams
+from foretoken.sampling import Grammar, SamplingParams
 from gateway import http
 from gateway.core import GatewayCore
 from gateway.exchange import Exchange
@@ -26,6 +26,7 @@ from gateway.fields import (
     validate,
 )
 from gateway.generation import Delta, Generation, GenerationRequest, Output, Prompt
+from gateway.grammar import checked, schema_grammar, the_one
 from gateway.messages import FinishReason, TokenLogprobs
 from gateway.openai_response import DONE, event
 from gateway.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 UNSUPPORTED = frozenset(
     {"image_data", "video_data", "audio_data", "input_embeds", "lora_path", "session_params", "return_hidden_states"}
 )
-UNSUPPORTED_IN_SAMPLING = frozenset({"ebnf", "json_schema", "regex", "stop_regex", "structural_tag", "custom_params"})
+UNSUPPORTED_IN_SAMPLING = frozenset({"ebnf", "stop_regex", "structural_tag", "custom_params"})
 
 
 class SglangSamplingFields(Fields):
@@ -57,6 +58,8 @@ class SglangSamplingFields(Fields):
     n: int = 1
     sampling_seed: int | None = None
     logit_bias: dict[str, float] | None = None
+    json_schema: Any = Field(None, description="A JSON schema's text, or the schema itself.")
+    regex: str | None = None
 
 
 class GenerateFields(Fields):
@@ -73,6 +76,8 @@ class GenerateFields(Fields):
     rid: str | None = None
     model: str | None = None
     cache_salt: str | None = None
+    # Ours.
+    prediction: Any = Field(None, description="What the output is expected to be: a string or a list of token ids.")
     speculative: SpeculativeFields = SpeculativeFields()
 
 
@@ -130,6 +135,8 @@ class SglangFormat:
                 "spec_accept_token_num": stats.num_accepted_tokens,
                 "spec_draft_token_num": stats.num_draft_tokens,
                 "spec_accept_rate": stats.draft_acceptance_rate,
+                "accepted_prediction_tokens": output.prediction.num_accepted,
+                "rejected_prediction_tokens": output.prediction.num_rejected,
             }
         return info
 
@@ -186,6 +193,7 @@ def generate_router(core: GatewayCore) -> APIRouter:
             cache_salt=fields.cache_salt,
             timeout_ms=core.timeout_ms,
             trace=http.trace_context(request),
+            prediction_ids=await _prediction(core, fields.prediction),
         )
         await core.check(generation, prompt_field="input_ids" if fields.text is None else "text")
         reply = SglangFormat(fields, core.tokenizer, many=many or sampling_fields.n > 1)
@@ -208,6 +216,16 @@ async def _prompts(core: GatewayCore, fields: GenerateFields) -> tuple[tuple[Pro
     if not isinstance(lists, list) or not all(is_id_list(ids) for ids in lists):
         raise InvalidRequestError("input_ids must be a list of token ids or a list of such lists", field="input_ids")
     return tuple(Prompt(tuple(ids)) for ids in lists), True
+
+
+async def _prediction(core: GatewayCore, value: object) -> tuple[int, ...]:
+    if value is None or value == []:
+        return ()
+    if isinstance(value, str):
+        return await core.encode_prediction(value, field="prediction")
+    if not is_id_list(value):
+        raise InvalidRequestError("prediction must be a string or a list of token ids", field="prediction")
+    return tuple(value)  # type: ignore[arg-type]
 
 
 def _sampling(fields: GenerateFields, sampling: SglangSamplingFields) -> SamplingParams:
@@ -234,7 +252,17 @@ def _sampling(fields: GenerateFields, sampling: SglangSamplingFields) -> Samplin
         ignore_eos=sampling.ignore_eos,
         logprobs=fields.top_logprobs_num if fields.return_logprob else None,
         prompt_logprobs=fields.top_logprobs_num if wants_prompt else None,
+        grammar=_grammar(sampling),
     )
+
+
+def _grammar(sampling: SglangSamplingFields) -> Grammar | None:
+    wanted = []
+    if sampling.json_schema is not None:
+        wanted.append((schema_grammar("json_schema", sampling.json_schema), "json_schema"))
+    if sampling.regex is not None:
+        wanted.append((checked("regex", Grammar("regex", sampling.regex)), "regex"))
+    return the_one(wanted)[0]
 
 
 def _finish_reason(output: Output) -> dict[str, Any] | None:

@@ -11,13 +11,24 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
+from foretoken import limits
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
 from gateway.detokenizer import Detokenizer
-from gateway.messages import Finished, FinishReason, NewTokens, SequenceSpec, SpeculationStats, TokenLogprobs
+from gateway.messages import (
+    DrafterStats,
+    Finished,
+    FinishReason,
+    NewTokens,
+    SequenceSpec,
+    SpeculationStats,
+    TokenLogprobs,
+)
 from gateway.placement import Placement
+from gateway.prediction import PredictionMatch
 from gateway.stop import StopMatcher
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
@@ -59,6 +70,10 @@ class GenerationRequest:
     timeout_ms: int | None = None
     # The span that it belongs to.
     trace: TraceContext | None = None
+    # The client's name of what asked for the sampling's grammar; empty: as in SamplingParams of common.proto.
+    grammar_field: str = ""
+    # What the client expects as each output: a draft.
+    prediction_ids: tuple[int, ...] = ()
 
     @property
     def num_outputs(self) -> int:
@@ -110,8 +125,10 @@ class Output:
         self.last_token_at = 0.0
         # Where it runs; set when it is started.
         self.placement: Placement | None = None
+        self.prediction = PredictionMatch(request.prediction_ids)
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
+        self._grammar_field = request.grammar_field
         self._on_change = on_change
         self._on_waiting = on_waiting
         self._on_step = on_step
@@ -163,6 +180,8 @@ class Output:
         delta.logprobs += tokens.logprobs[:kept]
         self.token_ids += tokens.ids[:kept]
         self.sources += tokens.sources[:kept]
+        if self.spec.prediction_ids:
+            self.prediction.feed(tokens.ids[:kept])
         if kept:
             self._note_time(kept)
         if self._matcher is not None and self._matcher.matched is not None:
@@ -189,6 +208,8 @@ class Output:
             # The text was complete and only the figures were missing.
             self._close(Finished(FinishReason.STOP, len(self.spec.prompt_ids), 0, len(self.token_ids)))
             return
+        if self._grammar_field and error.field in limits.MAX_GRAMMAR_BYTES:
+            error.field = self._grammar_field
         self.error = error
         self._on_change(self)
 
@@ -266,6 +287,12 @@ class Generation:
     def completion_tokens(self) -> int:
         """Output tokens so far; those after a stop string are no part of the output."""
         return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def prediction_tokens(self) -> tuple[int, int]:
+        """Tokens of the prediction that came true in the outputs so far, and all others of it; summed over outputs."""
+        matches = [output.prediction for output in self.outputs]
+        return sum(match.num_accepted for match in matches), sum(match.num_rejected for match in matches)
 
     @property
     def cached_tokens(self) -> int:
@@ -368,7 +395,23 @@ def sum_stats(outputs: Sequence[Output]) -> SpeculationStats:
         acceptance_histogram=tuple(histogram),
         drafter=busiest.drafter,
         num_decode_tokens=sum(item.num_decode_tokens for item in stats),
+        drafters=_sum_drafters([drafter for item in stats for drafter in item.drafters]),
     )
+
+
+def _sum_drafters(parts: Sequence[DrafterStats]) -> tuple[DrafterStats, ...]:
+    """One entry a drafter, in the order in which they appear."""
+    sums: dict[str, DrafterStats] = {}
+    for part in parts:
+        known = sums.get(part.name, DrafterStats(part.name, 0, 0, ()))
+        positions = zip_longest(known.accepted_per_position, part.accepted_per_position, fillvalue=0)
+        sums[part.name] = DrafterStats(
+            part.name,
+            known.num_draft_tokens + part.num_draft_tokens,
+            known.num_accepted_tokens + part.num_accepted_tokens,
+            tuple(map(sum, positions)),
+        )
+    return tuple(sums.values())
 
 
 def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]:
@@ -391,6 +434,7 @@ def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]
                     cache_salt=request.cache_salt,
                     timeout_ms=request.timeout_ms,
                     trace=request.trace,
+                    prediction_ids=request.prediction_ids,
                 )
             )
     return specs

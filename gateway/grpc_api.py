@@ -103,6 +103,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
             timeout_ms=_timeout_ms(context, core.timeout_ms),
             trace=rpc.trace_context(context),
+            prediction_ids=await self._prediction(request),
         )
         await core.check(generation, prompt_field=request.WhichOneof("prompt") or "prompt")
         return generation
@@ -115,6 +116,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             return Prompt(tuple(request.token_ids.ids))
         add_special_tokens = not request.skip_special_tokens_in_prompt
         return await self._core.encode(request.text, field="text", add_special_tokens=add_special_tokens)
+
+    async def _prediction(self, request: gateway_pb2.GenerateRequest) -> tuple[int, ...]:
+        if request.WhichOneof("prediction") == "prediction_token_ids":
+            return tuple(request.prediction_token_ids.ids)
+        return await self._core.encode_prediction(request.prediction_text, field="prediction_text")
 
 
 def _timeout_ms(context: Context, most: int) -> int:
@@ -164,6 +170,8 @@ def _complete(output: Output, request_id: str) -> gateway_pb2.Complete:
         stop=output.matched if isinstance(output.matched, str) else "",
         request_id=request_id,
         seed=output.spec.sampling.seed,
+        num_accepted_prediction_tokens=output.prediction.num_accepted,
+        num_rejected_prediction_tokens=output.prediction.num_rejected,
     )
 
 
@@ -190,4 +198,5 @@ def _stats(stats: SpeculationStats) -> common_pb2.SpeculationStats:
         acceptance_histogram=stats.acceptance_histogram,
         drafter=stats.drafter,
         num_decode_tokens=stats.num_decode_tokens,
+        drafters=[common_pb2.DrafterStats(**drafter._asdict()) for drafter in stats.drafters],
     )

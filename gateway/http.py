@@ -17,8 +17,10 @@ from foretoken.errors import (
     ForetokenError,
     InvalidRequestError,
     NotFoundError,
+    PermissionDeniedError,
     PreconditionError,
     QueueFullError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from foretoken.limits import MAX_BODY_BYTES, MAX_REQUEST_ID_CHARS
@@ -37,12 +39,16 @@ _TYPES: dict[type[ForetokenError], str] = {
     QueueFullError: "rate_limit_error",
     UnavailableError: "service_unavailable_error",
     DeadlineError: "timeout_error",
+    UnauthenticatedError: "authentication_error",
+    PermissionDeniedError: "permission_error",
 }
 _CODES: dict[type[ForetokenError], str] = {
     NotFoundError: "model_not_found",
     QueueFullError: "queue_full",
     UnavailableError: "service_unavailable",
     DeadlineError: "deadline_exceeded",
+    UnauthenticatedError: "invalid_api_key",
+    PermissionDeniedError: "invalid_api_key",
 }
 
 
@@ -132,9 +138,15 @@ def error_object(error: ForetokenError) -> dict[str, Any]:
             "message": error.message if known else "internal error",
             "type": _TYPES[known] if known else "internal_error",
             "param": error.field or None,
-            "code": _CODES.get(known) if known else None,
+            "code": _code(known, error.field) if known else None,
         }
     }
+
+
+def _code(kind: type[ForetokenError], field: str) -> str | None:
+    if kind is NotFoundError and field != "model":
+        return None
+    return _CODES.get(kind)
 
 
 def error_response(error: ForetokenError) -> Response:
@@ -147,6 +159,8 @@ def error_response(error: ForetokenError) -> Response:
         headers["x-should-retry"] = "false"
     if isinstance(error, BodyTooLargeError | BodyTimeoutError):
         headers["connection"] = "close"
+    if isinstance(error, UnauthenticatedError):
+        headers["www-authenticate"] = "Bearer"
     return json_response(error_object(error), status=error.http_status, headers=headers)
 
 

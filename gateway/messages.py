@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from foretoken.errors import ForetokenError
 from foretoken.limits import ModelLimits
@@ -31,6 +31,15 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class DrafterStats(NamedTuple):
+    """One drafter's part; ``accepted_per_position[k]``: accepted tokens at depth k + 1 of a tree."""
+
+    name: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
     """Counts of one sequence, or summed over several. Steps exclude prefill; tokens are counted before trimming."""
@@ -43,6 +52,7 @@ class SpeculationStats:
     acceptance_histogram: tuple[int, ...] = ()
     drafter: str = ""
     num_decode_tokens: int = 0
+    drafters: tuple[DrafterStats, ...] = ()
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -90,6 +100,8 @@ class SequenceSpec:
     trace: TraceContext | None = None
     attempt: int = 0
     output_ids: tuple[int, ...] = ()
+    # What the client expects as the output.
+    prediction_ids: tuple[int, ...] = ()
     # Of the verifier that the output so far came from; another one refuses.
     model_fingerprint: str | None = None
 

@@ -50,7 +50,7 @@ def openai_router(core: GatewayCore) -> APIRouter:
             else Prompt(tuple(item))
             for item in prompts_of(fields.prompt)
         ]
-        generation = _request(core, request, "cmpl", tuple(prompts), options)
+        generation = await _request(core, request, "cmpl", tuple(prompts), options)
         await core.check(generation)
         return _exchange(core, request, generation, options, CompletionFormat)
 
@@ -60,7 +60,7 @@ def openai_router(core: GatewayCore) -> APIRouter:
         fields, options = parse_chat(body)
         core.check_model(fields.model)
         prompt = await chat_prompt(core, fields)
-        generation = _request(core, request, "chatcmpl", (prompt,), options)
+        generation = await _request(core, request, "chatcmpl", (prompt,), options)
         await core.check(generation, prompt_field="messages")
         return _exchange(core, request, generation, options, ChatFormat)
 
@@ -83,7 +83,7 @@ async def chat_prompt(core: GatewayCore, fields: ChatFields) -> Prompt:
     return await core.encode(text, field="messages", add_special_tokens=False)
 
 
-def _request(
+async def _request(
     core: GatewayCore, request: Request, prefix: str, prompts: tuple[Prompt, ...], options: GenerationOptions
 ) -> GenerationRequest:
     return GenerationRequest(
@@ -98,6 +98,8 @@ def _request(
         cache_salt=options.cache_salt,
         timeout_ms=core.timeout_ms,
         trace=http.trace_context(request),
+        grammar_field=options.grammar_field,
+        prediction_ids=await core.encode_prediction(options.prediction, field="prediction.content"),
     )
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from foretoken.limits import SAMPLING_RANGES
-from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 from gateway.fields import (
     Fields,
     SpeculativeFields,
@@ -21,6 +21,8 @@ from gateway.fields import (
     token_biases,
     validate,
 )
+from gateway.grammar import GrammarFields, requested_grammar
+from gateway.prediction import PredictionFields, parts_text
 from gateway.tokenizer import CHAT_TEMPLATE_KWARGS
 
 # OpenAI's default for completions; a chat goes on to the end of the context.
@@ -32,7 +34,6 @@ IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -53,7 +54,7 @@ class StreamOptions(Fields):
     include_obfuscation: bool = False
 
 
-class GenerationFields(Fields):
+class GenerationFields(GrammarFields):
     """What both endpoints have. Ranges: foretoken/limits.py."""
 
     model: str | None = None
@@ -79,6 +80,7 @@ class GenerationFields(Fields):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    prediction: PredictionFields | None = None
     # Ours.
     speculative: SpeculativeFields = SpeculativeFields()
     return_token_sources: bool = Field(
@@ -109,17 +111,12 @@ class ChatMessage(Fields):
     reasoning_content: str | None = None
 
 
-class ResponseFormat(Fields):
-    type: str
-
-
 class ChatFields(GenerationFields):
     """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
     logprobs: bool = False
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tool_choice: Any = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
@@ -142,7 +139,11 @@ class GenerationOptions:
     include_usage: bool
     continuous_usage: bool
     return_token_sources: bool
+    # Text that the output is expected to be.
+    prediction: str
     echo: bool = False
+    # The field that asked for the sampling's grammar.
+    grammar_field: str = ""
 
 
 def parse_completion(body: dict[str, Any]) -> tuple[CompletionFields, GenerationOptions]:
@@ -156,8 +157,9 @@ def parse_completion(body: dict[str, Any]) -> tuple[CompletionFields, Generation
     # Scoring, as evaluation harnesses do it: the answer's lists must have one position after the prompt's, also
     # where the model would end here.
     is_scoring = prompt_logprobs is not None and max_tokens == 1
-    sampling = _sampling(fields, max_tokens, fields.logprobs, prompt_logprobs, ignore_eos=is_scoring)
-    return fields, _options(fields, sampling, echo=fields.echo)
+    grammar, grammar_field = requested_grammar(fields)
+    sampling = _sampling(fields, max_tokens, fields.logprobs, prompt_logprobs, grammar, ignore_eos=is_scoring)
+    return fields, _options(fields, sampling, grammar_field, echo=fields.echo)
 
 
 def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
@@ -168,8 +170,6 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
         raise InvalidRequestError("tools must not be an empty list", field="tools")
     fields = validate(ChatFields, _without_nulls_in_messages(body), ignored=IGNORED, unsupported=UNSUPPORTED_IN_CHAT)
     limits.check_count("messages", len(fields.messages), limits.MAX_CHAT_MESSAGES, least=1)
-    if fields.response_format is not None and fields.response_format.type != "text":
-        raise InvalidRequestError("response_format other than text is not supported yet", field="response_format")
     if fields.tool_choice not in (None, "none", "auto"):
         raise InvalidRequestError("tool_choice is not supported yet", field="tool_choice")
     if fields.top_logprobs is not None and not fields.logprobs:
@@ -187,8 +187,9 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
             "continue_final_message needs add_generation_prompt: false", field="continue_final_message"
         )
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    sampling = _sampling(fields, _max_tokens(fields, REST_OF_CONTEXT), logprobs, None)
-    return fields, _options(fields, sampling)
+    grammar, grammar_field = requested_grammar(fields)
+    sampling = _sampling(fields, _max_tokens(fields, REST_OF_CONTEXT), logprobs, None, grammar)
+    return fields, _options(fields, sampling, grammar_field)
 
 
 def prompts_of(value: object) -> list[str | list[int]]:
@@ -215,7 +216,7 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         content = "" if message.content is None and role == "assistant" else message.content
         entry = {
             "role": role,
-            "content": _content_text(content, f"messages.{number}.content"),
+            "content": parts_text(content, f"messages.{number}.content"),
             "name": message.name,
             "tool_call_id": message.tool_call_id,
             "reasoning_content": message.reasoning_content,
@@ -228,17 +229,6 @@ def template_kwargs(fields: ChatFields) -> dict[str, Any]:
     """Variables of the chat template that the request sets."""
     effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
     return effort | fields.chat_template_kwargs
-
-
-def _content_text(content: object, field: str) -> str:
-    """The text of a message: as it is, or joined from text parts."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequestError(f"{field} must be a string or a list of parts of type text", field=field)
-    return "".join(str(text) for text in texts)
 
 
 def _without_nulls_in_messages(body: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +257,7 @@ def _sampling(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    grammar: Grammar | None,
     *,
     ignore_eos: bool = False,
 ) -> SamplingParams:
@@ -286,10 +277,13 @@ def _sampling(
         ignore_eos=fields.ignore_eos or ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 
-def _options(fields: GenerationFields, sampling: SamplingParams, *, echo: bool = False) -> GenerationOptions:
+def _options(
+    fields: GenerationFields, sampling: SamplingParams, grammar_field: str, *, echo: bool = False
+) -> GenerationOptions:
     return GenerationOptions(
         sampling=sampling,
         speculation=fields.speculative.to_options(),
@@ -302,5 +296,7 @@ def _options(fields: GenerationFields, sampling: SamplingParams, *, echo: bool =
         include_usage=fields.stream_options.include_usage or fields.stream_options.continuous_usage_stats,
         continuous_usage=fields.stream_options.continuous_usage_stats,
         return_token_sources=fields.return_token_sources,
+        prediction="" if fields.prediction is None else parts_text(fields.prediction.content, "prediction.content"),
         echo=echo,
+        grammar_field=grammar_field,
     )

@@ -206,9 +206,14 @@ class CompletionFormat(OpenAiFormat):
 
 def _usage(generation: Generation) -> dict[str, Any]:
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    accepted, rejected = generation.prediction_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        },
     }

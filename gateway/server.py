@@ -78,7 +78,7 @@ class Gateway:
                 wait_s=settings.verifier_wait_s,
                 on_change=self._health.mark,
             )
-            self.core = GatewayCore(settings, tokenizer, self.verifiers, tracer)
+            self.core = GatewayCore(settings, tokenizer, self.verifiers, tracer, settings.admin_key())
             stack.callback(self.core.metrics.close)
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.core), self._grpc)
             rpc.bind(self._grpc, f"{bracketed(settings.host)}:{settings.grpc_port}")

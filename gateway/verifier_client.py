@@ -157,6 +157,19 @@ class VerifierClient:
         self._info = verifier_wire.info_from_proto(response)
         return self._info
 
+    async def call(self, method: str, message: Any, *, timeout_s: float) -> Any:
+        """The answer of a unary call beside the session. Raises the ForetokenError that its status stands for."""
+        if self._stub is None:
+            raise UnavailableError(f"not ready: {self._reason}")
+        try:
+            return await getattr(self._stub, method)(message, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.error_from_rpc(error) from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise UnavailableError("the verifier's session ended meanwhile") from None
+
     def _send_abort(self, abort: verifier_pb2.Abort) -> None:
         # When the session ends, the verifier aborts all of its sequences: nothing to send then.
         if self._outgoing is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from foretoken import wire
 from gateway.messages import (
     DrafterInfo,
+    DrafterStats,
     Finished,
     FinishReason,
     SequenceSpec,
@@ -74,6 +75,7 @@ def spec_to_proto(spec: SequenceSpec) -> verifier_pb2.Sequence:
         timeout_ms=spec.timeout_ms,
         traceparent=spec.trace.traceparent if spec.trace else None,
         tracestate=spec.trace.tracestate if spec.trace else None,
+        prediction_token_ids=spec.prediction_ids,
     )
 
 
@@ -99,6 +101,15 @@ def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
         acceptance_histogram=tuple(stats.acceptance_histogram),
         drafter=stats.drafter,
         num_decode_tokens=stats.num_decode_tokens,
+        drafters=tuple(
+            DrafterStats(
+                drafter.name,
+                drafter.num_draft_tokens,
+                drafter.num_accepted_tokens,
+                tuple(drafter.accepted_per_position),
+            )
+            for drafter in stats.drafters
+        ),
     )
 
 

@@ -184,3 +184,47 @@ class GetInfoResponse(_message.Message):
     transport: str
     gauges: _containers.ScalarMap[str, float]
     def __init__(self, version: _Optional[str] = ..., name: _Optional[str] = ..., algorithm: _Optional[str] = ..., attached: _Optional[bool] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Corpus(_message.Message):
+    __slots__ = ("name", "num_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_tokens: int
+    def __init__(self, name: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class AddCorpusRequest(_message.Message):
+    __slots__ = ("name", "token_ids", "append")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    token_ids: bytes
+    append: bool
+    def __init__(self, name: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., append: _Optional[bool] = ...) -> None: ...
+
+class AddCorpusResponse(_message.Message):
+    __slots__ = ("corpus",)
+    CORPUS_FIELD_NUMBER: _ClassVar[int]
+    corpus: Corpus
+    def __init__(self, corpus: _Optional[_Union[Corpus, _Mapping]] = ...) -> None: ...
+
+class RemoveCorpusRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RemoveCorpusResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListCorporaRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListCorporaResponse(_message.Message):
+    __slots__ = ("corpora",)
+    CORPORA_FIELD_NUMBER: _ClassVar[int]
+    corpora: _containers.RepeatedCompositeFieldContainer[Corpus]
+    def __init__(self, corpora: _Optional[_Iterable[_Union[Corpus, _Mapping]]] = ...) -> None: ...

@@ -59,6 +59,21 @@ class DrafterServiceStub:
                 request_serializer=protos_dot_drafter__pb2.GetInfoRequest.SerializeToString,
                 response_deserializer=protos_dot_drafter__pb2.GetInfoResponse.FromString,
                 _registered_method=True)
+        self.AddCorpus = channel.unary_unary(
+                '/foretoken.drafter.v1.DrafterService/AddCorpus',
+                request_serializer=protos_dot_drafter__pb2.AddCorpusRequest.SerializeToString,
+                response_deserializer=protos_dot_drafter__pb2.AddCorpusResponse.FromString,
+                _registered_method=True)
+        self.RemoveCorpus = channel.unary_unary(
+                '/foretoken.drafter.v1.DrafterService/RemoveCorpus',
+                request_serializer=protos_dot_drafter__pb2.RemoveCorpusRequest.SerializeToString,
+                response_deserializer=protos_dot_drafter__pb2.RemoveCorpusResponse.FromString,
+                _registered_method=True)
+        self.ListCorpora = channel.unary_unary(
+                '/foretoken.drafter.v1.DrafterService/ListCorpora',
+                request_serializer=protos_dot_drafter__pb2.ListCorporaRequest.SerializeToString,
+                response_deserializer=protos_dot_drafter__pb2.ListCorporaResponse.FromString,
+                _registered_method=True)
 
 
 class DrafterServiceServicer:
@@ -100,6 +115,26 @@ class DrafterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddCorpus(self, request, context):
+        """Texts that the drafter drafts from for every sequence, of any tenant: in force when the
+        call returns. FAILED_PRECONDITION: no room, or a kind of drafter that holds none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveCorpus(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCorpora(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DrafterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -127,6 +162,21 @@ def add_DrafterServiceServicer_to_server(servicer, server):
                     servicer.GetInfo,
                     request_deserializer=protos_dot_drafter__pb2.GetInfoRequest.FromString,
                     response_serializer=protos_dot_drafter__pb2.GetInfoResponse.SerializeToString,
+            ),
+            'AddCorpus': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddCorpus,
+                    request_deserializer=protos_dot_drafter__pb2.AddCorpusRequest.FromString,
+                    response_serializer=protos_dot_drafter__pb2.AddCorpusResponse.SerializeToString,
+            ),
+            'RemoveCorpus': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveCorpus,
+                    request_deserializer=protos_dot_drafter__pb2.RemoveCorpusRequest.FromString,
+                    response_serializer=protos_dot_drafter__pb2.RemoveCorpusResponse.SerializeToString,
+            ),
+            'ListCorpora': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCorpora,
+                    request_deserializer=protos_dot_drafter__pb2.ListCorporaRequest.FromString,
+                    response_serializer=protos_dot_drafter__pb2.ListCorporaResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +314,87 @@ class DrafterService:
             '/foretoken.drafter.v1.DrafterService/GetInfo',
             protos_dot_drafter__pb2.GetInfoRequest.SerializeToString,
             protos_dot_drafter__pb2.GetInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddCorpus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/foretoken.drafter.v1.DrafterService/AddCorpus',
+            protos_dot_drafter__pb2.AddCorpusRequest.SerializeToString,
+            protos_dot_drafter__pb2.AddCorpusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveCorpus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/foretoken.drafter.v1.DrafterService/RemoveCorpus',
+            protos_dot_drafter__pb2.RemoveCorpusRequest.SerializeToString,
+            protos_dot_drafter__pb2.RemoveCorpusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCorpora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/foretoken.drafter.v1.DrafterService/ListCorpora',
+            protos_dot_drafter__pb2.ListCorporaRequest.SerializeToString,
+            protos_dot_drafter__pb2.ListCorporaResponse.FromString,
             options,
             channel_credentials,
             insecure,

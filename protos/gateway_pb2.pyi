@@ -14,7 +14,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "sampling", "speculation", "stop", "include_stop_str_in_output", "n", "cache_salt", "request_id", "skip_special_tokens_in_prompt")
+    __slots__ = ("model", "text", "token_ids", "sampling", "speculation", "stop", "include_stop_str_in_output", "n", "cache_salt", "request_id", "skip_special_tokens_in_prompt", "prediction_text", "prediction_token_ids")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,8 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_IN_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -37,7 +39,9 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     request_id: str
     skip_special_tokens_in_prompt: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., skip_special_tokens_in_prompt: _Optional[bool] = ...) -> None: ...
+    prediction_text: str
+    prediction_token_ids: TokenIds
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., skip_special_tokens_in_prompt: _Optional[bool] = ..., prediction_text: _Optional[str] = ..., prediction_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("chunk", "complete")
@@ -68,7 +72,7 @@ class Chunk(_message.Message):
     def __init__(self, choice_index: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., sources: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Complete(_message.Message):
-    __slots__ = ("choice_index", "reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "speculation", "stop", "request_id", "seed")
+    __slots__ = ("choice_index", "reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "speculation", "stop", "request_id", "seed", "num_accepted_prediction_tokens", "num_rejected_prediction_tokens")
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +82,8 @@ class Complete(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     choice_index: int
     reason: _common_pb2.FinishReason
     num_prompt_tokens: int
@@ -87,7 +93,9 @@ class Complete(_message.Message):
     stop: str
     request_id: str
     seed: int
-    def __init__(self, choice_index: _Optional[int] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., stop: _Optional[str] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    num_accepted_prediction_tokens: int
+    num_rejected_prediction_tokens: int
+    def __init__(self, choice_index: _Optional[int] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., stop: _Optional[str] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ..., num_rejected_prediction_tokens: _Optional[int] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()

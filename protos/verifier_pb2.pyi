@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Sequence(_message.Message):
-    __slots__ = ("request_id", "choice_index", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "speculation", "cache_salt", "model_fingerprint", "timeout_ms", "traceparent", "tracestate")
+    __slots__ = ("request_id", "choice_index", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "speculation", "cache_salt", "model_fingerprint", "timeout_ms", "traceparent", "tracestate", "prediction_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class Sequence(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     choice_index: int
     attempt: int
@@ -33,7 +34,8 @@ class Sequence(_message.Message):
     timeout_ms: int
     traceparent: str
     tracestate: str
-    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+    prediction_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("submit", "abort")
@@ -259,3 +261,55 @@ class GetInfoResponse(_message.Message):
     step_time_us: _containers.ScalarMap[str, int]
     speculative_max_batch_size: int
     def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_queue: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterState, _Mapping]]] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_plain_batch_steps: _Optional[int] = ..., num_fallback_steps: _Optional[int] = ..., step_time_us: _Optional[_Mapping[str, int]] = ..., speculative_max_batch_size: _Optional[int] = ...) -> None: ...
+
+class Corpus(_message.Message):
+    __slots__ = ("name", "num_tokens", "drafter")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_tokens: int
+    drafter: str
+    def __init__(self, name: _Optional[str] = ..., num_tokens: _Optional[int] = ..., drafter: _Optional[str] = ...) -> None: ...
+
+class AddCorpusRequest(_message.Message):
+    __slots__ = ("drafter", "name", "token_ids", "append")
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    drafter: str
+    name: str
+    token_ids: bytes
+    append: bool
+    def __init__(self, drafter: _Optional[str] = ..., name: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., append: _Optional[bool] = ...) -> None: ...
+
+class AddCorpusResponse(_message.Message):
+    __slots__ = ("corpus",)
+    CORPUS_FIELD_NUMBER: _ClassVar[int]
+    corpus: Corpus
+    def __init__(self, corpus: _Optional[_Union[Corpus, _Mapping]] = ...) -> None: ...
+
+class RemoveCorpusRequest(_message.Message):
+    __slots__ = ("drafter", "name")
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    drafter: str
+    name: str
+    def __init__(self, drafter: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class RemoveCorpusResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListCorporaRequest(_message.Message):
+    __slots__ = ("drafter",)
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    drafter: str
+    def __init__(self, drafter: _Optional[str] = ...) -> None: ...
+
+class ListCorporaResponse(_message.Message):
+    __slots__ = ("corpora",)
+    CORPORA_FIELD_NUMBER: _ClassVar[int]
+    corpora: _containers.RepeatedCompositeFieldContainer[Corpus]
+    def __init__(self, corpora: _Optional[_Iterable[_Union[Corpus, _Mapping]]] = ...) -> None: ...

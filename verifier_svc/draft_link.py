@@ -299,7 +299,7 @@ class DraftLink:
         if (batch.epoch, batch.step_id) != (self._epoch, posted.step_id) or batch.num_rows != len(posted.rows):
             self._reject("a draft with another step's stamp or number of rows")
             return []
-        drafts = []
+        drafts: list[tuple[Row, Draft]] = []
         for index, row in enumerate(posted.rows):
             if row.shape.nodes == 1:
                 continue

@@ -360,6 +360,8 @@ class Engine:
             self._emit(event)
         if result.finish is not None:
             self._finish(sequence, result.finish, stop_token_id=result.stop_token_id)
+        elif result.error is not None:
+            self._fail(sequence, result.error)
 
     def _finish(
         self,

@@ -77,6 +77,7 @@ def _stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
         acceptance_histogram=stats.acceptance_histogram,
         drafter=stats.drafter,
         num_decode_tokens=stats.num_decode_tokens,
+        drafters=[common_pb2.DrafterStats(**drafter._asdict()) for drafter in stats.drafters],
     )
 
 

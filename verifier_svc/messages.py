@@ -10,6 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
+from verifier_svc.grammar import Matcher
 
 
 class SequenceKey(NamedTuple):
@@ -52,6 +53,8 @@ class Submit:
     cache_salt: str | None
     # time.monotonic() seconds; None: no deadline.
     deadline: float | None
+    # Behind ``output_ids`` in the sampling's grammar, if it has one; the engine's own from now on.
+    matcher: Matcher | None = None
     # Tokens that the client expects as the output: a draft.
     prediction_ids: tuple[int, ...] = ()
 

@@ -29,6 +29,7 @@ from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weights import Checkpoint, hash_files
 from foretoken.sampling import SAMPLER_VERSION
 from foretoken.shared_weights import SharedWeights
+from verifier_svc.grammar import LLGUIDANCE_VERSION
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class ModelRunner:
         config: the model's sizes; ``config.vocab_size`` is the width of the logits, ``config.eos_token_ids`` ends text.
         max_model_len: tokens of context.
         mode: "strict" if a row's logits have the same bits in any batch, as ``warm_up`` has checked.
-        fingerprint: hex sha256 over checkpoint, dtype, mode and sampler version.
+        fingerprint: hex sha256 over checkpoint and tokenizer, dtype, mode, sampler version and llguidance's version.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class ModelRunner:
         self.mode: Literal["strict", "fast"] = "strict"
         with Checkpoint(path) as checkpoint:
             weights = load_decoder_weights(self.config, checkpoint, self.dtype, progress)
-            self._checkpoint_hash = hash_files([path / "config.json", *checkpoint.files])
+            # The tokenizer decides which ids may be sampled, and which ones a grammar allows.
+            tokenizer = [file for file in (path / "tokenizer.json",) if file.is_file()]
+            self._checkpoint_hash = hash_files([path / "config.json", *tokenizer, *checkpoint.files])
         self.weights_bytes = weights.num_bytes
         # Drafters on this host that use embedding or head read this copy.
         self.shared_weights = SharedWeights(
@@ -118,7 +121,7 @@ class ModelRunner:
     def fingerprint(self) -> str:
         """Equal for runners whose text is the same; final once ``warm_up`` has returned."""
         dtype = str(self.dtype).removeprefix("torch.")
-        content = f"{self._checkpoint_hash} {dtype} {self.mode} {SAMPLER_VERSION}"
+        content = f"{self._checkpoint_hash} {dtype} {self.mode} {SAMPLER_VERSION} {LLGUIDANCE_VERSION}"
         return hashlib.sha256(content.encode()).hexdigest()
 
     @property
@@ -148,8 +151,8 @@ class ModelRunner:
         if len(src_slots) != len(dst_slots):
             raise ValueError("src_slots and dst_slots differ in length")
         for slots in (src_slots, dst_slots):
-            if len(slots) and not 0 <= slots.min() <= slots.max() < self._cache.num_slots:
-                raise ValueError(f"a slot is not in [0, {self._cache.num_slots})")
+            if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_blocks * self.block_size:
+                raise ValueError(f"a slot is not in [0, {self.num_blocks * self.block_size})")
         kv_commit(self._planes, src_slots, dst_slots)
 
     def warm_up(self, progress: Progress = _silent) -> None:

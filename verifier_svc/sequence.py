@@ -79,6 +79,7 @@ class Sequence:
             eos_ids=eos_ids,
             choice_index=submit.key.choice_index,
             vocab_limit=token_limit,
+            matcher=submit.matcher,
         )
         self.arrived_at = now
         self.started_at: float | None = None
@@ -96,6 +97,9 @@ class Sequence:
         self.features = FeatureWindow()
         self.prediction_ids = submit.prediction_ids
         self.gate = Gate()
+        if submit.prediction_ids:
+            # There is something to propose from the first token on: nothing to scout for.
+            self.gate.observe_find()
         self.steps: list[DecodeStep] = []
 
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import uvloop
 
@@ -31,7 +32,10 @@ from verifier_svc.calibration import measure_step_costs
 from verifier_svc.config import VerifierSettings
 from verifier_svc.draft_source import DraftSource
 from verifier_svc.drafter_client import DrafterClient, InProcessClient
+from verifier_svc.drafter_corpora import DrafterCorpora
 from verifier_svc.engine import Engine
+from verifier_svc.grammar import Vocabulary
+from verifier_svc.grammar_compiler import GrammarCompiler
 from verifier_svc.info import VerifierInfo
 from verifier_svc.memory_plan import MemoryPlan, make_plan
 from verifier_svc.model_runner import ModelRunner, cache_bytes_per_token, context_tokens
@@ -92,8 +96,10 @@ class Verifier:
     engine: Engine
     info: VerifierInfo
     sources: Sequence[DraftSource]
+    grammars: GrammarCompiler
 
     def close(self) -> None:
+        self.grammars.close()
         self.engine.stop()
         for source in self.sources:
             source.close()
@@ -168,15 +174,18 @@ def build(
         max_batch_size=settings.speculative_max_batch_size,
         timeout_s=settings.draft_timeout_ms / 1e3,
     )
+    eos_ids = frozenset(runner.config.eos_token_ids)
+    token_limit = num_token_ids(settings.model, runner.config.vocab_size)
     engine = Engine(
         runner,
         blocks,
         scheduler,
         speculator,
         max_model_len=runner.max_model_len,
-        eos_ids=frozenset(runner.config.eos_token_ids),
-        token_limit=num_token_ids(settings.model, runner.config.vocab_size),
+        eos_ids=eos_ids,
+        token_limit=token_limit,
     )
+    grammars = GrammarCompiler(partial(Vocabulary, settings.model, vocab_limit=token_limit, eos_ids=eos_ids))
     info = VerifierInfo(
         epoch=epoch,
         model_name=settings.served_model_name,
@@ -188,7 +197,7 @@ def build(
         max_queue=settings.max_queued_requests,
         speculative_max_batch_size=settings.speculative_max_batch_size,
     )
-    return Verifier(engine, info, sources)
+    return Verifier(engine, info, sources, grammars)
 
 
 def run(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None = None) -> None:
@@ -212,11 +221,14 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
         # Bound before the model is loaded: a taken address is known at once.
         rpc.bind(server, settings.address)
         verifier: Verifier | None = None
+        keeping: asyncio.Task[None] | None = None
         try:
             verifier = await _build(settings, in_process_drafters, stop)
             if verifier is None:
                 return False
-            service = VerifierService(verifier.engine, verifier.info, tracer)
+            corpora = DrafterCorpora(verifier.sources, settings.drafters, in_process_drafters or {})
+            keeping = asyncio.create_task(corpora.keep())
+            service = VerifierService(verifier.engine, verifier.info, tracer, corpora, verifier.grammars)
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
             # What start-up made stays: a collection in the middle of a step then walks over little.
             gc.collect()
@@ -234,6 +246,8 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             await server.stop(STOP_GRACE_S)
         finally:
             rpc.remove_socket(settings.address)
+            if keeping is not None:
+                keeping.cancel()
             if verifier is not None:
                 await asyncio.to_thread(verifier.close)
             if tracer is not None:

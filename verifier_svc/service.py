@@ -7,11 +7,14 @@ session, the same code and field that a status would carry.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from foretoken import limits, rpc, tracing
+from foretoken.corpora import CorpusInfo, token_ids_from
 from foretoken.errors import (
     ForetokenError,
     InvalidRequestError,
@@ -25,11 +28,15 @@ from foretoken.tracing import Tracer
 from foretoken.wire import sampling_from_proto, speculation_from_proto
 from protos import verifier_pb2, verifier_pb2_grpc
 from verifier_svc import events
+from verifier_svc.drafter_corpora import DrafterCorpora
 from verifier_svc.engine import Engine
+from verifier_svc.grammar_compiler import GrammarCompiler
 from verifier_svc.info import VerifierInfo
 from verifier_svc.messages import Abort, ErrorEvent, Event, FinishedEvent, SequenceKey, Submit, TokensEvent
 from verifier_svc.outbox import Outbox
 from verifier_svc.sequence_spans import SequenceSpans
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 
@@ -37,10 +44,22 @@ HEARTBEAT_S = 1.0
 class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     """Session, Generate and GetInfo over one engine."""
 
-    def __init__(self, engine: Engine, info: VerifierInfo, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        info: VerifierInfo,
+        tracer: Tracer | None = None,
+        corpora: DrafterCorpora | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """Without ``grammars``, sequences that have one are refused."""
         self._engine = engine
         self._info = info
         self._tracer = tracer
+        self._corpora = corpora or DrafterCorpora(())
+        self._grammars = grammars
+        # Sequences whose grammars are being compiled: the engine does not know of them yet.
+        self._num_compiling = 0
         self._draining = False
         self._closed = False
         self._sessions: set[_OpenSession] = set()
@@ -104,7 +123,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         """One sequence, one stream; its error is the call's status."""
         async with _OpenSession(self._engine, self._tracer) as session:
             _take_trace_context(request.sequence, context)
-            self._submit_checked(session, request.sequence)
+            submit = self._admit(session, request.sequence)
+            self._engine.send(submit if submit.sampling.grammar is None else await self._with_matcher(submit))
             while True:
                 for event in await session.events(HEARTBEAT_S):
                     match event:
@@ -116,6 +136,24 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                         case ErrorEvent():
                             raise error_from_code(event.code, event.message, event.field)
                 self._check_alive()
+
+    async def AddCorpus(self, request: verifier_pb2.AddCorpusRequest, context: Any) -> verifier_pb2.AddCorpusResponse:
+        limits.check_name("name", request.name)
+        token_ids = token_ids_from(request.token_ids, self._info.limits.vocab_size)
+        drafter, info = await self._corpora.add(request.drafter, request.name, token_ids, append=request.append)
+        return verifier_pb2.AddCorpusResponse(corpus=_corpus_to_proto(drafter, info))
+
+    async def RemoveCorpus(
+        self, request: verifier_pb2.RemoveCorpusRequest, context: Any
+    ) -> verifier_pb2.RemoveCorpusResponse:
+        await self._corpora.remove(request.drafter, request.name)
+        return verifier_pb2.RemoveCorpusResponse()
+
+    async def ListCorpora(
+        self, request: verifier_pb2.ListCorporaRequest, context: Any
+    ) -> verifier_pb2.ListCorporaResponse:
+        drafter, infos = await self._corpora.list(request.drafter)
+        return verifier_pb2.ListCorporaResponse(corpora=[_corpus_to_proto(drafter, info) for info in infos])
 
     async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:
         """What runs here and how it fares."""
@@ -139,7 +177,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                     kept = request.abort.kept_tokens if request.abort.HasField("kept_tokens") else None
                     if kept is not None and session.spans is not None:
                         session.spans.satisfied(key)
-                    self._engine.send(Abort(key, kept))
+                    self._abort(session, Abort(key, kept))
                 case _:
                     raise InvalidRequestError("a session request without an event", field="event")
         session.wake()
@@ -148,20 +186,57 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         try:
             if session.outbox.is_full:
                 raise QueueFullError("this session does not read its results")
-            self._submit_checked(session, message)
+            submit = self._admit(session, message)
+            if submit.sampling.grammar is None:
+                self._engine.send(submit)
+            else:
+                session.compiling[submit.key] = asyncio.create_task(self._compile(session, submit))
         except ForetokenError as error:
             # Bounded for the answer too: the identity of a hostile message need not be sane.
             key = SequenceKey(session.id, message.request_id[: limits.MAX_REQUEST_ID_CHARS], message.choice_index)
             session.outbox.put([ErrorEvent(key, message.attempt, error.code, error.message, error.field)])
 
-    def _submit_checked(self, session: _OpenSession, message: verifier_pb2.Sequence) -> None:
+    def _admit(self, session: _OpenSession, message: verifier_pb2.Sequence) -> Submit:
         """Raises as ``_check`` does, and QueueFullError now where the engine would say so after the step that runs."""
         submit = self._check(session.id, message)
         # A resumed sequence was admitted once.
-        if submit.attempt == 0 and not self._engine.queue_room:
+        if submit.attempt == 0 and self._engine.queue_room <= self._num_compiling:
             raise QueueFullError("the queue is full")
         session.trace(message, submit.key)
-        self._engine.send(submit)
+        return submit
+
+    async def _compile(self, session: _OpenSession, submit: Submit) -> None:
+        """Send a sequence on as soon as its grammar is compiled; other messages are read meanwhile."""
+        try:
+            self._engine.send(await self._with_matcher(submit))
+        except Exception as error:
+            known = error if isinstance(error, ForetokenError) else ForetokenError("the grammar could not be compiled")
+            if known is not error:
+                logger.exception("compiling a grammar failed")
+            session.outbox.put([ErrorEvent(submit.key, submit.attempt, known.code, known.message, known.field)])
+        finally:
+            session.compiling.pop(submit.key, None)
+
+    async def _with_matcher(self, submit: Submit) -> Submit:
+        """The submission with its grammar compiled. Raises as GrammarCompiler.matcher does."""
+        grammar = submit.sampling.grammar
+        assert grammar is not None
+        if self._grammars is None:
+            raise InvalidRequestError("structured output is not served here", field=grammar.kind)
+        self._num_compiling += 1
+        try:
+            matcher = await self._grammars.matcher(grammar, submit.output_ids)
+        finally:
+            self._num_compiling -= 1
+        return dataclasses.replace(submit, matcher=matcher)
+
+    def _abort(self, session: _OpenSession, abort: Abort) -> None:
+        """Abort a sequence, behind its submission."""
+        compiling = session.compiling.get(abort.key)
+        if compiling is None:
+            self._engine.send(abort)
+        else:
+            compiling.add_done_callback(lambda _: self._engine.send(abort))
 
     def _check(self, session_id: int, message: verifier_pb2.Sequence) -> Submit:
         """The checked submission. Raises InvalidRequestError naming the field, or PreconditionError."""
@@ -178,6 +253,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         limits.check_token_ids("output_token_ids", message.output_token_ids, model.vocab_size)
         if len(message.prompt_token_ids) + len(message.output_token_ids) >= model.max_model_len:
             raise InvalidRequestError("prompt and output fill the context", field="output_token_ids")
+        limits.check_prediction(message.prediction_token_ids, model, field="prediction_token_ids")
         if message.HasField("model_fingerprint") and message.model_fingerprint != self._info.model_fingerprint:
             raise PreconditionError("another model runs here", field="model_fingerprint")
         deadline = None
@@ -193,6 +269,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             speculation=speculation,
             cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
             deadline=deadline,
+            prediction_ids=tuple(message.prediction_token_ids),
         )
 
 
@@ -206,6 +283,8 @@ class _OpenSession:
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self.outbox = Outbox(self._wake_from_engine)
+        # Sequences that wait for their grammars.
+        self.compiling: dict[SequenceKey, asyncio.Task[None]] = {}
         self.id = 0
 
     async def __aenter__(self) -> _OpenSession:
@@ -213,6 +292,8 @@ class _OpenSession:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        for task in self.compiling.values():
+            task.cancel()
         self._engine.close_session(self.id)
         if self.spans is not None:
             self.spans.close()
@@ -241,6 +322,10 @@ class _OpenSession:
 
     def _wake_from_engine(self) -> None:
         self._loop.call_soon_threadsafe(self._ready.set)
+
+
+def _corpus_to_proto(drafter: str, info: CorpusInfo) -> verifier_pb2.Corpus:
+    return verifier_pb2.Corpus(name=info.name, num_tokens=info.num_tokens, drafter=drafter)
 
 
 def _take_trace_context(message: verifier_pb2.Sequence, context: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -62,13 +63,14 @@ class Speculator:
         self._costs = costs
         self._shape = shape
         self._max_batch_size = max_batch_size
-        self._link_options = {
-            "epoch": epoch,
-            "vocab_size": vocab_size,
-            "block_size": block_size,
-            "timeout_s": timeout_s,
-            "clock": clock,
-        }
+        self._new_link = partial(
+            DraftLink,
+            epoch=epoch,
+            vocab_size=vocab_size,
+            block_size=block_size,
+            timeout_s=timeout_s,
+            clock=clock,
+        )
         self._clock = clock
         self._links: list[DraftLink] = []
         # Trees for the next step by slot and generation.
@@ -100,7 +102,7 @@ class Speculator:
 
     def add_source(self, source: DraftSource) -> None:
         """One more drafter; its name is new. Numbers of drafters never change."""
-        self._links.append(DraftLink(source, len(self._links) + 1, **self._link_options))
+        self._links.append(self._new_link(source, len(self._links) + 1))
 
     def capture(self, sequences: Seq[Sequence]) -> tuple[int, ...]:
         """The target's hidden states that attached drafters want of the next step. Called once a step, before it.

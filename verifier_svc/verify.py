@@ -14,11 +14,15 @@ import numpy as np
 from foretoken_kernels.cpu.sample import RowRules, argmax_row, logprob_and_rank, sample_row, top_ids
 from numpy.typing import NDArray
 
+from foretoken.errors import ForetokenError, InvalidRequestError
 from foretoken.sampling import TOKEN_STREAM, SamplingParams, is_greedy, noise_key, stop_token_ids
 from foretoken.tree import DraftTree
+from verifier_svc.grammar import Bits, Matcher, bits_of
 from verifier_svc.messages import FinishReason, TokenLogprobs
 
 Float32 = NDArray[np.float32]
+
+NO_GRAMMAR: Bits = np.empty(0, np.uint8)
 
 
 class WalkResult(NamedTuple):
@@ -29,11 +33,13 @@ class WalkResult(NamedTuple):
         accepted_nodes: tree nodes whose tokens are committed, along the path, the root left out; their cache entries
             are to be kept. They hold the leading tokens; those were drafted.
         sources: one per token: the drafter's number where it was drafted, 0 where the target alone sampled it.
-        finish: why the sequence ends here, or None. STOP only if the stop token comes before the length's end.
+        finish: why the sequence ends here, or None. STOP only if the stop token comes before the length's end, or
+            if the grammar is complete with the last token.
         stop_token_id: the stop token that ended it.
         logprobs: one per token if the request asked for them.
         num_walked_tokens: tokens of this step before trimming: with the stop token and those past ``max_new_tokens``.
         matched_nodes: the nodes that held the leading ones of them.
+        error: why the sequence cannot go on behind ``tokens``, or None.
     """
 
     tokens: list[int]
@@ -44,6 +50,7 @@ class WalkResult(NamedTuple):
     logprobs: list[TokenLogprobs]
     num_walked_tokens: int
     matched_nodes: list[int]
+    error: ForetokenError | None = None
 
 
 class _Path(NamedTuple):
@@ -71,8 +78,13 @@ class SamplingState:
         eos_ids: frozenset[int],
         choice_index: int,
         vocab_limit: int | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
-        """``vocab_limit``: ids below it are the tokenizer's and may be sampled; None: as many as a row has."""
+        """
+        Args:
+            vocab_limit: ids below it are the tokenizer's and may be sampled; None: as many as a row has.
+            matcher: where the output so far stands in its grammar; no one else's.
+        """
         self.params = params
         self.stop_ids = stop_token_ids(params, eos_ids)
         self.num_output_tokens = len(output_ids)
@@ -85,22 +97,66 @@ class SamplingState:
         # [vocab] from the first row on, if there are penalties.
         self._output_counts = np.empty(0, np.int32)
         self._seen = np.empty(0, np.bool_)
+        self._matcher = matcher
+        # The grammar's: what may be sampled next (empty: anything), whether it is complete, and why it cannot go on.
+        self._allowed = NO_GRAMMAR
+        self.is_complete = False
+        self.error: ForetokenError | None = None
+        if matcher is not None:
+            self._stop_bits = bits_of(self.stop_ids, 8 * len(matcher.allowed))
+            self._look_ahead(matcher)
 
-    def sample(self, logits: Float32, position: int) -> int:
-        """The token at a position of prompt + output, from its raw logits [vocab]; from now on it counts as output."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing can be sampled any more: the grammar is complete, or cannot go on."""
+        return self.is_complete or self.error is not None
+
+    def sample(self, logits: Float32, position: int) -> int | None:
+        """The token at a position of prompt + output, from its raw logits [vocab]; from now on it counts as output.
+
+        None, and ``error`` is set, if no token that the grammar allows has a logit above -inf.
+        """
         if self._rules is None:
             self._rules = self._prepare(len(logits))
         rules = self._rules
-        mask_stops = self.num_output_tokens < self.params.min_tokens and len(rules.stop_ids) > 0
-        if rules.temperature == 0 and not (mask_stops or self._penalized or len(rules.bias_ids)):
+        mask_stops = self._masks_stops and len(rules.stop_ids) > 0
+        allowed = self._allowed
+        if rules.temperature == 0 and not (mask_stops or self._penalized or len(rules.bias_ids) or len(allowed)):
             token = int(argmax_row(logits, rules.vocab_limit))
         else:
-            token = int(sample_row(logits, rules, self._output_counts, self._seen, mask_stops, position))
+            token = int(sample_row(logits, rules, self._output_counts, self._seen, allowed, mask_stops, position))
+        if len(allowed) and not (allowed[token // 8] >> (token % 8) & 1):
+            self.error = InvalidRequestError(
+                "the model gives no token that the grammar allows", field=self._grammar_kind
+            )
+            return None
         self.num_output_tokens += 1
+        if self._matcher is not None and token not in self.stop_ids:
+            self._matcher.advance((token,))
+            self._look_ahead(self._matcher)
         if self._penalized:
             self._output_counts[token] += 1
             self._seen[token] = True
         return token
+
+    @property
+    def _masks_stops(self) -> bool:
+        return self.num_output_tokens < self.params.min_tokens
+
+    @property
+    def _grammar_kind(self) -> str:
+        return self.params.grammar.kind if self.params.grammar is not None else ""
+
+    def _look_ahead(self, matcher: Matcher) -> None:
+        """What the grammar lets follow: text, or a stop token where the output may end, or nothing."""
+        text = matcher.allowed & ~self._stop_bits if self._masks_stops else matcher.allowed
+        if text.any():
+            self._allowed = text | self._stop_bits if matcher.is_accepting and not self._masks_stops else text
+        elif matcher.is_accepting:
+            self.is_complete = True
+        else:
+            reason = matcher.error or "no token is allowed by both the grammar and min_tokens"
+            self.error = InvalidRequestError(f"the grammar cannot go on: {reason}", field=self._grammar_kind)
 
     def _prepare(self, vocab_size: int) -> RowRules:
         """Rules and counts, once the width of a row is known."""
@@ -160,6 +216,9 @@ def sample_and_walk(
         tokens, finish = tokens[:max_new_tokens], FinishReason.LENGTH
     elif path.stopped:
         finish, stop_token_id = FinishReason.STOP, path.tokens[-1]
+    if state.is_complete and len(path.tokens) == len(tokens):
+        # Also where the length ends with the same token: the output is whole.
+        finish = FinishReason.STOP
     top_k = state.params.logprobs
     rows = [logits[node] for node in path.nodes[: len(tokens)]]
     accepted = path.matched[: len(tokens)]
@@ -173,18 +232,24 @@ def sample_and_walk(
         logprobs=[] if top_k is None else token_logprobs(rows, tokens, top_k),
         num_walked_tokens=len(path.tokens),
         matched_nodes=path.matched,
+        error=state.error if finish is None else None,
     )
 
 
 def _walk(logits: Float32, tree: DraftTree, state: SamplingState, position: int) -> _Path:
-    """Sample from the root on until a stop token or a token that no child holds; ``position`` is the first token's."""
+    """Sample from the root on until a stop token, the grammar's end or a token that no child holds.
+
+    ``position`` is the first token's.
+    """
     children = _children(tree)
     tokens: list[int] = []
     nodes: list[int] = []
     matched: list[int] = []
     node: int | None = 0
-    while node is not None:
+    while node is not None and not state.has_ended:
         token = state.sample(logits[node], position + len(tokens))
+        if token is None:
+            break
         tokens.append(token)
         nodes.append(node)
         node = children.get((node, token))

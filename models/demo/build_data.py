@@ -1,9 +1,10 @@
 """Build the training data: split the corpus, train the tokenizer, write both sides as token arrays.
 
-    python -m models.demo.build_data --output DATA [--extra-root FOLDER ...]
+    python -m models.demo.build_data --output DATA [--extra-root FOLDER ...] [--tokenizer FOLDER]
 
 Writes ``tokenizer/``, ``train.npy`` and ``held_out.npy`` (uint16 [num_tokens], documents separated by the
-end-of-text id), ``held_out_bytes`` and all statistics in ``corpus.json``.
+end-of-text id), ``held_out_bytes`` and all statistics in ``corpus.json``. With ``--tokenizer``
+that one is used and none is trained: what a drafter of an existing target needs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from models.demo.chat_samples import chat_samples
 from models.demo.corpus import SourceFile, build_corpus, package_table
@@ -41,8 +43,10 @@ CHAT_SHARE = 0.25  # of the eligible functions
 _FILES_PER_TASK = 32
 
 
-def build_data(output: Path, extra_roots: Sequence[Path], vocab_size: int, num_workers: int) -> None:
-    """Run every stage and print one line with its wall time."""
+def build_data(
+    output: Path, extra_roots: Sequence[Path], vocab_size: int, num_workers: int, tokenizer: Path | None = None
+) -> None:
+    """Run every stage and print one line with its wall time. ``tokenizer``: a folder with one to use as it is."""
     output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     corpus = build_corpus(extra_roots, num_workers)
@@ -52,8 +56,11 @@ def build_data(output: Path, extra_roots: Sequence[Path], vocab_size: int, num_w
 
     order = list(corpus.train)
     random.Random(0).shuffle(order)
-    save_tokenizer(train_tokenizer(_sample_texts(order), vocab_size), output / "tokenizer")
-    _report(started, "tokenizer trained")
+    if tokenizer is None:
+        save_tokenizer(train_tokenizer(_sample_texts(order), vocab_size), output / "tokenizer")
+        _report(started, "tokenizer trained")
+    else:
+        save_tokenizer(Tokenizer.from_file(str(tokenizer / "tokenizer.json")), output / "tokenizer")
 
     tokenizer_file = output / "tokenizer" / "tokenizer.json"
     train = tokenize(order, tokenizer_file, num_workers, with_chat=True)
@@ -129,9 +136,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--extra-root", type=Path, action="append", default=[], help="laid out like site-packages")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
+    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json; none is trained")
     parser.add_argument("--num-workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    build_data(options.output, options.extra_root, options.vocab_size, options.num_workers)
+    build_data(options.output, options.extra_root, options.vocab_size, options.num_workers, options.tokenizer)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from drafter_svc.config import NgramSettings
-from drafter_svc.ngram_sequences import OWN_SCAN
+from drafter_svc.ngram_sequences import OWN_SCAN, START_RUN, SURE_RUN
 from drafter_svc.ngram_tree import CONFIDENCE, MIN_WEIGHT, SIBLING_SCAN
 
 Window = tuple[int, ...]
@@ -14,7 +15,10 @@ Window = tuple[int, ...]
 
 @dataclass
 class Sequence:
-    """``own`` holds None where tokens were missed; ``run`` what has come since the last of these."""
+    """``own`` holds None where tokens were missed; ``run`` what has come since the last of these.
+
+    The output goes on at ``cursor`` in ``predicted``, whose last ``hits`` tokens came true one after another.
+    """
 
     generation: int
     salt: int
@@ -22,6 +26,32 @@ class Sequence:
     last: int = 0
     own: list[int | None] = field(default_factory=list)
     run: list[int] = field(default_factory=list)
+    predicted: list[int] = field(default_factory=list)
+    cursor: int = 0
+    hits: int = START_RUN
+
+    def follow(self, token: int) -> None:
+        if self.predicted[self.cursor : self.cursor + 1] == [token]:
+            self.cursor, self.hits = self.cursor + 1, self.hits + 1
+        elif self.hits > 1:
+            self.cursor, self.hits = self.cursor + 1, 1
+        else:
+            self.hits = 0
+
+    def align(self) -> None:
+        """Go on behind the longest match of at least two tokens; of equal ones behind the nearest, or the later."""
+        if self.hits >= SURE_RUN or not self.predicted:
+            return
+
+        def key(place: int) -> tuple[int, int, int]:
+            size = 0
+            while size < min(START_RUN, place + 1) and self.predicted[place - size] == self.own[-1 - size]:
+                size += 1
+            return size, -abs(place - (self.cursor - 1)), place
+
+        best = max(key(place) for place in range(len(self.predicted)))
+        if best[0] > max(self.hits, 1):
+            self.cursor, self.hits = best[2] + 1, best[0]
 
 
 @dataclass
@@ -35,6 +65,9 @@ class TreeNode:
     window: Window | None
     own: int | None
     own_window: int
+    # Place in the prediction, and tokens matched there; 0: none.
+    predicted: int = 0
+    hits: int = 0
     num_children: int = 0
 
 
@@ -52,16 +85,28 @@ class ReferenceNgram:
         self.following: dict[tuple[int, Window], list[int]] = {}
         self.sequences: dict[int, Sequence] = {}
 
-    def learn(self, slot: int, generation: int, salt: int, length: int, new_tokens: list[int]) -> None:
+    def learn(
+        self,
+        slot: int,
+        generation: int,
+        salt: int,
+        length: int,
+        new_tokens: list[int],
+        prompt_length: int,
+        prediction: list[int],
+    ) -> None:
         sequence = self.sequences.get(slot)
         if sequence is None or (sequence.generation, sequence.salt) != (generation, salt):
             sequence = self.sequences[slot] = Sequence(generation, salt)
         before = length - len(new_tokens)
         if before < sequence.seen:
-            sequence.own, sequence.run = [], []
-        if before != sequence.seen:
+            sequence = self.sequences[slot] = Sequence(generation, salt)
+        if before != sequence.seen or not sequence.own:
             sequence.own, sequence.run = [*sequence.own, None], []
-        for token in new_tokens:
+        if (missed := before - max(sequence.seen, prompt_length)) > 0:
+            sequence.cursor, sequence.hits = sequence.cursor + missed, 0
+        sequence.predicted += prediction
+        for index, token in enumerate(new_tokens, before):
             if 0 <= token < self.vocab_size:
                 sequence.own.append(token)
                 sequence.run.append(token)
@@ -69,6 +114,8 @@ class ReferenceNgram:
             else:
                 sequence.own, sequence.run = [*sequence.own, None], []
             sequence.last = token
+            if sequence.predicted and index >= prompt_length:
+                sequence.follow(token)
         sequence.seen = length
 
     def _count_windows(self, salt: int, run: list[int]) -> None:
@@ -109,7 +156,7 @@ class ReferenceNgram:
         return s.max_bfs_breadth - spread * min(level, s.max_match_window_size) // s.max_match_window_size
 
     def _context(
-        self, salt: int, window: Window, level: int, weight: float, offered: set[int]
+        self, salt: int, window: Window, level: int, weight: float, offered: Container[int]
     ) -> list[tuple[int, float]]:
         """Children of one context with their weights, without those offered before."""
         siblings = self.following.get((salt, window), [])
@@ -127,14 +174,18 @@ class ReferenceNgram:
             offers.append((token, weight * count[token] / total if by_frequency else part))
         return offers
 
-    def draft(self, slot: int, max_nodes: int) -> tuple[list[int], list[int]]:
-        """(tokens, parents)."""
+    def draft(
+        self, slot: int, max_nodes: int, max_depth: int, max_branch: int
+    ) -> tuple[list[int], list[int], list[float]]:
+        """(tokens, parents, weights)."""
         sequence = self.sequences[slot]
+        if max_nodes > 1:
+            sequence.align()
         salt, own, run = sequence.salt, sequence.own, sequence.run
         s = self.settings
         suffixes = [tuple(run[-w:]) for w in range(min(s.max_match_window_size, len(run)), 0, -1)]
         place, size = self._find_own(own)
-        nodes = [TreeNode(sequence.last, -1, 1.0, 0, None, place, size)]
+        nodes = [TreeNode(sequence.last, -1, 1.0, 0, None, place, size, sequence.cursor - 1, sequence.hits)]
         heap: list[tuple[float, int, TreeNode]] = []
         order = 0
 
@@ -145,48 +196,57 @@ class ReferenceNgram:
                 order += 1
             return child.weight >= MIN_WEIGHT
 
+        def full(node: TreeNode) -> bool:
+            return node.num_children >= min(self.breadth(node.level), max_branch)
+
         def expand(at: int) -> None:
             node = nodes[at]
             weight, level = node.weight, node.level
             contexts = suffixes if at == 0 else [] if node.window is None else [node.window[-self.depth + 1 :]]
-            offered: set[int] = set()
+            offered: dict[int, TreeNode] = {}
+
+            def offer_text(token: int, chance: float) -> TreeNode | None:
+                nonlocal weight
+                if token not in offered:
+                    known = [(*w, token) for w in contexts if (salt, (*w, token)) in self.counts]
+                    child = TreeNode(token, at, weight * chance, level + 1, known[0] if known else None, None, 0)
+                    if offer(child):
+                        offered[token] = child
+                        weight *= 1 - chance
+                return offered.get(token)
+
+            if node.hits and node.predicted + 1 < len(sequence.predicted):
+                child = offer_text(sequence.predicted[node.predicted + 1], confidence(node.hits))
+                if child is not None:
+                    child.predicted, child.hits = node.predicted + 1, node.hits + 1
             if node.own is not None:
                 follow = node.own + 1
                 if follow == len(own) and place is not None:
                     follow = place + 1
                 token = own[follow]
-                if token is not None:
-                    known = [(*w, token) for w in contexts if (salt, (*w, token)) in self.counts]
-                    child = TreeNode(
-                        token,
-                        at,
-                        weight * confidence(node.own_window),
-                        level + 1,
-                        known[0] if known else None,
-                        follow,
-                        node.own_window + 1,
-                    )
-                    if offer(child):
-                        offered.add(token)
-                        weight *= 1 - confidence(node.own_window)
+                child = None if token is None else offer_text(token, confidence(node.own_window))
+                if child is not None:
+                    child.own, child.own_window = follow, node.own_window + 1
             if at == 0:
                 contexts = [w for w in contexts if len(w) >= s.min_match_window_size and (salt, w) in self.following]
             for window in contexts:
                 if at == 0 and weight < MIN_WEIGHT:
                     break
                 for token, part in self._context(salt, window, level, weight * confidence(len(window)), offered):
-                    if offer(TreeNode(token, at, part, level + 1, (*window, token), None, 0)):
-                        offered.add(token)
+                    child = TreeNode(token, at, part, level + 1, (*window, token), None, 0)
+                    if offer(child):
+                        offered[token] = child
                 if at == 0:
                     weight *= 1 - confidence(len(window))
 
         while len(nodes) < max_nodes:
-            expand(len(nodes) - 1)
-            while heap and nodes[heap[0][2].parent].num_children >= self.breadth(nodes[heap[0][2].parent].level):
+            if nodes[-1].level < max_depth:
+                expand(len(nodes) - 1)
+            while heap and full(nodes[heap[0][2].parent]):
                 heapq.heappop(heap)
             if not heap:
                 break
             child = heapq.heappop(heap)[2]
             nodes[child.parent].num_children += 1
             nodes.append(child)
-        return [node.token for node in nodes], [node.parent for node in nodes]
+        return [node.token for node in nodes], [node.parent for node in nodes], [node.weight for node in nodes]

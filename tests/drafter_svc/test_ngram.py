@@ -10,55 +10,11 @@ from hypothesis import strategies as st
 
 from drafter_svc.config import NgramSettings
 from drafter_svc.ngram import NgramDrafter
-from foretoken.drafting import DraftBatch, TargetInfo
+from foretoken.drafting import TargetInfo
 from foretoken.errors import PreconditionError
+from foretoken.tree import depths
+from tests.drafter_svc.ngram_feed import ROOT, TARGET, VOCAB_SIZE, Feed, Tree, make_drafter, ngram_request, trees_of
 from tests.drafter_svc.ngram_reference import ReferenceNgram
-from tests.support.draft_requests import draft_request
-
-VOCAB_SIZE = 100
-TARGET = TargetInfo(model_fingerprint="m", vocab_size=VOCAB_SIZE, max_model_len=200, max_slots=4, max_nodes=32)
-Tree = tuple[list[int], list[int]]
-ROOT = [-1]
-
-
-def make_drafter(**changes: Any) -> NgramDrafter:
-    drafter = NgramDrafter(NgramSettings(**({"capacity": 10_000} | changes)))
-    drafter.attach(TARGET)
-    return drafter
-
-
-def trees_of(batch: DraftBatch) -> list[Tree]:
-    trees = [batch.tree(row) for row in range(batch.num_rows)]
-    return [(tree.tokens.tolist(), tree.parents.tolist()) for tree in trees]
-
-
-class Feed:
-    """Sends one row at a time and counts its length."""
-
-    def __init__(self, drafter: NgramDrafter) -> None:
-        self.drafter = drafter
-        self.lengths: dict[tuple[int, int], int] = {}
-
-    def __call__(
-        self, slot: int, tokens: list[int], *, generation: int = 1, salt: int = 7, max_nodes: int = 32, missed: int = 0
-    ) -> Tree:
-        length = self.lengths.get((slot, generation), 0) + missed + len(tokens)
-        self.lengths[slot, generation] = length
-        request = draft_request(
-            [tokens],
-            slots=[slot],
-            generations=[generation],
-            lengths=[length],
-            max_nodes=[max_nodes],
-            salts=[salt],
-        )
-        return trees_of(self.drafter.draft(request))[0]
-
-    def history(self, *sequences: list[int], salt: int = 7) -> None:
-        """Finished sequences, one after another in slot 3."""
-        for tokens in sequences:
-            generation = 1 + max((g for slot, g in self.lengths if slot == 3), default=0)
-            self(3, tokens, generation=generation, salt=salt, max_nodes=1)
 
 
 def test_own_text_is_continued() -> None:
@@ -172,15 +128,15 @@ def test_no_new_tokens_draft_the_same_again() -> None:
 
 def test_empty_batch_and_unknown_slot() -> None:
     drafter = make_drafter()
-    assert drafter.draft(draft_request([])).node_starts.tolist() == [0]
-    batch = drafter.draft(draft_request([[], [1, 2, 1], [3]], slots=[0, 99, -5], lengths=[5, 3, 1]))
+    assert drafter.draft(ngram_request([])).node_starts.tolist() == [0]
+    batch = drafter.draft(ngram_request([[], [1, 2, 1], [3]], slots=[0, 99, -5], lengths=[5, 3, 1]))
     assert batch.node_starts.tolist() == [0, 1, 2, 3]
     assert drafter.gauges()["ngram_nodes"] == 0
 
 
 def test_rows_of_one_batch_learn_from_each_other() -> None:
     drafter = make_drafter()
-    batch = drafter.draft(draft_request([[1, 2], [1, 2, 3]], salts=[7, 7]))
+    batch = drafter.draft(ngram_request([[1, 2], [1, 2, 3]], salts=[7, 7]))
     assert trees_of(batch)[0] == ([2, 3], [-1, 0])
 
 
@@ -250,20 +206,20 @@ def test_sequences_longer_than_announced_start_again() -> None:
 def test_attach_keeps_the_history_of_the_same_target_only() -> None:
     drafter = make_drafter()
     Feed(drafter)(0, [1, 2, 3, 4])
-    drafter.attach(TARGET)
+    drafter.attach(TARGET, None)
     assert Feed(drafter)(0, [1, 2]) == ([2, 3, 4], [-1, 0, 1])
-    drafter.attach(TargetInfo("other", VOCAB_SIZE, 200, 4, 32))
+    drafter.attach(TargetInfo("other", VOCAB_SIZE, 200, 4, 32), None)
     assert drafter.gauges()["ngram_nodes"] == 0
     assert Feed(drafter)(0, [1, 2]) == ([2], ROOT)
 
 
 def test_attach_refuses_a_target_without_slots() -> None:
     with pytest.raises(PreconditionError):
-        make_drafter().attach(TargetInfo("m", VOCAB_SIZE, 200, 0, 32))
+        make_drafter().attach(TargetInfo("m", VOCAB_SIZE, 200, 0, 32), None)
 
 
 def test_read_only_columns() -> None:
-    request = draft_request([[1, 2, 3, 1, 2]])
+    request = ngram_request([[1, 2, 3, 1, 2]])
     for name in request.__slots__[2:]:
         getattr(request, name).setflags(write=False)
     assert trees_of(make_drafter().draft(request))[0][0][:2] == [2, 3]
@@ -274,7 +230,7 @@ def test_gauges() -> None:
     feed(0, [1, 2, 3, 1, 2])
     # Windows of 1, 2, 3, 4 and 5 tokens: 3 + 3 + 3 + 2 + 1; and the root.
     expected = {"ngram_nodes": 13, "ngram_capacity": 2000, "ngram_evictions": 0, "ngram_rows": 1}
-    assert feed.drafter.gauges() == expected | {"ngram_drafted_rows": 1}
+    assert feed.drafter.gauges() == expected | {"ngram_drafted_rows": 1, "ngram_external_tokens": 0}
 
 
 def test_a_full_trie_forgets_the_oldest() -> None:
@@ -314,25 +270,44 @@ NGRAM_SETTINGS = st.builds(
 )
 
 
-def random_rows(seed: int, count: int) -> Iterator[tuple[int, int, int, int, list[int], int]]:
-    """(slot, generation, salt, length, new tokens, max_nodes), over few enough tokens that most windows come again.
+def random_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """Columns of one row after another, over few enough tokens that most windows come again.
 
-    Now and then a sequence ends, tokens are missed, or one is outside of the vocabulary of 8.
+    Now and then a sequence ends, tokens are missed, or one is outside of the vocabulary of 8. Some sequences have a
+    prediction, told in one piece or more.
     """
     random = np.random.default_rng(seed)
     alphabet = int(random.integers(2, 8))
-    state = dict.fromkeys(range(3), (0, 1, 0))
+    state = dict.fromkeys(range(3), (0, 1, 0, 0))
     for _ in range(count):
         slot = int(random.integers(3))
-        generation, salt, length = state[slot]
-        if random.random() < 0.15:
-            generation, salt, length = generation + 1, int(random.integers(1, 3)), 0
+        generation, salt, length, prompt_length = state[slot]
+        if random.random() < 0.15 or not generation:
+            generation, salt, length, prompt_length = (
+                generation + 1,
+                int(random.integers(1, 3)),
+                0,
+                int(random.integers(9)),
+            )
         tokens = random.integers(alphabet, size=random.integers(0, 9)).tolist()
+        is_predicted = random.random() < (0.5 if length == 0 else 0.05)
+        prediction = random.integers(alphabet, size=random.integers(1, 60)).tolist() if is_predicted else []
         if tokens and random.random() < 0.05:
             tokens[int(random.integers(len(tokens)))] = int(random.choice([-1, 8]))
         length += len(tokens) + int(random.random() < 0.05)
-        state[slot] = generation, salt, length
-        yield slot, generation, salt, length, tokens, int(random.integers(1, 33))
+        state[slot] = generation, salt, length, prompt_length
+        yield {
+            "slot": slot,
+            "generation": generation,
+            "salt": salt,
+            "length": length,
+            "new_tokens": tokens,
+            "prompt_length": prompt_length,
+            "prediction": prediction,
+            "max_nodes": int(random.integers(1, 33)),
+            "max_depth": int(random.choice([1, 2, 5, 99])),
+            "max_branch": int(random.choice([1, 2, 99])),
+        }
 
 
 @given(NGRAM_SETTINGS, st.integers(0, 2**32), st.integers(1, 60))
@@ -340,15 +315,26 @@ def random_rows(seed: int, count: int) -> Iterator[tuple[int, int, int, int, lis
 def test_trees_equal_those_of_the_reference(config: NgramSettings, seed: int, count: int) -> None:
     vocab_size = 8
     drafter, reference = NgramDrafter(config), ReferenceNgram(config, vocab_size)
-    drafter.attach(TargetInfo("m", vocab_size, 600, 3, 32))
-    for slot, generation, salt, length, tokens, max_nodes in random_rows(seed, count):
-        columns = {"slots": [slot], "generations": [generation], "salts": [salt]}
-        batch = drafter.draft(draft_request([tokens], lengths=[length], max_nodes=[max_nodes], **columns))
-        reference.learn(slot, generation, salt, length, tokens)
-        assert trees_of(batch) == [reference.draft(slot, max_nodes)]
-        last = reference.sequences[slot].last
+    drafter.attach(TargetInfo("m", vocab_size, 600, 3, 32), None)
+    for row in random_rows(seed, count):
+        shape = {name: row.pop(name) for name in ("max_nodes", "max_depth", "max_branch")}
+        columns = {"slots": [row["slot"]], "generations": [row["generation"]], "salts": [row["salt"]]}
+        columns |= {"lengths": [row["length"]], "prompt_lengths": [row["prompt_length"]]}
+        columns |= {
+            "max_nodes": [shape["max_nodes"]],
+            "max_depths": [shape["max_depth"]],
+            "max_branches": [shape["max_branch"]],
+        }
+        batch = drafter.draft(ngram_request([row["new_tokens"]], [row["prediction"]], **columns))
+        reference.learn(**row)
+        tokens, parents, weights = reference.draft(row["slot"], **shape)
+        assert trees_of(batch) == [(tokens, parents)]
+        np.testing.assert_allclose(batch.scores, np.log(weights), atol=1e-5)
+        last = reference.sequences[row["slot"]].last
         if 0 <= last < vocab_size:
-            assert batch.tree(0).is_valid(last, vocab_size, max_nodes)
+            assert batch.tree(0).is_valid(last, vocab_size, shape["max_nodes"])
+            assert depths(batch.parents).max() <= shape["max_depth"]
+            assert np.bincount(batch.parents[1:] + 1).max(initial=0) <= shape["max_branch"]
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.lists(st.integers(1, 8), max_size=40), st.data())

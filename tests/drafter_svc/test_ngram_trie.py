@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter_svc.ngram_corpora import CorpusStore
 from drafter_svc.ngram_sequences import new_sequences
-from drafter_svc.ngram_tree import compile_draft_batch, new_scratch
+from drafter_svc.ngram_tree import Drafted, Told, compile_draft_batch, new_scratch
 from drafter_svc.ngram_trie import (
     CHAIN,
     CHILD,
@@ -64,20 +65,22 @@ class Harness:
             self.paths.append((salt, text, len(text)))
             text.append(token)
         self.lengths[slot] += len(tokens)
-        node_starts, tree, parents = np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(16, np.int32)
+        length = self.lengths[slot]
+        none = np.zeros(2, np.int32), np.zeros(0, np.int32)
+        columns = np.array([[slot, generation, length, 16, salt, length, 99, 99]], np.int64)
+        drafted = Drafted(
+            np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(16, np.int32), np.zeros(16, np.float32)
+        )
         compile_draft_batch()(
             self.trie,
+            CorpusStore(1, self.window).index,
             self.sequences,
             self.scratch,
             self.options,
-            np.array([[slot, generation, self.lengths[slot], 16, salt]], np.int64),
-            np.array([0, len(tokens)], np.int32),
-            np.array(tokens, np.int32),
-            node_starts,
-            tree,
-            parents,
+            Told(columns, np.array([0, len(tokens)], np.int32), np.array(tokens, np.int32), *none),
+            drafted,
         )
-        return [int(token) for token in tree[: node_starts[1]]]
+        return [int(token) for token in drafted.tokens[: drafted.node_starts[1]]]
 
     def expected(self) -> set[Key]:
         """All beginnings of the paths that have not been popped, the roots included."""

@@ -9,7 +9,8 @@ import pytest
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from foretoken.limits import LOGIT_BIAS_RANGE, SAMPLING_RANGES, ModelLimits, Range
-from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
+from foretoken.wire import sampling_from_proto, sampling_to_proto
 
 MODEL = ModelLimits(vocab_size=100, max_model_len=16, drafter_names=("ngram", "eagle"))
 INTEGERS = {name for name, allowed in SAMPLING_RANGES.items() if allowed.is_integer}
@@ -40,7 +41,12 @@ def just_outside(allowed: Range) -> list[float]:
 
 
 def test_every_number_of_the_parameters_has_a_range():
-    numbers = {field.name for field in fields(SamplingParams)} - {"logit_bias", "stop_token_ids", "ignore_eos"}
+    numbers = {field.name for field in fields(SamplingParams)} - {
+        "logit_bias",
+        "stop_token_ids",
+        "ignore_eos",
+        "grammar",
+    }
     assert numbers == set(SAMPLING_RANGES)
     assert {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"} == INTEGERS
 
@@ -124,7 +130,7 @@ def test_speculation_options():
             assert fault(max_draft_tokens=value) == "speculative.max_draft_tokens"
     for name in ("", "unknown", "n" * 65, "\ud800"):
         assert fault(drafter=name) == "speculative.drafter"
-    with pytest.raises(InvalidRequestError, match="auto, ngram, eagle"):
+    with pytest.raises(InvalidRequestError, match="auto, merge, ngram, eagle"):
         limits.check_speculation(SpeculationOptions(drafter="eagl"), MODEL)
 
 
@@ -157,3 +163,19 @@ def test_ranges_are_shown_as_people_write_them():
     assert str(Range(0.0, 1.0, low_open=True)) == "(0, 1]"
     with pytest.raises(InvalidRequestError, match=r"top_k must be an integer in \[-1, 1000000\], got 1.5"):
         limits.check_number("top_k", 1.5, SAMPLING_RANGES["top_k"])
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex"])
+def test_a_grammar_has_its_bytes(kind):
+    most = limits.MAX_GRAMMAR_BYTES[kind]
+    for text, field in (("a" * most, ""), ("a" * (most + 1), kind), ("é" * (most // 2 + 1), kind), ("\ud800", kind)):
+        params = replace(SamplingParams(), grammar=Grammar(kind, text))
+        assert field_at_fault(limits.check_sampling, params, MODEL) == field
+
+
+@pytest.mark.parametrize(
+    "grammar", [None, Grammar("json_object"), Grammar("json_schema", "{}"), Grammar("regex", ""), Grammar("regex", "é")]
+)
+def test_a_grammar_crosses_the_wire(grammar):
+    params = replace(SamplingParams(), grammar=grammar)
+    assert sampling_from_proto(sampling_to_proto(params)) == params

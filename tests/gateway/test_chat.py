@@ -152,7 +152,6 @@ BAD_BODIES: list[tuple[str, dict[str, object]]] = [
     ("tools", {**HELLO, "tools": []}),
     ("tools", {**HELLO, "tools": [{"type": "function"}]}),
     ("tool_choice", {**HELLO, "tool_choice": "required"}),
-    ("response_format", {**HELLO, "response_format": {"type": "json_object"}}),
     ("top_logprobs", {**HELLO, "top_logprobs": 2}),
     ("top_logprobs", {**HELLO, "logprobs": True, "top_logprobs": 21}),
     ("logprobs", {**HELLO, "logprobs": 1}),

@@ -40,6 +40,7 @@ async def test_whole_answer(stack: Stack) -> None:
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt + num_tokens,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
     assert body["metrics"]["speculative_decoding"] == {
         "num_resumes": 0,

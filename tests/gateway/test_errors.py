@@ -111,7 +111,7 @@ async def test_bad_fields_are_named(stack: Stack) -> None:
 
 async def test_unknown_drafter_lists_the_names(stack: Stack) -> None:
     answer = await stack.http.post(URL, json={"prompt": "a", "speculative": {"drafter": "typo"}})
-    assert "auto, ngram" in answer.json()["error"]["message"]
+    assert "auto, merge, ngram" in answer.json()["error"]["message"]
 
 
 async def test_bodies_that_are_no_json_object(stack: Stack) -> None:

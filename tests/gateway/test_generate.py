@@ -82,7 +82,7 @@ BAD: list[tuple[str, dict[str, object]]] = [
     ("input_ids", {"input_ids": [1, "a"]}),
     ("input_ids", {"input_ids": [10**6]}),
     ("max_new_tokens", {"text": "a", "sampling_params": {"max_new_tokens": 0}}),
-    ("json_schema", {"text": "a", "sampling_params": {"json_schema": "{}"}}),
+    ("ebnf", {"text": "a", "sampling_params": {"ebnf": "root ::= a"}}),
     ("sampling_params", {"text": "a", "sampling_params": [{}]}),
     ("wrong", {"text": "a", "sampling_params": {"wrong": 1}}),
     ("wrong", {"text": "a", "wrong": 1}),

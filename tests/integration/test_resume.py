@@ -51,6 +51,13 @@ REST: dict[str, dict[str, Any]] = {
         "stream": True,
     },
     "prompt logprobs, whole": {"temperature": 0.7, "seed": 7, "echo": True, "logprobs": 1, "max_tokens": 600},
+    "a grammar, streamed": {
+        "temperature": 1.0,
+        "seed": 9,
+        "guided_regex": "([a-f]{3}-[0-9]{3} ){140}",
+        "max_tokens": 1500,
+        "stream": True,
+    },
     "min tokens, whole": {"temperature": 1.0, "seed": 8, "min_tokens": LEAST, "stop": ["e", "q"], "max_tokens": 900},
 }
 

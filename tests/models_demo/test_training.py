@@ -47,6 +47,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         paths = {"stdlib": empty, "purelib": empty, "platlib": empty}
         patch.setattr("models.demo.corpus.sysconfig.get_paths", lambda: paths)
         build_data(folder / "data", [root], vocab_size=320, num_workers=1)
+        build_data(folder / "again", [root], vocab_size=999, num_workers=1, tokenizer=folder / "data" / "tokenizer")
     return folder / "data"
 
 
@@ -57,6 +58,13 @@ def test_the_data_holds_each_side_of_the_split(tiny_data: Path) -> None:
     assert statistics["train_tokens"] == len(train)
     assert train[0] == 0 and train.max() < 320
     assert set(range(4, 16)).isdisjoint(train.tolist()), "reserved ids are never emitted"
+
+
+def test_data_for_an_existing_target_is_made_with_its_tokenizer(tiny_data: Path) -> None:
+    again = tiny_data.with_name("again")
+    for side in ("train", "held_out"):
+        assert np.array_equal(np.load(tiny_data / f"{side}.npy"), np.load(again / f"{side}.npy"))
+    assert len(json.loads((again / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]) == 320
 
 
 def test_three_steps_give_a_checkpoint_that_transformers_loads(

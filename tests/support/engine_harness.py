@@ -13,6 +13,7 @@ from foretoken.transport import InProcessTransport, TransportCounters
 from verifier_svc.block_manager import BlockManager
 from verifier_svc.draft_source import DraftSource
 from verifier_svc.engine import Engine, TargetRunner
+from verifier_svc.grammar import Matcher
 from verifier_svc.messages import (
     Abort,
     ErrorEvent,
@@ -116,6 +117,8 @@ class Request:
     output: Sequence[int] = ()
     deadline: float | None = None
     attempt: int = 0
+    # Of the sampling's grammar, behind ``output``; every run takes a copy.
+    matcher: Matcher | None = None
     prediction: Sequence[int] = ()
 
     def plain(self) -> Request:
@@ -219,6 +222,7 @@ class Harness:
                 speculation=request.speculation,
                 cache_salt=request.cache_salt,
                 deadline=request.deadline,
+                matcher=request.matcher and request.matcher.copy(),
             )
         )
         return key

@@ -17,7 +17,8 @@ from foretoken.arena import ArenaPeer
 from foretoken.arena_layout import HEADER_BYTES
 from foretoken.doorbell import Waiter
 from foretoken.draft_wire import request_from_proto, target_from_proto
-from foretoken.drafting import DraftBatch, Drafter, DraftRequest, TargetInfo
+from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.models.target_weights import TargetWeights
 from foretoken.transport import ROWS_PER_SLOT, TransportClosedError, answer
 from protos import drafter_pb2, drafter_pb2_grpc
 
@@ -36,8 +37,11 @@ class Bent:
         self.handled = threading.Event()
         self.algorithm = "LIAR"
 
-    def attach(self, target: TargetInfo) -> None:
-        self._drafter.attach(target)
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        return self._drafter.needs(target)
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
+        self._drafter.attach(target, weights)
 
     def release(self, slots: Sequence[int]) -> None:
         self._drafter.release(slots)
@@ -79,10 +83,13 @@ class LyingServer(drafter_pb2_grpc.DrafterServiceServicer):
         for peer in self._peers:
             peer.join()
 
+    def Prepare(self, request: drafter_pb2.PrepareRequest, context: Any) -> drafter_pb2.PrepareResponse:
+        return drafter_pb2.PrepareResponse(algorithm="LIAR")
+
     def Attach(self, request: drafter_pb2.AttachRequest, context: Any) -> drafter_pb2.AttachResponse:
         self._target = target_from_proto(request.target)
         with self._lock:
-            self._bent.attach(self._target)
+            self._bent.attach(self._target, None)
         digest, transport = hashlib.sha256(request.challenge).digest(), "grpc"
         if request.arena_socket:
             peer = ArenaPeer(request.arena_socket, request.epoch, self._target)
@@ -99,7 +106,7 @@ class LyingServer(drafter_pb2_grpc.DrafterServiceServicer):
     def Draft(self, requests: Iterator[drafter_pb2.DraftRequest], context: Any) -> Iterator[drafter_pb2.DraftResponse]:
         assert self._target is not None
         for message in requests:
-            reply = self._reply(request_from_proto(message, ROWS_PER_SLOT * self._target.max_slots))
+            reply = self._reply(request_from_proto(message, ROWS_PER_SLOT * self._target.max_slots, 0))
             if isinstance(reply, DraftBatch):
                 yield _to_wire(reply)
             self._bent.handled.set()
@@ -138,5 +145,6 @@ def _to_wire(batch: DraftBatch) -> drafter_pb2.DraftResponse:
         step_id=batch.step_id,
         node_starts=batch.node_starts.astype(np.uint32).tolist(),
         tokens=batch.tokens.astype(np.uint32).tolist(),
+        scores=batch.scores.tolist(),
         parents=batch.parents.tolist(),
     )

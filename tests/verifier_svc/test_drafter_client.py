@@ -393,6 +393,9 @@ class LyingDrafter(drafter_pb2_grpc.DrafterServiceServicer):
         self.answer: Callable[[drafter_pb2.DraftRequest], drafter_pb2.DraftResponse] = probe_answer
         self.targets: list[TargetInfo] = []
 
+    def Prepare(self, request: drafter_pb2.PrepareRequest, context: Any) -> drafter_pb2.PrepareResponse:
+        return drafter_pb2.PrepareResponse(algorithm="LIAR")
+
     def Attach(self, request: drafter_pb2.AttachRequest, context: Any) -> drafter_pb2.AttachResponse:
         self.targets.append(target_from_proto(request.target))
         if self.refusal is not None:
@@ -428,7 +431,7 @@ def _liar(tmp_path: Path) -> Iterator[tuple[LyingDrafter, str]]:
     [
         ("grpc", {"digest": b"0" * 32}, "did not get the challenge over grpc"),
         ("grpc", {"transport": "shared-memory"}, "the drafter uses 'shared-memory', not 'grpc'"),
-        ("grpc", {"refusal": (grpc.StatusCode.FAILED_PRECONDITION, "layout version 2, this drafter has 1")}, "version"),
+        ("grpc", {"refusal": (grpc.StatusCode.FAILED_PRECONDITION, "layout version 9, this drafter has 2")}, "version"),
         # The digest is right but never went through the arena.
         ("shared-memory", {"transport": "shared-memory"}, "the digest in the arena is not that of the challenge"),
     ],
@@ -458,6 +461,7 @@ def test_a_drafter_that_fails_its_self_test_is_refused_loudly(
         {"node_starts": [0, 2**32 - 1], "tokens": [1], "parents": [0]},
         {"node_starts": [0, 5], "tokens": [1] * 5, "parents": [0] * 5},
         {"node_starts": [0, 1], "tokens": [2**31], "parents": [0]},
+        {"node_starts": [0, 1], "tokens": [1], "parents": [-1], "scores": []},
         {"node_starts": [0, 1], "tokens": [1], "parents": [-1], "step_id": 99},
         {"node_starts": [0, 1], "tokens": [1], "parents": [-1], "epoch": 99},
     ],
@@ -469,13 +473,13 @@ def test_a_malformed_reply_is_no_reply_and_the_stream_goes_on(
     with client_of(address, "grpc") as client:
         transport = attached(client)
         drafter.answer = lambda request: drafter_pb2.DraftResponse(
-            **({"epoch": request.epoch, "step_id": request.step_id} | fields)
+            **({"epoch": request.epoch, "step_id": request.step_id, "scores": [0] * len(fields["tokens"])} | fields)
         )
         transport.post(draft_request([[5]], epoch=EPOCH, step_id=1))
         assert transport.receive(LONG_S) is None
         assert client.num_rejected == 1
         drafter.answer = lambda request: drafter_pb2.DraftResponse(
-            epoch=request.epoch, step_id=request.step_id, node_starts=[0, 1], tokens=[6], parents=[-1]
+            epoch=request.epoch, step_id=request.step_id, node_starts=[0, 1], tokens=[6], parents=[-1], scores=[0]
         )
         transport.post(draft_request([[6]], epoch=EPOCH, step_id=2))
         batch = transport.receive(LONG_S)
@@ -520,7 +524,7 @@ def test_in_process_drafter_is_left_alone_for_its_backoff() -> None:
             return DrafterNeeds()
 
         def attach(self, target: TargetInfo, weights: object) -> None:
-            super().attach(target)
+            super().attach(target, None)
             raise PreconditionError("another target")
 
     now = 0.0

@@ -156,9 +156,11 @@ LIES: dict[str, Lie] = {
         node_starts=lambda _: np.zeros(1, np.int32),
         tokens=lambda _: np.zeros(0, np.int32),
         parents=lambda _: np.zeros(0, np.int32),
+        scores=lambda _: np.zeros(0, np.float32),
     ),
     "offsets beyond the nodes": bent_columns(node_starts=lambda batch: batch.node_starts + np.int32(3)),
     "offsets that fall": bent_columns(node_starts=lambda batch: batch.node_starts[::-1].copy()),
+    "scores that are no numbers": bent_columns(scores=lambda batch: np.full_like(batch.scores, np.nan)),
     "an old step": bent_columns(step_id=lambda batch: batch.step_id - 1),
     "another epoch": bent_columns(epoch=lambda batch: batch.epoch + 1),
 }

@@ -70,8 +70,8 @@ def test_attributes(folder: Path) -> None:
     assert (runner.config.vocab_size, runner.max_model_len, runner.config.eos_token_ids) == (VOCAB, 128, (7,))
     assert runner.dtype == torch.float32
     # 12 blocks of 16 tokens, 2 layers, keys and values, 2 heads of 16 float32.
-    assert runner.kv_bytes == 12 * 16 * 2 * 2 * 2 * 16 * 4
-    assert cache_bytes_per_token(runner.config, "auto") == runner.kv_bytes // (12 * 16)
+    assert runner.kv_bytes == 13 * 16 * 2 * 2 * 2 * 16 * 4
+    assert cache_bytes_per_token(runner.config, "auto") == runner.kv_bytes // (13 * 16)
     assert cache_bytes_per_token(runner.config, "bfloat16") * 2 == cache_bytes_per_token(runner.config, "float32")
     # Every parameter once, in float32; panels are filled up to 32 outputs.
     assert runner.weights_bytes >= 4 * (VOCAB * 48 * 2 + 2 * (48 * 128 + 64 * 48 + 3 * 80 * 48))
@@ -151,6 +151,19 @@ def test_the_fingerprint_is_that_of_checkpoint_and_numerics(folder: Path, tmp_pa
     assert build(folder, dtype="bfloat16").fingerprint != first.fingerprint
     LlamaForCausalLM.from_pretrained(folder).apply(_double_norms).save_pretrained(tmp_path)
     assert build(tmp_path).fingerprint != first.fingerprint
+
+
+def test_what_decides_which_tokens_a_grammar_allows_is_part_of_the_fingerprint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build(folder).fingerprint
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert build(tmp_path).fingerprint == first
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    assert build(tmp_path).fingerprint != first
+    monkeypatch.setattr("verifier_svc.model_runner.LLGUIDANCE_VERSION", "0.0")
+    assert build(folder).fingerprint != first
 
 
 def _double_norms(module: torch.nn.Module) -> None:

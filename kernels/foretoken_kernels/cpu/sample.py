@@ -135,6 +135,17 @@ def _penalize(row: Float32, rules: RowRules, output_counts: Int32, seen: NDArray
 
 
 @njit(cache=True, nogil=True)
+def _mask_bits(row: Float32, allowed: NDArray[np.uint8]) -> None:
+    """Keep the tokens whose bit is set. Byte by byte: a grammar allows few tokens, so most bytes are 0."""
+    for byte_index in range(len(allowed)):
+        bits = allowed[byte_index]
+        first = 8 * byte_index
+        for token_id in range(first, min(first + 8, len(row))):
+            if not (bits >> np.uint8(token_id - first)) & np.uint8(1):
+                row[token_id] = _NEVER
+
+
+@njit(cache=True, nogil=True)
 def _sift_down(heap: Int64, size: int, place: int, row: Float32) -> None:
     """Let the id at ``place`` sink until no child is ahead of it: larger in ``row``, or equal and a lower id."""
     token_id = heap[place]
@@ -267,7 +278,13 @@ def _noised_argmax(row: Float32, rules: RowRules, position: int) -> int:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def sample_row(
-    logits: Float32, rules: RowRules, output_counts: Int32, seen: NDArray[np.bool_], mask_stops: bool, position: int
+    logits: Float32,
+    rules: RowRules,
+    output_counts: Int32,
+    seen: NDArray[np.bool_],
+    allowed: NDArray[np.uint8],
+    mask_stops: bool,
+    position: int,
 ) -> int:
     """The token sampled from one row of raw logits.
 
@@ -275,6 +292,8 @@ def sample_row(
         logits: float32 [vocab].
         output_counts: int32 [vocab]; how often each token stands in the output so far, or empty: no penalties.
         seen: bool [vocab]; tokens of prompt and output, or empty: no penalties.
+        allowed: uint8 [vocab_limit / 8, rounded up]; bit ``id % 8`` of byte ``id // 8``: the grammar allows the token;
+            or empty: no grammar.
         mask_stops: whether too few tokens are out for a stop token.
         position: index of the sampled token in prompt + output.
     """
@@ -286,6 +305,8 @@ def sample_row(
         row[rules.bias_ids[index]] += rules.bias_values[index]
     if len(seen) > 0:
         _penalize(row, rules, output_counts, seen)
+    if len(allowed) > 0:
+        _mask_bits(row, allowed)
     if mask_stops:
         for index in range(len(rules.stop_ids)):
             row[rules.stop_ids[index]] = _NEVER

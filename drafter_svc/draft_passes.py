@@ -1,0 +1,418 @@
+"""The forward passes of one draft request: new entries for all rows, then one pass a depth for all trees.
+
+Knows a draft model as a function of a flat batch; which part of its cache holds is draft_rows' business, the choice of
+nodes that of the kernels' draft_tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu import draft_tree as kernel
+from foretoken_kernels.cpu.decoder import forward_function
+from numpy.typing import NDArray
+
+from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.models.batch import ForwardBatch
+from foretoken.sampling import MIN_TEMPERATURE
+from foretoken.tree import Int32
+
+Float32 = NDArray[np.float32]
+
+# Rows of one pass that writes new entries; longer prompts take several.
+PASS_ROWS = 512
+# Entries that a row may write although the request's budget is spent, so that one long prompt stops no other row.
+SMALL_EXTENSION = 64
+# Requests have at most two rows a slot.
+ROWS_PER_SLOT = 2
+# Scale of the coupled score, in logits. Were a drafter's logits off by Gumbel errors of scale s, the chance that a token
+# wins at temperature T would be exactly the softmax of its noised value times T / s (the Gumbel-max trick), at any T.
+# Normal errors of standard deviation 1 come closest to that with sqrt(6) / pi = 0.78 by variance, and with 0.6 by the
+# likelihood of what the demo target samples, at T = 0.7 and 1.0 alike; there the scores of first choices agree with
+# how often they come true.
+COUPLING_SCALE = 0.6
+
+
+class PassOutput(Protocol):
+    """Attributes:
+    logits: float32 [len(logit_rows), draft vocabulary]; valid until the next pass.
+    hidden: float32 [rows, hidden_size]; what the next recurrent step is fed; valid until the next pass.
+    """
+
+    @property
+    def logits(self) -> torch.Tensor: ...
+    @property
+    def hidden(self) -> torch.Tensor: ...
+
+
+class DraftModel(Protocol):
+    """What passes need of a model: foretoken.models.draft_head.DraftHead, or a StandaloneModel.
+
+    ``hidden_size`` and ``feature_width`` are 0 for a model that is fed tokens only.
+    """
+
+    num_depths: int
+    hidden_size: int
+    feature_width: int
+    draft_vocab_size: int
+    target_ids: NDArray[np.int32] | None
+
+    def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> PassOutput: ...
+
+
+class PassFigures:
+    """Running totals for the drafter's gauges."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.drafted_rows = 0
+        self.window_rows = 0
+        self.extend_tokens = 0
+        self.extend_s = 0.0
+        self.grow_s = 0.0
+
+    def gauges(self) -> dict[str, float]:
+        return {f"draft_{name}": float(value) for name, value in vars(self).items()}
+
+
+class _Piece(NamedTuple):
+    """Slots [start, stop) of an extension, at ``first`` of a pass's flat rows."""
+
+    extension: Extension
+    start: int
+    stop: int
+    first: int
+
+
+class DraftPasses:
+    """Runs one model for one attachment. Not for two threads at once.
+
+    Args:
+        budget: entries that long rows of one request write at most; a row that waits for the rest is not drafted for.
+        coupled: whether drafts for temperatures above zero use the sampler's noise.
+    """
+
+    def __init__(
+        self, model: DraftModel, target: TargetInfo, rows: DraftRows, *, budget: int | None = None, coupled: bool = True
+    ) -> None:
+        self._model = model
+        self._target = target
+        self._rows = rows
+        self._budget = budget
+        self._scale = COUPLING_SCALE if coupled else 0.0
+        self.figures = PassFigures()
+        self._block_size = target.block_size
+        self._target_ids = np.empty(0, np.int32) if model.target_ids is None else np.array(model.target_ids, np.int32)
+        self._vocab_limit = model.draft_vocab_size
+        if model.target_ids is None:
+            self._vocab_limit = min(model.draft_vocab_size, target.vocab_size)
+        max_rows = ROWS_PER_SLOT * target.max_slots
+        self._tree_blocks = scratch_blocks_per_row(target)
+        self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)
+        self._tree_starts = np.zeros(max_rows, np.int32)
+        self._context_starts = np.zeros(max_rows, np.int32)
+        self._trees = kernel.new_trees(max_rows, target.max_nodes, model.draft_vocab_size)
+        max_beams = target.max_slots * max(target.max_nodes - 1, 1)
+        self._beams = kernel.new_beams(max_beams)
+        self._beam_hidden = np.zeros((max_beams, model.hidden_size), np.float32)
+        self._root_hidden = np.zeros((target.max_slots, model.hidden_size), np.float32)
+        self._features = np.zeros((PASS_ROWS, model.feature_width), np.float32)
+        self._no_masks = np.zeros((PASS_ROWS, 1), np.uint64)
+        # Of each block and each module but the last: its output in the slot of the block that was written last, which
+        # the next module is fed with the token of the next slot.
+        self._carry = np.zeros((model.num_depths - 1, target.num_blocks, model.hidden_size), np.float32)
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        """Learn the new tokens and write their entries, then grow a tree for each row that wants and can have one."""
+        started = perf_counter()
+        if request.num_rows > len(self._tables):
+            raise ValueError(f"a request of {request.num_rows} rows, more than two a slot")
+        self._set_trees(request, request.num_rows)
+        roots = np.zeros(request.num_rows, np.int32)
+        drafted = self._extend(request, request.num_rows, roots)
+        extended = perf_counter()
+        if drafted:
+            self._grow(np.array(drafted, np.int32))
+        batch = self._emit(request, roots)
+        self.figures.rows += request.num_rows
+        self.figures.drafted_rows += len(drafted)
+        self.figures.extend_s += extended - started
+        self.figures.grow_s += perf_counter() - extended
+        return batch
+
+    def _set_trees(self, request: DraftRequest, num_rows: int) -> None:
+        trees, most = self._trees, self._target.max_nodes
+        shapes, filters = trees.shapes[:num_rows], trees.filters[:num_rows]
+        shapes[:, kernel.LENGTH] = request.lengths[:num_rows]
+        shapes[:, kernel.MAX_NODES] = np.minimum(request.max_nodes[:num_rows], most)
+        shapes[:, kernel.MAX_DEPTH] = np.minimum(request.max_depths[:num_rows], shapes[:, kernel.MAX_NODES] - 1)
+        shapes[:, kernel.MAX_BRANCHES] = request.max_branches[:num_rows]
+        shapes[:, kernel.CHOICE_INDEX] = request.choice_indices[:num_rows]
+        shapes[:, kernel.TOP_K] = request.top_ks[:num_rows]
+        temperatures = request.temperatures[:num_rows]
+        filters[:, kernel.TEMPERATURE] = np.where(temperatures < MIN_TEMPERATURE, 0, temperatures)
+        filters[:, kernel.TOP_P] = request.top_ps[:num_rows]
+        filters[:, kernel.MIN_P] = request.min_ps[:num_rows]
+        trees.seeds[:num_rows] = request.seeds[:num_rows]
+        trees.counts[:num_rows] = 0
+
+    def _extend(self, request: DraftRequest, num_rows: int, roots: Int32) -> list[int]:
+        """Write the entries of all rows and let the roots offer their children: the rows that have any."""
+        left = self._budget
+        waiting: list[Extension] = []
+        drafted: list[int] = []
+        order, may_clash = _order(request, num_rows)
+        for row in order:
+            last = request.new_token_starts[row + 1] - 1
+            if last >= request.new_token_starts[row]:
+                roots[row] = request.new_tokens[last]
+            sequence = self._rows.learn(request, row)
+            if sequence is None:
+                continue
+            roots[row] = sequence.tokens[sequence.length - 1]
+            most = self._target.max_model_len if left is None else max(left, SMALL_EXTENSION)
+            extension = self._rows.extend(request, row, sequence, most)
+            if extension is None:
+                continue
+            if left is not None:
+                left -= extension.stop - extension.start
+            if may_clash and any(self._clash(earlier, extension) for earlier in waiting):
+                self._run_extensions(request, waiting, drafted)
+                waiting = []
+            self._set_row(row, sequence)
+            waiting.append(extension)
+        self._run_extensions(request, waiting, drafted)
+        return drafted
+
+    def _clash(self, earlier: Extension, later: Extension) -> bool:
+        """Whether the later row writes into a block of the earlier one's, or goes on from one that it writes.
+
+        Within a pass entries are written in no order, and outputs are carried over only from pass to pass.
+        """
+        size = self._block_size
+        held = earlier.sequence.table[: self._rows.num_blocks(earlier.stop)]
+        written = later.sequence.table[later.start // size : self._rows.num_blocks(later.stop)]
+        if np.isin(written, held).any():
+            return True
+        fresh = held[earlier.start // size :]
+        return len(self._carry) > 0 and bool(np.isin(fresh, later.sequence.table[: later.start // size]).any())
+
+    def _set_row(self, row: int, sequence: DraftSequence) -> None:
+        """The row's block table: its blocks, and behind them those of its tree."""
+        num_blocks = self._rows.num_blocks(sequence.length)
+        self._tables[row, :num_blocks] = sequence.table[:num_blocks]
+        self._context_starts[row] = sequence.valid_start
+        self._tree_starts[row] = self._trees.counts[row, kernel.FIRST_SLOT] = num_blocks * self._block_size
+
+    def _run_extensions(self, request: DraftRequest, extensions: list[Extension], drafted: list[int]) -> None:
+        """Write entries in passes of at most PASS_ROWS; ``drafted`` gets the rows whose roots offered children."""
+        pieces: list[_Piece] = []
+        used = 0
+        for extension in extensions:
+            start = extension.start
+            while start < extension.stop:
+                stop = min(extension.stop, start + PASS_ROWS - used)
+                pieces.append(_Piece(extension, start, stop, used))
+                used += stop - start
+                start = stop
+                if used == PASS_ROWS:
+                    self._run_pieces(request, pieces, used, drafted)
+                    pieces, used = [], 0
+        if pieces:
+            self._run_pieces(request, pieces, used, drafted)
+
+    def _run_pieces(self, request: DraftRequest, pieces: list[_Piece], used: int, drafted: list[int]) -> None:
+        tokens, positions = np.empty(used, np.int32), np.empty(used, np.int32)
+        seqs = np.empty(used, np.int32)
+        ends: list[int] = []
+        rows: list[int] = []
+        for piece in pieces:
+            end = piece.first + piece.stop - piece.start
+            tokens[piece.first : end] = piece.extension.sequence.tokens[piece.start : piece.stop]
+            positions[piece.first : end] = np.arange(piece.start, piece.stop, dtype=np.int32)
+            seqs[piece.first : end] = piece.extension.row
+            row, sequence = piece.extension.row, piece.extension.sequence
+            if piece.stop == sequence.length and self._wants_tree(row, len(drafted) + len(rows)):
+                ends.append(end - 1)
+                rows.append(row)
+        slots = self._slots(seqs, positions)
+        logit_rows = np.array(ends, np.int32)
+        batch = self._batch(tokens, positions, slots, seqs, positions + 1, self._no_masks[:used], logit_rows)
+        output = self._model.forward(batch, self._gather_features(request, pieces, used), from_target=True)
+        self.figures.extend_tokens += used
+        if rows:
+            self._offer(output, np.array(rows, np.int32), np.full(len(rows), -1, np.int32), len(drafted))
+            if self._model.hidden_size:
+                self._root_hidden[len(drafted) : len(drafted) + len(rows)] = output.hidden.numpy()[ends]
+            drafted += rows
+        if self._model.num_depths > 1:
+            self._run_deeper(batch, output.hidden.numpy().copy(), pieces)
+
+    def _wants_tree(self, row: int, num_before: int) -> bool:
+        """Whether a row is to be drafted for, and there is room in the scratch blocks; gives it its blocks there."""
+        if self._trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_slots:
+            return False
+        first = self._target.num_blocks + num_before * self._tree_blocks
+        block = int(self._tree_starts[row]) // self._block_size
+        self._tables[row, block : block + self._tree_blocks] = np.arange(first, first + self._tree_blocks)
+        self.figures.window_rows += int(self._context_starts[row] > self._rows.first_position)
+        return True
+
+    def _gather_features(self, request: DraftRequest, pieces: list[_Piece], used: int) -> Float32:
+        if not self._model.feature_width:
+            return self._features[:used]
+        if request.hidden.shape[1:] != (self._model.feature_width,):
+            raise ValueError(f"hidden rows of {request.hidden.shape[1:]}, expected {self._model.feature_width} wide")
+        for extension, start, stop, at in pieces:
+            first = extension.first_feature + start - extension.start
+            self._features[at : at + stop - start] = request.hidden[first : first + stop - start]
+        return self._features[:used]
+
+    def _run_deeper(self, batch: ForwardBatch, outputs: Float32, pieces: list[_Piece]) -> None:
+        """Extend the modules behind the first: each is fed the output of the one before, one slot earlier."""
+        size = self._block_size
+        for depth in range(1, self._model.num_depths):
+            inputs = np.empty_like(outputs)
+            inputs[1:] = outputs[:-1]
+            for extension, start, stop, at in pieces:
+                table, carry = extension.sequence.table, self._carry[depth - 1]
+                inputs[at] = carry[table[(start - 1) // size]]
+                # The last slot of each block that this piece writes to.
+                blocks = np.arange(start // size, -(-stop // size))
+                carry[table[blocks]] = outputs[at + np.minimum((blocks + 1) * size, stop) - 1 - start]
+            kept = np.flatnonzero(batch.positions >= self._context_starts[batch.row_seqs] + depth)
+            if not len(kept):
+                return
+            output = self._model.forward(self._select(batch, kept, depth), inputs[kept], from_target=False, depth=depth)
+            outputs[kept] = output.hidden.numpy()
+
+    def _select(self, batch: ForwardBatch, kept: NDArray[np.intp], depth: int) -> ForwardBatch:
+        """Some rows of an extension, for the module of ``depth``; no logits wanted."""
+        return self._batch(
+            batch.token_ids[kept],
+            batch.positions[kept],
+            batch.slot_mapping[kept],
+            batch.row_seqs[kept],
+            batch.context_lens[kept],
+            self._no_masks[: len(kept)],
+            np.empty(0, np.int32),
+            depth,
+        )
+
+    def _grow(self, rows: Int32) -> None:
+        trees, beams, model = self._trees, self._beams, self._model
+        hidden = self._root_hidden
+        for depth in range(1, int(trees.shapes[rows, kernel.MAX_DEPTH].max())):
+            count = kernel.choose_beams(trees, rows, depth, self._tables, self._block_size, beams)
+            if count == 0:
+                return
+            module = min(depth, model.num_depths - 1)
+            if model.num_depths > 1:
+                kernel.keep_module_ancestors(trees, beams, count, min(depth, model.num_depths - 1))
+            fed = self._beam_hidden[:count]
+            if model.hidden_size:
+                np.take(hidden, beams.sources[:count], axis=0, out=fed)
+            batch = self._batch(
+                beams.token_ids[:count],
+                beams.positions[:count],
+                beams.slots[:count],
+                beams.rows[:count],
+                beams.context_lens[:count],
+                beams.masks[:count],
+                np.arange(count, dtype=np.int32),
+                module,
+            )
+            output = model.forward(batch, fed, from_target=False, depth=module)
+            self._offer(output, beams.rows[:count], beams.nodes[:count], 0)
+            if model.hidden_size:
+                hidden = output.hidden.numpy()
+
+    def _offer(self, output: PassOutput, rows: Int32, nodes: Int32, first_source: int) -> None:
+        kernel.offer_children(
+            self._trees,
+            output.logits.reshape(-1).numpy(),
+            self._model.draft_vocab_size,
+            self._vocab_limit,
+            self._target_ids,
+            rows,
+            nodes,
+            first_source,
+            self._scale,
+        )
+
+    def _slots(self, seqs: Int32, positions: Int32) -> Int32:
+        size = self._block_size
+        return self._tables[seqs, positions // size] * size + positions % size
+
+    def _batch(
+        self,
+        tokens: Int32,
+        positions: Int32,
+        slots: Int32,
+        seqs: Int32,
+        context_lens: Int32,
+        masks: NDArray[np.uint64],
+        logit_rows: Int32,
+        depth: int = 0,
+    ) -> ForwardBatch:
+        return ForwardBatch(
+            token_ids=tokens,
+            positions=positions,
+            slot_mapping=slots,
+            row_seqs=seqs,
+            context_lens=context_lens,
+            masks=masks,
+            tree_starts=self._tree_starts,
+            block_tables=self._tables,
+            logit_rows=logit_rows,
+            context_starts=self._context_starts + np.int32(depth) if depth else self._context_starts,
+        )
+
+    def _emit(self, request: DraftRequest, roots: Int32) -> DraftBatch:
+        sizes = np.maximum(np.minimum(request.max_nodes, self._target.max_nodes), 1)
+        most = int(sizes.sum())
+        node_starts = np.empty(request.num_rows + 1, np.int32)
+        tokens, parents = np.empty(most, np.int32), np.empty(most, np.int32)
+        scores = np.empty(most, np.float32)
+        kernel.emit_trees(self._trees, roots, node_starts, tokens, parents, scores)
+        total = int(node_starts[-1])
+        return DraftBatch(request.epoch, request.step_id, node_starts, tokens[:total], parents[:total], scores[:total])
+
+
+def scratch_blocks_per_row(target: TargetInfo) -> int:
+    """Blocks that hold the beams of one tree."""
+    beams = min(kernel.MAX_BEAM_NODES, max(target.max_nodes - 1, 1) * max(target.max_nodes - 2, 1))
+    return -(-beams // target.block_size)
+
+
+def cache_blocks(target: TargetInfo) -> int:
+    """Blocks of the drafter's own cache: the verifier's ids, then the private ones of all slots' trees."""
+    return target.num_blocks + target.max_slots * scratch_blocks_per_row(target)
+
+
+def warm_up(*, bfloat16: bool) -> None:
+    """Compile, or load, what drafting and a model's pass over a cache of float32 or bfloat16 run."""
+    trees, beams = kernel.new_trees(1, 2, 2), kernel.new_beams(1)
+    one, none = np.zeros(1, np.int32), np.full(1, -1, np.int32)
+    no_ids = np.empty(0, np.int32)
+    kernel.offer_children(trees, np.zeros(2, np.float32), 2, 2, no_ids, one, none, 0, COUPLING_SCALE)
+    kernel.choose_beams(trees, one, 1, np.zeros((1, 1), np.int32), 1, beams)
+    kernel.keep_module_ancestors(trees, beams, 0, 1)
+    kernel.emit_trees(trees, one, np.zeros(2, np.int32), one.copy(), one.copy(), np.zeros(1, np.float32))
+    forward_function(bfloat16)
+
+
+def _order(request: DraftRequest, num_rows: int) -> tuple[Sequence[int], bool]:
+    """Rows in the order in which they are learnt, and whether blocks may have changed hands between them.
+
+    A sequence that ended tells its last tokens in a row of one node; its blocks may be another row's by now.
+    """
+    told_only = request.max_nodes[:num_rows] <= 1
+    if not told_only.any():
+        return range(num_rows), False
+    return np.argsort(~told_only, kind="stable").tolist(), num_rows > 1

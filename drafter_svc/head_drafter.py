@@ -1,0 +1,154 @@
+"""EAGLE, EAGLE-3 and MTP: a head that goes on from the target's hidden states drafts trees.
+
+The head's loading and arithmetic are foretoken.models.draft_head's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from drafter_svc.draft_passes import DraftPasses, cache_blocks
+from drafter_svc.draft_rows import DraftRows
+from drafter_svc.target_folder import target_folder
+from drafter_svc.token_map import check_token_map, load_token_map
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.errors import ConfigError, PreconditionError
+from foretoken.models.config import ModelConfig, load_config
+from foretoken.models.draft_config import head_config, head_features
+from foretoken.models.draft_head import DraftHead, load_draft_head
+from foretoken.models.target_weights import TargetWeights, load_target_weights
+
+Algorithm = Literal["EAGLE", "EAGLE3", "MTP"]
+# Slot 0 has no entry: it would need the target's state before the first token.
+FIRST_POSITION = 1
+
+
+class HeadDrafter:
+    """A ``foretoken.drafting.Drafter``.
+
+    Raises ConfigError or CheckpointError for a folder that holds no head of the algorithm, or a token map that is none.
+    Weights are read at attach, since part of them may be the target's.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        path: Path | None,
+        *,
+        target: Path | None = None,
+        token_map: Path | None = None,
+        threads: int = 1,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        coupled_noise: bool = True,
+    ) -> None:
+        """``path``: the head's folder; None for MTP, whose head is in the target's. ``target``: the target's folder,
+        where the verifier's is not visible here."""
+        self._algorithm = algorithm
+        self._path = path
+        self._target_path = target
+        self._threads = threads
+        self._dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self._coupled = coupled_noise
+        self._token_map: NDArray[np.int32] | None = None if token_map is None else load_token_map(token_map)
+        if path is not None:
+            self._check_algorithm(path)
+        self._rows: DraftRows | None = None
+        self._passes: DraftPasses | None = None
+
+    @property
+    def algorithm(self) -> str:
+        return self._algorithm
+
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        """The features of the head, blocks, and the target's embedding and output head.
+
+        One position before the first computed one is enough for any number of modules: the state that each module
+        passes to the next is kept for the last slot of every block, and prefixes end where blocks do.
+        """
+        with _as_refusals():
+            path, config = self._folders(target)
+            self._check_algorithm(path)
+            features = head_features(head_config(path), config.num_layers)
+        return DrafterNeeds(features=features, num_rerun=1, blocks=True, weights=True)
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
+        """Forget all, load the head and make its cache. ``weights`` of None are read from the target's folder.
+
+        Raises PreconditionError, as ``needs``: the target's folder is not visible, or head and target do not fit.
+        """
+        with _as_refusals():
+            path, config = self._folders(target)
+            if self._token_map is not None:
+                check_token_map(self._token_map, target.vocab_size)
+            head = load_draft_head(
+                path,
+                target_config=config,
+                weights=load_target_weights(self._target_folder(target), config) if weights is None else weights,
+                num_blocks=cache_blocks(target),
+                block_size=target.block_size,
+                num_positions=target.max_model_len + target.max_nodes,
+                num_threads=self._threads,
+                token_map=self._token_map,
+                dtype=self._dtype,
+            )
+        self._check_head(head, target)
+        self._rows = DraftRows(target, first_position=FIRST_POSITION, num_depths=head.num_depths)
+        self._passes = DraftPasses(head, target, self._rows, coupled=self._coupled)
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        """Write the entries of the new tokens whose features came along, then propose a tree for each row."""
+        assert self._passes is not None, "not attached"
+        return self._passes.draft(request)
+
+    def release(self, slots: Sequence[int]) -> None:
+        if self._rows is not None:
+            for slot in slots:
+                self._rows.release(slot)
+
+    def gauges(self) -> dict[str, float]:
+        return {} if self._passes is None else self._passes.figures.gauges()
+
+    def _target_folder(self, target: TargetInfo) -> Path:
+        return target_folder(target, self._target_path)
+
+    def _folders(self, target: TargetInfo) -> tuple[Path, ModelConfig]:
+        """The head's folder and the target's config. Raises PreconditionError if the config is not the target's."""
+        folder = self._target_folder(target)
+        config = load_config(folder)
+        ours = (config.vocab_size, config.hidden_size, config.num_layers)
+        theirs = (target.vocab_size, target.hidden_size, target.num_layers)
+        if ours != theirs:
+            raise PreconditionError(
+                f"{folder} is not the verifier's target: vocabulary, hidden size and layers are {ours} there, "
+                f"{theirs} at the verifier"
+            )
+        return self._path or folder, config
+
+    def _check_algorithm(self, path: Path) -> None:
+        family = head_config(path).family
+        wanted = self._algorithm.lower()
+        if family != wanted:
+            raise ConfigError(f"--algorithm {self._algorithm}: {path} holds a head of the family {family}")
+
+    def _check_head(self, head: DraftHead, target: TargetInfo) -> None:
+        ids = head.target_ids
+        if ids is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
+            raise PreconditionError(
+                f"the head drafts token {ids.max()}, the target's vocabulary has {target.vocab_size}"
+            )
+
+
+@contextlib.contextmanager
+def _as_refusals() -> Iterator[None]:
+    """What a folder's content makes impossible is, at an attachment, a refusal that the verifier reads."""
+    try:
+        yield
+    except ConfigError as error:
+        raise PreconditionError(error.message) from error

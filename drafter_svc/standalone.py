@@ -1,0 +1,133 @@
+"""STANDALONE: a small model of the target's vocabulary drafts. It needs tokens only, and catches up by itself.
+
+Its cache uses the verifier's block ids, so a prefix that it has seen in them is not computed again; what it lacks it
+prefills, a bounded number of tokens a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from drafter_svc.draft_passes import DraftPasses, Float32, cache_blocks
+from drafter_svc.draft_rows import DraftRows
+from drafter_svc.target_folder import target_folder
+from drafter_svc.tokenizer_match import check_same_tokenizer
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.errors import PreconditionError
+from foretoken.kv_cache import KVCache
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.config import load_config
+from foretoken.models.decoder_weights import load_decoder_weights
+from foretoken.models.llama import Llama
+from foretoken.models.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from foretoken.models.target_weights import TargetWeights
+
+# Tokens that one request prefills at most, beside a few for each row: as many as one prefill step of a verifier by
+# default, so that the drafter keeps pace and no step waits for a whole prompt.
+PREFILL_TOKENS = 512
+
+
+class _Output(NamedTuple):
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class StandaloneModel:
+    """A decoder as drafter_svc.draft_passes.DraftModel: no features, no recurrent state."""
+
+    num_depths = 1
+    hidden_size = 0
+    feature_width = 0
+    target_ids: NDArray[np.int32] | None = None
+
+    def __init__(self, llama: Llama) -> None:
+        self._llama = llama
+        self._no_hidden = torch.empty(0, 0)
+        self.draft_vocab_size = llama.config.vocab_size
+
+    def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> _Output:
+        return _Output(self._llama.forward(batch), self._no_hidden)
+
+
+class StandaloneDrafter:
+    """A ``foretoken.drafting.Drafter``.
+
+    Raises ConfigError or CheckpointError for a folder that holds no supported model; weights are read here, the cache
+    is made at attach.
+    """
+
+    algorithm = "STANDALONE"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        target: Path | None = None,
+        threads: int = 1,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        coupled_noise: bool = True,
+    ) -> None:
+        """``target``: the target's folder, where the verifier's is not visible here."""
+        self._path = path
+        self._target_path = target
+        self._threads = threads
+        self._coupled = coupled_noise
+        self._dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self._config = load_config(path)
+        with Checkpoint(path) as checkpoint:
+            self._weights = load_decoder_weights(self._config, checkpoint, self._dtype, _silent)
+        self._rows: DraftRows | None = None
+        self._passes: DraftPasses | None = None
+
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        """Blocks only. Raises PreconditionError for another vocabulary, naming sizes or the first differing token."""
+        if self._config.vocab_size != target.vocab_size:
+            raise PreconditionError(
+                f"the draft model's vocabulary has {self._config.vocab_size} tokens, the target's {target.vocab_size}"
+            )
+        check_same_tokenizer(self._path, target_folder(target, self._target_path))
+        return DrafterNeeds(blocks=True)
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
+        """Forget all; make the cache. Raises as ``needs``."""
+        self.needs(target)
+        config = self._config
+        cache = KVCache(
+            config.num_layers,
+            cache_blocks(target),
+            target.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            self._dtype,
+        )
+        # Beyond the positions that it was trained for a model drafts badly, never wrongly.
+        llama = Llama(config, self._weights, cache, target.max_model_len + target.max_nodes, self._threads)
+        self._rows = DraftRows(target, first_position=0, needs_features=False)
+        self._passes = DraftPasses(
+            StandaloneModel(llama), target, self._rows, budget=PREFILL_TOKENS, coupled=self._coupled
+        )
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        """Learn the new tokens, prefill what the cache lacks, propose a tree for each row whose cache is complete."""
+        assert self._passes is not None, "not attached"
+        return self._passes.draft(request)
+
+    def release(self, slots: Sequence[int]) -> None:
+        if self._rows is not None:
+            for slot in slots:
+                self._rows.release(slot)
+
+    def gauges(self) -> dict[str, float]:
+        return {} if self._passes is None else self._passes.figures.gauges()
+
+
+def _silent(_done: int, _total: int, _what: str) -> None:
+    """No progress shown."""

@@ -1,0 +1,73 @@
+"""FR-Spec token maps: which target ids a head with a reduced vocabulary may draft (Zhao et al., arXiv 2502.14856)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from foretoken.errors import ConfigError, PreconditionError
+
+_PICKLES = (".pt", ".pth", ".bin", ".pkl")
+
+
+def load_token_map(path: Path) -> NDArray[np.int32]:
+    """int32 [draft vocabulary]; the target id of each draft id, in the file's order.
+
+    ``path``: safetensors with one flat tensor of integers, or a JSON list of ids.
+
+    Raises:
+        ConfigError: a file that is neither, or a map that is empty, has an id twice or one that is no id.
+    """
+    if path.suffix in _PICKLES:
+        raise ConfigError(
+            f"--speculative-token-map {path}: a pickle is never loaded; make it safetensors with: foretoken convert"
+        )
+    if not path.is_file():
+        raise ConfigError(f"--speculative-token-map {path}: no such file")
+    ids = _read_safetensors(path) if path.suffix == ".safetensors" else _read_json(path)
+    if ids.size == 0:
+        raise ConfigError(f"--speculative-token-map {path} is empty")
+    if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
+        wrong = ids[(ids < 0) | (ids > np.iinfo(np.int32).max)][0]
+        raise ConfigError(f"--speculative-token-map {path}: {wrong} is no token id")
+    values, counts = np.unique(ids, return_counts=True)
+    if (counts > 1).any():
+        raise ConfigError(f"--speculative-token-map {path}: token {values[counts > 1][0]} is there more than once")
+    return ids.astype(np.int32)
+
+
+def check_token_map(token_map: NDArray[np.int32], vocab_size: int) -> None:
+    """Raises PreconditionError for an id beyond the target's vocabulary."""
+    if token_map.max() >= vocab_size:
+        raise PreconditionError(
+            f"--speculative-token-map: token {token_map.max()} is not in the target's vocabulary of {vocab_size}"
+        )
+
+
+def _read_safetensors(path: Path) -> NDArray[np.int64]:
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"--speculative-token-map {path}: {error}") from error
+    if len(tensors) != 1:
+        raise ConfigError(f"--speculative-token-map {path}: expected one tensor, there are {len(tensors)}")
+    ((name, tensor),) = tensors.items()
+    if tensor.ndim != 1 or tensor.dtype.kind not in "iu":
+        raise ConfigError(f"--speculative-token-map {path}: tensor {name} is not a flat list of integers")
+    return tensor.astype(np.int64)
+
+
+def _read_json(path: Path) -> NDArray[np.int64]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--speculative-token-map {path}: neither safetensors nor JSON: {error}") from error
+    # bool is an int to Python, and JSON's numbers have no bounds.
+    if not isinstance(content, list) or not all(type(item) is int and abs(item) < 2**62 for item in content):
+        raise ConfigError(f"--speculative-token-map {path}: expected a JSON list of token ids")
+    return np.array(content, np.int64)

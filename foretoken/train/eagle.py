@@ -1,0 +1,265 @@
+"""EAGLE-3 and EAGLE-2 heads: modules, losses, files.
+
+Token i's entry holds its embedding and the features of token i - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from foretoken.errors import ConfigError
+from foretoken.train.data import most_frequent
+from foretoken.train.layers import ChainCache, ChainLayer, head_config, initialise
+from foretoken.train.options import TrainOptions
+from foretoken.train.recipe import compiled, llama_fields, write_checkpoint
+from foretoken.train.target import Target
+
+# EAGLE (arXiv 2401.15077) and its released code: uniform noise on the features, and the weight of the classes.
+_NOISE_WIDTH = 0.2
+_NOISE_LENGTH = 512
+_CLASS_WEIGHT = 0.1
+_MIN_LAYERS = 4
+
+
+def feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """The target layers whose inputs an EAGLE-3 head without explicit ids reads. ConfigError if there are too few."""
+    if num_layers < _MIN_LAYERS:
+        raise ConfigError(f"eagle3 needs a target of at least {_MIN_LAYERS} layers, this one has {num_layers}")
+    return (2, num_layers // 2, num_layers - 3)
+
+
+class Eagle3Head(nn.Module):
+    """Three features to one width, one wide layer, own norm, own head over the draft vocabulary (arXiv 2503.01840)."""
+
+    def __init__(self, fields: dict[str, Any], feature_size: int, draft_vocab_size: int) -> None:
+        super().__init__()
+        config = head_config(fields)
+        self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
+        self.midlayer = ChainLayer(config, wide=True)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+        initialise(self)
+
+    def enter(self, embeds: Tensor, hidden: Tensor, depth: int) -> Tensor:
+        """What the layer reads as hidden: features are reduced to one width, own rows are taken as they are."""
+        return self.fc(hidden) if depth == 0 else hidden
+
+    @property
+    def layer(self) -> ChainLayer:
+        return self.midlayer
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] to [..., draft_vocab_size]."""
+        return self.lm_head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+class Eagle2Head(nn.Module):
+    """One layer over ``fc(cat[embedding, feature])`` that predicts the next feature; the head is the target's."""
+
+    def __init__(self, fields: dict[str, Any], target_head: Tensor) -> None:
+        super().__init__()
+        config = head_config(fields)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=True)
+        self.layers = nn.ModuleList([ChainLayer(config, wide=False)])
+        self.target_head = nn.Buffer(target_head, persistent=False)
+        initialise(self)
+        nn.init.zeros_(self.fc.bias)
+
+    def enter(self, embeds: Tensor, hidden: Tensor, depth: int) -> Tensor:
+        return self.fc(torch.cat([embeds, hidden.to(embeds.dtype)], dim=-1))  # type: ignore[no-any-return]
+
+    @property
+    def layer(self) -> ChainLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, ChainLayer)
+        return layer
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] to [..., vocab_size]."""
+        return nn.functional.linear(hidden.to(self.target_head.dtype), self.target_head)
+
+
+class EagleRecipe:
+    """What both heads share: rotary tables, and chains of draft steps over all rows of a window at once."""
+
+    module: Eagle3Head | Eagle2Head
+
+    def __init__(self, target: Target, options: TrainOptions, device: torch.device) -> None:
+        self.target = target
+        self.rows = options.context_length
+        self.num_depths = options.num_draft_steps
+        self.window = self.rows + self.num_depths
+        self.fields = llama_fields(target, options, target.config.hidden_size, 1)
+        rotary = LlamaRotaryEmbedding(head_config(self.fields)).to(device)
+        positions = torch.arange(self.window, device=device)[None]
+        self._cos, self._sin = rotary(torch.zeros(1, device=device), positions)
+        self._current = torch.eye(self.num_depths, dtype=torch.bool, device=device)[:, 1:]
+
+    def _layer_step(
+        self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, cache: ChainCache | None, is_current: Tensor
+    ) -> tuple[Tensor, ChainCache]:
+        hidden = self.module.enter(embeds, hidden, 0 if cache is None else 1)
+        output: tuple[Tensor, ChainCache] = self.module.layer(embeds, hidden, cos, sin, cache, is_current)
+        return output
+
+    def depths(self, tokens: Tensor, features: Tensor) -> Iterator[Tensor]:
+        """Hidden rows [batch, rows, hidden_size] of each depth in turn, by the chain's own outputs.
+
+        ``tokens`` int64 [batch, at least rows + num_depths], ``features`` [batch, rows, feature_size].
+        """
+        embeds = nn.functional.embedding(tokens, self.target.embedding_weight)
+        hidden, cache = features, None
+        for depth in range(self.num_depths):
+            at = slice(depth + 1, depth + 1 + self.rows)
+            hidden, cache = self._layer_step(
+                embeds[:, at], hidden, self._cos[:, at], self._sin[:, at], cache, self._current[depth]
+            )
+            yield hidden
+
+    def _features(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _target_ids(self, drafted: Tensor) -> Tensor:
+        return drafted
+
+    def matches(self, tokens: Tensor) -> Tensor:
+        """As ``Recipe.matches``; rows are the training window's."""
+        found: list[Tensor] = []
+        for depth, hidden in enumerate(self.depths(tokens, self._features(tokens[:, : self.rows]))):
+            drafted = self._target_ids(self.module.logits(hidden).argmax(-1))
+            found.append(drafted == tokens[:, depth + 2 : depth + 2 + self.rows])
+        return torch.stack(found, dim=1)
+
+
+class Eagle3Recipe(EagleRecipe):
+    """Training-time test: every depth learns the target's distribution from what the depth before gave it."""
+
+    module: Eagle3Head
+
+    def __init__(self, target: Target, options: TrainOptions, device: torch.device, tokens: Tensor) -> None:
+        super().__init__(target, options, device)
+        vocab_size = target.config.vocab_size
+        if options.draft_vocab_size > vocab_size:
+            raise ConfigError(f"--draft-vocab-size {options.draft_vocab_size}: the target has {vocab_size} tokens")
+        self.draft_ids = most_frequent(tokens, options.draft_vocab_size, vocab_size).to(device)
+        self.is_draftable = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.is_draftable[self.draft_ids] = True
+        self._layers = feature_layers(target.config.num_hidden_layers)
+        self._decay = options.step_decay
+        feature_size = len(self._layers) * target.config.hidden_size
+        self.module = Eagle3Head(self.fields, feature_size, len(self.draft_ids)).to(device)
+        with torch.no_grad():
+            self.module.lm_head.weight.copy_(target.head_weight[self.draft_ids])
+            self.module.norm.weight.copy_(target.model.model.norm.weight)
+        self._step = compiled(self._depth_loss, options.compile is True)
+
+    def loss(self, tokens: Tensor, step: int) -> Tensor:
+        """Cross entropy with the target's distribution over the draft vocabulary, renormalised.
+
+        Positions whose most likely token is not in the draft vocabulary do not count, as in the released code.
+        """
+        output = self.target.run(tokens, self._layers)
+        label_probs, is_counted = self._labels(output.final)
+        embeds = nn.functional.embedding(tokens, self.target.embedding_weight)
+        hidden, cache = output.features[:, : self.rows], None
+        total = torch.zeros((), device=tokens.device)
+        for depth in range(self.num_depths):
+            at = slice(depth + 1, depth + 1 + self.rows)
+            hidden, cache, part = self._step(
+                embeds[:, at],
+                hidden,
+                self._cos[:, at],
+                self._sin[:, at],
+                cache,
+                self._current[depth],
+                label_probs[:, at],
+                is_counted[:, at],
+            )
+            total = total + self._decay**depth * part
+        return total / sum(self._decay**depth for depth in range(self.num_depths))
+
+    def _depth_loss(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: ChainCache | None,
+        is_current: Tensor,
+        label_probs: Tensor,
+        is_counted: Tensor,
+    ) -> tuple[Tensor, ChainCache, Tensor]:
+        hidden, cache = self._layer_step(embeds, hidden, cos, sin, cache, is_current)
+        logits = self.module.logits(hidden).float()
+        # The label probabilities of a position sum to one.
+        loss = logits.logsumexp(-1) - (logits * label_probs.float()).sum(-1)
+        return hidden, cache, (loss * is_counted).sum() / is_counted.sum().clamp(min=1)
+
+    @torch.no_grad()
+    def _labels(self, final: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities [batch, window, draft_vocab] in the target's type; where its argmax is draftable, float32."""
+        logits = self.target.logits(final)
+        probs = logits[..., self.draft_ids].float().softmax(-1).to(logits.dtype)
+        return probs, self.is_draftable[logits.argmax(-1)].float()
+
+    @torch.no_grad()
+    def _features(self, tokens: Tensor) -> Tensor:
+        return self.target.run(tokens, self._layers).features
+
+    def _target_ids(self, drafted: Tensor) -> Tensor:
+        return self.draft_ids[drafted]
+
+    def save(self, folder: Path) -> None:
+        """SafeAILab's spelling; no aux layer ids, which means the inputs of layers 2, N/2 and N - 3."""
+        size = len(self.draft_ids)
+        offsets = self.draft_ids - torch.arange(size, device=self.draft_ids.device)
+        config = {"architectures": ["LlamaForCausalLMEagle3"], **self.fields, "draft_vocab_size": size}
+        tensors = dict(self.module.state_dict()) | {"d2t": offsets, "t2d": self.is_draftable}
+        write_checkpoint(folder, config | {"tie_word_embeddings": False}, tensors)
+
+
+class Eagle2Recipe(EagleRecipe):
+    """EAGLE's recipe: regression of the next feature and a small weight on the classes, from noisy true features."""
+
+    module: Eagle2Head
+
+    def __init__(self, target: Target, options: TrainOptions, device: torch.device) -> None:
+        super().__init__(target, options, device)
+        self.module = Eagle2Head(self.fields, target.head_weight).to(device)
+        self._seed = options.seed
+        self._step = compiled(self._first_depth_loss, options.compile is True)
+
+    def loss(self, tokens: Tensor, step: int) -> Tensor:
+        """Smooth L1 to the target's feature plus 0.1 of the cross entropy with its distribution."""
+        tokens = tokens[:, : self.rows + 1]
+        final = self.target.run(tokens).final
+        label_probs = self.target.logits(final[:, 1:]).float().softmax(-1).to(final.dtype)
+        embeds = nn.functional.embedding(tokens[:, 1:], self.target.embedding_weight)
+        generator = torch.Generator(tokens.device).manual_seed((self._seed << 32) + step)
+        noise = torch.rand(final[:, :-1].shape, generator=generator, device=tokens.device) - 0.5
+        noisy = final[:, :-1] + (noise * (_NOISE_WIDTH * _NOISE_LENGTH / self.rows)).to(final.dtype)
+        loss: Tensor = self._step(embeds, noisy, final[:, 1:], label_probs)
+        return loss
+
+    def _first_depth_loss(self, embeds: Tensor, noisy: Tensor, final: Tensor, label_probs: Tensor) -> Tensor:
+        at = slice(1, 1 + self.rows)
+        predicted, _ = self._layer_step(embeds, noisy, self._cos[:, at], self._sin[:, at], None, self._current[0])
+        logits = self.module.logits(predicted).float()
+        classes = (logits.logsumexp(-1) - (logits * label_probs.float()).sum(-1)).mean()
+        return nn.functional.smooth_l1_loss(predicted.float(), final.float()) + _CLASS_WEIGHT * classes
+
+    @torch.no_grad()
+    def _features(self, tokens: Tensor) -> Tensor:
+        return self.target.run(tokens).final
+
+    def save(self, folder: Path) -> None:
+        """The names of SafeAILab's EAGLE heads; embedding and head are the target's and not stored."""
+        write_checkpoint(
+            folder, {"architectures": ["LlamaForCausalLMEagle"], **self.fields}, dict(self.module.state_dict())
+        )

@@ -1,0 +1,116 @@
+"""The frozen target that drafters learn from, run by transformers: its features, its soft labels, its greedy text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from foretoken.errors import CheckpointError, ConfigError
+
+# As foretoken.models.config.MODEL_TYPES, which needs pydantic (a test compares them).
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class TargetOutput(NamedTuple):
+    """What the target computed for tokens [batch, length].
+
+    Attributes:
+        features: [batch, length, num_layers_asked * hidden_size]: inputs of the layers asked for, side by side.
+        final: [batch, length, hidden_size]: after the last norm, what the head reads.
+    """
+
+    features: Tensor
+    final: Tensor
+
+
+class Target:
+    """A target in evaluation mode on ``device``: float32 on a CPU, bfloat16 on a GPU."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        """Raises CheckpointError or ConfigError for a folder that is no checkpoint of a supported type."""
+        raw = _read_config(path)
+        if raw.get("model_type") not in MODEL_TYPES:
+            raise ConfigError(
+                f"model_type {raw.get('model_type')!r} is not supported; there is: {', '.join(MODEL_TYPES)}"
+            )
+        if raw.get("auto_map"):
+            raise ConfigError(f"{path / 'config.json'}: auto_map needs code from the checkpoint, which is never run")
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+        self.path = path
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.config = model.config
+        self.head_weight: Tensor = model.get_output_embeddings().weight
+        self.embedding_weight: Tensor = model.get_input_embeddings().weight
+        self.separator = _first_id(raw.get("bos_token_id"), raw.get("eos_token_id"))
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor, layers: tuple[int, ...] = ()) -> TargetOutput:
+        """One pass over ``tokens`` int64 [batch, length]; ``layers``: whose inputs to return."""
+        output = self.model.model(tokens, output_hidden_states=bool(layers), use_cache=False)
+        final: Tensor = output.last_hidden_state
+        if not layers:
+            return TargetOutput(final[..., :0], final)
+        return TargetOutput(torch.cat([output.hidden_states[layer] for layer in layers], dim=-1), final)
+
+    @torch.no_grad()
+    def logits(self, final: Tensor) -> Tensor:
+        """[..., hidden_size] to [..., vocab_size]."""
+        return nn.functional.linear(final, self.head_weight)
+
+    @torch.no_grad()
+    def written_text(self, prompts: Tensor, num_tokens: int, *, is_sampled: bool = False) -> Tensor:
+        """``prompts`` int64 [batch, length] with the ``num_tokens`` that the target writes after each, past any end.
+
+        Greedily, or sampled at temperature 1 by PyTorch's global generator.
+        """
+        generated: Tensor = self.model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=is_sampled,
+            **({"temperature": 1.0, "top_k": 0, "top_p": 1.0} if is_sampled else {}),
+            max_new_tokens=num_tokens,
+            eos_token_id=None,
+            pad_token_id=self.separator,
+        )
+        if generated.shape[1] != prompts.shape[1] + num_tokens:
+            raise CheckpointError(
+                f"{self.path}: its generation config ends texts early, at {generated.shape[1]} tokens"
+            )
+        return generated
+
+    def rope_fields(self) -> dict[str, Any]:
+        """Rotary settings for the config.json of a head that uses the same positions."""
+        parameters = dict(self.config.rope_parameters)
+        theta = parameters.pop("rope_theta")
+        scaled = parameters.get("rope_type", "default") != "default"
+        return {"rope_theta": theta, "rope_scaling": parameters if scaled else None}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    return content
+
+
+def _first_id(*candidates: int | list[int] | None) -> int:
+    for candidate in candidates:
+        if isinstance(candidate, int):
+            return candidate
+        if candidate:
+            return candidate[0]
+    return 0

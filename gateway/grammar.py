@@ -1,0 +1,115 @@
+"""What a request's output must be: OpenAI's ``response_format``, and the fields of vLLM and SGLang for the same."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import orjson
+from pydantic import Field
+
+from foretoken import limits
+from foretoken.errors import InvalidRequestError
+from foretoken.sampling import Grammar
+from gateway.fields import Fields
+
+
+class JsonSchemaFormat(Fields):
+    """OpenAI's wrapping of a schema. Whatever ``strict`` says, the output follows the schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Fields):
+    """vLLM's."""
+
+    json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as its text.")
+    regex: str | None = None
+    json_object: bool | None = None
+
+
+class GrammarFields(Fields):
+    """What both OpenAI endpoints have; at most one of them may ask for something."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = Field(None, description="vLLM's older name of structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="vLLM's older name of structured_outputs.regex.")
+
+
+def requested_grammar(fields: GrammarFields) -> tuple[Grammar | None, str]:
+    """The grammar that a body asks for, and the field that did. Raises InvalidRequestError naming the field."""
+    wanted: list[tuple[Grammar, str]] = []
+    if (response_format := fields.response_format) is not None and response_format.type != "text":
+        wanted.append((_of_response_format(response_format), "response_format"))
+    if (outputs := fields.structured_outputs) is not None:
+        wanted += _all(
+            "structured_outputs", schema=outputs.json_, regex=outputs.regex, json_object=outputs.json_object or False
+        )
+    wanted += _all("guided_json", schema=fields.guided_json)
+    wanted += _all("guided_regex", regex=fields.guided_regex)
+    return the_one(wanted)
+
+
+def schema_grammar(field: str, value: object) -> Grammar:
+    """The grammar of a JSON schema that is given as an object or as its text."""
+    if isinstance(value, str):
+        text = value
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequestError(f"{field} is not valid JSON: {error}", field=field) from None
+    else:
+        text = ""
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{field} must be a JSON schema: an object", field=field)
+    if not text:
+        try:
+            text = orjson.dumps(value).decode()
+        except orjson.JSONEncodeError as error:
+            raise InvalidRequestError(f"{field} cannot be written as JSON: {error}", field=field) from None
+    return checked(field, Grammar("json_schema", text))
+
+
+def checked(field: str, grammar: Grammar) -> Grammar:
+    """The grammar, if it is not too long."""
+    limits.check_grammar(field, grammar)
+    return grammar
+
+
+def the_one(wanted: list[tuple[Grammar, str]]) -> tuple[Grammar | None, str]:
+    """The only one of the grammars that fields ask for, with its field. Raises InvalidRequestError if there are two."""
+    if len(wanted) > 1:
+        raise InvalidRequestError(f"{wanted[1][1]} asks for a second form of the output", field=wanted[1][1])
+    return wanted[0] if wanted else (None, "")
+
+
+def _of_response_format(fields: ResponseFormat) -> Grammar:
+    if fields.type == "json_object":
+        return Grammar("json_object")
+    if fields.json_schema is None or fields.json_schema.schema_ is None:
+        raise InvalidRequestError(
+            "response_format of type json_schema needs json_schema.schema", field="response_format"
+        )
+    return schema_grammar("response_format", fields.json_schema.schema_)
+
+
+def _all(
+    field: str, *, schema: object = None, regex: str | None = None, json_object: bool = False
+) -> list[tuple[Grammar, str]]:
+    """Of those of one field that are there."""
+    found = []
+    if schema is not None:
+        found.append((schema_grammar(field, schema), field))
+    if regex is not None:
+        found.append((checked(field, Grammar("regex", regex)), field))
+    if json_object:
+        found.append((Grammar("json_object"), field))
+    return found

@@ -1,0 +1,91 @@
+"""Drives an n-gram drafter by hand: one row a request, and trees as lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from drafter_svc.config import NgramSettings
+from drafter_svc.ngram import NgramDrafter
+from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftBatch, DraftRequest, TargetInfo
+
+VOCAB_SIZE = 100
+TARGET = TargetInfo(model_fingerprint="m", vocab_size=VOCAB_SIZE, max_model_len=200, max_slots=4, max_nodes=32)
+Tree = tuple[list[int], list[int]]
+ROOT = [-1]
+UNLIMITED = 1 << 20
+
+
+def make_drafter(**changes: Any) -> NgramDrafter:
+    drafter = NgramDrafter(NgramSettings(**({"capacity": 10_000} | changes)))
+    drafter.attach(TARGET, None)
+    return drafter
+
+
+def ngram_request(
+    new_tokens: Sequence[Sequence[int]], predictions: Sequence[Sequence[int]] | None = None, **columns: Sequence[int]
+) -> DraftRequest:
+    """One row for each list of new tokens, in slots 0, 1, ...; without a limit to depth and branches by default."""
+    rows = len(new_tokens)
+    lengths = [max(len(tokens), 1) for tokens in new_tokens]
+    values: dict[str, Any] = {
+        "slots": range(rows),
+        "generations": [1] * rows,
+        "lengths": lengths,
+        "prompt_lengths": columns.get("lengths", lengths),
+        "max_nodes": [4] * rows,
+        "max_depths": [UNLIMITED] * rows,
+        "max_branches": [UNLIMITED] * rows,
+    } | columns
+    arrays: dict[str, Any] = {
+        name: np.array(values.get(name, [0] * rows), dtype) for name, dtype in ROW_COLUMNS.items()
+    }
+    ragged = {"new_tokens": new_tokens, "prediction": predictions or [()] * rows}
+    for name, starts in RAGGED_COLUMNS.items():
+        parts = ragged.get(name, [()] * rows)
+        arrays[starts] = np.cumsum([0, *map(len, parts)]).astype(np.int32)
+        arrays[name] = np.array([item for part in parts for item in part], np.int32)
+    arrays["hidden"] = np.zeros((0, 0), np.float32)
+    return DraftRequest(epoch=1, step_id=1, **arrays)
+
+
+def trees_of(batch: DraftBatch) -> list[Tree]:
+    trees = [batch.tree(row) for row in range(batch.num_rows)]
+    return [(tree.tokens.tolist(), tree.parents.tolist()) for tree in trees]
+
+
+class Feed:
+    """Sends one row at a time and counts its length. All tokens are prompt unless ``prompt_length`` says otherwise."""
+
+    def __init__(self, drafter: NgramDrafter) -> None:
+        self.drafter = drafter
+        self.lengths: dict[tuple[int, int], int] = {}
+
+    def batch(
+        self,
+        slot: int,
+        tokens: list[int],
+        *,
+        generation: int = 1,
+        salt: int = 7,
+        max_nodes: int = 32,
+        missed: int = 0,
+        prediction: Sequence[int] = (),
+        **columns: int,
+    ) -> DraftBatch:
+        length = self.lengths.get((slot, generation), 0) + missed + len(tokens)
+        self.lengths[slot, generation] = length
+        given = {"slots": slot, "generations": generation, "lengths": length, "max_nodes": max_nodes, "salts": salt}
+        request = ngram_request([tokens], [prediction], **{k: [v] for k, v in (given | columns).items()})
+        return self.drafter.draft(request)
+
+    def __call__(self, slot: int, tokens: list[int], **more: Any) -> Tree:
+        return trees_of(self.batch(slot, tokens, **more))[0]
+
+    def history(self, *sequences: list[int], salt: int = 7) -> None:
+        """Finished sequences, one after another in slot 3."""
+        for tokens in sequences:
+            generation = 1 + max((g for slot, g in self.lengths if slot == 3), default=0)
+            self(3, tokens, generation=generation, salt=salt, max_nodes=1)

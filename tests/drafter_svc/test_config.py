@@ -1,0 +1,57 @@
+"""Which settings a drafter of each algorithm takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafter_svc.config import DrafterSettings
+from foretoken.config import build, to_flags
+from foretoken.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"algorithm": "EAGLE3"}, "--algorithm EAGLE3 needs --speculative-draft-model-path"),
+        ({"algorithm": "EAGLE"}, "--algorithm EAGLE needs --speculative-draft-model-path"),
+        ({"algorithm": "STANDALONE"}, "--algorithm STANDALONE needs --speculative-draft-model-path"),
+        (
+            {"algorithm": "MTP", "speculative_draft_model_path": "/h"},
+            "--speculative-draft-model-path: an MTP head is part of the target's checkpoint",
+        ),
+        (
+            {"algorithm": "EAGLE3", "speculative_draft_model_path": "/h", "speculative_token_map": "/m"},
+            "--speculative-token-map is for heads that use the target's output head, EAGLE and MTP, not for EAGLE3",
+        ),
+        ({"speculative_token_map": "/m"}, "--speculative-token-map is for .* not for NGRAM"),
+        ({"threads": 2}, "--threads has no effect with --algorithm NGRAM"),
+        ({"target": "/t"}, "--target has no effect with --algorithm NGRAM"),
+        ({"disable_coupled_noise": True}, "--disable-coupled-noise has no effect with --algorithm NGRAM"),
+        ({"algorithm": "MEDUSA"}, "--algorithm: input should be 'NGRAM', 'EAGLE', 'EAGLE3', 'MTP' or 'STANDALONE'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_their_flags(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(DrafterSettings, {"name": "d", "address": "unix:/d"} | values)
+
+
+def test_settings_go_to_flags() -> None:
+    settings = DrafterSettings(
+        name="e",
+        address="unix:/d",
+        algorithm="EAGLE",
+        speculative_draft_model_path=Path("/head"),
+        target=Path("/target"),
+        speculative_token_map=Path("/map.json"),
+        threads=2,
+        dtype="bfloat16",
+        disable_coupled_noise=True,
+    )
+    assert to_flags(settings) == [
+        *("--name", "e", "--address", "unix:/d", "--algorithm", "EAGLE"),
+        *("--speculative-draft-model-path", "/head", "--target", "/target"),
+        *("--speculative-token-map", "/map.json", "--threads", "2", "--dtype", "bfloat16", "--disable-coupled-noise"),
+    ]

@@ -1,0 +1,225 @@
+"""Corpora on their way through a verifier to real drafter services, and back to one that lost them by its death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+
+from drafter_svc.config import NgramSettings
+from drafter_svc.ngram import NgramDrafter
+from drafter_svc.service import DrafterService
+from drafter_svc.session import DrafterThread
+from foretoken import rpc
+from foretoken.corpora import CorpusInfo, token_bytes, token_ids_from
+from foretoken.drafting import Drafter
+from foretoken.errors import InvalidRequestError, NotFoundError, PreconditionError, UnavailableError
+from foretoken.limits import MAX_CORPUS_TOKENS, ModelLimits
+from protos import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from tests.support.engine_harness import Harness
+from tests.support.hash_target import HashTarget
+from tests.support.mirror_drafter import MirrorDrafter
+from verifier_svc.config import DrafterEndpoint
+from verifier_svc.draft_source import DraftSource
+from verifier_svc.drafter_corpora import DrafterCorpora
+from verifier_svc.info import VerifierInfo
+from verifier_svc.service import VerifierService
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class Source:
+    """What is asked of a DraftSource here."""
+
+    name: str
+    algorithm: str = "NGRAM"
+    num_attaches: int = 1
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def ngram(max_tokens: int = 1000) -> NgramDrafter:
+    return NgramDrafter(NgramSettings(capacity=2048, external_corpus_max_tokens=max_tokens))
+
+
+@contextlib.asynccontextmanager
+async def serving(drafter: Drafter, path: Path) -> AsyncIterator[None]:
+    """A drafter process, but for the process."""
+    thread = DrafterThread(lambda: drafter)
+    server = rpc.async_server()
+    rpc.bind(server, f"unix:{path}")
+    drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterService("ngram", thread), server)
+    await server.start()
+    await asyncio.wrap_future(thread.ready)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(thread.stop)
+        await server.stop(None)
+
+
+def desk(path: Path, *sources: Source) -> DrafterCorpora:
+    endpoints = [DrafterEndpoint(name="ngram", address=f"unix:{path}")]
+    return DrafterCorpora(cast("list[DraftSource]", list(sources) or [Source("ngram")]), endpoints)
+
+
+async def test_add_list_remove(tmp_path: Path) -> None:
+    drafter, corpora = ngram(), desk(tmp_path / "d")
+    async with serving(drafter, tmp_path / "d"):
+        assert await corpora.add("", "docs", ids(1, 2, 3), append=False) == ("ngram", CorpusInfo("docs", 3))
+        assert await corpora.add("ngram", "docs", ids(4, 5), append=True) == ("ngram", CorpusInfo("docs", 5))
+        await corpora.add("", "code", ids(6), append=False)
+        assert await corpora.list("") == ("ngram", (CorpusInfo("docs", 5), CorpusInfo("code", 1)))
+        await corpora.remove("", "docs")
+        assert drafter.corpora.list() == (CorpusInfo("code", 1),)
+        with pytest.raises(NotFoundError) as missing:
+            await corpora.remove("", "docs")
+        assert missing.value.field == "name"
+
+
+async def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    drafter, corpora = ngram(4), desk(tmp_path / "d")
+    async with serving(drafter, tmp_path / "d"):
+        await corpora.add("", "docs", ids(1, 2, 3), append=False)
+        with pytest.raises(PreconditionError, match="this drafter holds 4"):
+            await corpora.add("", "docs", ids(1, 2), append=True)
+    again = ngram()
+    async with serving(again, tmp_path / "d"):
+        await corpora._remotes["ngram"].restore()
+        assert again.corpora.list() == (CorpusInfo("docs", 3),)
+
+
+async def test_a_drafter_that_died_gets_its_corpora_back(tmp_path: Path) -> None:
+    source = Source("ngram")
+    corpora = desk(tmp_path / "d", source)
+    keeping = asyncio.create_task(corpora.keep())
+    async with serving(ngram(), tmp_path / "d"):
+        await corpora.add("", "a", ids(1, 2, 3), append=False)
+        await corpora.add("", "a", ids(7, 8), append=True)
+        await corpora.add("", "b", ids(4), append=False)
+        await corpora.add("", "gone", ids(5), append=False)
+        await corpora.remove("", "gone")
+    with pytest.raises(UnavailableError):
+        await corpora.add("", "late", ids(1), append=False)
+    reborn = ngram()
+    async with serving(reborn, tmp_path / "d"):
+        source.num_attaches += 1
+        async with asyncio.timeout(20):
+            while len(reborn.corpora.list()) < 2:
+                await asyncio.sleep(0.02)
+        assert sorted(reborn.corpora.list(), key=lambda info: info.name) == [CorpusInfo("a", 5), CorpusInfo("b", 1)]
+        # Two texts as before: nothing is matched from one to the other.
+        assert reborn.corpora.index.tokens.tolist()[:7] == [-1, 1, 2, 3, -1, 7, 8]
+    keeping.cancel()
+
+
+async def test_a_drafter_that_lost_nothing_is_told_nothing(tmp_path: Path) -> None:
+    drafter, corpora = ngram(), desk(tmp_path / "d")
+    async with serving(drafter, tmp_path / "d"):
+        await corpora.add("", "a", ids(1, 2, 3), append=False)
+        before = drafter.corpora.index
+        assert await corpora._remotes["ngram"].restore() == 0
+        assert drafter.corpora.index is before
+
+
+async def test_which_drafter(tmp_path: Path) -> None:
+    async with serving(ngram(), tmp_path / "d"):
+        corpora = desk(tmp_path / "d", Source("eagle", "EAGLE3"), Source("ngram"))
+        assert (await corpora.list(""))[0] == "ngram"
+        with pytest.raises(InvalidRequestError, match="there is: eagle, ngram"):
+            await corpora.list("other")
+        with pytest.raises(PreconditionError):
+            await corpora.list("eagle")
+    with pytest.raises(PreconditionError):
+        await DrafterCorpora(()).list("")
+
+
+async def test_a_drafter_in_this_process() -> None:
+    drafter = ngram()
+    corpora = DrafterCorpora(cast("list[DraftSource]", [Source("ngram")]), (), {"ngram": drafter})
+    await corpora.add("", "a", ids(1, 2), append=False)
+    assert drafter.corpora.list() == (CorpusInfo("a", 2),)
+    assert await corpora.list("ngram") == ("ngram", (CorpusInfo("a", 2),))
+    await corpora.remove("", "a")
+    assert drafter.corpora.list() == ()
+
+
+async def test_a_drafter_of_another_kind_says_so(tmp_path: Path) -> None:
+    corpora = desk(tmp_path / "d")
+    async with serving(MirrorDrafter(), tmp_path / "d"):
+        with pytest.raises(PreconditionError, match="holds no corpora"):
+            await corpora.list("ngram")
+
+
+async def test_drafter_refuses_hostile_calls(tmp_path: Path) -> None:
+    async with serving(ngram(), tmp_path / "d"), rpc.async_channel(f"unix:{tmp_path / 'd'}") as channel:
+        stub: Any = drafter_pb2_grpc.DrafterServiceStub(channel)
+        for name, data in (("Bad", b""), ("", b""), ("a" * 65, b""), ("ok", b"123"), ("ok", b"\xff\xff\xff\xff")):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.AddCorpus(drafter_pb2.AddCorpusRequest(name=name, token_ids=data))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_token_ids_on_the_wire() -> None:
+    assert token_ids_from(token_bytes([1, 2, 300])).tolist() == [1, 2, 300]
+    assert token_bytes([1, 256]) == b"\1\0\0\0\0\1\0\0"
+    with pytest.raises(InvalidRequestError):
+        token_ids_from(token_bytes([5]), vocab_size=5)
+    with pytest.raises(InvalidRequestError):
+        token_ids_from(bytes(4 * MAX_CORPUS_TOKENS + 4))
+    for bad in ([-1], [2**31]):
+        with pytest.raises(InvalidRequestError):
+            token_bytes(bad)
+
+
+async def test_verifier_service(tmp_path: Path) -> None:
+    engine = Harness(HashTarget(40, 10, 4), vocab_size=40, num_blocks=10, block_size=4).engine
+    info = VerifierInfo(
+        epoch=5,
+        model_name="hash",
+        model_fingerprint="f",
+        dtype="float32",
+        mode="strict",
+        limits=ModelLimits(40, 64, ("ngram",)),
+        eos_token_ids=(),
+        max_queue=16,
+        speculative_max_batch_size=0,
+    )
+    server = rpc.async_server()
+    service = VerifierService(engine, info, None, desk(tmp_path / "d"))
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
+    rpc.bind(server, f"unix:{tmp_path / 'v'}")
+    await server.start()
+    async with serving(ngram(), tmp_path / "d"), rpc.async_channel(f"unix:{tmp_path / 'v'}") as channel:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        add = verifier_pb2.AddCorpusRequest(name="a", token_ids=token_bytes([1, 2, 39]))
+        assert (await stub.AddCorpus(add)).corpus == verifier_pb2.Corpus(name="a", num_tokens=3, drafter="ngram")
+        add.append = True
+        assert (await stub.AddCorpus(add)).corpus.num_tokens == 6
+        for bad in ({"token_ids": token_bytes([40])}, {"name": "A"}, {"drafter": "other"}):
+            fields: dict[str, Any] = {"name": "a", "token_ids": b""} | bad
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.AddCorpus(verifier_pb2.AddCorpusRequest(**fields))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        listed = await stub.ListCorpora(verifier_pb2.ListCorporaRequest())
+        assert list(listed.corpora) == [verifier_pb2.Corpus(name="a", num_tokens=6, drafter="ngram")]
+        await stub.RemoveCorpus(verifier_pb2.RemoveCorpusRequest(name="a"))
+        with pytest.raises(grpc.aio.AioRpcError) as gone:
+            await stub.RemoveCorpus(verifier_pb2.RemoveCorpusRequest(name="a"))
+        assert gone.value.code() is grpc.StatusCode.NOT_FOUND
+    await server.stop(None)

@@ -1,0 +1,183 @@
+"""What drafters with a head are told: each token once, with the target's hidden states of the position before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from foretoken.drafting import FINAL_NORM, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from tests.support.draft_requests import draft_batch
+from tests.support.engine_harness import Harness, Request
+from tests.support.hash_target import HIDDEN_SIZE, HashTarget, feature_of
+
+VOCAB = 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+
+
+class HeadLike:
+    """Checks what a head is told; drafts the tokens that followed the last one before, so that some are accepted."""
+
+    algorithm = "EAGLE3"
+
+    def __init__(self, features: tuple[int, ...] = (2, 1), num_rerun: int = 1) -> None:
+        self._needs = DrafterNeeds(features, num_rerun, blocks=True)
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.blocks: dict[tuple[int, int], dict[int, int]] = {}
+        # By row: positions whose features were told.
+        self.known: dict[tuple[int, int], list[int]] = {}
+        self.block_size = 0
+
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        return self._needs
+
+    def attach(self, target: TargetInfo, weights: object) -> None:
+        self.tokens.clear()
+        self.block_size = target.block_size
+
+    def release(self, slots: Sequence[int]) -> None:
+        return
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        starts, nodes, parents = [0], [], []
+        for row in range(request.num_rows):
+            tokens = self._learn(request, row)
+            chain = [tokens[-1]]
+            if request.max_nodes[row] > 1 and tokens[-1] in tokens[:-1]:
+                at = len(tokens) - 2 - tokens[-2::-1].index(tokens[-1])
+                most = min(int(request.max_nodes[row]) - 1, int(request.max_depths[row]))
+                chain += tokens[at + 1 : at + 1 + most]
+            nodes += chain
+            parents += range(-1, len(chain) - 1)
+            starts.append(len(nodes))
+        columns = (np.array(column, np.int32) for column in (starts, nodes, parents))
+        return draft_batch(request.epoch, request.step_id, *columns)
+
+    def _learn(self, request: DraftRequest, row: int) -> list[int]:
+        key = int(request.slots[row]), int(request.generations[row])
+        new = request.new_tokens[slice(*request.new_token_starts[row : row + 2])].tolist()
+        hidden = request.hidden[slice(*request.hidden_starts[row : row + 2])]
+        blocks = request.block_ids[slice(*request.block_starts[row : row + 2])].tolist()
+        tokens = self.tokens.setdefault(key, [])
+        told, length = len(tokens), len(tokens) + len(new)
+        assert length == request.lengths[row], "a token was told twice, or never"
+        tokens += new
+        for index, features in enumerate(hidden, start=length - len(hidden)):
+            expected = [value for state in self._needs.features for value in feature_of(tokens[:index], state)]
+            assert features.tolist() == expected, f"features of another position beside token {index}"
+            self.known.setdefault(key, []).append(index)
+        table = self.blocks.setdefault(key, {})
+        for place, block in enumerate(blocks, start=told // self.block_size):
+            assert table.setdefault(place, block) == block
+        assert set(table) == set(range((length - 1) // self.block_size + 1))
+        return tokens
+
+
+def harness(drafter: HeadLike, **options: object) -> Harness:
+    num_blocks = int(options.pop("num_blocks", 100))  # type: ignore[call-overload]
+    return Harness(
+        HashTarget(VOCAB, num_blocks, 4, spread=2.0),
+        vocab_size=VOCAB,
+        num_blocks=num_blocks,
+        block_size=4,
+        drafters={"head": drafter},
+        hidden_size=HIDDEN_SIZE,
+        num_layers=2,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("features", [(2, 1), (FINAL_NORM,), (0, 2, FINAL_NORM)])
+@pytest.mark.parametrize("chunk_tokens", [3, 64])
+def test_each_token_is_told_with_the_features_of_the_position_before_it(
+    features: tuple[int, ...], chunk_tokens: int
+) -> None:
+    drafter = HeadLike(features)
+    run = harness(drafter, chunk_tokens=chunk_tokens)
+    prompts = [list(range(1, 11)), [3, 1, 4, 1, 5, 9, 2, 6], [7]]
+    results = run.run(Request(prompt, GREEDY) for prompt in prompts)
+    run.drain()
+    told = sorted(drafter.tokens.values())
+    assert told == sorted(prompt + result.token_ids for prompt, result in zip(prompts, results, strict=True))
+    for key, tokens in drafter.tokens.items():
+        assert drafter.known[key] == list(range(1, len(tokens))), "a token without features, or out of order"
+    assert run.speculator.counters["head"].num_accepted_tokens > 0
+
+
+def test_a_prefix_hit_has_the_features_of_its_last_position() -> None:
+    drafter = HeadLike()
+    run = harness(drafter)
+    prompt = list(range(10)) * 2
+    run.run([Request(prompt, GREEDY)])
+    first = run.run([Request([*prompt, 5, 6], GREEDY)])[0]
+    run.drain()
+    assert first.finished is not None and first.finished.num_cached_tokens == 20
+    (key,) = [key for key, tokens in drafter.tokens.items() if tokens[:22] == [*prompt, 5, 6]]
+    # What the first sequence's entries hold is for the drafter to know; from the boundary on all is there.
+    assert drafter.known[key] == list(range(20, len(drafter.tokens[key])))
+
+
+def test_a_head_of_several_layers_gets_as_many_positions_again() -> None:
+    drafter = HeadLike(num_rerun=3)
+    run = harness(drafter)
+    prompt = list(range(10)) * 2
+    run.run([Request(prompt, GREEDY), Request([*prompt, 1], GREEDY)])
+    run.run([Request([*prompt, 5], GREEDY)])
+    (key,) = [key for key, tokens in drafter.tokens.items() if tokens[:21] == [*prompt, 5]]
+    assert drafter.known[key][0] == 18
+
+
+def test_preempted_sequences_begin_anew_with_features() -> None:
+    drafter = HeadLike()
+    run = harness(drafter, num_blocks=26, max_running=6)
+    results = run.run(Request([n, n + 1, n + 2], GREEDY) for n in range(6))
+    assert run.scheduler.num_preemptions > 0
+    assert all(len(result.token_ids) == 40 for result in results)
+
+
+def test_a_drafter_that_comes_back_is_told_all_tokens_and_the_features_from_then_on() -> None:
+    drafter = HeadLike()
+    run = harness(drafter)
+    (source,) = run.sources
+    key = run.submit(Request([1, 2, 3], GREEDY))
+    while len(run.results[key].token_ids) < 15:
+        run.step()
+    source.kill()
+    run.step()
+    at = len(run.results[key].token_ids)
+    run.step()
+    drafter.known.clear()
+    source.start()
+    while not run.results[key].is_done:
+        run.step()
+    run.drain()
+    (tokens,) = drafter.tokens.values()
+    assert tokens == [1, 2, 3, *run.results[key].token_ids]
+    (known,) = drafter.known.values()
+    assert known[0] > 3 + at and known == list(range(known[0], len(tokens)))
+
+
+def test_two_drafters_with_other_features_get_their_own_columns() -> None:
+    heads = {"one": HeadLike((1,)), "two": HeadLike((2, 1, FINAL_NORM))}
+    run = Harness(
+        HashTarget(VOCAB, 100, 4, spread=2.0),
+        vocab_size=VOCAB,
+        num_blocks=100,
+        block_size=4,
+        drafters=heads,
+        hidden_size=HIDDEN_SIZE,
+        num_layers=2,
+    )
+    names = ["one", "two", "merge", "auto"]
+    run.run(Request([n, 2, 3], GREEDY, speculation=SpeculationOptions(drafter=name)) for n, name in enumerate(names))
+    run.drain()
+    assert sorted(tokens[0] for tokens in heads["one"].tokens.values()) == [0, 2, 3]
+    assert sorted(tokens[0] for tokens in heads["two"].tokens.values()) == [1, 2]
+    for head in heads.values():
+        for key, tokens in head.tokens.items():
+            assert head.known[key] == list(range(1, len(tokens)))

@@ -1,0 +1,182 @@
+"""The corpora of this verifier's drafters: passed on, and told again to a drafter that lost them by its death.
+
+A drafter's own list is the truth of what it drafts from. What was added through this verifier is held here too, four
+bytes a token, for as long as the verifier lives: a drafter is disposable, and comes back with what it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from foretoken import rpc
+from foretoken.corpora import Corpora, CorpusInfo, HoldsCorpora, token_bytes
+from foretoken.drafting import Drafter
+from foretoken.errors import ForetokenError, InvalidRequestError, PreconditionError
+from foretoken.tree import Int32
+from protos import drafter_pb2, drafter_pb2_grpc
+from verifier_svc.config import DrafterEndpoint
+from verifier_svc.draft_source import DraftSource
+
+logger = logging.getLogger(__name__)
+
+# Sorting millions of tokens takes seconds.
+CALL_TIMEOUT_S = 120.0
+# Between two looks at whether a drafter was attached anew.
+LOOK_S = 0.5
+ALGORITHM = "NGRAM"
+
+
+class _Holder(Protocol):
+    """A drafter's corpora, wherever it runs. Raises as ``foretoken.corpora.Corpora``, and UnavailableError."""
+
+    async def add(self, name: str, token_ids: Int32, *, append: bool) -> CorpusInfo: ...
+
+    async def remove(self, name: str) -> None: ...
+
+    async def list(self) -> tuple[CorpusInfo, ...]: ...
+
+
+class _InProcess:
+    """Of a drafter in this process, which cannot die alone."""
+
+    def __init__(self, corpora: Corpora) -> None:
+        self._corpora = corpora
+
+    async def add(self, name: str, token_ids: Int32, *, append: bool) -> CorpusInfo:
+        return await asyncio.to_thread(self._corpora.add, name, token_ids, append=append)
+
+    async def remove(self, name: str) -> None:
+        await asyncio.to_thread(self._corpora.remove, name)
+
+    async def list(self) -> tuple[CorpusInfo, ...]:
+        return await asyncio.to_thread(self._corpora.list)
+
+
+class _Remote:
+    """Of a drafter in another process, by calls beside its attachment."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        # What was added through us, by name: its texts.
+        self._texts: dict[str, list[Int32]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that the drafter could have lost."""
+        return not self._texts
+
+    async def add(self, name: str, token_ids: Int32, *, append: bool) -> CorpusInfo:
+        info = await self._add(name, token_ids, append=append)
+        self._texts[name] = [*(self._texts.get(name, []) if append else []), token_ids]
+        return info
+
+    async def remove(self, name: str) -> None:
+        """Forgotten here even if the drafter is gone or has lost it: it is not told again."""
+        self._texts.pop(name, None)
+        async with self._stub() as stub:
+            await stub.RemoveCorpus(drafter_pb2.RemoveCorpusRequest(name=name), timeout=CALL_TIMEOUT_S)
+
+    async def list(self) -> tuple[CorpusInfo, ...]:
+        async with self._stub() as stub:
+            response = await stub.ListCorpora(drafter_pb2.ListCorporaRequest(), timeout=CALL_TIMEOUT_S)
+        return tuple(CorpusInfo(corpus.name, corpus.num_tokens) for corpus in response.corpora)
+
+    async def restore(self) -> int:
+        """Tell the drafter again what it lost: how many corpora."""
+        held = {info.name: info.num_tokens for info in await self.list()}
+        lost = [name for name, texts in self._texts.items() if held.get(name, -1) < sum(map(len, texts))]
+        for name in lost:
+            for number, text in enumerate(self._texts[name]):
+                await self._add(name, text, append=number > 0)
+        return len(lost)
+
+    async def _add(self, name: str, token_ids: Int32, *, append: bool) -> CorpusInfo:
+        request = drafter_pb2.AddCorpusRequest(name=name, token_ids=token_bytes(token_ids), append=append)
+        async with self._stub() as stub:
+            corpus = (await stub.AddCorpus(request, timeout=CALL_TIMEOUT_S)).corpus
+        return CorpusInfo(corpus.name, corpus.num_tokens)
+
+    @contextlib.asynccontextmanager
+    async def _stub(self) -> AsyncIterator[Any]:
+        async with rpc.async_channel(self._address) as channel:
+            try:
+                yield drafter_pb2_grpc.DrafterServiceStub(channel)
+            except grpc.aio.AioRpcError as error:
+                raise rpc.error_from_rpc(error) from error
+
+
+class DrafterCorpora:
+    """All drafters of one verifier. Used on its event loop; changes of one drafter's corpora come one after another."""
+
+    def __init__(
+        self,
+        sources: Sequence[DraftSource],
+        endpoints: Sequence[DrafterEndpoint] = (),
+        in_process: Mapping[str, Drafter] | None = None,
+    ) -> None:
+        self._sources = {source.name: source for source in sources}
+        self._remotes = {endpoint.name: _Remote(endpoint.address) for endpoint in endpoints}
+        self._in_process = dict(in_process or {})
+        self._locks = {name: asyncio.Lock() for name in self._sources}
+        # Attachments for which nothing has to be told again.
+        self._kept = dict.fromkeys(self._remotes, 0)
+
+    async def add(self, drafter: str, name: str, token_ids: Int32, *, append: bool) -> tuple[str, CorpusInfo]:
+        """Raises as ``Corpora.add``; InvalidRequestError for an unknown drafter, UnavailableError if it is gone."""
+        drafter, holder = self._holder(drafter)
+        async with self._locks[drafter]:
+            return drafter, await holder.add(name, token_ids, append=append)
+
+    async def remove(self, drafter: str, name: str) -> None:
+        """Raises as ``Corpora.remove`` and as ``add``."""
+        drafter, holder = self._holder(drafter)
+        async with self._locks[drafter]:
+            await holder.remove(name)
+
+    async def list(self, drafter: str) -> tuple[str, tuple[CorpusInfo, ...]]:
+        """Raises as ``add``."""
+        drafter, holder = self._holder(drafter)
+        return drafter, await holder.list()
+
+    async def keep(self) -> None:
+        """Tell drafters that were attached anew what they lost, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for name, remote in self._remotes.items():
+                await self._keep(name, remote)
+
+    async def _keep(self, name: str, remote: _Remote) -> None:
+        num_attaches = self._sources[name].num_attaches
+        if remote.is_empty or num_attaches == self._kept[name]:
+            return
+        try:
+            async with self._locks[name]:
+                num_told = await remote.restore()
+        except ForetokenError as error:
+            logger.warning("drafter %s has not got its corpora back: %s; trying again", name, error)
+            return
+        self._kept[name] = num_attaches
+        if num_told:
+            logger.info("drafter %s has got %d corpora back", name, num_told)
+
+    def _holder(self, drafter: str) -> tuple[str, _Holder]:
+        """The drafter of that name, or the first that holds corpora, as far as is known."""
+        if drafter and drafter not in self._sources:
+            raise InvalidRequestError(
+                f"drafter {drafter!r} is not configured; there is: {', '.join(self._sources)}", field="drafter"
+            )
+        for name, source in self._sources.items():
+            if name != drafter and (drafter or source.algorithm not in (ALGORITHM, "")):
+                continue
+            if name in self._remotes:
+                return name, self._remotes[name]
+            local = self._in_process.get(name)
+            if isinstance(local, HoldsCorpora):
+                return name, _InProcess(local.corpora)
+        raise PreconditionError("no such drafter holds corpora", field="drafter")

@@ -1,0 +1,77 @@
+"""A process of its own that finds out whether a grammar can be compiled within its means: hostile ones are killed here.
+
+Run as a script, by its path, so that it needs nothing but llguidance: ``grammar_check.py OPTIONS`` with one JSON object
+of options. It takes one JSON line a grammar, ``{"grammar": text}``, and answers with one line: ``{"error": message}``,
+empty for a grammar that may be used, and ``{"bytes": n}``, the memory that it took. Each grammar is compiled in a fork:
+native code cannot be told to stop, but a process can be killed, by its own timer, whoever else is still alive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+PAGE = resource.getpagesize()
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    options = json.loads(sys.argv[1])
+    text = Path(options["tokenizer"]).read_text(encoding="utf-8")
+    tokenizer = LLTokenizer(text, eos_token=options["eos_ids"] or None)
+    while line := sys.stdin.buffer.readline():
+        answer = _in_a_fork(tokenizer, json.loads(line)["grammar"], options)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _in_a_fork(tokenizer: LLTokenizer, grammar: str, options: dict[str, Any]) -> dict[str, Any]:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Nothing of the parent's clean-up may run here, whatever happens.
+        try:
+            os.close(reader)
+            signal.setitimer(signal.ITIMER_REAL, options["timeout_s"])
+            answer = _check(tokenizer, grammar, options)
+            with os.fdopen(writer, "w") as pipe:
+                json.dump(answer, pipe)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if said:
+        return dict(json.loads(said))
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        return {"error": f"it takes longer than {options['timeout_s']:g} s to compile", "bytes": 0}
+    return {"error": f"it takes more than {options['max_bytes'] >> 20} MiB to compile", "bytes": 0}
+
+
+def _check(tokenizer: LLTokenizer, grammar: str, options: dict[str, Any]) -> dict[str, Any]:
+    address_space, resident = _memory()
+    most = address_space + options["max_bytes"]
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**options["limits"]))
+    if not matcher.is_error():
+        # The first mask builds what all others use.
+        matcher.compute_bitmask()
+    return {"error": matcher.get_error(), "bytes": max(_memory()[1] - resident, 0)}
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of this process: address space, resident."""
+    total, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
+    return int(total) * PAGE, int(resident) * PAGE
+
+
+if __name__ == "__main__":
+    main()
