@@ -3,8 +3,9 @@
 Fills the trie with the standard library's source code until eviction runs, then streams held-out files through it as
 a verifier would: in each step some rows get a few new tokens each, then a tree is drafted for all of them. Inserting
 and matching are timed apart, as calls of ``NgramDrafter.draft``, Python included. What a call with nothing to do costs
-has its own line; it is taken off the insert times (a batch pays it once), not off the match times. Bars are for the
-medians; exits with 1 above one.
+has its own line; it is taken off the insert times (a batch pays it once), not off the match times. The same is measured
+once more with predictions that are close (their own text, one token in eight changed), with predictions of no use
+(another file), and with corpora. Bars are for the medians; exits with 1 above one.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drafter_svc.config import NgramSettings
 from drafter_svc.ngram import NgramDrafter
-from foretoken.drafting import DraftRequest, TargetInfo
+from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, TargetInfo
 from models.demo.held_out import held_out_files
 
 TOKENIZER = Path(__file__).parent.parent / "models" / "demo" / "target" / "tokenizer.json"
 WORD = re.compile(r"\w+|\s+|[^\w\s]")
 MAX_SEQUENCE = 8192
 FILL_CHUNK = 512
+CORPUS_TOKENS = 2_000_000
 SALT = 1
 # Seconds. The second leaves out when other processes had the core.
 Clock = Callable[[], float]
@@ -84,25 +87,45 @@ def load(files: list[Path], encode: Callable[[str], NDArray[np.int32]]) -> list[
     return [ids for ids in sequences if len(ids)]
 
 
-def make_request(step: int, rows: list[Row], taken: list[NDArray[np.int32]], max_nodes: int) -> DraftRequest:
+def make_request(
+    step: int,
+    rows: list[Row],
+    taken: list[NDArray[np.int32]],
+    max_nodes: int,
+    predictions: list[NDArray[np.int32]] | None = None,
+) -> DraftRequest:
     def column(values: list[int]) -> NDArray[np.int32]:
         return np.array(values, np.int32)
 
-    return DraftRequest(
-        epoch=1,
-        step_id=step,
-        slots=column([row.slot for row in rows]),
-        generations=column([row.generation for row in rows]),
-        lengths=column([row.length for row in rows]),
-        prompt_lengths=np.zeros(len(rows), np.int32),
-        max_nodes=np.full(len(rows), max_nodes, np.int32),
-        new_token_starts=column([0, *itertools.accumulate(len(each) for each in taken)]),
-        new_tokens=np.concatenate(taken),
-        salts=np.full(len(rows), SALT, np.uint64),
-        seeds=np.zeros(len(rows), np.uint64),
-        choice_indices=np.zeros(len(rows), np.int32),
-        temperatures=np.zeros(len(rows), np.float32),
-    )
+    def starts(parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+        return column([0, *itertools.accumulate(len(each) for each in parts)])
+
+    nothing = [np.zeros(0, np.int32)] * len(rows)
+    columns: dict[str, Any] = {name: np.zeros(len(rows), dtype) for name, dtype in ROW_COLUMNS.items()}
+    columns |= {
+        "slots": column([row.slot for row in rows]),
+        "generations": column([row.generation for row in rows]),
+        "lengths": column([row.length for row in rows]),
+        "max_nodes": np.full(len(rows), max_nodes, np.int32),
+        "max_depths": np.full(len(rows), max_nodes, np.int32),
+        "max_branches": np.full(len(rows), max_nodes, np.int32),
+        "salts": np.full(len(rows), SALT, np.uint64),
+    }
+    ragged = {"new_tokens": taken, "prediction": predictions or nothing}
+    for values, offsets in RAGGED_COLUMNS.items():
+        parts = ragged.get(values, nothing)
+        columns[values], columns[offsets] = np.concatenate(parts), starts(parts)
+    columns["hidden"] = np.zeros((0, 0), np.float32)
+    return DraftRequest(epoch=1, step_id=step, **columns)
+
+
+def edited(tokens: NDArray[np.int32], random: np.random.Generator) -> NDArray[np.int32]:
+    """A text as a client might predict it: of each 64 tokens 8 are others, fewer, or more."""
+    parts = []
+    for low in range(0, len(tokens), 64):
+        changed = random.choice(tokens, size=int(random.integers(0, 17)))
+        parts += [tokens[low : low + 28], changed, tokens[low + 36 : low + 64]]
+    return np.concatenate(parts)
 
 
 def fill(
@@ -138,15 +161,27 @@ def idle_call(drafter: NgramDrafter, rows: list[Row], nothing: list[NDArray[np.i
 
 
 def stream(
-    drafter: NgramDrafter, rows: list[Row], steps: int, new_tokens: int, max_nodes: int, clock: Clock
+    drafter: NgramDrafter,
+    rows: list[Row],
+    steps: int,
+    new_tokens: int,
+    max_nodes: int,
+    clock: Clock,
+    predict: Callable[[Row], NDArray[np.int32]] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-    """Per step: microseconds of inserting per token, of matching per row; and nodes drafted per row in the mean."""
+    """Per step: microseconds of inserting per token, of matching per row; and nodes drafted per row in the mean.
+
+    ``predict``: what a row's client expects of its sequence, told with its first tokens.
+    """
     inserts, matches, nodes = [], [], 0
     nothing = [np.zeros(0, np.int32)] * len(rows)
     idle = idle_call(drafter, rows, nothing, clock)
     for step in range(steps):
         taken = [row.take(new_tokens) for row in rows]
-        insert = make_request(2 * step, rows, taken, max_nodes=1)
+        predictions = None
+        if predict is not None:
+            predictions = [predict(row) if row.length <= new_tokens else nothing[0] for row in rows]
+        insert = make_request(2 * step, rows, taken, 1, predictions)
         match = make_request(2 * step + 1, rows, nothing, max_nodes=max_nodes)
         started = clock()
         drafter.draft(insert)
@@ -169,7 +204,7 @@ def report(name: str, values: NDArray[np.float64], bar: float) -> bool:
     """Print a line; whether the median is under the bar."""
     p50, p99 = np.percentile(values, [50, 99])
     good = bool(p50 < bar)
-    print(f"{name:<42} p50 {p50:6.2f} us   p99 {p99:6.2f} us   bar {bar:.0f} us at p50: {'ok' if good else 'OVER'}")
+    print(f"{name:<66} p50 {p50:6.2f} us   p99 {p99:6.2f} us   bar {bar:.0f} us at p50: {'ok' if good else 'OVER'}")
     return good
 
 
@@ -193,7 +228,7 @@ def main() -> int:
     start = time.perf_counter()
     drafter = NgramDrafter(NgramSettings(capacity=arguments.capacity, order=arguments.order))
     print(f"start: {time.perf_counter() - start:.1f} s (compiled, or loaded from the cache)")
-    drafter.attach(TargetInfo("benchmark", vocab_size, MAX_SEQUENCE, max_slots=64, max_nodes=256))
+    drafter.attach(TargetInfo("benchmark", vocab_size, MAX_SEQUENCE, max_slots=64, max_nodes=256), None)
     before = resident_mb()
     tokens, seconds = fill(drafter, history, slot=63, extra_tokens=200_000, clock=clock)
     gauges = drafter.gauges()
@@ -202,12 +237,25 @@ def main() -> int:
         f"{gauges['ngram_nodes']:,.0f} nodes, {gauges['ngram_evictions']:,.0f} evictions; clock: {arguments.clock}"
     )
     good = True
-    for count in (1, 8):
-        sequences = itertools.cycle(streamed)
+    # Each part gets text that is new to the drafter.
+    sequences = itertools.cycle(streamed[:-8])
+    random = np.random.default_rng(0)
+    kinds: dict[str, Callable[[Row], NDArray[np.int32]] | None] = {
+        "": None,
+        ", close predictions": lambda row: edited(row.tokens, random),
+        ", useless predictions": lambda row: streamed[-1 - row.slot],
+        ", corpora": None,
+    }
+    for (kind, predict), count in itertools.product(kinds.items(), (1, 8)):
+        if "corpora" in kind and not drafter.corpora.list():
+            start = time.perf_counter()
+            corpus = np.concatenate(history)[:CORPUS_TOKENS]
+            drafter.corpora.add("history", corpus)
+            print(f"a corpus of {len(corpus):,} tokens: sorted in {time.perf_counter() - start:.1f} s")
         rows = [Row(slot, sequences) for slot in range(count)]
-        inserts, matches, nodes = stream(drafter, rows, arguments.steps, 2, arguments.max_nodes, clock)
-        good &= report(f"insert, {count} rows x 2 tokens, per token", inserts, MAX_INSERT_US)
-        good &= report(f"match, {count} rows, {nodes:.1f} nodes drafted, per row", matches, MAX_MATCH_US)
+        inserts, matches, nodes = stream(drafter, rows, arguments.steps, 2, arguments.max_nodes, clock, predict)
+        good &= report(f"insert, {count} rows x 2 tokens{kind}, per token", inserts, MAX_INSERT_US)
+        good &= report(f"match, {count} rows, {nodes:.1f} nodes drafted{kind}, per row", matches, MAX_MATCH_US)
         drafter.release(range(count))
     memory = resident_mb() - before
     good &= memory < MAX_MEMORY_MB and drafter.gauges()["ngram_evictions"] > gauges["ngram_evictions"] > 0

@@ -13,18 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter_svc.config import NgramSettings
+from drafter_svc.ngram_candidates import new_scratch
 from drafter_svc.ngram_corpora import CorpusStore
-from drafter_svc.ngram_sequences import GENERATION, SLOT_OF, new_sequences
-from drafter_svc.ngram_tree import Drafted, Told, compile_draft_batch, new_scratch
+from drafter_svc.ngram_sequences import GENERATION, NUM_COLUMNS, SLOT_OF, new_sequences
+from drafter_svc.ngram_tree import Drafted, Told, compile_draft_batch
 from drafter_svc.ngram_trie import NUM_EVICTIONS, NUM_NODES, new_trie
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 
 if TYPE_CHECKING:
     from foretoken.models.target_weights import TargetWeights
-
-# Columns of a batch, as ngram_sequences.SLOT_OF and the following name them.
-_COLUMNS = ("slots", "generations", "lengths", "max_nodes", "salts", "prompt_lengths", "max_depths", "max_branches")
 
 
 class NgramDrafter:
@@ -89,13 +87,23 @@ class NgramDrafter:
         Tokens outside of the vocabulary are not learnt, and nothing is learnt across them.
         """
         rows = request.num_rows
-        columns = np.empty((rows, len(_COLUMNS)), np.int64)
-        for number, name in enumerate(_COLUMNS):
-            column = getattr(request, name)
-            columns[:, number] = column.view(np.int64) if name == "salts" else column
+        # In the order of ngram_sequences.SLOT_OF and the following. One array: eight would be eight to unbox.
+        columns = np.array(
+            (
+                request.slots,
+                request.generations,
+                request.lengths,
+                request.max_nodes,
+                request.salts.view(np.int64),
+                request.prompt_lengths,
+                request.max_depths,
+                request.max_branches,
+            ),
+            np.int64,
+        )
         # Own, writable copies: another layout or a read-only array would be another type, and compiled anew.
         told = Told(
-            columns,
+            np.ascontiguousarray(columns.T),
             np.array(request.new_token_starts, np.int32),
             np.array(request.new_tokens, np.int32),
             np.array(request.prediction_starts, np.int32),
@@ -155,7 +163,7 @@ class NgramDrafter:
     def _warm_up(self) -> None:
         """Call the compiled function once, on arrays of its own: a first compilation takes many seconds."""
         starts = np.array([0, 1], np.int32)
-        columns = np.ones((1, len(_COLUMNS)), np.int64)
+        columns = np.ones((1, NUM_COLUMNS), np.int64)
         columns[:, SLOT_OF] = 0
         one = np.ones(1, np.int32)
         self._draft_batch(

@@ -22,6 +22,7 @@ GAP = -1
 GENERATION, SEEN, OWN_LENGTH, SALT, LAST, PREDICTED_LENGTH, CURSOR, RUN = range(8)
 # Columns of a batch.
 SLOT_OF, GENERATION_OF, LENGTH_OF, MAX_NODES_OF, SALT_OF, PROMPT_LENGTH_OF, MAX_DEPTH_OF, MAX_BRANCH_OF = range(8)
+NUM_COLUMNS = 8
 # Entries of options.
 VOCAB_SIZE, MIN_WINDOW, MAX_WINDOW, MIN_BREADTH, MAX_BREADTH, BY_FREQUENCY = range(6)
 # RUN at the start of an output, where the client says what comes: as good as so many matched tokens.

@@ -7,17 +7,18 @@ parameters bear the names of the settings' fields, which is how ``context.params
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken import corpus_commands, flags, offline
+from foretoken import client_commands, corpus_commands, flags, offline
+from foretoken.client_commands import program, say
 
 if TYPE_CHECKING:
     from drafter_svc.config import DrafterSettings
+    from foretoken.drafter_spec import DrafterSpec
     from foretoken.drafting import Drafter
     from foretoken.supervisor import Service
     from gateway.config import GatewaySettings
@@ -43,11 +44,6 @@ def main() -> None:
             raise
         say(" ".join(str(error).split()))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-
-
-def say(line: str) -> None:
-    """One line of ours on stderr."""
-    print(f"foretoken: {line}", file=sys.stderr, flush=True)
 
 
 @app.callback(invoke_without_command=True)
@@ -93,7 +89,12 @@ def serve(
     max_queued_requests: flags.MaxQueuedRequests = None,
     chunked_prefill_size: flags.ChunkedPrefillSize = None,
     disable_radix_cache: flags.DisableRadixCache = False,
-    speculative_algorithm: flags.SpeculativeAlgorithm = "NGRAM",
+    speculative_algorithm: flags.SpeculativeAlgorithm = None,
+    speculative_draft_model_path: flags.SpeculativeDraftModelPath = None,
+    speculative_token_map: flags.SpeculativeTokenMap = None,
+    drafters: flags.DrafterSpecs = None,
+    speculative_num_steps: flags.SpeculativeNumSteps = None,
+    speculative_eagle_topk: flags.SpeculativeEagleTopk = None,
     speculative_num_draft_tokens: flags.SpeculativeNumDraftTokens = None,
     speculative_max_batch_size: flags.SpeculativeMaxBatchSize = None,
     ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
@@ -107,7 +108,7 @@ def serve(
     dry_run: flags.DryRun = False,
     log_level: flags.LogLevel = "warning",
 ) -> None:
-    """Start gateway, verifier and drafter on one host, and keep them running.
+    """Start gateway, verifier and drafters on one host, and keep them running.
 
     Ctrl-C or SIGTERM lets running streams go on for 14 seconds at most; a second Ctrl-C stops at once.
     """
@@ -179,12 +180,13 @@ def verifier(
     max_queued_requests: flags.MaxQueuedRequests = None,
     chunked_prefill_size: flags.ChunkedPrefillSize = None,
     disable_radix_cache: flags.DisableRadixCache = False,
+    speculative_num_steps: flags.SpeculativeNumSteps = None,
+    speculative_eagle_topk: flags.SpeculativeEagleTopk = None,
     speculative_num_draft_tokens: flags.SpeculativeNumDraftTokens = None,
     speculative_max_batch_size: flags.SpeculativeMaxBatchSize = None,
     drafters: flags.DrafterEndpoints = None,
     draft_timeout_ms: flags.DraftTimeoutMs = None,
     drain_timeout_s: flags.DrainTimeout = None,
-    drafter_placement: flags.DrafterPlacement = "process",
     otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
     ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
     ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
@@ -198,22 +200,27 @@ def verifier(
 ) -> None:
     """Start one verifier: it owns the target model, and commits tokens.
 
-    With --drafter-placement in-process it also holds an n-gram drafter; the --speculative-ngram flags are for that.
+    A --drafter with an address is attached to, one with an algorithm is held in this process: the
+    --speculative-ngram flags are for such ones.
     """
     # Read by the OpenMP library as it is loaded: by default a thread spins through milliseconds at each barrier, also
     # while the one it waits for has lost its core.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
-    settings = _verifier_settings(context, _checkpoint(context), address, drafters or [])
+    from foretoken.drafter_spec import parse_spec
+
+    held = [parse_spec(text) for text in drafters or [] if "address=" not in text]
+    endpoints = [text for text in drafters or [] if "address=" in text]
+    settings = _verifier_settings(context, _checkpoint(context), address, endpoints)
+    if all(spec.algorithm != "NGRAM" for spec in held):
+        _refuse_ngram_flags(context, "--drafter name=NAME,algorithm=NGRAM")
     if dry_run:
         _print_plan(settings)
         return
     in_process: dict[str, Drafter] = {}
-    if drafter_placement == "in-process":
+    if held:
         from drafter_svc.server import make_drafter
 
-        in_process[NGRAM_DRAFTER] = make_drafter(_ngram_settings(context, "unix:/none"))
-    else:
-        _refuse_ngram_flags(context, "--drafter-placement in-process")
+        in_process = {spec.name: make_drafter(_drafter_settings(context, spec, "unix:/none")) for spec in held}
     from foretoken.telemetry import configure_logging
     from verifier_svc import server
 
@@ -258,69 +265,8 @@ def drafter(
     server.run(settings)
 
 
-@app.command()
-def probe(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="unix:/path or host:port of a gRPC server.")],
-    service: Annotated[
-        str,
-        typer.Option(
-            help="Full name of a service: is it ready?", show_default="none: does the server answer?", metavar="NAME"
-        ),
-    ] = "",
-) -> None:
-    """Exit with status 0 if a service is ready, as grpc.health.v1 at ADDRESS says, else with 1."""
-    import asyncio
-
-    from foretoken import probes
-
-    async def ask() -> bool:
-        probe = probes.GrpcProbe(address, service)
-        try:
-            return await probe.is_ready()
-        finally:
-            await probe.close()
-
-    if not asyncio.run(ask()):
-        say(f"{service or 'the server'} at {address} is not serving")
-        raise typer.Exit(1)
-
-
-@app.command()
-def complete(
-    prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
-    url: Annotated[
-        str, typer.Option(envvar="FORETOKEN_URL", show_envvar=True, help="Where the gateway answers.")
-    ] = "http://127.0.0.1:8000",
-    max_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the server's")] = None,
-    seed: Annotated[int | None, typer.Option(help="For the same text again.", show_default="random")] = None,
-    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decode for this request.")] = False,
-    drafter: Annotated[str | None, typer.Option(help="Name of the drafter.", show_default="the server's")] = None,
-) -> None:
-    """Stream a completion in the terminal; accepted draft tokens are green."""
-    from foretoken.complete import CompletionOptions, dim
-    from foretoken.complete import complete as stream
-    from foretoken.errors import ConfigError, UnavailableError
-
-    if no_speculation and drafter is not None:
-        raise ConfigError("--no-speculation and --drafter exclude each other")
-    options = CompletionOptions(prompt, max_tokens, temperature, seed, not no_speculation, drafter)
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    try:
-        figures = stream(url, options, write=_write, colour=colour)
-    except UnavailableError as error:
-        start = f"start a server with: make serve, or: {_program()} serve MODEL; or name a running one with --url"
-        raise UnavailableError(f"{error}; {start}") from None
-    _write("\n")
-    print(dim(figures) if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else figures, file=sys.stderr)
-
-
 offline.add_commands(app)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+client_commands.add_commands(app)
 
 
 def _supervise(context: typer.Context, folder: Path) -> int:
@@ -335,7 +281,7 @@ def _supervise(context: typer.Context, folder: Path) -> int:
     def announce_ready() -> None:
         settings = gateway_settings
         name, host, port = settings.served_model_name, settings.host, settings.port
-        print(stack.ready_text(name, host, port, settings.grpc_port, _program()), flush=True)
+        print(stack.ready_text(name, host, port, settings.grpc_port, program()), flush=True)
 
     supervisor = Supervisor(services, on_ready=announce_ready, announce=say, stop_notice=stack.STOP_NOTICE)
     return asyncio.run(supervisor.run())
@@ -345,24 +291,24 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
     """The services of a stack in the order of their start, settings checked. ``folder`` holds their sockets."""
     from foretoken import stack
     from foretoken.config import to_flags
+    from foretoken.drafter_spec import spec_text
 
     checkpoint = _checkpoint(context)
-    verifier_address, drafter_address = f"unix:{folder}/verifier.sock", f"unix:{folder}/drafter.sock"
-    drafter_settings = _ngram_settings(context, drafter_address)
+    verifier_address = f"unix:{folder}/verifier.sock"
     level = ("--log-level", context.params["log_level"])
-    services, endpoints, in_process = [], [], []
-    if context.params["speculative_algorithm"] == "NONE":
-        _refuse_ngram_flags(context, "--speculative-algorithm NGRAM")
-    elif context.params["drafter_placement"] == "in-process":
-        in_process = ["--drafter-placement", "in-process", *to_flags(drafter_settings.ngram, "ngram")]
-    else:
-        endpoints = [f"name={NGRAM_DRAFTER},address={drafter_address}"]
-        services.append(stack.drafter(stack.command("drafter", drafter_settings, level), drafter_address))
+    services, endpoints, held = [], [], []
+    specs = _drafter_specs(context)
+    for spec in specs:
+        address = f"unix:{folder}/{spec.name}.sock"
+        settings = _drafter_settings(context, spec, address)
+        if context.params["drafter_placement"] == "in-process":
+            held += ["--drafter", spec_text(spec), *to_flags(settings.ngram, "ngram")]
+        else:
+            endpoints.append(f"name={spec.name},address={address}")
+            services.append(stack.drafter(spec.name, stack.command("drafter", settings, level), address))
     verifier_settings = _verifier_settings(context, checkpoint, verifier_address, endpoints)
     gateway_settings = _gateway_settings(context, checkpoint, [verifier_address], drain_timeout_s=stack.GATEWAY_DRAIN_S)
-    services.append(
-        stack.verifier(stack.command("verifier", verifier_settings, (*in_process, *level)), verifier_address)
-    )
+    services.append(stack.verifier(stack.command("verifier", verifier_settings, (*held, *level)), verifier_address))
     services.append(
         stack.gateway(stack.command("gateway", gateway_settings, level), gateway_settings.host, gateway_settings.port)
     )
@@ -413,12 +359,47 @@ def _verifier_settings(
     return build(VerifierSettings, given | checkpoint | {"address": address, "drafters": drafters})
 
 
-def _ngram_settings(context: typer.Context, address: str) -> DrafterSettings:
-    """Of the drafter that comes with a server; that of any other is a command of its own."""
+def _drafter_specs(context: typer.Context) -> list[DrafterSpec]:
+    """The drafters of a stack: those of --drafter, or the one of --speculative-algorithm. Raises ConfigError."""
+    from foretoken.config import build
+    from foretoken.drafter_spec import DrafterSpec, algorithm_of, parse_spec
+    from foretoken.errors import ConfigError
+
+    given, algorithm = context.params["drafters"], context.params["speculative_algorithm"]
+    path, token_map = (context.params[f"speculative_{name}"] for name in ("draft_model_path", "token_map"))
+    if given:
+        specs = [parse_spec(text) for text in given]
+        if algorithm or path or token_map:
+            raise ConfigError("--drafter names drafters with all that belongs to them: nothing else says so too")
+    elif algorithm == "NONE":
+        specs = []
+    else:
+        name = algorithm_of(algorithm or "NGRAM")
+        fields = {"name": name.lower(), "algorithm": name, "model": path, "token_map": token_map}
+        specs = [build(DrafterSpec, fields)]
+    if len({spec.name for spec in specs}) != len(specs):
+        raise ConfigError("--drafter: two drafters have the same name")
+    if all(spec.algorithm != "NGRAM" for spec in specs):
+        _refuse_ngram_flags(context, "a drafter of --speculative-algorithm NGRAM")
+    return specs
+
+
+def _drafter_settings(context: typer.Context, spec: DrafterSpec, address: str) -> DrafterSettings:
+    """Of one drafter that a server starts or holds. A model's hub id is downloaded."""
     from drafter_svc.config import DrafterSettings
+    from foretoken import hub
     from foretoken.config import build
 
-    return build(DrafterSettings, {"name": NGRAM_DRAFTER, "address": address, "ngram": _ngram_given(context)})
+    given: dict[str, Any] = spec.model_dump(include={"name", "algorithm", "threads"}) | {"address": address}
+    if spec.model is not None:
+        given["speculative_draft_model_path"] = hub.resolve(spec.model).resolve()
+    if spec.token_map is not None:
+        given["speculative_token_map"] = spec.token_map.resolve()
+    if not spec.coupled_noise:
+        given["disable_coupled_noise"] = True
+    if spec.algorithm == "NGRAM":
+        given["ngram"] = _ngram_given(context)
+    return build(DrafterSettings, given)
 
 
 def _given(context: typer.Context, settings: Any) -> dict[str, Any]:
@@ -461,9 +442,3 @@ def _check_checkpoint(folder: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no checkpoint: there is no {name}")
-
-
-def _program() -> str:
-    """How the user called this program, to be copied into a shell."""
-    called = Path(sys.argv[0])
-    return shlex.quote(sys.argv[0]) if called.name == "foretoken" else "foretoken"

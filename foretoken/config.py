@@ -37,12 +37,15 @@ def flag_of(field: str, section: str = "") -> str:
     return f"--{_PREFIXES.get(section, '')}{name}"
 
 
-def build(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
-    """Settings from the values that were given. Raises ConfigError that names the flag at fault."""
+def build(kind: type[Settings], values: Mapping[str, Any], flag: str = "") -> Settings:
+    """Settings from the values that were given. Raises ConfigError that names the flag at fault.
+
+    ``flag``: the one flag whose pairs the values are; otherwise each field is a flag of its own.
+    """
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError("; ".join(_describe(item) for item in error.errors())) from None
+        raise ConfigError("; ".join(_describe(item, flag) for item in error.errors())) from None
 
 
 def to_flags(settings: BaseModel, section: str = "") -> list[str]:
@@ -83,7 +86,7 @@ def parse_pairs(text: str, flag: str) -> dict[str, str]:
     return pairs
 
 
-def _describe(item: Any) -> str:
+def _describe(item: Any, flag: str = "") -> str:
     """One line for one entry of ``ValidationError.errors()``."""
     message = str(item["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
@@ -92,6 +95,8 @@ def _describe(item: Any) -> str:
         return message
     if isinstance(item["input"], (str, int, float)):
         message += f", got {item['input']!r}"
+    if flag:
+        return f"{flag} {path[0]}: {message}"
     if path[0] in _PREFIXES:
         # A rule about two nested fields names them itself.
         return f"{flag_of(path[1], path[0])}: {message}" if len(path) > 1 else f"--{_PREFIXES[path[0]]}...: {message}"

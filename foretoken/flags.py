@@ -146,8 +146,25 @@ DisableRadixCache = Annotated[
 
 # Speculation.
 SpeculativeAlgorithm = Annotated[
-    Literal["NGRAM", "NONE"],
-    typer.Option(help="Drafter to start; NONE: plain decode."),
+    Literal["EAGLE", "EAGLE2", "EAGLE3", "MTP", "NEXTN", "STANDALONE", "NGRAM", "NONE"] | None,
+    typer.Option(help="Drafter to start; NONE: plain decode.", show_default="NGRAM"),
+]
+DrafterSpecs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        metavar="name=NAME,algorithm=ALGORITHM[,model=MODEL][,token_map=FILE][,threads=N][,coupled_noise=false]",
+        help="A drafter to start, instead of --speculative-algorithm; may be given several times.",
+        show_default="none",
+    ),
+]
+SpeculativeNumSteps = Annotated[
+    int | None,
+    typer.Option(help="Levels of a draft model's trees, exactly; 0: as many as pay.", show_default="0"),
+]
+SpeculativeEagleTopk = Annotated[
+    int | None,
+    typer.Option(help="Children of one node in a draft model's trees at most.", show_default="4"),
 ]
 SpeculativeNumDraftTokens = Annotated[
     int | None,
@@ -170,7 +187,8 @@ DrafterEndpoints = Annotated[
     typer.Option(
         "--drafter",
         metavar="name=NAME,address=ADDRESS[,transport=auto|shared-memory|grpc]",
-        help="A drafter to attach to; may be given several times.",
+        help="A drafter to attach to, or name=NAME,algorithm=ALGORITHM[,model=MODEL]: one to hold in this process; "
+        "may be given several times.",
         show_default="none",
     ),
 ]

@@ -35,10 +35,10 @@ def command(service: str, settings: BaseModel, extra: Sequence[str] = ()) -> tup
     return (sys.executable, "-P", "-m", "foretoken", service, *to_flags(settings), *extra)
 
 
-def drafter(command: tuple[str, ...], address: str) -> Service:
+def drafter(name: str, command: tuple[str, ...], address: str) -> Service:
     """A stack serves plain decode while its drafter is away, so none waits for it for ever."""
     probe = probes.GrpcProbe(address, DRAFTER_HEALTH_NAME)
-    return Service("drafter", command, probe, DRAFTER_GRACE_S, required=False)
+    return Service(f"drafter {name}", command, probe, DRAFTER_GRACE_S, required=False)
 
 
 def verifier(command: tuple[str, ...], address: str) -> Service:

@@ -151,8 +151,8 @@ class ModelRunner:
         if len(src_slots) != len(dst_slots):
             raise ValueError("src_slots and dst_slots differ in length")
         for slots in (src_slots, dst_slots):
-            if len(slots) and not 0 <= slots.min() <= slots.max() < self._cache.num_slots:
-                raise ValueError(f"a slot is not in [0, {self._cache.num_slots})")
+            if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_blocks * self.block_size:
+                raise ValueError(f"a slot is not in [0, {self.num_blocks * self.block_size})")
         kv_commit(self._planes, src_slots, dst_slots)
 
     def warm_up(self, progress: Progress = _silent) -> None:

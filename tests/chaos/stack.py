@@ -80,7 +80,7 @@ class Stack:
 
     @property
     def drafter_address(self) -> str:
-        return f"unix:{self.folder}/drafter.sock"
+        return f"unix:{self.folder}/ngram.sock"
 
     def find(self, name: Process) -> psutil.Process:
         """The process of that name. Raises psutil.NoSuchProcess while there is none."""

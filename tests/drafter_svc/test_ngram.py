@@ -283,7 +283,12 @@ def random_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
         slot = int(random.integers(3))
         generation, salt, length, prompt_length = state[slot]
         if random.random() < 0.15 or not generation:
-            generation, salt, length, prompt_length = generation + 1, int(random.integers(1, 3)), 0, random.integers(9)
+            generation, salt, length, prompt_length = (
+                generation + 1,
+                int(random.integers(1, 3)),
+                0,
+                int(random.integers(9)),
+            )
         tokens = random.integers(alphabet, size=random.integers(0, 9)).tolist()
         is_predicted = random.random() < (0.5 if length == 0 else 0.05)
         prediction = random.integers(alphabet, size=random.integers(1, 60)).tolist() if is_predicted else []
@@ -297,7 +302,7 @@ def random_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
             "salt": salt,
             "length": length,
             "new_tokens": tokens,
-            "prompt_length": int(prompt_length),
+            "prompt_length": prompt_length,
             "prediction": prediction,
             "max_nodes": int(random.integers(1, 33)),
             "max_depth": int(random.choice([1, 2, 5, 99])),

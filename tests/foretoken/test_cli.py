@@ -128,7 +128,7 @@ def test_every_setting_has_its_flag_and_every_flag_its_setting(name: str) -> Non
     if name == "drafter":
         fields = fields - {"ngram"} | set(NGRAM_FIELDS)
     if name == "verifier":
-        fields |= {"drafter_placement", *NGRAM_FIELDS}
+        fields |= set(NGRAM_FIELDS)
     if name == "gateway":
         parameters |= {"model"}
     assert parameters == fields
@@ -145,7 +145,7 @@ def test_flags_have_the_names_that_messages_give_them(name: str) -> None:
 
 
 def test_serve_has_flags_of_its_services_only() -> None:
-    own = {"revision", "dry_run", "log_level", "speculative_algorithm", "drafter_placement"}
+    own = {"revision", "dry_run", "log_level", "speculative_algorithm", "drafter_placement", "drafters"}
     known = {field for settings in SETTINGS.values() for field in settings.model_fields} | set(NGRAM_FIELDS) | own
     assert {parameter.name for parameter in COMMANDS["serve"].params} <= known
 
@@ -156,7 +156,7 @@ def test_help_states_the_defaults_of_the_settings(name: str) -> None:
     for settings in SETTINGS.values():
         defaults |= {field: info.default for field, info in settings.model_fields.items()}
     defaults |= {"served_model_name": "the folder's name, or the hub id", "chat_template": "the tokenizer's"}
-    defaults |= {"revision": "main", "drafters": "none"}
+    defaults |= {"revision": "main", "drafters": "none", "speculative_algorithm": "NGRAM"}
     for parameter in COMMANDS[name].params:
         shown = getattr(parameter, "show_default", None)
         if isinstance(shown, str):
@@ -171,7 +171,7 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
     tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
 ) -> None:
     serve(str(tmp_path), *ONE_OF_EACH, *NGRAM)
-    assert list(supervised) == ["drafter", "verifier", "gateway"]
+    assert list(supervised) == ["drafter ngram", "verifier", "gateway"]
     assert [service.required for service in supervised.values()] == [False, True, True]
     for service in supervised.values():
         invoke(*words(service))
@@ -287,11 +287,11 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
         (("serve", ".", "--request-timeout", "0"), "--request-timeout: input should be greater than 0, got 0.0"),
         (
             ("serve", ".", "--speculative-algorithm", "NONE", "--speculative-ngram-capacity", "5000"),
-            "--speculative-ngram-capacity has an effect only with --speculative-algorithm NGRAM",
+            "--speculative-ngram-capacity has an effect only with a drafter of --speculative-algorithm NGRAM",
         ),
         (
             ("verifier", ".", "--address", "unix:/v", "--speculative-ngram-order", "recency"),
-            "--speculative-ngram-order has an effect only with --drafter-placement in-process",
+            "--speculative-ngram-order has an effect only with --drafter name=NAME,algorithm=NGRAM",
         ),
         (
             ("verifier", ".", "--address", "unix:/v", "--drafter", "ngram"),
@@ -326,7 +326,7 @@ def test_a_port_in_use_is_noticed_before_anything_starts() -> None:
     [
         (("serve",), "Missing argument 'MODEL'"),
         (("serve", ".", "--attention-backend", "x"), "No such option: --attention-backend"),
-        (("serve", ".", "--speculative-algorithm", "EAGLE3"), "'EAGLE3' is not"),
+        (("serve", ".", "--speculative-algorithm", "EAGLE9"), "'EAGLE9' is not"),
         (("verifier", "."), "Missing option '--address'"),
         (("gateway", "."), "Missing option '--verifier'"),
     ],

@@ -74,7 +74,10 @@ def usage(body: dict[str, Any]) -> tuple[int, int]:
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
-OPENAI = [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "a", "max_tokens": 50})]
+OPENAI: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 50}),
+]
 CONTENTS = ["hello world", [{"type": "text", "text": "hello"}, {"type": "text", "text": " world"}]]
 
 

@@ -1,0 +1,95 @@
+"""Predictions and corpora through the whole stack: drafts from both are accepted, also after the drafter's death."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.stack import ENVIRONMENT, Stack, running, wait_until
+
+KEY = "an operator's own key"
+AUTH = {"authorization": f"Bearer {KEY}"}
+NUM_TOKENS = 120
+PROMPT = "for i in range(10):\n"
+
+
+@pytest.fixture(scope="module")
+def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("operated")
+    (folder / "key").write_text(KEY)
+    with running(checkpoint, folder / "log", "--admin-api-key-file", str(folder / "key")) as stack:
+        yield stack
+
+
+def ask(stack: Stack, tenant: str, **more: Any) -> dict[str, Any]:
+    """Text that hardly repeats itself, for a tenant that has no history."""
+    sampling = {"max_new_tokens": NUM_TOKENS, "temperature": 1.0, "sampling_seed": 7, "ignore_eos": True}
+    body = {"text": PROMPT, "sampling_params": sampling, "cache_salt": tenant, **more}
+    answer = httpx.post(f"{stack.url}/generate", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def accepted(answer: dict[str, Any]) -> int:
+    """Drafted tokens that were output. How wide a row drafts depends on what steps cost: nothing is exact here."""
+    count: int = answer["meta_info"]["spec_accept_token_num"]
+    return count
+
+
+def corpora(stack: Stack) -> dict[str, int]:
+    answer = httpx.get(f"{stack.url}/v1/corpora", headers=AUTH, timeout=60, trust_env=False)
+    return {entry["name"]: entry["num_tokens"] for entry in answer.json()["data"]} if answer.is_success else {}
+
+
+def test_a_prediction_is_drafted_from(stack: Stack) -> None:
+    plain = ask(stack, "plain", speculative={"enabled": False})
+    output = plain["output_ids"]
+    assert accepted(plain) == 0
+    exact = ask(stack, "exact", prediction=output)
+    assert exact["output_ids"] == output and accepted(exact) > 30
+    assert exact["meta_info"]["accepted_prediction_tokens"] == NUM_TOKENS
+    close = ask(stack, "close", prediction=[*output[:40], 5, 6, *output[50:]])
+    assert close["output_ids"] == output and accepted(close) > 15
+    wrong = ask(stack, "wrong", prediction=output[::-1])
+    assert wrong["output_ids"] == output and wrong["text"] == plain["text"]
+
+
+def test_corpora_are_drafted_from_until_they_are_removed(stack: Stack) -> None:
+    output = ask(stack, "writer", speculative={"enabled": False})["output_ids"]
+    without = accepted(ask(stack, "before"))
+    body = {"name": "outputs", "token_ids": output}
+    assert httpx.post(f"{stack.url}/v1/corpora", json=body, headers=AUTH, trust_env=False).status_code == 200
+    within = ask(stack, "during")
+    assert within["output_ids"] == output and accepted(within) > without + 20
+
+    drafter = stack.service("drafter")
+    drafter.kill()
+    wait_until(lambda: corpora(stack) == {"outputs": NUM_TOKENS} and stack.service("drafter") != drafter, stack)
+    tenants = itertools.count()
+
+    def is_drafted_from_again() -> bool:
+        """A drafter that has just come is trusted little by little."""
+        again = ask(stack, f"after {next(tenants)}")
+        assert again["output_ids"] == output
+        return accepted(again) > without + 20
+
+    wait_until(is_drafted_from_again, stack)
+
+    options = ("--url", stack.url, "--admin-api-key-file", str(stack.log.parent / "key"))
+    for words, expected in (
+        (("list",), f"outputs: {NUM_TOKENS} tokens\n"),
+        (("remove", "outputs"), ""),
+        (("list",), ""),
+    ):
+        command = [sys.executable, "-P", "-m", "foretoken", "corpus", *words, *options]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+        assert done.stdout == expected
+    assert accepted(ask(stack, "removed")) < without + 10
