@@ -44,7 +44,7 @@ def walk(
     """One step behind the prompt, whose one token is the root."""
     prompt = (int(tree.tokens[0]),)
     state = SamplingState(params, prompt, eos_ids=eos_ids, choice_index=0)
-    return sample_and_walk(logits, tree, state, 1, (), max_new_tokens, source=source)
+    return sample_and_walk(logits, tree, state, 1, (), max_new_tokens, sources=[0] + [source] * (tree.num_nodes - 1))
 
 
 # --- Literal walks.
@@ -124,7 +124,7 @@ def test_ignored_eos_is_emitted():
 def test_the_lengths_end_cuts_the_walk(max_new_tokens, tokens, accepted, finish):
     result = walk(peaks(3, 6, 7, 1, 2, 1), TREE, max_new_tokens=max_new_tokens)
     assert (result.tokens, result.accepted_nodes, result.finish) == (tokens, accepted, finish)
-    assert (result.num_walked_tokens, result.num_accepted_drafts) == (3, 2), "counted before trimming"
+    assert (result.num_walked_tokens, len(result.matched_nodes)) == (3, 2), "counted before trimming"
     assert result.sources == [1] * len(accepted) + [0] * (len(tokens) - len(accepted))
 
 
@@ -383,8 +383,8 @@ def speculative_text(
         assert [int(tree.tokens[node]) for node in result.accepted_nodes] == result.tokens[: len(result.accepted_nodes)]
         assert result.sources == [int(i < len(result.accepted_nodes)) for i in range(len(result.tokens))]
         seen["accepted run"] += len(result.accepted_nodes) >= 2
-        seen["refused"] += result.num_accepted_drafts < tree.num_speculative_tokens
-        seen["drafted stop"] += result.finish is FinishReason.STOP and result.num_accepted_drafts > len(result.tokens)
+        seen["refused"] += len(result.matched_nodes) < tree.num_speculative_tokens
+        seen["drafted stop"] += result.finish is FinishReason.STOP and len(result.matched_nodes) > len(result.tokens)
         seen["cut"] += result.finish is FinishReason.LENGTH and result.num_walked_tokens > len(result.tokens)
         text.tokens += result.tokens
         text.logprobs += result.logprobs
