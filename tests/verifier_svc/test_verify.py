@@ -59,7 +59,7 @@ TREE = tree_of([0, 3, 4, 5, 6, 7], [-1, 0, 0, 1, 1, 2])
 
 def test_walk_follows_the_child_that_holds_the_sampled_token():
     result = walk(peaks(3, 6, 7, 1, 2, 1), TREE, source=4)
-    assert result == WalkResult([3, 6, 2], [1, 4], [4, 4, 0], None, None, [], 3, 2)
+    assert result == WalkResult([3, 6, 2], [1, 4], [4, 4, 0], None, None, [], 3, [1, 4])
 
 
 def test_walk_takes_the_other_branch():
@@ -80,7 +80,7 @@ def test_everything_refused_still_gives_one_token():
 
 def test_plain_decode_is_a_tree_with_only_a_root():
     result = walk(peaks(5), DraftTree.root_only(2))
-    assert result == WalkResult([5], [], [0], None, None, [], 1, 0)
+    assert result == WalkResult([5], [], [0], None, None, [], 1, [])
 
 
 def test_of_siblings_with_one_token_the_lowest_index_is_taken():
@@ -98,12 +98,12 @@ def test_a_stop_token_ends_the_output_and_is_not_in_it():
     for eos_ids, params in ((frozenset({6}), GREEDY), (NO_EOS, replace(GREEDY, stop_token_ids=(6,)))):
         result = walk(peaks(3, 6, 7, 1, 2, 1), TREE, params, eos_ids=eos_ids)
         # Node 4 held the stop token: a good draft, but its entry is nobody's.
-        assert result == WalkResult([3], [1], [1], FinishReason.STOP, 6, [], 2, 2)
+        assert result == WalkResult([3], [1], [1], FinishReason.STOP, 6, [], 2, [1, 4])
 
 
 def test_a_stop_token_from_the_target_alone_ends_the_output():
     result = walk(peaks(3, 6, 7, 1, 2, 1), TREE, eos_ids=frozenset({2}))
-    assert result == WalkResult([3, 6], [1, 4], [1, 1], FinishReason.STOP, 2, [], 3, 2)
+    assert result == WalkResult([3, 6], [1, 4], [1, 1], FinishReason.STOP, 2, [], 3, [1, 4])
     assert walk(peaks(5), DraftTree.root_only(2), eos_ids=frozenset({5})).tokens == []
 
 
