@@ -397,6 +397,8 @@ def _drafter_settings(context: typer.Context, spec: DrafterSpec, address: str) -
         given["speculative_draft_model_path"] = hub.resolve(spec.model).resolve()
     if spec.token_map is not None:
         given["speculative_token_map"] = spec.token_map.resolve()
+    if not spec.coupled_noise:
+        given["disable_coupled_noise"] = True
     if spec.algorithm == "NGRAM":
         given["ngram"] = _ngram_given(context)
     return build(DrafterSettings, given)
