@@ -250,6 +250,8 @@ def drafter(
     log_level: flags.LogLevel = "info",
 ) -> None:
     """Start one drafter: it proposes tokens to the verifier that attaches to it, one at a time."""
+    # As for a verifier: a draft model's threads share the cores with it.
+    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     from drafter_svc.config import DrafterSettings
     from foretoken import hub
     from foretoken.config import build
