@@ -13,7 +13,6 @@ from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.sequence import Sequence
 from verifier_svc.step import Scheduled, build_batch, commit_slots
 
-
 # Where rows write what nobody reads.
 SCRATCH = 40
 
