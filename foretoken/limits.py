@@ -186,14 +186,22 @@ def check_grammar(field: str, grammar: Grammar) -> None:
         raise InvalidRequestError(f"{field} must have at most {most} bytes, got {num_bytes}", field=field)
 
 
+# Between names of drafters whose trees a request wants merged; no name has it.
+DRAFTER_JOIN = "+"
+
+
+def named_drafters(options: SpeculationOptions) -> tuple[str, ...]:
+    """Drafters that a request names; none where it leaves the choice to the verifier."""
+    return () if options.drafter in DRAFTER_CHOICES else tuple(options.drafter.split(DRAFTER_JOIN))
+
+
 def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
     """Raise InvalidRequestError for a draft width out of range or a drafter that was never configured."""
     if options.max_draft_tokens is not None:
         check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
     check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
-    choices = (*DRAFTER_CHOICES, *model.drafter_names)
-    if options.drafter not in choices:
-        names = ", ".join(choices)
+    if not set(named_drafters(options)) <= set(model.drafter_names):
+        names = ", ".join((*DRAFTER_CHOICES, *model.drafter_names))
         raise InvalidRequestError(
             f"speculative.drafter {options.drafter!r} is not configured; there is: {names}",
             field="speculative.drafter",

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from foretoken import limits
 from foretoken.errors import ForetokenError, InvalidRequestError, NotFoundError, QueueFullError, UnavailableError
 from foretoken.limits import ModelLimits
+from foretoken.sampling import SpeculationOptions
 from foretoken.tracing import TraceContext, Tracer
 from gateway.admission import Admission
 from gateway.config import GatewaySettings
@@ -103,7 +104,7 @@ class GatewayCore:
 
     async def check(self, request: GenerationRequest, *, prompt_field: str = "prompt") -> None:
         """Raise InvalidRequestError naming the first field that is out of its limits."""
-        model = await self._limits(request.speculation.drafter)
+        model = await self._limits(request.speculation)
         limits.check_sampling(request.sampling, model)
         limits.check_speculation(request.speculation, model)
         limits.check_number("n", request.n, limits.Range(1, limits.MAX_N))
@@ -118,10 +119,10 @@ class GatewayCore:
         if request.cache_salt is not None:
             limits.check_text("cache_salt", request.cache_salt, limits.MAX_CACHE_SALT_CHARS)
 
-    async def _limits(self, drafter: str) -> ModelLimits:
-        """What requests are checked against; a ``drafter`` that is not known may have been attached just now."""
+    async def _limits(self, options: SpeculationOptions) -> ModelLimits:
+        """What requests are checked against; a drafter that is not known may have been attached just now."""
         model = (await self.info()).limits
-        if drafter in limits.DRAFTER_CHOICES or drafter in model.drafter_names:
+        if set(limits.named_drafters(options)) <= set(model.drafter_names):
             return model
         await self.verifiers.refresh_infos()
         return self.verifiers.info.limits

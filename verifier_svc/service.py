@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any
 
 from foretoken import limits, rpc, tracing
@@ -24,6 +24,7 @@ from foretoken.errors import (
     error_from_code,
 )
 from foretoken.limits import ModelLimits
+from foretoken.sampling import SpeculationOptions
 from foretoken.tracing import Tracer
 from foretoken.wire import sampling_from_proto, speculation_from_proto
 from protos import verifier_pb2, verifier_pb2_grpc
@@ -177,14 +178,14 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             raise PreconditionError("the drafters of this verifier do not change")
         return self._drafters
 
-    def _limits(self, attempt: int, drafter: str) -> ModelLimits:
+    def _limits(self, attempt: int, options: SpeculationOptions) -> ModelLimits:
         """What requests are checked against now: drafters that were detached may be named still.
 
         A resumed sequence may name one that this verifier never had: it was admitted where there was one.
         """
         names = [link.name for link in self._engine.speculator.links]
         if attempt:
-            names.append(drafter)
+            names += limits.named_drafters(options)
         return dataclasses.replace(self._info.limits, drafter_names=tuple(names))
 
     async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:
@@ -222,7 +223,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             if submit.sampling.grammar is None:
                 self._engine.send(submit)
             else:
-                session.compiling[submit.key] = asyncio.create_task(self._compile(session, submit))
+                session.compile(submit.key, self._compile(session, submit))
         except ForetokenError as error:
             # Bounded for the answer too: the identity of a hostile message need not be sane.
             key = SequenceKey(session.id, message.request_id[: limits.MAX_REQUEST_ID_CHARS], message.choice_index)
@@ -247,7 +248,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 logger.exception("compiling a grammar failed")
             session.outbox.put([ErrorEvent(submit.key, submit.attempt, known.code, known.message, known.field)])
         finally:
-            session.compiling.pop(submit.key, None)
+            for abort in session.waiting_aborts.pop(submit.key, ()):
+                self._engine.send(abort)
 
     async def _with_matcher(self, submit: Submit) -> Submit:
         """The submission with its grammar compiled. Raises as GrammarCompiler.matcher does."""
@@ -264,11 +266,10 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 
     def _abort(self, session: _OpenSession, abort: Abort) -> None:
         """Abort a sequence, behind its submission."""
-        compiling = session.compiling.get(abort.key)
-        if compiling is None:
-            self._engine.send(abort)
+        if (waiting := session.waiting_aborts.get(abort.key)) is not None:
+            waiting.append(abort)
         else:
-            compiling.add_done_callback(lambda _: self._engine.send(abort))
+            self._engine.send(abort)
 
     def _check(self, session_id: int, message: verifier_pb2.Sequence) -> Submit:
         """The checked submission. Raises InvalidRequestError naming the field, or PreconditionError."""
@@ -278,7 +279,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         limits.check_text("cache_salt", message.cache_salt, limits.MAX_CACHE_SALT_CHARS)
         sampling = sampling_from_proto(message.sampling)
         speculation = speculation_from_proto(message.speculation)
-        model = self._limits(message.attempt, speculation.drafter)
+        model = self._limits(message.attempt, speculation)
         limits.check_sampling(sampling, model)
         limits.check_speculation(speculation, model)
         limits.check_prompt(message.prompt_token_ids, model)
@@ -315,8 +316,9 @@ class _OpenSession:
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self.outbox = Outbox(self._wake_from_engine)
-        # Sequences that wait for their grammars.
-        self.compiling: dict[SequenceKey, asyncio.Task[None]] = {}
+        # Sequences that wait for their grammars, and the aborts that wait behind them.
+        self.waiting_aborts: dict[SequenceKey, list[Abort]] = {}
+        self._compiling: set[asyncio.Task[None]] = set()
         self.id = 0
 
     async def __aenter__(self) -> _OpenSession:
@@ -324,11 +326,18 @@ class _OpenSession:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for task in self.compiling.values():
+        for task in self._compiling:
             task.cancel()
         self._engine.close_session(self.id)
         if self.spans is not None:
             self.spans.close()
+
+    def compile(self, key: SequenceKey, work: Coroutine[Any, Any, None]) -> None:
+        """Run what compiles a sequence's grammar and submits it, until the session ends."""
+        self.waiting_aborts[key] = []
+        task = asyncio.create_task(work)
+        self._compiling.add(task)
+        task.add_done_callback(self._compiling.discard)
 
     def trace(self, message: verifier_pb2.Sequence, key: SequenceKey) -> None:
         """Begin a sequence's span, if there is to be one."""
