@@ -180,7 +180,7 @@ async def test_a_name_may_be_used_as_soon_as_it_is_attached(operated: Operated) 
     unknown = await operated.complete("late")
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "speculative.drafter")
     await operated.http.post(URL, json=BODY, headers=AUTH)
-    assert (await operated.complete("late")).status_code == 200
+    assert (await operated.complete("ngram+late")).status_code == 200
     assert (await operated.http.delete(f"{URL}/late", headers=AUTH)).status_code == 200
     assert (await operated.complete("late")).status_code == 200
 

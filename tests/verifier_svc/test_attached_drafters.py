@@ -178,9 +178,10 @@ def test_attached_again_it_has_its_number_and_its_counts(temperature: float) -> 
     assert got.finished.speculation.num_accepted_tokens == counters.num_accepted_tokens
 
 
+@pytest.mark.parametrize("wanted", ["merge", "one+two"])
 @pytest.mark.parametrize("temperature", TEMPERATURES.values(), ids=TEMPERATURES)
-def test_one_of_two_that_are_merged_is_detached(temperature: float) -> None:
-    one = request(temperature, "merge")
+def test_one_of_two_that_are_merged_is_detached(temperature: float, wanted: str) -> None:
+    one = request(temperature, wanted)
     expected = plain(one)
     run = harness(one=script(one, expected, 1), two=script(one, expected, 2))
     got = run_with(run, [one], {25: lambda: detach(run, "one")})[0]

@@ -260,8 +260,9 @@ async def test_names_in_requests(verifier: Verifier) -> None:
         await verifier.generate("a")
     assert unknown.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     plain, _ = await verifier.generate(enabled=False)
-    resumed, _ = await verifier.generate("a", attempt=1, output_token_ids=plain[:40])
-    assert resumed == plain[40:]
+    for name in ("a", "a+b"):
+        resumed, _ = await verifier.generate(name, attempt=1, output_token_ids=plain[:40])
+        assert resumed == plain[40:]
     await verifier.attach("a", "127.0.0.1:1")
     await verifier.detach("a")
     assert (await verifier.generate("a"))[0] == plain
