@@ -48,8 +48,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str], program: str) -> TrainOptions:
     """The options that ``arguments`` give. Raises ConfigError for values, SystemExit for usage."""
     given: dict[str, Any] = vars(make_parser(program).parse_args(arguments))
-    if "glob" in given:
-        given["glob"] = tuple(given["glob"])
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return TrainOptions(**given)
 
 
@@ -68,7 +67,7 @@ def run(arguments: Sequence[str], program: str) -> None:
 
 def _add_flag(command: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
     flag = "--" + field.name.replace("_", "-")
-    kind = _kind(field.name)
+    kind, items = _kind(field.name)
     help_text = field.metadata["help"].replace("%", "%%")
     if field.default is not None and kind is not bool:
         shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
@@ -77,17 +76,17 @@ def _add_flag(command: argparse.ArgumentParser, field: dataclasses.Field[Any]) -
         action: Any = "store_true" if field.default is False else argparse.BooleanOptionalAction
         command.add_argument(flag, action=action, default=argparse.SUPPRESS, help=help_text)
     elif kind is tuple:
-        command.add_argument(flag, action="append", default=argparse.SUPPRESS, help=help_text)
+        command.add_argument(flag, action="extend", nargs="+", type=items, default=argparse.SUPPRESS, help=help_text)
     else:
         command.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=help_text)
 
 
-def _kind(name: str) -> Any:
-    """The type of a field without its None."""
+def _kind(name: str) -> tuple[Any, Any]:
+    """The type of a field without its None, and that of its items if it has any."""
     declared = typing.get_type_hints(TrainOptions)[name]
     if isinstance(declared, types.UnionType):
         declared = next(each for each in typing.get_args(declared) if each is not types.NoneType)
-    return typing.get_origin(declared) or declared
+    return typing.get_origin(declared) or declared, next(iter(typing.get_args(declared)), None)
 
 
 def main() -> None:

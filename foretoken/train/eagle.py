@@ -27,23 +27,35 @@ _CLASS_WEIGHT = 0.1
 _MIN_LAYERS = 4
 
 
-def feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """The target layers whose inputs an EAGLE-3 head without explicit ids reads. ConfigError if there are too few."""
+def feature_layers(num_layers: int, asked: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The target layers whose inputs an EAGLE-3 head reads: as asked, or those of a head without explicit ids.
+
+    Raises ConfigError if the target has no such layer, or too few for the usual ones. Layer 0's input, which is no
+    layer's output, has no place in a head's config.json.
+    """
+    if asked is not None:
+        if not all(1 <= layer < num_layers for layer in asked):
+            raise ConfigError(f"--feature-layers: expected 1 to {num_layers - 1}, got {' '.join(map(str, asked))}")
+        return asked
     if num_layers < _MIN_LAYERS:
         raise ConfigError(f"eagle3 needs a target of at least {_MIN_LAYERS} layers, this one has {num_layers}")
     return (2, num_layers // 2, num_layers - 3)
 
 
 class Eagle3Head(nn.Module):
-    """Three features to one width, one wide layer, own norm, own head over the draft vocabulary (arXiv 2503.01840)."""
+    """Three features to one width, one wide layer, own norm, a head over the draft vocabulary (arXiv 2503.01840)."""
 
-    def __init__(self, fields: dict[str, Any], feature_size: int, draft_vocab_size: int) -> None:
+    def __init__(
+        self, fields: dict[str, Any], feature_size: int, draft_vocab_size: int, target_head: Tensor | None
+    ) -> None:
+        """``target_head``: the target's output head, used as it is; None: an own one, which is trained."""
         super().__init__()
         config = head_config(fields)
         self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
         self.midlayer = ChainLayer(config, wide=True)
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False) if target_head is None else None
+        self.target_head = None if target_head is None else nn.Buffer(target_head, persistent=False)
         initialise(self)
 
     def enter(self, embeds: Tensor, hidden: Tensor, depth: int) -> Tensor:
@@ -56,7 +68,11 @@ class Eagle3Head(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] to [..., draft_vocab_size]."""
-        return self.lm_head(self.norm(hidden))  # type: ignore[no-any-return]
+        normed = self.norm(hidden)
+        if self.lm_head is not None:
+            return self.lm_head(normed)  # type: ignore[no-any-return]
+        assert self.target_head is not None
+        return nn.functional.linear(normed.to(self.target_head.dtype), self.target_head)
 
 
 class Eagle2Head(nn.Module):
@@ -147,15 +163,20 @@ class Eagle3Recipe(EagleRecipe):
         vocab_size = target.config.vocab_size
         if options.draft_vocab_size > vocab_size:
             raise ConfigError(f"--draft-vocab-size {options.draft_vocab_size}: the target has {vocab_size} tokens")
-        self.draft_ids = most_frequent(tokens, options.draft_vocab_size, vocab_size).to(device)
+        own_size = options.draft_vocab_size
+        # Ascending, so all of them are every id in order.
+        self.draft_ids = most_frequent(tokens, own_size or vocab_size, vocab_size).to(device)
         self.is_draftable = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.is_draftable[self.draft_ids] = True
-        self._layers = feature_layers(target.config.num_hidden_layers)
+        self._layers = feature_layers(target.config.num_hidden_layers, options.feature_layers)
+        self._has_layer_ids = options.feature_layers is not None
         self._decay = options.step_decay
         feature_size = len(self._layers) * target.config.hidden_size
-        self.module = Eagle3Head(self.fields, feature_size, len(self.draft_ids)).to(device)
+        shared_head = None if own_size else target.head_weight
+        self.module = Eagle3Head(self.fields, feature_size, own_size, shared_head).to(device)
         with torch.no_grad():
-            self.module.lm_head.weight.copy_(target.head_weight[self.draft_ids])
+            if self.module.lm_head is not None:
+                self.module.lm_head.weight.copy_(target.head_weight[self.draft_ids])
             self.module.norm.weight.copy_(target.model.model.norm.weight)
         self._step = compiled(self._depth_loss, options.compile is True)
 
@@ -167,7 +188,8 @@ class Eagle3Recipe(EagleRecipe):
         output = self.target.run(tokens, self._layers)
         label_probs, is_counted = self._labels(output.final)
         embeds = nn.functional.embedding(tokens, self.target.embedding_weight)
-        hidden, cache = output.features[:, : self.rows], None
+        hidden = output.features[:, : self.rows]
+        cache: tuple[Tensor, ...] = ()
         total = torch.zeros((), device=tokens.device)
         for depth in range(self.num_depths):
             at = slice(depth + 1, depth + 1 + self.rows)
@@ -190,16 +212,18 @@ class Eagle3Recipe(EagleRecipe):
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: ChainCache | None,
+        before: tuple[Tensor, ...],
         is_current: Tensor,
         label_probs: Tensor,
         is_counted: Tensor,
-    ) -> tuple[Tensor, ChainCache, Tensor]:
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+        # Caches cross the rim of compiled code as plain tuples: torch 2.11 gives a named one back without its items.
+        cache = ChainCache(*before) if before else None
         hidden, cache = self._layer_step(embeds, hidden, cos, sin, cache, is_current)
         logits = self.module.logits(hidden).float()
         # The label probabilities of a position sum to one.
         loss = logits.logsumexp(-1) - (logits * label_probs.float()).sum(-1)
-        return hidden, cache, (loss * is_counted).sum() / is_counted.sum().clamp(min=1)
+        return hidden, tuple(cache), (loss * is_counted).sum() / is_counted.sum().clamp(min=1)
 
     @torch.no_grad()
     def _labels(self, final: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,11 +240,20 @@ class Eagle3Recipe(EagleRecipe):
         return self.draft_ids[drafted]
 
     def save(self, folder: Path) -> None:
-        """SafeAILab's spelling; no aux layer ids, which means the inputs of layers 2, N/2 and N - 3."""
+        """SafeAILab's spelling. Layer ids name outputs, so they are one less; without ids the usual layers are meant.
+
+        A head without a draft vocabulary of its own uses the target's output head, which is not stored.
+        """
         size = len(self.draft_ids)
-        offsets = self.draft_ids - torch.arange(size, device=self.draft_ids.device)
-        config = {"architectures": ["LlamaForCausalLMEagle3"], **self.fields, "draft_vocab_size": size}
-        tensors = dict(self.module.state_dict()) | {"d2t": offsets, "t2d": self.is_draftable}
+        tensors = dict(self.module.state_dict())
+        config: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], **self.fields, "draft_vocab_size": None}
+        if self.module.lm_head is not None:
+            config["draft_vocab_size"] = size
+            offsets = self.draft_ids - torch.arange(size, device=self.draft_ids.device)
+            tensors |= {"d2t": offsets, "t2d": self.is_draftable}
+        if self._has_layer_ids:
+            ids = [layer - 1 for layer in self._layers]
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
         write_checkpoint(folder, config | {"tie_word_embeddings": False}, tensors)
 
 

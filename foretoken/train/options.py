@@ -57,7 +57,18 @@ class TrainOptions:
     )
     num_kv_heads: int | None = field(default=None, metadata=_about("key and value heads (default: the target's ratio)"))
     draft_vocab_size: int = field(
-        default=2048, metadata=_about("tokens that the head can draft: the most frequent of the data", "eagle3")
+        default=2048,
+        metadata=_about(
+            "tokens that the head can draft, the most frequent of the data; 0: all, by the target's output head",
+            "eagle3",
+        ),
+    )
+    feature_layers: tuple[int, ...] | None = field(
+        default=None,
+        metadata=_about(
+            "layers of the target, counted from 0, whose inputs the head reads (default: 2, N / 2 and N - 3 of N)",
+            "eagle3",
+        ),
     )
     step_decay: float = field(
         default=0.8, metadata=_about("weight of each draft step over that of the step before", "eagle3")
@@ -93,9 +104,10 @@ class TrainOptions:
             self._check(name, 0, inclusive=False)
         for name in ("evaluate_every", "log_every", "held_out_sequences", "hidden_size", "num_layers"):
             self._check(name, 0, inclusive=False)
-        for name in ("intermediate_size", "num_heads", "num_kv_heads", "draft_vocab_size", "matrix_lr", "embedding_lr"):
+        for name in ("intermediate_size", "num_heads", "num_kv_heads", "matrix_lr", "embedding_lr"):
             self._check(name, 0, inclusive=False)
         self._check("context_length", 8)
+        self._check("draft_vocab_size", 0)
         self._check("weight_decay", 0)
         self._check("step_decay", 0, 1, inclusive=False)
         self._check("distillation", 0, 1)

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from foretoken.cli import app
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.config import MODEL_TYPES, load_config
+from foretoken.models.draft_head import load_draft_head
+from foretoken.models.target_weights import load_target_weights
 from foretoken.train import target as target_module
 from foretoken.train.__main__ import parse
 from foretoken.train.data import load_split
@@ -98,6 +100,28 @@ def test_an_eagle3_head_has_the_public_names_shapes_and_config(folder: Path, tmp
     assert (config["num_hidden_layers"], config["intermediate_size"], config["rope_theta"]) == (1, 48, 5000.0)
     # Explicit ids would mean outputs, so one layer further on; and this key makes EAGLE's code look for an embedding.
     assert "eagle_config" not in config and "target_hidden_size" not in config
+
+
+def test_an_eagle3_head_may_use_the_targets_output_head_and_other_layers(folder: Path, tmp_path: Path) -> None:
+    train(options(folder, tmp_path, "eagle3", "--steps", "2", "--draft-vocab-size", "0", "--feature-layers", "1", "3"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert not {"lm_head.weight", "d2t", "t2d"} & tensors.keys()
+    assert list(tensors["fc.weight"].shape) == [32, 64]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["draft_vocab_size"] is None
+    # Outputs of layers 0 and 2 are inputs of layers 1 and 3.
+    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 2], "use_aux_hidden_state": True}
+    head = load_draft_head(
+        tmp_path,
+        target_config=(target_config := load_config(folder / "target")),
+        weights=load_target_weights(folder / "target", target_config),
+        num_blocks=4,
+        block_size=16,
+        num_positions=64,
+        dtype=torch.float32,
+    )
+    assert (head.family, head.features, head.draft_vocab_size) == ("eagle3", (1, 3), VOCAB_SIZE)
+    assert head.target_ids is None
 
 
 def test_an_eagle2_head_has_the_public_names_and_shapes(folder: Path, tmp_path: Path) -> None:
@@ -213,6 +237,7 @@ def test_token_files_that_are_not_the_targets_are_refused(
         (("--steps", "1", "--minutes", "1"), "exactly one of --steps and --minutes"),
         (("--steps", "0"), "--steps: expected more than 0, got 0"),
         (("--steps", "1", "--step-decay", "1.5"), "--step-decay: expected more than 0 and at most 1"),
+        (("--steps", "1", "--draft-vocab-size", "-1"), "--draft-vocab-size: expected at least 0, got -1"),
     ],
 )
 def test_options_out_of_bounds_are_refused_by_name(
@@ -226,6 +251,8 @@ def test_options_out_of_bounds_are_refused_by_name(
     ("algorithm", "more", "message"),
     [
         ("eagle3", ("--draft-vocab-size", "9999"), f"the target has {VOCAB_SIZE} tokens"),
+        ("eagle3", ("--feature-layers", "0", "2"), "--feature-layers: expected 1 to 3, got 0 2"),
+        ("eagle3", ("--feature-layers", "2", "4"), "--feature-layers: expected 1 to 3, got 2 4"),
         ("eagle3", ("--num-heads", "3", "--num-kv-heads", "2"), "must be a multiple of --num-kv-heads 2"),
         ("eagle2", ("--context-length", "4000"), "fewer than one prompt of 2002"),
         ("eagle2", ("--device", "toaster"), "--device"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(folder, CPU)
 
 
-def make_recipe(target: Target, algorithm: str) -> EagleRecipe:
+def make_recipe(
+    target: Target, algorithm: str, draft_vocab_size: int = 40, *, compile: bool | None = None
+) -> EagleRecipe:
     options = TrainOptions(
         "eagle3" if algorithm == "eagle3" else "eagle2",
         target.path,
@@ -38,7 +42,8 @@ def make_recipe(target: Target, algorithm: str) -> EagleRecipe:
         steps=1,
         context_length=ROWS,
         num_draft_steps=DEPTHS,
-        draft_vocab_size=40,
+        draft_vocab_size=draft_vocab_size,
+        compile=compile,
     )
     torch.manual_seed(11)
     tokens = torch.from_numpy(repeating_tokens().astype("int32"))
@@ -129,11 +134,13 @@ def test_unrolled_depths_are_what_drafting_entry_by_entry_gives(target: Target, 
                 torch.testing.assert_close(unrolled[depth, sequence, row], hidden, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "eagle2"])
+@pytest.mark.parametrize(("algorithm", "draft_vocab_size"), [("eagle3", 40), ("eagle3", 0), ("eagle2", 40)])
 @torch.no_grad()
-def test_acceptance_is_that_of_drafting_with_the_heads_own_tokens(target: Target, algorithm: str) -> None:
+def test_acceptance_is_that_of_drafting_with_the_heads_own_tokens(
+    target: Target, algorithm: str, draft_vocab_size: int
+) -> None:
     """The measurement reads the target's text only; a server feeds the head its own drafts. Both count alike."""
-    recipe = make_recipe(target, algorithm)
+    recipe = make_recipe(target, algorithm, draft_vocab_size)
     texts = held_out_texts(target, torch.from_numpy(repeating_tokens(300).astype("int32")), 6, ROWS + DEPTHS + 1, 4)
     fitted = recipe.module
     optimizer = torch.optim.Adam(fitted.parameters(), lr=1e-2)
@@ -190,10 +197,41 @@ def test_eagle3_labels_leave_out_positions_whose_best_token_cannot_be_drafted(ta
     assert 0 < is_counted.sum() < is_counted.numel()
 
 
+def test_an_eagle3_head_with_the_targets_output_head_can_draft_every_token(target: Target) -> None:
+    recipe = make_recipe(target, "eagle3", draft_vocab_size=0)
+    assert isinstance(recipe, Eagle3Recipe)
+    assert recipe.draft_ids.tolist() == list(range(VOCAB_SIZE))
+    assert not {"lm_head.weight", "target_head"} & recipe.module.state_dict().keys()
+    _, is_counted = recipe._labels(target.run(torch.arange(20)[None]).final)
+    assert bool(is_counted.all())
+
+
+def test_compiled_code_is_given_and_gives_plain_tuples(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 loses the items of a named tuple that compiled code returns."""
+    seen: list[object] = []
+
+    def watched(function: Callable[..., Any], **_: object) -> Callable[..., Any]:
+        def call(*arguments: object) -> object:
+            result = function(*arguments)
+            seen.extend((*arguments, *result))
+            return result
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", watched)
+    recipe = make_recipe(target, "eagle3", compile=True)
+    tokens = torch.randint(VOCAB_SIZE, (2, recipe.window), generator=torch.Generator().manual_seed(2))
+    assert isinstance(recipe, Eagle3Recipe)
+    recipe.loss(tokens, 0)
+    assert len([each for each in seen if type(each) is tuple]) == 2 * DEPTHS
+    assert {type(each) for each in seen} <= {tuple, Tensor}
+
+
 def test_features_are_the_inputs_of_three_layers() -> None:
     assert feature_layers(32) == (2, 16, 29)
     assert feature_layers(8) == (2, 4, 5)
     assert feature_layers(4) == (2, 2, 1)
+    assert feature_layers(4, (1, 3)) == (1, 3)
 
 
 def test_each_epoch_has_every_window_once_and_a_batch_depends_on_its_number_alone() -> None:
