@@ -236,7 +236,7 @@ class DraftLink:
     def _hidden(self, sequence: Sequence, told: int, length: int, captured: tuple[int, ...]) -> list[Float32]:
         wanted = self.source.needs.features
         # One that attached in the middle of a step is told without what that step did not capture.
-        if not set(wanted).issubset(captured):
+        if not wanted or not set(wanted).issubset(captured):
             return []
         _, parts = sequence.features.rows(max(told - 1, 0), length - 1)
         if not parts:

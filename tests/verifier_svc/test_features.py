@@ -163,7 +163,7 @@ def test_a_drafter_that_comes_back_is_told_all_tokens_and_the_features_from_then
 
 
 def test_two_drafters_with_other_features_get_their_own_columns() -> None:
-    heads = {"one": HeadLike((1,)), "two": HeadLike((2, 1, FINAL_NORM))}
+    heads = {"one": HeadLike((1,)), "two": HeadLike((2, 1, FINAL_NORM)), "blind": HeadLike(())}
     run = Harness(
         HashTarget(VOCAB, 100, 4, spread=2.0),
         vocab_size=VOCAB,
@@ -173,11 +173,14 @@ def test_two_drafters_with_other_features_get_their_own_columns() -> None:
         hidden_size=HIDDEN_SIZE,
         num_layers=2,
     )
-    names = ["one", "two", "merge", "auto"]
+    names = ["one", "two", "merge", "auto", "blind+one"]
     run.run(Request([n, 2, 3], GREEDY, speculation=SpeculationOptions(drafter=name)) for n, name in enumerate(names))
     run.drain()
-    assert sorted(tokens[0] for tokens in heads["one"].tokens.values()) == [0, 2, 3]
+    assert sorted(tokens[0] for tokens in heads["one"].tokens.values()) == [0, 2, 3, 4]
     assert sorted(tokens[0] for tokens in heads["two"].tokens.values()) == [1, 2]
-    for head in heads.values():
+    # A bug once: a drafter without features beside one that has some ended the engine.
+    assert sorted(tokens[0] for tokens in heads["blind"].tokens.values()) == [2, 4]
+    for head in (heads["one"], heads["two"]):
         for key, tokens in head.tokens.items():
             assert head.known[key] == list(range(1, len(tokens)))
+    assert not heads["blind"].known
