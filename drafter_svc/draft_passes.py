@@ -30,9 +30,9 @@ PASS_ROWS = 512
 SMALL_EXTENSION = 64
 # Requests have at most two rows a slot.
 ROWS_PER_SLOT = 2
-# Scale of the coupled score, in logits. Were a drafter's logits off by Gumbel errors of scale s, the chance that a token
-# wins at temperature T would be exactly the softmax of its noised value times T / s (the Gumbel-max trick), at any T.
-# Normal errors of standard deviation 1 come closest to that with sqrt(6) / pi = 0.78 by variance, and with 0.6 by the
+# Scale of the coupled score, in logits. Were a drafter's logits off by Gumbel errors of scale s, the chance that a
+# token wins at temperature T would be exactly the softmax of its noised value times T / s (the Gumbel-max trick), at
+# any T. Normal errors of deviation 1 come closest to that with sqrt(6) / pi = 0.78 by variance, and with 0.6 by the
 # likelihood of what the demo target samples, at T = 0.7 and 1.0 alike; there the scores of first choices agree with
 # how often they come true.
 COUPLING_SCALE = 0.6

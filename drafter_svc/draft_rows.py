@@ -140,7 +140,7 @@ class DraftRows:
             self.release(slot)
             self.num_forgotten += 1
             return None
-        sequence = self._find(slot, int(request.generations[row]), int(request.salts[row]), start)
+        sequence = self._find(slot, int(request.generations[row]), int(request.salts[row]), start, length)
         if sequence is None:
             return None
         sequence.tokens[start:length] = tokens
@@ -151,13 +151,16 @@ class DraftRows:
         self._accept_blocks(sequence, length - num_features)
         return sequence
 
-    def _find(self, slot: int, generation: int, salt: int, start: int) -> DraftSequence | None:
-        """The sequence that was told up to ``start``, or a new one; None for one that its successor has replaced."""
+    def _find(self, slot: int, generation: int, salt: int, start: int, length: int) -> DraftSequence | None:
+        """The sequence that was told up to ``start``, or a new one.
+
+        None for one that its successor has replaced, and for one of which no token is known.
+        """
         known = self._sequences.setdefault(slot, [])
         for sequence in known:
             if (sequence.generation, sequence.salt, sequence.length) == (generation, salt, start):
                 return sequence
-        if known and generation < known[0].generation:
+        if start == length or (known and generation < known[0].generation):
             return None
         self._num_sequences += 1
         sequence = DraftSequence(self._num_sequences, generation, salt, start, self.first_position, self._capacity)

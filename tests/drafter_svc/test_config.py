@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from drafter_svc.config import DrafterSettings
+from foretoken.cli import app
 from foretoken.config import build, to_flags
 from foretoken.errors import ConfigError
 
@@ -55,3 +57,31 @@ def test_settings_go_to_flags() -> None:
         *("--speculative-draft-model-path", "/head", "--target", "/target"),
         *("--speculative-token-map", "/map.json", "--threads", "2", "--dtype", "bfloat16", "--disable-coupled-noise"),
     ]
+
+
+def test_the_command_builds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[DrafterSettings] = []
+    monkeypatch.setattr("drafter_svc.server.run", seen.append)
+    (tmp_path / "head").mkdir()
+    words = ["--name", "eagle3", "--address", "unix:/d", "--algorithm", "EAGLE3", "--threads", "2"]
+    words += ["--speculative-draft-model-path", str(tmp_path / "head"), "--target", str(tmp_path)]
+    result = CliRunner().invoke(app, ["drafter", *words, "--disable-coupled-noise"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    expected = DrafterSettings(
+        name="eagle3",
+        address="unix:/d",
+        algorithm="EAGLE3",
+        speculative_draft_model_path=tmp_path / "head",
+        target=tmp_path,
+        threads=2,
+        disable_coupled_noise=True,
+    )
+    assert seen == [expected]
+    CliRunner().invoke(app, ["drafter", *to_flags(expected)], catch_exceptions=False)
+    assert seen[1] == expected
+
+
+def test_a_head_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--address", "unix:/d", "--algorithm", "EAGLE3", "--speculative-draft-model-path", "./no/such/head"]
+    with pytest.raises(ConfigError, match=r"no such folder: \./no/such/head"):
+        CliRunner().invoke(app, ["drafter", *words], catch_exceptions=False)

@@ -75,6 +75,8 @@ class DigestModel:
         self.draft_vocab_size = VOCAB if target_ids is None else len(target_ids)
         self.caches: list[dict[int, Entry]] = [{} for _ in range(num_depths)]
         self.pass_sizes: list[int] = []
+        # Of each row of the last request, the first position that it saw.
+        self.starts: dict[int, int] = {}
 
     def forward(self, batch: ForwardBatch, hidden: np.ndarray, *, from_target: bool, depth: int = 0) -> _Output:
         assert hidden.shape == (batch.num_rows, self.feature_width if from_target else self.hidden_size)
@@ -88,6 +90,8 @@ class DigestModel:
             seq = int(batch.row_seqs[row])
             start = 0 if batch.context_starts is None else int(batch.context_starts[seq])
             seen = list(range(start, int(batch.context_lens[row])))
+            if depth == 0:
+                self.starts[seq] = start
             mask = int(batch.masks[row, 0])
             seen += [int(batch.tree_starts[seq]) + bit for bit in range(64) if mask >> bit & 1]
             table = batch.block_tables[seq]

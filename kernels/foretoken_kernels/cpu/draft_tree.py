@@ -294,7 +294,7 @@ def _is_kept(trees: Any, row: int, candidate: int) -> bool:
     ahead = 0
     for other in range(trees.counts[row, NUM_CANDIDATES]):
         ahead += scores[other] > scores[candidate] or (scores[other] == scores[candidate] and other < candidate)
-    return ahead < room
+    return bool(ahead < room)
 
 
 @inlined
