@@ -190,4 +190,8 @@ def test_stop_ids_and_the_grammar_end_texts(targets: Targets, plain: Plain) -> N
         for result in results
         if result.finished
     }
-    assert {("stop ids", FinishReason.STOP), ("min tokens", FinishReason.STOP), ("plain", FinishReason.LENGTH)} <= reasons
+    assert {
+        ("stop ids", FinishReason.STOP),
+        ("min tokens", FinishReason.STOP),
+        ("plain", FinishReason.LENGTH),
+    } <= reasons

@@ -42,9 +42,7 @@ HEAD_CONFIG: dict[str, Any] = {
 Tensors = dict[str, torch.Tensor]
 
 
-def random_target(
-    folder: Path, kind: str = "llama", tied: bool = False, vocab_size: int = VOCAB
-) -> PreTrainedModel:
+def random_target(folder: Path, kind: str = "llama", tied: bool = False, vocab_size: int = VOCAB) -> PreTrainedModel:
     """A target of 8 layers with random norms and biases, saved to ``folder``."""
     torch.manual_seed(11)
     sizes = SIZES | {"tie_word_embeddings": tied, "vocab_size": vocab_size}
@@ -207,9 +205,7 @@ def mimo_target(folder: Path, num_depths: int = 1, vocab_size: int = VOCAB) -> P
     return model
 
 
-def qwen3_mtp_target(
-    folder: Path, num_depths: int = 1, tied: bool = False, vocab_size: int = VOCAB
-) -> PreTrainedModel:
+def qwen3_mtp_target(folder: Path, num_depths: int = 1, tied: bool = False, vocab_size: int = VOCAB) -> PreTrainedModel:
     """A Qwen3 target with MTP layers in Qwen3-Next's names."""
     model = random_target(folder, "qwen3", tied, vocab_size)
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")

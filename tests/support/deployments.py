@@ -22,6 +22,7 @@ from tests.references.heads import ReferenceEagle, ReferenceEagle3, ReferenceHea
 from tests.support.engine_harness import Harness
 from tests.support.fitted_models import TARGET_STEPS, fit_head, fit_target, perturb
 from tests.support.grammars import END, VOCAB, ids_of, write_tokenizer
+from tests.support.tiny_checkpoint import save_tokenizer
 from verifier_svc.draft import Draft
 from verifier_svc.messages import SequenceKey
 from verifier_svc.model_runner import ModelRunner
@@ -66,7 +67,9 @@ class Walks:
 class Target:
     """One body with its heads. Fitted unless ``steps`` is 0; made once a test session, as it takes seconds."""
 
-    def __init__(self, folder: Path, name: str, *, steps: int = TARGET_STEPS, vocab_size: int = head_files.VOCAB) -> None:
+    def __init__(
+        self, folder: Path, name: str, *, steps: int = TARGET_STEPS, vocab_size: int = head_files.VOCAB
+    ) -> None:
         self.folder = folder / "target"
         self.num_depths = 2 if name.endswith("2") else 1
         self.references: dict[str, ReferenceHead] = {}
@@ -75,7 +78,7 @@ class Target:
         if steps:
             fit_target(self.model, self.folder, steps=steps)
         self._is_fitted = steps > 0
-        write_tokenizer(self.folder)
+        self._write_tokenizer(self.folder)
         self.config = load_config(self.folder)
         if name == "llama":
             self._make_heads(folder, vocab_size)
@@ -90,18 +93,28 @@ class Target:
             return head_files.qwen3_mtp_target(self.folder, vocab_size=vocab_size)
         return head_files.mimo_target(self.folder, self.num_depths, vocab_size=vocab_size)
 
+    def _write_tokenizer(self, folder: Path) -> None:
+        """That of the grammars where the vocabulary is large enough."""
+        vocab_size = self.model.config.vocab_size
+        if vocab_size >= VOCAB:
+            write_tokenizer(folder)
+        else:
+            save_tokenizer(folder, [f"w{i}" for i in range(vocab_size)])
+
     def _make_heads(self, folder: Path, vocab_size: int) -> None:
         head_files.write_folder(folder / "EAGLE", *head_files.eagle_files())
-        config, tensors = head_files.eagle3_files(layer="layers.0")
-        ids = torch.tensor(DRAFT_IDS)
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        has_grammars = vocab_size >= VOCAB
+        config, tensors = head_files.eagle3_files(layer="layers.0", head=has_grammars)
+        if has_grammars:
+            ids = torch.tensor(DRAFT_IDS)
+            tensors["d2t"] = ids - torch.arange(len(ids))
+            tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
         head_files.write_folder(folder / "EAGLE3", config, tensors)
         self._add_head("EAGLE", folder / "EAGLE", FINAL_STATE)
         self._add_head("EAGLE3", folder / "EAGLE3", EAGLE3_LAYERS)
         self.standalone = folder / "STANDALONE"
         self.model.save_pretrained(self.standalone)
-        write_tokenizer(self.standalone)
+        self._write_tokenizer(self.standalone)
         perturb(self.standalone, 0.3)
 
     def _add_head(self, name: str, folder: Path, layers: tuple[int, ...]) -> None:
@@ -172,13 +185,15 @@ class SeenHarness(Harness):
 class Targets:
     """Targets by name, each made when it is first asked for."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
+        """``options``: of every target."""
         self._folder = folder
+        self._options = options
         self._made: dict[str, Target] = {}
 
     def __getitem__(self, name: str) -> Target:
         if name not in self._made:
-            self._made[name] = Target(self._folder / name, name)
+            self._made[name] = Target(self._folder / name, name, **self._options)
         return self._made[name]
 
     def of_kind(self, kind: str) -> tuple[Target, dict[str, Drafter]]:
