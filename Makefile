@@ -18,6 +18,10 @@ PYTHON ?=
 BIN := $(VENV)/bin
 # The demo's folder says nothing to a client.
 NAME := $(if $(filter $(DEMO),$(MODEL)),--served-model-name foretoken-demo)
+# The demo model comes with a trained head.
+DRAFTERS := $(if $(filter $(DEMO),$(MODEL)),$(if $(findstring --drafter name=,$(ARGS))$(findstring \
+  --speculative-algorithm,$(ARGS)),,--drafter name=eagle3,algorithm=EAGLE3,model=models/demo/eagle3 \
+  --drafter name=ngram,algorithm=NGRAM))
 # Stamps: what is installed is as new as these files.
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
@@ -26,13 +30,13 @@ STUBS := -I. --python_out=. --pyi_out=. --grpc_python_out=.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-compose bench chaos lint format proto setup clean
+.PHONY: help serve test test-compose bench bench-drafters chaos lint format proto setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 serve: $(CORE) ## Serve the demo model: REST on PORT, gRPC on GRPC_PORT.
-	@exec $(BIN)/foretoken serve $(MODEL) $(NAME) --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
+	@exec $(BIN)/foretoken serve $(MODEL) $(NAME) $(DRAFTERS) --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
 
 test: $(DEV) ## Run all tests.
 	@$(BIN)/python -m pytest $(ARGS)
@@ -42,6 +46,9 @@ test-compose: $(DEV) ## Build the images, run the containers, kill them.
 
 bench: $(DEV) ## Measure speculative against plain decoding.
 	@$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-drafters: $(DEV) ## Measure what each drafter of the demo model accepts.
+	@$(BIN)/python -m benchmarks.drafters $(ARGS)
 
 chaos: $(DEV) ## Kill and stop processes for SECONDS, by the schedule of SEED.
 	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)

@@ -1,14 +1,17 @@
-"""Milliseconds of one forward pass by row count, beside transformers' one-token decode on the same random weights.
+"""Milliseconds of one forward pass by row count, beside transformers' one-token decode on the same random weights, and
+of one step of an EAGLE-3 head beside it.
 
     python benchmarks/forward.py [--threads 2] [--dtype float32] [--weights bfloat16]
 
 A decode row attends to 400 positions; the rows of ``tree`` are nodes of one tree, those of ``batch`` are sequences of
-their own. Medians and minima of many passes.
+their own. The head has one layer of the target's width and as many output tokens as it. Medians and minima of many
+passes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -20,12 +23,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]
 
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from foretoken.models.batch import ForwardBatch  # noqa: E402
+from foretoken.models.config import load_config  # noqa: E402
+from foretoken.models.draft_head import DraftHead, load_draft_head  # noqa: E402
+from foretoken.models.target_weights import load_target_weights  # noqa: E402
 from foretoken.tree import ancestor_mask  # noqa: E402
 from verifier_svc.model_runner import ModelRunner  # noqa: E402
 
@@ -121,6 +128,47 @@ def measure_runner(runner: ModelRunner) -> None:
         print(f"{'prefill':>12} {rows:4d} rows {measure(step, 15)} ms")
 
 
+def random_head(target: Path, folder: Path, threads: int) -> DraftHead:
+    """An EAGLE-3 head for the target in ``target`` that uses its embedding and output head."""
+    config = load_config(target)
+    size, queries, keys = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {"fc": (size, 3 * size), "midlayer.self_attn.o_proj": (size, queries)}
+    shapes |= {f"midlayer.self_attn.{n}_proj": (out, 2 * size) for n, out in (("q", queries), ("k", keys), ("v", keys))}
+    shapes |= {f"midlayer.mlp.{name}_proj": (config.intermediate_size, size) for name in ("gate", "up")}
+    shapes["midlayer.mlp.down_proj"] = (size, config.intermediate_size)
+    tensors = {f"{name}.weight": 0.02 * torch.randn(shape) for name, shape in shapes.items()}
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        tensors[f"midlayer.{name}.weight"] = torch.ones(size)
+    tensors["norm.weight"] = torch.ones(size)
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    fields = json.loads((target / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**fields, "num_hidden_layers": 1, "draft_vocab_size": None, "tie_word_embeddings": False})
+    )
+    return load_draft_head(
+        folder,
+        target_config=config,
+        weights=load_target_weights(target, config),
+        num_blocks=BLOCKS_PER_SEQ,
+        block_size=BLOCK_SIZE,
+        num_positions=1024,
+        num_threads=threads,
+        dtype=torch.float32,
+    )
+
+
+def measure_head(head: DraftHead) -> None:
+    """A recurrent step over as many nodes of one tree, and the taking in of a prompt."""
+    features = np.zeros((CONTEXT, head.feature_width), np.float32)
+    head.forward(prefill_batch(CONTEXT, 1), features, from_target=True)
+    for rows in (1, 2, 4, 8):
+        state = np.zeros((rows, head.hidden_size), np.float32)
+        step = partial(head.forward, tree_batch(rows), state, from_target=False)
+        print(f"{'head':>12} {rows:4d} rows {measure(step, 200)} ms")
+    step = partial(head.forward, prefill_batch(PREFILL, 1), features[:PREFILL], from_target=True)
+    print(f"{'head prompt':>12} {PREFILL:4d} rows {measure(step, 15)} ms")
+
+
 @torch.inference_mode()
 def measure_transformers(model: LlamaForCausalLM, rows: int) -> str:
     """One-token steps of ``rows`` sequences over a cache of 400 positions; the cache is cut back after each."""
@@ -146,6 +194,8 @@ def main() -> None:
     model = LlamaForCausalLM(demo_shape()).to(getattr(torch, options.weights)).eval()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
+        (Path(folder) / "head").mkdir()
+        head = random_head(Path(folder), Path(folder) / "head", options.threads)
         runner = ModelRunner(
             Path(folder),
             dtype=options.dtype,
@@ -156,6 +206,7 @@ def main() -> None:
     runner.warm_up()
     print(f"{options.threads} threads, {options.dtype}, weights stored as {options.weights}; median (min)")
     measure_runner(runner)
+    measure_head(head)
     model = model.to(getattr(torch, options.dtype))
     for rows in (1, 8):
         print(f"transformers {rows:4d} rows {measure_transformers(model, rows)} ms")

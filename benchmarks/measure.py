@@ -34,6 +34,8 @@ class Workload:
     prompts: Sequence[BenchPrompt]
     num_tokens: int
     temperature: float = 0.0
+    # As a request names it; None: the server's own choice.
+    drafter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Sample:
     text: str
     tokens_per_step: float
     num_draft_tokens: int
+    # The server's figures of speculation for this request.
+    speculation: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +114,17 @@ class Bench:
                     samples = pair.speculative if speculative else pair.plain
                     samples.append(self._sample(workload, index, speculative=speculative))
             pairs.append(pair)
-            self._progress(f"{workload.name}: pair {number + 1} of {count}, n-gram / plain {pair.ratio:.3f}")
+            drafts = workload.drafter or "speculative"
+            self._progress(f"{workload.name}: pair {number + 1} of {count}, {drafts} / plain {pair.ratio:.3f}")
         return pairs
+
+    def plain(self, workload: Workload) -> list[Sample]:
+        """Each prompt once, cold, without drafts."""
+        return [self._sample(workload, index, speculative=False) for index in range(len(workload.prompts))]
+
+    def drafted(self, workload: Workload) -> list[Sample]:
+        """Each prompt once, cold, with drafts."""
+        return [self._sample(workload, index, speculative=True) for index in range(len(workload.prompts))]
 
     def outputs(self, workload: Workload, salt: str) -> list[tuple[int, ...]]:
         """Untimed: each prompt's output tokens. Leaves them in the history of ``salt``."""
@@ -181,6 +194,7 @@ class Bench:
             completion.text,
             completion.speculation["mean_tokens_per_step"],
             completion.speculation["num_draft_tokens"],
+            completion.speculation,
         )
 
     def _request(
@@ -203,7 +217,7 @@ class Bench:
             "stream": True,
             "stream_options": {"include_usage": True},
             "cache_salt": salt or uuid.uuid4().hex,
-            "speculative": {"enabled": speculative},
+            "speculative": {"enabled": speculative} | ({"drafter": workload.drafter} if workload.drafter else {}),
         }
 
 

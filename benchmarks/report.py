@@ -15,12 +15,14 @@ from benchmarks.measure import Pair, ReferencePass, Sample
 class Bar:
     """What a figure must reach."""
 
-    kind: Literal["at least", "below"]
+    kind: Literal["at least", "above", "below"]
     limit: float
 
     def holds(self, value: float) -> bool:
         """A value that is not a number holds nowhere."""
-        return value >= self.limit if self.kind == "at least" else value < self.limit
+        if self.kind == "below":
+            return value < self.limit
+        return value > self.limit if self.kind == "above" else value >= self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def to_markdown(report: Report) -> str:
     parts.append("Cold, held-out code, greedy:\n\n" + _rows_table(report.cold, "vs plain"))
     parts.append("Cold, random identifiers, temperature 1.0:\n\n" + _rows_table(report.random, "vs plain"))
     parts.append("Warm history (no bar counts it):\n\n" + _rows_table(report.warm, "vs plain"))
-    parts.append(_figures_table(report))
+    parts.append(figures_table(report.figures, judged=report.judged))
     parts.append("\n".join(f"- {note}" for note in report.notes))
     return "\n\n".join(parts) + "\n"
 
@@ -155,12 +157,13 @@ def _rows_table(rows: Sequence[Row], ratio_title: str) -> str:
     return "\n".join(lines)
 
 
-def _figures_table(report: Report) -> str:
+def figures_table(figures: Sequence[Figure], *, judged: bool) -> str:
+    """Each figure with its bar, its verdict if the run is judged, and its formula."""
     lines = ["| figure | value | bar | | formula |", "| --- | ---: | ---: | --- | --- |"]
-    for figure in report.figures:
+    for figure in figures:
         value = "not measured" if figure.value is None else f"{figure.value:.3g} {figure.unit}"
         spread = f" ({min(figure.values):.3g} to {max(figure.values):.3g})" if len(figure.values) > 1 else ""
-        verdict = {True: "pass", False: "**FAIL**", None: ""}[figure.passed if report.judged else None]
+        verdict = {True: "pass", False: "**FAIL**", None: ""}[figure.passed if judged else None]
         bar = f"{figure.bar.kind} {figure.bar.limit:g}"
         lines.append(f"| {figure.name} | {value}{spread} | {bar} | {verdict} | {figure.formula} |")
     return "\n".join(lines)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,15 +30,17 @@ class StackError(Exception):
 
 
 @contextlib.contextmanager
-def running_stack(model: Path, threads: int) -> Iterator[tuple[Address, psutil.Process]]:
-    """``foretoken serve`` on free ports, ready and with its drafter attached; yields its address and its supervisor.
+def running_stack(model: Path, threads: int, flags: Sequence[str] = ()) -> Iterator[tuple[Address, psutil.Process]]:
+    """``foretoken serve`` with ``flags`` on free ports, ready and with its drafters attached.
+
+    Yields its address and its supervisor.
 
     Raises:
         StackError: it ended or was not ready in time; the message has the end of its log.
     """
     port, grpc_port = free_ports(2)
     command = [sys.executable, "-P", "-m", "foretoken", "serve", str(model)]
-    command += ["--port", str(port), "--grpc-port", str(grpc_port), "--threads", str(threads)]
+    command += ["--port", str(port), "--grpc-port", str(grpc_port), "--threads", str(threads), *flags]
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:

@@ -105,7 +105,6 @@ class DraftRows:
         self._block_keys: list[bytes] = [_NO_KEY] * target.num_blocks
         # The sequence that wrote into each block last.
         self._writers: list[int] = [-1] * target.num_blocks
-        self.num_forgotten = 0
 
     @property
     def max_blocks(self) -> int:
@@ -138,7 +137,6 @@ class DraftRows:
             return None
         if not self._is_sound(slot, start, length, tokens, blocks):
             self.release(slot)
-            self.num_forgotten += 1
             return None
         sequence = self._find(slot, int(request.generations[row]), int(request.salts[row]), start, length)
         if sequence is None:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter_svc.config import NgramSettings
+from drafter_svc.ngram_candidates import new_scratch
 from drafter_svc.ngram_corpora import CorpusStore
 from drafter_svc.ngram_sequences import GENERATION, NUM_COLUMNS, SLOT_OF, new_sequences
-from drafter_svc.ngram_tree import Drafted, Told, compile_draft_batch, new_scratch
+from drafter_svc.ngram_tree import Drafted, Told, compile_draft_batch
 from drafter_svc.ngram_trie import NUM_EVICTIONS, NUM_NODES, new_trie
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError

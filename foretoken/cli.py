@@ -250,6 +250,8 @@ def drafter(
     log_level: flags.LogLevel = "info",
 ) -> None:
     """Start one drafter: it proposes tokens to the verifier that attaches to it, one at a time."""
+    # As for a verifier: a draft model's threads share the cores with it.
+    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     from drafter_svc.config import DrafterSettings
     from foretoken import hub
     from foretoken.config import build
@@ -395,6 +397,8 @@ def _drafter_settings(context: typer.Context, spec: DrafterSpec, address: str) -
         given["speculative_draft_model_path"] = hub.resolve(spec.model).resolve()
     if spec.token_map is not None:
         given["speculative_token_map"] = spec.token_map.resolve()
+    if not spec.coupled_noise:
+        given["disable_coupled_noise"] = True
     if spec.algorithm == "NGRAM":
         given["ngram"] = _ngram_given(context)
     return build(DrafterSettings, given)

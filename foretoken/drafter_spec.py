@@ -25,6 +25,8 @@ class DrafterSpec(BaseModel):
     token_map: Path | None = None
     # Threads of its forward pass; 0: one.
     threads: int = Field(default=0, ge=0, le=1024)
+    # At a temperature, whether it drafts by the sampler's noise.
+    coupled_noise: bool = True
 
     @field_validator("algorithm", mode="before")
     @classmethod

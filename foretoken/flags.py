@@ -153,7 +153,7 @@ DrafterSpecs = Annotated[
     list[str] | None,
     typer.Option(
         "--drafter",
-        metavar="name=NAME,algorithm=ALGORITHM[,model=MODEL][,token_map=FILE][,threads=N]",
+        metavar="name=NAME,algorithm=ALGORITHM[,model=MODEL][,token_map=FILE][,threads=N][,coupled_noise=false]",
         help="A drafter to start, instead of --speculative-algorithm; may be given several times.",
         show_default="none",
     ),

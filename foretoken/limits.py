@@ -163,14 +163,18 @@ def check_grammar(field: str, grammar: Grammar) -> None:
         raise InvalidRequestError(f"{field} must have at most {most} bytes, got {num_bytes}", field=field)
 
 
+# Between names of drafters whose trees a request wants merged; no name has it.
+DRAFTER_JOIN = "+"
+
+
 def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
     """Raise InvalidRequestError for a draft width out of range or a drafter that was never configured."""
     if options.max_draft_tokens is not None:
         check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
     check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
-    choices = ("auto", "merge", *model.drafter_names)
-    if options.drafter not in choices:
-        names = ", ".join(choices)
+    wanted = options.drafter.split(DRAFTER_JOIN)
+    if options.drafter not in ("auto", "merge") and not set(wanted) <= set(model.drafter_names):
+        names = ", ".join(("auto", "merge", *model.drafter_names))
         raise InvalidRequestError(
             f"speculative.drafter {options.drafter!r} is not configured; there is: {names}",
             field="speculative.drafter",

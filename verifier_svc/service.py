@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any
 
 from foretoken import limits, rpc, tracing
@@ -190,7 +190,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             if submit.sampling.grammar is None:
                 self._engine.send(submit)
             else:
-                session.compiling[submit.key] = asyncio.create_task(self._compile(session, submit))
+                session.compile(submit.key, self._compile(session, submit))
         except ForetokenError as error:
             # Bounded for the answer too: the identity of a hostile message need not be sane.
             key = SequenceKey(session.id, message.request_id[: limits.MAX_REQUEST_ID_CHARS], message.choice_index)
@@ -215,7 +215,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 logger.exception("compiling a grammar failed")
             session.outbox.put([ErrorEvent(submit.key, submit.attempt, known.code, known.message, known.field)])
         finally:
-            session.compiling.pop(submit.key, None)
+            for abort in session.waiting_aborts.pop(submit.key, ()):
+                self._engine.send(abort)
 
     async def _with_matcher(self, submit: Submit) -> Submit:
         """The submission with its grammar compiled. Raises as GrammarCompiler.matcher does."""
@@ -232,11 +233,10 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 
     def _abort(self, session: _OpenSession, abort: Abort) -> None:
         """Abort a sequence, behind its submission."""
-        compiling = session.compiling.get(abort.key)
-        if compiling is None:
-            self._engine.send(abort)
+        if (waiting := session.waiting_aborts.get(abort.key)) is not None:
+            waiting.append(abort)
         else:
-            compiling.add_done_callback(lambda _: self._engine.send(abort))
+            self._engine.send(abort)
 
     def _check(self, session_id: int, message: verifier_pb2.Sequence) -> Submit:
         """The checked submission. Raises InvalidRequestError naming the field, or PreconditionError."""
@@ -283,8 +283,9 @@ class _OpenSession:
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self.outbox = Outbox(self._wake_from_engine)
-        # Sequences that wait for their grammars.
-        self.compiling: dict[SequenceKey, asyncio.Task[None]] = {}
+        # Sequences that wait for their grammars, and the aborts that wait behind them.
+        self.waiting_aborts: dict[SequenceKey, list[Abort]] = {}
+        self._compiling: set[asyncio.Task[None]] = set()
         self.id = 0
 
     async def __aenter__(self) -> _OpenSession:
@@ -292,11 +293,18 @@ class _OpenSession:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for task in self.compiling.values():
+        for task in self._compiling:
             task.cancel()
         self._engine.close_session(self.id)
         if self.spans is not None:
             self.spans.close()
+
+    def compile(self, key: SequenceKey, work: Coroutine[Any, Any, None]) -> None:
+        """Run what compiles a sequence's grammar and submits it, until the session ends."""
+        self.waiting_aborts[key] = []
+        task = asyncio.create_task(work)
+        self._compiling.add(task)
+        task.add_done_callback(self._compiling.discard)
 
     def trace(self, message: verifier_pb2.Sequence, key: SequenceKey) -> None:
         """Begin a sequence's span, if there is to be one."""

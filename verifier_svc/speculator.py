@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from foretoken.limits import DRAFTER_JOIN
 from foretoken.tree import depths
 from verifier_svc.draft import Draft, merge
 from verifier_svc.draft_link import NO_DRAFT, DrafterCounters, DraftLink, Posted, Row
@@ -243,7 +244,7 @@ class Speculator:
         self._costs.observe(num_rows, seconds)
 
     def _links_of(self, sequence: Sequence) -> list[DraftLink]:
-        """The attached drafters of a row: the one it names, all to be merged, or the first one."""
+        """The attached drafters of a row: those that it names, all, or the first one. Several are merged."""
         if not self.wants_drafts(sequence):
             return []
         wanted = sequence.speculation.drafter
@@ -252,7 +253,8 @@ class Speculator:
             return attached
         if wanted == AUTO:
             return attached[:1]
-        return [link for link in attached if link.name == wanted]
+        names = wanted.split(DRAFTER_JOIN)
+        return [link for link in attached if link.name in names]
 
     def _plan(self, sequence: Sequence, batch: int) -> _Plan | None:
         """What a row asks for in the next step; None: nothing."""
@@ -267,6 +269,8 @@ class Speculator:
             # A model always has something to propose.
             sequence.gate.expect_drafts()
         reach = sequence.gate.num_tokens(most, self._relative_costs(links, batch))
+        if self._shape.is_fixed:
+            reach = most
         return _Plan(sequence, links, reach, most, not sequence.gate.is_scouting) if reach > 0 else None
 
     def _relative_costs(self, links: list[DraftLink], batch: int) -> list[float]:

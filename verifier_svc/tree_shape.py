@@ -30,7 +30,7 @@ class TreeShape:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether trees are drafted and verified as the flags say, whatever a smaller one would save."""
+        """Whether trees are drafted and verified as the flags say, whatever a smaller one, or none, would save."""
         return self.num_steps > 0
 
     def of_row(self, has_model: bool, reach: int, most: int) -> Shape:

@@ -2,7 +2,8 @@
 
 EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858) share one layout, EAGLE-3 (arXiv 2503.01840) has two spellings and two
 dialects of its config: that of SafeAILab and SpecForge, and that of vLLM's ``speculators``. MTP layers lie in the
-target's own checkpoint.
+target's own checkpoint; those in Qwen3-Next's names are taken with the arithmetic of the Qwen3 body that they lie
+beside (plain norms and attention), not Qwen3-Next's.
 """
 
 from __future__ import annotations

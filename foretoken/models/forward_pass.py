@@ -26,10 +26,14 @@ from foretoken.models.rope import cos_sin_table
 _PATH_MULTIPLE = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LoadedProgram:
+    """A program as compiled code reads it, and the largest (rows, wanted rows, path) that the buffers fit so far."""
+
     program: Program
     table: NDArray[np.int64]
+    address: int
+    fits: tuple[int, int, int] = (-1, -1, -1)
 
 
 class ForwardPass:
@@ -53,13 +57,15 @@ class ForwardPass:
         self._limits = (vocab_size, num_positions, cache.num_blocks, cache.block_size)
         self._epsilon = torch.tensor([config.rms_norm_eps], dtype=torch.float32)
         self._args = self._fixed_table()
+        self._args_address = _address(self._args)
         self._buffers: dict[int, torch.Tensor] = {}
         self._all_rows = torch.empty(0, dtype=torch.int32)
         self._no_starts = np.zeros(0, np.int32)
 
     def load(self, program: Program) -> LoadedProgram:
         """A program ready to run here."""
-        return LoadedProgram(program, program.table())
+        table = program.table()
+        return LoadedProgram(program, table, _address(table))
 
     def attention_table(self, layer: int, weights: LayerWeights) -> torch.Tensor:
         """What a program's ``layer`` needs to run over plane ``layer`` of the cache. ``weights`` must outlive it."""
@@ -83,8 +89,7 @@ class ForwardPass:
         Raises:
             ValueError: an index of the batch is out of range; nothing was written.
         """
-        starts = self._context_starts(batch)
-        longest = longest_path(
+        arrays = (
             batch.token_ids,
             batch.positions,
             batch.slot_mapping,
@@ -94,17 +99,19 @@ class ForwardPass:
             batch.tree_starts,
             batch.block_tables,
             batch.logit_rows,
-            starts,
-            self._limits,
+            self._context_starts(batch),
         )
+        if not all(array.flags.c_contiguous for array in arrays):
+            raise ValueError("the arrays of a batch must be contiguous")
+        longest = longest_path(*arrays, self._limits)
         if longest < 0:
             raise ValueError(f"row {-1 - longest} of the batch holds an index out of range")
         args = self._args
-        args[kernel.OPERATIONS], args[kernel.NUM_OPERATIONS] = _address(loaded.table), len(loaded.table)
+        args[kernel.OPERATIONS], args[kernel.NUM_OPERATIONS] = loaded.address, len(loaded.table)
         args[kernel.GIVEN] = 0 if given is None else _address(given)
-        self._set_batch(batch, starts)
-        self._reserve(loaded.program, batch.num_rows, len(batch.logit_rows), longest)
-        self._team.run(self._function, _address(args))
+        kernel.set_batch(args, *arrays)
+        self._reserve(loaded, batch.num_rows, len(batch.logit_rows), longest)
+        self._team.run(self._function, self._args_address)
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
         """float32 [rows, width]: a buffer after a run; a view that is valid until the next one."""
@@ -120,34 +127,16 @@ class ForwardPass:
             raise ValueError("context_starts and tree_starts differ in length")
         return batch.context_starts
 
-    def _set_batch(self, batch: ForwardBatch, starts: NDArray[np.int32]) -> None:
-        args = self._args
-        args[kernel.NUM_ROWS] = batch.num_rows
-        args[kernel.NUM_LOGIT_ROWS] = len(batch.logit_rows)
-        args[kernel.MASK_WORDS] = batch.masks.shape[1]
-        args[kernel.MAX_BLOCKS] = batch.block_tables.shape[1]
-        for field, array in (
-            (kernel.TOKEN_IDS, batch.token_ids),
-            (kernel.POSITIONS, batch.positions),
-            (kernel.SLOT_MAPPING, batch.slot_mapping),
-            (kernel.ROW_SEQS, batch.row_seqs),
-            (kernel.CONTEXT_LENS, batch.context_lens),
-            (kernel.MASKS, batch.masks),
-            (kernel.TREE_STARTS, batch.tree_starts),
-            (kernel.BLOCK_TABLES, batch.block_tables),
-            (kernel.LOGIT_ROWS, batch.logit_rows),
-            (kernel.CONTEXT_STARTS, starts),
-        ):
-            if not array.flags.c_contiguous:
-                raise ValueError("the arrays of a batch must be contiguous")
-            args[field] = _address(array)
-
-    def _reserve(self, program: Program, num_rows: int, wanted: int, longest: int) -> None:
+    def _reserve(self, loaded: LoadedProgram, num_rows: int, wanted: int, longest: int) -> None:
         """Grow the buffers, to powers of two, so that this batch fits."""
-        config, threads = self._config, self._team.num_threads
+        config, threads, program = self._config, self._team.num_threads, loaded.program
         rows = -(-num_rows // ROW_TILE) * ROW_TILE
         stride = -(-longest // _PATH_MULTIPLE) * _PATH_MULTIPLE
         self._args[kernel.SCORE_STRIDE] = stride
+        fits = loaded.fits
+        if rows <= fits[0] and wanted <= fits[1] and stride <= fits[2]:
+            return
+        loaded.fits = (max(rows, fits[0]), max(wanted, fits[1]), max(stride, fits[2]))
         if len(self._all_rows) < num_rows:
             self._all_rows = torch.arange(_power_of_two(num_rows), dtype=torch.int32)
             self._args[kernel.ALL_ROWS] = self._all_rows.data_ptr()

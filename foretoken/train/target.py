@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from foretoken.errors import CheckpointError, ConfigError
 
 # As foretoken.models.config.MODEL_TYPES, which needs pydantic (a test compares them).
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 
 
 class TargetOutput(NamedTuple):
@@ -39,12 +39,19 @@ class Target:
             raise ConfigError(
                 f"model_type {raw.get('model_type')!r} is not supported; there is: {', '.join(MODEL_TYPES)}"
             )
-        if raw.get("auto_map"):
+        if raw.get("auto_map") and raw["model_type"] != "mimo":
             raise ConfigError(f"{path / 'config.json'}: auto_map needs code from the checkpoint, which is never run")
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        model_class: Any = AutoModelForCausalLM
+        config: dict[str, Any] = {}
+        if raw["model_type"] == "mimo":
+            # A Qwen2 body beside heads of its own, for which transformers has no class.
+            model_class = Qwen2ForCausalLM
+            fields = {name: value for name, value in raw.items() if name not in ("auto_map", "model_type")}
+            config = {"config": Qwen2Config(**fields)}
+        model: Any = model_class.from_pretrained(
+            str(path), dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False, **config
         )
         self.path = path
         self.model = model.to(device).eval().requires_grad_(False)

@@ -28,9 +28,10 @@ from foretoken.arena_layout import (
     new_memory,
 )
 from foretoken.doorbell import Doorbell, Waiter
+from foretoken.draft_parts import split_request
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
-from foretoken.transport import TransportClosedError, TransportCounters, answer, split_request
+from foretoken.transport import TransportClosedError, TransportCounters, answer
 from tests.support.draft_requests import assert_same_request, draft_batch, draft_request, draft_requests
 from tests.support.mirror_drafter import MirrorDrafter
 
@@ -129,7 +130,7 @@ def test_requests_and_replies_come_out_as_they_went_in(served: Ends, request: Dr
     served.transport.post(request)
     reply = served.transport.receive(LONG_S)
     seen = [item for item in served.seen if isinstance(item, DraftRequest)]
-    for got, sent in zip(seen, split_request(request, LAYOUT.token_capacity), strict=True):
+    for got, sent in zip(seen, split_request(request, LAYOUT.token_capacity, LAYOUT.block_size), strict=True):
         assert_same_request(got, sent)
     # Split or not, the drafter's answer is the same.
     expected = MirrorDrafter().draft(request)

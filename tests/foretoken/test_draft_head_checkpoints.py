@@ -82,7 +82,10 @@ def test_the_targets_weights_are_not_copied(target: Path, eagle: Path) -> None:
     assert shared.num_bytes < sum(file.stat().st_size for file in eagle.glob("*.safetensors"))
 
 
-def test_a_token_map_gives_those_logits_with_the_same_bits(target: Path, eagle: Path) -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_token_map_gives_those_logits_with_the_same_bits(target: Path, eagle: Path, narrow: bool) -> None:
+    if narrow:
+        rewrite(target, lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))
     chosen = np.random.default_rng(0).permutation(VOCAB)[:45].astype(np.int32)
     full, few = load(eagle, target), load(eagle, target, token_map=chosen)
     assert few.target_ids is not None and few.target_ids.tolist() == chosen.tolist()

@@ -25,6 +25,8 @@ case "$*" in
 esac
 echo "$(basename "$0") $*" >> "$CALLS"
 """
+DEMO = "foretoken serve models/demo/target --served-model-name foretoken-demo"
+DRAFTERS = "--drafter name=eagle3,algorithm=EAGLE3,model=models/demo/eagle3 --drafter name=ngram,algorithm=NGRAM"
 INDEX = "https://download.pytorch.org/whl/cpu"
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -77,10 +79,7 @@ def test_serve_sets_up_once_and_then_uses_no_installer(checkout: Checkout) -> No
     first = checkout.make("serve")
     assert first.returncode == 0, first.stderr
     calls = checkout.calls()
-    assert (
-        calls[-1]
-        == "foretoken serve models/demo/target --served-model-name foretoken-demo --port 8000 --grpc-port 50051"
-    )
+    assert calls[-1] == f"{DEMO} {DRAFTERS} --port 8000 --grpc-port 50051"
     assert any("pip install" in call and call.endswith("--editable .") for call in calls)
     assert not any("[dev]" in call for call in calls)
     assert checkout.make("serve").returncode == 0
@@ -89,18 +88,15 @@ def test_serve_sets_up_once_and_then_uses_no_installer(checkout: Checkout) -> No
 
 def test_ports_come_from_the_environment_or_the_command_line(checkout: Checkout) -> None:
     checkout.make("serve", "PORT=9000", "GRPC_PORT=9001")
-    assert (
-        checkout.calls()[-1]
-        == "foretoken serve models/demo/target --served-model-name foretoken-demo --port 9000 --grpc-port 9001"
-    )
+    assert checkout.calls()[-1] == f"{DEMO} {DRAFTERS} --port 9000 --grpc-port 9001"
     checkout.make("serve", PORT="9002", GRPC_PORT="9003")
-    assert (
-        checkout.calls()[-1]
-        == "foretoken serve models/demo/target --served-model-name foretoken-demo --port 9002 --grpc-port 9003"
-    )
+    assert checkout.calls()[-1] == f"{DEMO} {DRAFTERS} --port 9002 --grpc-port 9003"
 
 
 def test_a_model_and_more_flags(checkout: Checkout) -> None:
+    for arguments in ("--speculative-algorithm NONE", "--drafter name=mine,algorithm=NGRAM"):
+        checkout.make("serve", f"ARGS={arguments}")
+        assert checkout.calls()[-1] == f"{DEMO} --port 8000 --grpc-port 50051 {arguments}"
     checkout.make("serve", "MODEL=org/model", "ARGS=--threads 2")
     assert checkout.calls()[-1] == "foretoken serve org/model --port 8000 --grpc-port 50051 --threads 2"
 

@@ -120,6 +120,24 @@ def test_starts_of_another_length_than_the_sequences_are_refused(llama: Llama) -
         llama.forward(ForwardBatch(**{**fields, "context_starts": np.zeros(2, np.int32)}))
 
 
+def test_arrays_with_gaps_are_refused(llama: Llama) -> None:
+    batch = Paged(1).prefill(0, some_tokens(3), 0, 3)
+    fields = {name: getattr(batch, name) for name in batch.__slots__}
+    gapped = np.repeat(batch.token_ids, 2)[::2]
+    with pytest.raises(ValueError, match="contiguous"):
+        llama.forward(ForwardBatch(**{**fields, "token_ids": gapped}))
+
+
+def test_batches_that_outgrow_the_buffers_in_one_way_at_a_time(llama: Llama) -> None:
+    """More rows, a longer path and more logits, in every order, with and without features."""
+    tokens, paged = some_tokens(200), Paged(1)
+    expected = llama.forward(paged.prefill(0, tokens, 0, 200)).clone()
+    fresh = Llama(llama.config, llama._weights, llama._pass._cache, 256, 1)
+    for first, end in ((0, 1), (190, 191), (0, 70), (120, 200), (5, 6)):
+        for features in ((), (FINAL_NORM, 1)):
+            assert torch.equal(fresh.forward(paged.prefill(0, tokens, first, end), features), expected[first:end])
+
+
 def test_weights_for_draft_models_are_no_copy(llama: Llama) -> None:
     shared = llama.target_weights
     assert shared.head.data_ptr() == llama.target_weights.head.data_ptr()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from foretoken.cli import app
@@ -268,3 +268,28 @@ def test_the_learning_rate_warms_up_stays_and_falls_to_nothing() -> None:
     assert learning_rate_share(500, 0.5, 10) == 1.0
     assert learning_rate_share(750, 0.75, 10) == pytest.approx(0.5)
     assert learning_rate_share(1000, 1.0, 10) == 0.0
+
+
+def test_a_mimo_target_is_run_as_the_body_that_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    body = Qwen2ForCausalLM(config).eval()
+    body.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mimo", "auto_map": {"AutoModel": "x.Y"}}))
+    target = target_module.Target(tmp_path, torch.device("cpu"))
+    tokens = torch.arange(9)[None]
+    output = body.model(tokens, output_hidden_states=True)
+    found = target.run(tokens, (1, 2))
+    assert torch.equal(found.final, output.last_hidden_state)
+    assert torch.equal(found.features, torch.cat([output.hidden_states[1], output.hidden_states[2]], dim=-1))

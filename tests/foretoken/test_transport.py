@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foretoken.draft_parts import split_request
 from foretoken.drafting import DraftBatch, DraftRequest
 from foretoken.transport import (
     MAX_WAITING,
@@ -18,10 +19,11 @@ from foretoken.transport import (
     TransportCounters,
     check_batch,
     check_request,
-    split_request,
 )
 from tests.support.draft_requests import assert_same_request, draft_batch, draft_request, draft_requests
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter
+
+BLOCK_SIZE = 4
 
 
 def batch(step_id: int, *trees: list[int], epoch: int = 1) -> DraftBatch:
@@ -36,17 +38,17 @@ def batch(step_id: int, *trees: list[int], epoch: int = 1) -> DraftBatch:
 
 
 def new_queue(counters: TransportCounters, token_capacity: int = 8) -> RequestQueue:
-    return RequestQueue(8, token_capacity, counters, releases_are_answered=True)
+    return RequestQueue(8, token_capacity, BLOCK_SIZE, counters, releases_are_answered=True)
 
 
 def test_a_request_that_fits_is_not_split() -> None:
     request = draft_request([[1, 2], [3]])
-    assert split_request(request, 3) == [request]
+    assert split_request(request, 3, BLOCK_SIZE) == [request]
 
 
 def test_literal_split() -> None:
     request = draft_request([[10, 11, 12, 13], [], [20, 21]], lengths=[104, 7, 2], step_id=9)
-    first, second, last = split_request(request, 3)
+    first, second, last = split_request(request, 3, BLOCK_SIZE)
     assert first.slots.tolist() == [0]
     assert first.new_tokens.tolist() == [10, 11, 12]
     assert first.lengths.tolist() == [103]
@@ -64,7 +66,7 @@ def test_literal_split() -> None:
 
 @given(request=draft_requests(), capacity=st.integers(6, 30))
 def test_parts_tell_the_same_tokens_in_order(request: DraftRequest, capacity: int) -> None:
-    parts = split_request(request, capacity)
+    parts = split_request(request, capacity, BLOCK_SIZE)
     told: dict[int, list[int]] = {int(slot): [] for slot in request.slots}
     before = {
         int(slot): int(length - count)

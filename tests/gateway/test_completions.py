@@ -22,6 +22,11 @@ STATS = common_pb2.SpeculationStats(
     acceptance_histogram=[1, 1, 1, 1],
     drafter="ngram",
     num_decode_tokens=11,
+    drafters=[
+        common_pb2.DrafterStats(
+            name="ngram", num_draft_tokens=12, num_accepted_tokens=6, accepted_per_position=[3, 2, 1]
+        )
+    ],
 )
 
 
@@ -52,6 +57,9 @@ async def test_whole_answer(stack: Stack) -> None:
         "num_draft_tokens": 12,
         "num_spec_tokens": 3,
         "drafter": "ngram",
+        "drafters": {
+            "ngram": {"num_draft_tokens": 12, "num_accepted_draft_tokens": 6, "accepted_per_position": [3, 2, 1]}
+        },
         "fallback_steps": 1,
         "mean_tokens_per_step": 2.2,
     }

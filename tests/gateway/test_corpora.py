@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
 from foretoken import corpus_client
-from foretoken.cli import app
 from foretoken.corpora import token_ids_from
 from foretoken.corpus_client import CorpusClient, cut, texts_of
 from foretoken.errors import ConfigError, ForetokenError, NotFoundError, UnavailableError
@@ -23,6 +22,7 @@ from gateway.tokenizer import Tokenizer
 from protos import verifier_pb2
 from tests.gateway.conftest import Stack
 from tests.gateway.scripted_verifier import ScriptedVerifier, serving
+from tests.integration.stack import ENVIRONMENT
 
 pytestmark = pytest.mark.anyio
 KEY = "an operator's key"
@@ -193,32 +193,47 @@ def test_keys_that_are_refused_at_start(settings: GatewaySettings, tmp_path: Pat
         settings.model_copy(update={"admin_api_key_file": key}).admin_key()
 
 
-async def test_commands(operated: Operated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_client, "MAX_TEXT_CHARS", 12)
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "a.txt").write_text("hello\nworld\n")
-    (folder / "b.txt").write_text("stop here")
-    (folder / "c.bin").write_bytes(b"\xff\xfe")
+async def test_commands(operated: Operated, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello world")
+    (tmp_path / "b.txt").write_text("stop here")
 
-    async def run(*words: str) -> Any:
+    async def run(*words: str) -> tuple[int | None, str, str]:
         options = ("--url", str(operated.http.base_url), "--admin-api-key-file", str(operated.key))
-        return await asyncio.to_thread(CliRunner().invoke, app, ["corpus", *words, *options])
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "foretoken", "corpus", *words, *options),
+            env=ENVIRONMENT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        output, errors = await process.communicate()
+        return process.returncode, output.decode(), errors.decode()
 
-    added = await run("add", "docs", str(folder))
-    assert added.exit_code == 0, added.output
+    first, second = operated.tokenizer.encode("hello world"), operated.tokenizer.encode("stop here")
+    assert await run("add", "docs", str(tmp_path / "a.txt")) == (0, f"docs: {len(first)} tokens\n", "")
+    both = (0, f"docs: {len(first) + len(second)} tokens\n", "")
+    assert await run("add", "docs", "--append", str(tmp_path / "b.txt")) == both
+    assert operated.corpora == [{"docs": [first, second]}] * 2
+    assert await run("list") == both
+    assert await run("remove", "docs") == (0, "", "")
+    assert operated.corpora == [{}, {}]
+    assert await run("remove", "docs") == (1, "", "foretoken: there is no corpus 'docs'\n")
+
+
+async def test_long_texts_go_in_parts(operated: Operated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_client, "MAX_TEXT_CHARS", 12)
+    for name, data in (("a.txt", b"hello\nworld\n"), ("b.txt", b"stop here"), ("c.bin", b"\xff\xfe")):
+        folder = tmp_path / "texts"
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+
+    def add() -> None:
+        with CorpusClient(str(operated.http.base_url), KEY) as client:
+            client.add("docs", ["old"])
+            client.add("docs", texts_of([folder]))
+
+    await asyncio.to_thread(add)
     texts = [operated.tokenizer.decode(ids) for ids in operated.corpora[0]["docs"]]
     assert texts == ["hello\n", "world\n", "stop here"]
-    num_tokens = sum(map(len, operated.corpora[0]["docs"]))
-    assert added.output == f"docs: {num_tokens} tokens\n"
-    again = await run("add", "docs", "--append", str(folder / "b.txt"))
-    assert again.exit_code == 0 and len(operated.corpora[1]["docs"]) == 4
-    listed = await run("list")
-    assert listed.output == again.output
-    assert (await run("remove", "docs")).exit_code == 0
-    assert operated.corpora == [{}, {}]
-    missing = await run("remove", "docs")
-    assert isinstance(missing.exception, ForetokenError) and "no corpus 'docs'" in str(missing.exception)
 
 
 async def test_client_errors(stack: Stack) -> None:

@@ -186,7 +186,7 @@ def test_an_abort_of_a_sequence_that_waits_for_its_grammar_is_answered(folder: P
     async def scenario(stub: Stub, harness: Harness) -> None:
         call = stub.Session()
         await call.write(submit(sequence("hostile", json_schema=ENDLESS.text)))
-        await call.write(submit(sequence("waits", regex="[ab]{30,}", max_tokens=200)))
+        await call.write(submit(sequence("waits", regex="[ab]{400}", max_tokens=250)))
         await call.write(verifier_pb2.SessionRequest(abort=verifier_pb2.Abort(request_id="waits", choice_index=0)))
         ended = await outcomes(call, 2)
         assert ended["waits"][1].reason == common_pb2.FINISH_REASON_ABORT

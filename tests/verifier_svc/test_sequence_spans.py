@@ -101,9 +101,9 @@ def held(harness: Harness) -> threading.Event:
     gate, forward = threading.Event(), harness.engine._runner.forward
     gate.set()
 
-    def wait_then_forward(batch: ForwardBatch) -> torch.Tensor:
+    def wait_then_forward(batch: ForwardBatch, features: tuple[int, ...]) -> torch.Tensor:
         gate.wait()
-        return forward(batch)
+        return forward(batch, features)
 
     harness.engine._runner.forward = wait_then_forward  # type: ignore[method-assign]
     return gate

@@ -346,10 +346,10 @@ class HeldTarget(HashTarget):
         super().__init__(VOCAB, 200, 4)
         self.began, self.go_on = threading.Event(), threading.Event()
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
         self.began.set()
         assert self.go_on.wait(60)
-        return super().forward(batch)
+        return super().forward(batch, features)
 
 
 def test_a_full_queue_refuses_while_a_step_runs_and_never_a_resumed_sequence() -> None:

@@ -44,7 +44,7 @@ def walk(
     """One step behind the prompt, whose one token is the root."""
     prompt = (int(tree.tokens[0]),)
     state = SamplingState(params, prompt, eos_ids=eos_ids, choice_index=0)
-    return sample_and_walk(logits, tree, state, 1, (), max_new_tokens, source=source)
+    return sample_and_walk(logits, tree, state, 1, (), max_new_tokens, sources=[0] + [source] * (tree.num_nodes - 1))
 
 
 # --- Literal walks.
@@ -59,7 +59,7 @@ TREE = tree_of([0, 3, 4, 5, 6, 7], [-1, 0, 0, 1, 1, 2])
 
 def test_walk_follows_the_child_that_holds_the_sampled_token():
     result = walk(peaks(3, 6, 7, 1, 2, 1), TREE, source=4)
-    assert result == WalkResult([3, 6, 2], [1, 4], [4, 4, 0], None, None, [], 3, 2)
+    assert result == WalkResult([3, 6, 2], [1, 4], [4, 4, 0], None, None, [], 3, [1, 4])
 
 
 def test_walk_takes_the_other_branch():
@@ -80,7 +80,7 @@ def test_everything_refused_still_gives_one_token():
 
 def test_plain_decode_is_a_tree_with_only_a_root():
     result = walk(peaks(5), DraftTree.root_only(2))
-    assert result == WalkResult([5], [], [0], None, None, [], 1, 0)
+    assert result == WalkResult([5], [], [0], None, None, [], 1, [])
 
 
 def test_of_siblings_with_one_token_the_lowest_index_is_taken():
@@ -98,12 +98,12 @@ def test_a_stop_token_ends_the_output_and_is_not_in_it():
     for eos_ids, params in ((frozenset({6}), GREEDY), (NO_EOS, replace(GREEDY, stop_token_ids=(6,)))):
         result = walk(peaks(3, 6, 7, 1, 2, 1), TREE, params, eos_ids=eos_ids)
         # Node 4 held the stop token: a good draft, but its entry is nobody's.
-        assert result == WalkResult([3], [1], [1], FinishReason.STOP, 6, [], 2, 2)
+        assert result == WalkResult([3], [1], [1], FinishReason.STOP, 6, [], 2, [1, 4])
 
 
 def test_a_stop_token_from_the_target_alone_ends_the_output():
     result = walk(peaks(3, 6, 7, 1, 2, 1), TREE, eos_ids=frozenset({2}))
-    assert result == WalkResult([3, 6], [1, 4], [1, 1], FinishReason.STOP, 2, [], 3, 2)
+    assert result == WalkResult([3, 6], [1, 4], [1, 1], FinishReason.STOP, 2, [], 3, [1, 4])
     assert walk(peaks(5), DraftTree.root_only(2), eos_ids=frozenset({5})).tokens == []
 
 
@@ -124,7 +124,7 @@ def test_ignored_eos_is_emitted():
 def test_the_lengths_end_cuts_the_walk(max_new_tokens, tokens, accepted, finish):
     result = walk(peaks(3, 6, 7, 1, 2, 1), TREE, max_new_tokens=max_new_tokens)
     assert (result.tokens, result.accepted_nodes, result.finish) == (tokens, accepted, finish)
-    assert (result.num_walked_tokens, result.num_accepted_drafts) == (3, 2), "counted before trimming"
+    assert (result.num_walked_tokens, len(result.matched_nodes)) == (3, 2), "counted before trimming"
     assert result.sources == [1] * len(accepted) + [0] * (len(tokens) - len(accepted))
 
 
@@ -383,8 +383,8 @@ def speculative_text(
         assert [int(tree.tokens[node]) for node in result.accepted_nodes] == result.tokens[: len(result.accepted_nodes)]
         assert result.sources == [int(i < len(result.accepted_nodes)) for i in range(len(result.tokens))]
         seen["accepted run"] += len(result.accepted_nodes) >= 2
-        seen["refused"] += result.num_accepted_drafts < tree.num_speculative_tokens
-        seen["drafted stop"] += result.finish is FinishReason.STOP and result.num_accepted_drafts > len(result.tokens)
+        seen["refused"] += len(result.matched_nodes) < tree.num_speculative_tokens
+        seen["drafted stop"] += result.finish is FinishReason.STOP and len(result.matched_nodes) > len(result.tokens)
         seen["cut"] += result.finish is FinishReason.LENGTH and result.num_walked_tokens > len(result.tokens)
         text.tokens += result.tokens
         text.logprobs += result.logprobs

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foretoken_kernels.cpu.addresses import (
     array_like,
@@ -22,7 +23,7 @@ from foretoken_kernels.cpu.addresses import (
     uint64_at,
 )
 from foretoken_kernels.cpu.attention_blocks import PARTIAL_FLOATS
-from foretoken_kernels.cpu.compile import callback, carray, cgutils, emitted, inlined, types
+from foretoken_kernels.cpu.compile import callback, carray, cgutils, compiled, emitted, inlined, types
 from foretoken_kernels.cpu.linear import ADD, PANEL, SILU_AND_MULTIPLY, STORE, linear
 from foretoken_kernels.cpu.rms_norm import rms_norm
 from foretoken_kernels.cpu.rope_kv_write import rope_kv_write
@@ -100,6 +101,33 @@ _PARTIAL = PARTIAL_FLOATS
 THREAD_SCRATCH_FLOATS = _SUMS + _PARTIAL + 2 * ROW_TILE
 # Rows of one attention tile: what scores and offsets are sized by.
 ATTENTION_ROW_TILE = ROW_TILE
+
+
+@compiled
+def set_batch(
+    args: NDArray[np.int64],
+    token_ids: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    slot_mapping: NDArray[np.int32],
+    row_seqs: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+    masks: NDArray[np.uint64],
+    tree_starts: NDArray[np.int32],
+    block_tables: NDArray[np.int32],
+    logit_rows: NDArray[np.int32],
+    context_starts: NDArray[np.int32],
+) -> None:
+    """Put sizes and addresses of a batch's arrays, which must have no gaps, into the table of a pass.
+
+    Compiled, because asking numpy for eleven addresses takes as long as a small head's matrices.
+    """
+    args[NUM_ROWS], args[NUM_LOGIT_ROWS] = len(token_ids), len(logit_rows)
+    args[MASK_WORDS], args[MAX_BLOCKS] = masks.shape[1], block_tables.shape[1]
+    args[TOKEN_IDS], args[POSITIONS] = token_ids.ctypes.data, positions.ctypes.data
+    args[SLOT_MAPPING], args[ROW_SEQS] = slot_mapping.ctypes.data, row_seqs.ctypes.data
+    args[CONTEXT_LENS], args[MASKS] = context_lens.ctypes.data, masks.ctypes.data
+    args[TREE_STARTS], args[BLOCK_TABLES] = tree_starts.ctypes.data, block_tables.ctypes.data
+    args[LOGIT_ROWS], args[CONTEXT_STARTS] = logit_rows.ctypes.data, context_starts.ctypes.data
 
 
 @inlined

@@ -1,0 +1,61 @@
+"""Scores are believed at first and corrected by what comes of them; waits are a line over the depth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from verifier_svc.acceptance_estimates import AcceptanceEstimates
+from verifier_svc.draft_times import DraftTimes
+from verifier_svc.tree_shape import DEFAULT_STEPS, TreeShape
+
+
+def test_a_new_drafter_is_believed() -> None:
+    scores = np.log(np.array([1.0, 0.83, 0.5, 0.07], np.float32))
+    np.testing.assert_allclose(AcceptanceEstimates().chances(scores), [1.0, 0.83, 0.5, 0.07], rtol=1e-5)
+
+
+@pytest.mark.parametrize("really", [0.1, 0.5, 0.9])
+def test_estimates_become_what_is_accepted(really: float) -> None:
+    """Whatever the drafter says of itself."""
+    estimates, rng = AcceptanceEstimates(), np.random.default_rng(1)
+    scores = np.log(np.array([0.75], np.float32))
+    for _ in range(2000):
+        estimates.observe(scores, rng.random(1) < really)
+    found = estimates.chances(np.concatenate([[0.0], scores]).astype(np.float32))
+    assert found[0] == 1.0 and abs(found[1] - really) < 0.08
+
+
+def test_scores_beyond_what_a_chance_can_be_do_no_harm() -> None:
+    estimates = AcceptanceEstimates()
+    scores = np.array([0.0, 5.0, -np.inf, np.inf], np.float32)
+    found = estimates.chances(scores)
+    assert found.tolist() == [1.0, 1.0, 0.0, 1.0]
+    estimates.observe(scores[1:], np.array([True, False, True]))
+    assert np.isfinite(estimates.chances(scores)).all()
+
+
+def test_waits_are_a_line_over_the_depth() -> None:
+    times = DraftTimes()
+    assert times.estimate(3) == 0.0
+    times.observe(2, 0.0005)
+    assert times.estimate(2) == times.estimate(5) == pytest.approx(0.0005)
+    for number in range(400):
+        depth = 1 + number % 5
+        times.observe(depth, 0.0002 + 0.0001 * depth)
+    assert times.estimate(1) == pytest.approx(0.0003, rel=0.02)
+    assert times.estimate(5) == pytest.approx(0.0007, rel=0.02)
+    before = times.estimate(3)
+    times.observe(3, 1.0)
+    assert times.estimate(3) < 1.5 * before, "one wait that was disturbed says little"
+
+
+def test_shapes_by_flag_are_exact_and_others_follow_the_reach() -> None:
+    fixed = TreeShape(16, 5, 4)
+    assert fixed.of_row(True, 1, 15) == fixed.of_row(True, 9, 15) == (16, 5, 4)
+    assert fixed.of_row(True, 5, 3) == (4, 3, 4), "never more than may still be emitted"
+    free = TreeShape(8)
+    assert free.of_row(True, 2, 7).depth == 2 and free.of_row(True, 40, 7).depth == DEFAULT_STEPS
+    assert free.of_row(True, 2, 7).nodes < free.of_row(True, 5, 7).nodes <= 8
+    assert free.of_row(False, 3, 7) == (4, 3, 8), "without a model reach counts tokens"
+    assert free.of_row(False, 3, 2) == (3, 2, 8)

@@ -1,0 +1,70 @@
+"""Hidden rows of consecutive positions, kept until drafters were told."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verifier_svc.feature_window import MAX_ROWS, FeatureWindow, columns_of, gathered
+
+
+def rows_of(start: int, count: int) -> np.ndarray:
+    """A row says which position it is of."""
+    return np.repeat(np.arange(start, start + count, dtype=np.float32)[:, None], 2, axis=1)
+
+
+def told(window: FeatureWindow, start: int, end: int) -> list[int]:
+    _, parts = window.rows(start, end)
+    return [int(value) for part in parts for value in part[:, 0]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12))
+def test_what_is_there_are_the_last_positions_without_a_gap(steps: list[tuple[int, int, int]]) -> None:
+    """Each step appends rows, begins earlier by those that run again, or leaves a gap."""
+    window = FeatureWindow()
+    first, end = 0, 0
+    for count, again, gap in steps:
+        start = max(end - again, first) if not gap else end + gap
+        if gap or end == 0:
+            first = start
+        window.append(start, rows_of(start, count + again))
+        end = max(end, start + count + again)
+        assert (window.start, window.end) == (first, end)
+        for low in range(max(first - 2, 0), end + 1):
+            for high in range(low, end + 1):
+                assert told(window, low, high) == list(range(max(low, first), high))
+        assert told(window, first, end + 1) == []
+
+
+def test_told_rows_are_dropped_and_memory_is_bounded() -> None:
+    window = FeatureWindow()
+    window.append(0, rows_of(0, 10))
+    window.append(10, rows_of(10, 5))
+    window.forget_before(12)
+    assert (window.start, window.end) == (12, 15) and told(window, 0, 15) == [12, 13, 14]
+    window.forget_before(99)
+    assert (window.start, window.end) == (15, 15) and told(window, 12, 15) == []
+    for start in range(15, 15 + 3 * MAX_ROWS, 64):
+        window.append(start, rows_of(start, 64))
+    assert window.end - window.start == MAX_ROWS
+
+
+def test_rows_of_another_width_begin_anew() -> None:
+    window = FeatureWindow()
+    window.append(3, rows_of(3, 4))
+    window.append(7, np.zeros((2, 6), np.float32))
+    assert (window.start, window.end) == (7, 9)
+
+
+def test_gathered_rows_are_copies() -> None:
+    buffer = rows_of(0, 8)
+    run, nodes = gathered(buffer, 1, 3, []), gathered(buffer, 1, 2, [5, 7])
+    buffer[:] = -1
+    assert run[:, 0].tolist() == [1, 2, 3] and nodes[:, 0].tolist() == [1, 2, 5, 7]
+
+
+def test_columns_are_found_in_any_order() -> None:
+    rows = np.arange(8, dtype=np.float32)[None]
+    assert columns_of((4, -1), (2, 4, -1, 6), 2) == slice(2, 6)
+    assert rows[:, columns_of((-1, 2), (2, 4, -1, 6), 2)].tolist() == [[4, 5, 0, 1]]
