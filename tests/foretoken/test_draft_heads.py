@@ -193,6 +193,26 @@ def test_eagle(tmp_path: Path, name: str, tied: bool) -> None:
     check_tree(Case(model, ours, ReferenceEagle(folder, tmp_path / "target"), (FINAL_NORM,)))
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 5, 8), (3, 6, 2, 8), (4, 8), (9, 13)])
+def test_passes_that_grow_by_less_than_a_tile_of_rows(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """A head of which the first pass had few rows, as after an attachment in the middle of a text."""
+    model = head_files.random_target(tmp_path / "target")
+    folder = write_folder(tmp_path / "head", *head_files.eagle_files())
+    case = Case(
+        model,
+        PagedHead(load(folder, tmp_path / "target")),
+        ReferenceEagle(folder, tmp_path / "target"),
+        (FINAL_NORM,),
+    )
+    logits, hidden = case.reference.run(prompt_entries(case))
+    first = 1
+    for size in sizes:
+        states = case.states[first - 1 : first - 1 + size]
+        found = case.ours.extend(case.tokens[first : first + size], first, states, from_target=True)
+        check(found, (logits[first - 1 : first - 1 + size], hidden[first - 1 : first - 1 + size]))
+        first += size
+
+
 def speculators(**options: Any) -> Files:
     fields = options.pop("fields", {})
     config, tensors = head_files.eagle3_files(layer="layers.0", **options)
