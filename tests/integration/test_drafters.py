@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +20,22 @@ from tests.integration.stack import Stack, running, wait_until
 from tests.support.deployments import Target
 from tests.support.fitted_models import text
 
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+# Drafters that may lie beside the demo target, by folder.
+DEMO_DRAFTERS = {"eagle3": "EAGLE3", "eagle2": "EAGLE", "standalone": "STANDALONE"}
+CODE = """\
+def read_lines(path):
+    with open(path) as file:
+        return [line.strip() for line in file]
+
+
+def read_words(path):
+    with open(path) as file:
+        return [line.split() for line in file]
+
+
+def read_numbers(path):
+"""
 MAX_TOKENS = 120
 NAMES = ("eagle3", "ngram", "standalone")
 CHOICES = (*NAMES, "merge", "auto")
@@ -46,17 +63,17 @@ def stack(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     models = {"eagle3": target.head_folders["EAGLE3"], "standalone": target.standalone}
     specs = [f"name={name},algorithm={name.upper()},model={folder}" for name, folder in models.items()]
     specs.insert(1, "name=ngram,algorithm=NGRAM")
-    with served(target, tmp_path_factory, *specs) as stack:
+    with served(target.folder, tmp_path_factory, *specs) as stack:
         yield stack
 
 
 @contextlib.contextmanager
-def served(target: Target, folders: pytest.TempPathFactory, *specs: str, flags: Sequence[str] = ()) -> Iterator[Stack]:
+def served(target: Path, folders: pytest.TempPathFactory, *specs: str, flags: Sequence[str] = ()) -> Iterator[Stack]:
     """A stack whose drafters are all attached, but for those in the verifier: the first request attaches them."""
     drafters = [word for spec in specs for word in ("--drafter", spec)]
     names = {spec.removeprefix("name=").split(",")[0] for spec in specs}
     shape = ("--speculative-num-draft-tokens", "6")
-    with running(target.folder, folders.mktemp("served") / "log", *drafters, *shape, *flags) as stack:
+    with running(target, folders.mktemp("served") / "log", *drafters, *shape, *flags) as stack:
         if "in-process" not in flags:
             wait_until(lambda: attached(stack) == names, stack)
         yield stack
@@ -159,7 +176,7 @@ def test_mtp_layers_of_the_target(
     target = Target(tmp_path_factory.mktemp("mtp"), body_name)
     specs = ("name=mtp,algorithm=MTP", "name=ngram,algorithm=NGRAM")
     num_drafted = num_accepted = 0
-    with served(target, tmp_path_factory, *specs, flags=flags) as stack:
+    with served(target.folder, tmp_path_factory, *specs, flags=flags) as stack:
         for field in ("greedy", "T=1", "penalties", "grammar", "logprobs", "two choices"):
             expected = ask(stack, None, **FIELDS[field])
             for drafter in ("mtp", "merge", "auto"):
@@ -169,3 +186,31 @@ def test_mtp_layers_of_the_target(
                     num_drafted += each["num_draft_tokens"]
                     num_accepted += each["num_accepted_draft_tokens"]
     assert 0 < num_accepted < num_drafted
+
+
+def test_the_demo_model(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The demo target with n-grams and all drafters that lie beside it."""
+    names = ["ngram"]
+    specs = ["name=ngram,algorithm=NGRAM"]
+    for name, algorithm in DEMO_DRAFTERS.items():
+        if (DEMO / name).is_dir():
+            names.append(name)
+            specs.append(f"name={name},algorithm={algorithm},model={DEMO / name}")
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}, "required": ["name"]}
+    fields = {name: FIELDS[name] for name in ("greedy", "T=0.7", "T=1", "penalties", "logprobs", "two choices")}
+    fields["grammar"] = {"temperature": 0.7, "guided_json": schema}
+    drafted: Counter[str] = Counter()
+    accepted: Counter[str] = Counter()
+    with served(DEMO / "target", tmp_path_factory, *specs) as stack:
+        stop = ask(stack, None, prompt=CODE, **FIELDS["greedy"])["choices"][0]["text"][70:78]
+        fields["stop string"] = {"temperature": 0, "stop": [stop]}
+        for field, options in fields.items():
+            expected = ask(stack, None, prompt=CODE, **options)
+            for drafter in (*names, "merge", "auto"):
+                got = ask(stack, drafter, prompt=CODE, **options)
+                assert outputs(got) == outputs(expected), (field, drafter)
+                for name, each in figures(got).items() if "metrics" in got else ():
+                    drafted[name] += each["num_draft_tokens"]
+                    accepted[name] += each["num_accepted_draft_tokens"]
+    for name in names:
+        assert 0 < accepted[name] < drafted[name], (name, drafted, accepted)

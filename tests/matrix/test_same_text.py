@@ -17,7 +17,7 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.deployments import KINDS, SeenHarness, Target, Targets
 from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
-from tests.support.grammars import ids_of, regex
+from tests.support.grammars import END, VOCAB, ids_of, regex
 from verifier_svc.grammar import Vocabulary, compile_grammar
 from verifier_svc.messages import FinishReason, SequenceKey
 
@@ -50,7 +50,7 @@ class Case:
 
 
 def cases(target: Target, temperature: float, kind: str) -> list[Case]:
-    vocabulary = Vocabulary(target.folder, vocab_limit=54, eos_ids=frozenset({7}))
+    vocabulary = Vocabulary(target.folder, vocab_limit=VOCAB, eos_ids=frozenset({END}))
     speculation = SpeculationOptions(drafter="merge") if kind == "merge" else SpeculationOptions()
     made = []
     for number, (field, fields) in enumerate(FIELDS.items()):
@@ -138,6 +138,9 @@ def check(
         assert_same(case, plain[case.field], [harness.results[key] for key in keys])
         if kind != "none":
             assert_speculated(case, harness, keys)
+    # Each of merged drafters had a part, and none failed.
+    for name, counters in harness.speculator.counters.items():
+        assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens, name
     assert all(source.failures == [] for source in harness.sources)
     harness.drain()
 
