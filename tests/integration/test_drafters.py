@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.integration.stack import Stack, running, wait_until
@@ -161,6 +162,38 @@ def test_all_at_once(stack: Stack) -> None:
     expected = [outputs(ask(stack, None, seed=seed, temperature=0.7)) for seed in range(4)]
     for (drafter, seed), answer in zip(asked, asyncio.run(answers()), strict=True):
         assert outputs(answer) == expected[seed], drafter
+
+
+@pytest.mark.parametrize("name", ["eagle3", "standalone"])
+def test_a_killed_drafter_comes_back_and_drafts(stack: Stack, name: str) -> None:
+    expected = outputs(ask(stack, None, temperature=0))
+    (killed,) = drafter_processes(stack, name)
+    killed.kill()
+    assert outputs(ask(stack, name, temperature=0)) == expected
+    wait_until(lambda: [p for p in drafter_processes(stack, name) if p.pid != killed.pid], stack)
+    wait_until(lambda: attached(stack) == set(NAMES), stack)
+
+    def is_drafting_again() -> bool:
+        """Its chance to draft comes as the gates of rows open."""
+        answer = ask(stack, name, temperature=0)
+        assert outputs(answer) == expected
+        return name in figures(answer) and figures(answer)[name]["num_accepted_draft_tokens"] > 0
+
+    wait_until(is_drafting_again, stack)
+
+
+def drafter_processes(stack: Stack, name: str) -> list[psutil.Process]:
+    """Those that live; a killed one may still be there for a moment."""
+    children = psutil.Process(stack.process.pid).children(recursive=True)
+    return [child for child in children if any(word.endswith(f"/{name}.sock") for word in drafter_words(child))]
+
+
+def drafter_words(process: psutil.Process) -> list[str]:
+    try:
+        words = process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+    return words if "drafter" in words else []
 
 
 def test_a_name_that_nobody_has_is_refused(stack: Stack) -> None:
