@@ -124,9 +124,37 @@ def figures(answer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+class Tally:
+    """What drafters came to over several answers."""
+
+    def __init__(self) -> None:
+        self.drafted: Counter[str] = Counter()
+        self.accepted: Counter[str] = Counter()
+
+    def add(self, answer: dict[str, Any]) -> None:
+        """Answers of several choices have no figures."""
+        for name, each in figures(answer).items() if "metrics" in answer else ():
+            assert sum(each["accepted_per_position"]) == each["num_accepted_draft_tokens"]
+            self.drafted[name] += each["num_draft_tokens"]
+            self.accepted[name] += each["num_accepted_draft_tokens"]
+
+    def wait(self, stack: Stack, name: str, **fields: Any) -> None:
+        """Until tokens of a drafter were accepted and refused: when it drafts is a matter of what it costs here."""
+        expected = outputs(ask(stack, None, **fields))
+
+        def has_both() -> bool:
+            if 0 < self.accepted[name] < self.drafted[name]:
+                return True
+            answer = ask(stack, name, **fields)
+            assert outputs(answer) == expected
+            self.add(answer)
+            return False
+
+        wait_until(has_both, stack)
+
+
 def test_the_text_is_plain_decodes_whoever_drafts(stack: Stack) -> None:
-    drafted: Counter[str] = Counter()
-    accepted: Counter[str] = Counter()
+    tally = Tally()
     reasons = set()
     stop = ask(stack, None, **FIELDS["greedy"])["choices"][0]["text"][81:87]
     for field, fields in (FIELDS | {"stop string": {"temperature": 0, "stop": [stop]}}).items():
@@ -134,18 +162,13 @@ def test_the_text_is_plain_decodes_whoever_drafts(stack: Stack) -> None:
         for drafter in CHOICES:
             got = ask(stack, drafter, few=field == "few draft tokens", **fields)
             assert outputs(got) == outputs(expected), (field, drafter)
-            if "metrics" not in got:
-                continue
-            found = figures(got)
-            assert set(found) <= {"merge": set(NAMES), "auto": {"eagle3", "ngram"}}.get(drafter, {drafter})
-            for name, each in found.items():
-                drafted[name] += each["num_draft_tokens"]
-                accepted[name] += each["num_accepted_draft_tokens"]
-                assert sum(each["accepted_per_position"]) == each["num_accepted_draft_tokens"]
+            tally.add(got)
+            names = {"merge": set(NAMES), "auto": {"eagle3", "ngram"}}.get(drafter, {drafter})
+            assert "metrics" not in got or set(figures(got)) <= names
         reasons.add((field, expected["choices"][0]["finish_reason"]))
     assert {("stop string", "stop"), ("grammar", "stop"), ("stop ids", "stop"), ("greedy", "length")} <= reasons
     for name in NAMES:
-        assert 0 < accepted[name] < drafted[name], (name, drafted, accepted)
+        tally.wait(stack, name, temperature=0.7)
 
 
 def test_all_at_once(stack: Stack) -> None:
@@ -173,13 +196,7 @@ def test_a_killed_drafter_comes_back_and_drafts(stack: Stack, name: str) -> None
     wait_until(lambda: [p for p in drafter_processes(stack, name) if p.pid != killed.pid], stack)
     wait_until(lambda: attached(stack) == set(NAMES), stack)
 
-    def is_drafting_again() -> bool:
-        """Its chance to draft comes as the gates of rows open."""
-        answer = ask(stack, name, temperature=0)
-        assert outputs(answer) == expected
-        return name in figures(answer) and figures(answer)[name]["num_accepted_draft_tokens"] > 0
-
-    wait_until(is_drafting_again, stack)
+    Tally().wait(stack, name, temperature=0.7)
 
 
 def drafter_processes(stack: Stack, name: str) -> list[psutil.Process]:
@@ -208,17 +225,15 @@ def test_mtp_layers_of_the_target(
 ) -> None:
     target = Target(tmp_path_factory.mktemp("mtp"), body_name)
     specs = ("name=mtp,algorithm=MTP", "name=ngram,algorithm=NGRAM")
-    num_drafted = num_accepted = 0
+    tally = Tally()
     with served(target.folder, tmp_path_factory, *specs, flags=flags) as stack:
         for field in ("greedy", "T=1", "penalties", "grammar", "logprobs", "two choices"):
             expected = ask(stack, None, **FIELDS[field])
             for drafter in ("mtp", "merge", "auto"):
                 got = ask(stack, drafter, **FIELDS[field])
                 assert outputs(got) == outputs(expected), (field, drafter)
-                for each in [figures(got)["mtp"]] if drafter == "mtp" and "metrics" in got else []:
-                    num_drafted += each["num_draft_tokens"]
-                    num_accepted += each["num_accepted_draft_tokens"]
-    assert 0 < num_accepted < num_drafted
+                tally.add(got)
+        tally.wait(stack, "mtp", temperature=0.7)
 
 
 def test_the_demo_model(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -232,8 +247,7 @@ def test_the_demo_model(tmp_path_factory: pytest.TempPathFactory) -> None:
     schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}, "required": ["name"]}
     fields = {name: FIELDS[name] for name in ("greedy", "T=0.7", "T=1", "penalties", "logprobs", "two choices")}
     fields["grammar"] = {"temperature": 0.7, "guided_json": schema}
-    drafted: Counter[str] = Counter()
-    accepted: Counter[str] = Counter()
+    tally = Tally()
     with served(DEMO / "target", tmp_path_factory, *specs) as stack:
         stop = ask(stack, None, prompt=CODE, **FIELDS["greedy"])["choices"][0]["text"][70:78]
         fields["stop string"] = {"temperature": 0, "stop": [stop]}
@@ -242,8 +256,6 @@ def test_the_demo_model(tmp_path_factory: pytest.TempPathFactory) -> None:
             for drafter in (*names, "merge", "auto"):
                 got = ask(stack, drafter, prompt=CODE, **options)
                 assert outputs(got) == outputs(expected), (field, drafter)
-                for name, each in figures(got).items() if "metrics" in got else ():
-                    drafted[name] += each["num_draft_tokens"]
-                    accepted[name] += each["num_accepted_draft_tokens"]
-    for name in names:
-        assert 0 < accepted[name] < drafted[name], (name, drafted, accepted)
+                tally.add(got)
+        for name in names:
+            tally.wait(stack, name, prompt=CODE, temperature=0.7)
