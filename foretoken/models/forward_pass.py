@@ -137,8 +137,8 @@ class ForwardPass:
         if rows <= fits[0] and wanted <= fits[1] and stride <= fits[2]:
             return
         loaded.fits = (max(rows, fits[0]), max(wanted, fits[1]), max(stride, fits[2]))
-        if len(self._all_rows) < num_rows:
-            self._all_rows = torch.arange(_power_of_two(num_rows), dtype=torch.int32)
+        if len(self._all_rows) < rows:
+            self._all_rows = torch.arange(_power_of_two(rows), dtype=torch.int32)
             self._args[kernel.ALL_ROWS] = self._all_rows.data_ptr()
         for field, width in program.row_widths.items():
             self._grow(field, rows * width)

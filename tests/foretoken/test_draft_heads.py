@@ -57,7 +57,9 @@ class PagedHead:
     def run(
         self, tokens: np.ndarray, slots: np.ndarray, contexts: np.ndarray, masks: np.ndarray, states: torch.Tensor, *,
         positions: np.ndarray | None = None, tree_start: int = 0, start: int = 1, from_target: bool, depth: int = 0,
+        wanted: int | None = None,
     ) -> HeadOutput:  # fmt: skip
+        """``wanted``: logits of the last so many rows; by default of all."""
         rows = len(tokens)
         batch = ForwardBatch(
             token_ids=tokens.astype(np.int32),
@@ -68,7 +70,7 @@ class PagedHead:
             masks=masks,
             tree_starts=np.array([tree_start], np.int32),
             block_tables=self.table[None],
-            logit_rows=np.arange(rows, dtype=np.int32),
+            logit_rows=np.arange(0 if wanted is None else rows - wanted, rows, dtype=np.int32),
             context_starts=np.array([start], np.int32),
         )
         given = np.ascontiguousarray(states.numpy(), np.float32)
@@ -76,12 +78,14 @@ class PagedHead:
         return HeadOutput(found.logits.clone(), found.hidden.clone())
 
     def extend(
-        self, tokens: np.ndarray, first: int, states: torch.Tensor, *, start: int = 1, from_target: bool, depth: int = 0
-    ) -> HeadOutput:
+        self, tokens: np.ndarray, first: int, states: torch.Tensor, *,
+        start: int = 1, from_target: bool, depth: int = 0, wanted: int | None = None,
+    ) -> HeadOutput:  # fmt: skip
         """Entries of ``tokens`` from slot ``first`` on."""
         slots = np.arange(first, first + len(tokens))
         masks = np.zeros((len(tokens), 1), np.uint64)
-        return self.run(tokens, slots, slots + 1, masks, states, start=start, from_target=from_target, depth=depth)
+        options = {"start": start, "depth": depth, "wanted": wanted}
+        return self.run(tokens, slots, slots + 1, masks, states, from_target=from_target, **options)
 
 
 @dataclass
@@ -191,6 +195,37 @@ def test_eagle(tmp_path: Path, name: str, tied: bool) -> None:
     assert (ours.head.family, ours.head.algorithm, ours.head.num_depths) == ("eagle", "EAGLE", 1)
     assert ours.head.target_ids is None
     check_tree(Case(model, ours, ReferenceEagle(folder, tmp_path / "target"), (FINAL_NORM,)))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 5, 8), (3, 6, 2, 8), (4, 8), (9, 13)])
+def test_passes_that_grow_by_less_than_a_tile_of_rows(
+    tmp_path: Path, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of which the first pass had few rows, as after an attachment in the middle of a text."""
+    arange = torch.arange
+
+    def followed_by_zeros(*args: Any, **options: Any) -> torch.Tensor:
+        """Who reads past the end finds something definite."""
+        found = arange(*args, **options)
+        return torch.cat([found, torch.zeros(64, dtype=found.dtype)])[: len(found)]
+
+    monkeypatch.setattr(torch, "arange", followed_by_zeros)
+    model = head_files.random_target(tmp_path / "target")
+    folder = write_folder(tmp_path / "head", *head_files.eagle_files())
+    case = Case(
+        model,
+        PagedHead(load(folder, tmp_path / "target")),
+        ReferenceEagle(folder, tmp_path / "target"),
+        (FINAL_NORM,),
+    )
+    logits, hidden = case.reference.run(prompt_entries(case))
+    first = 1
+    for size in sizes:
+        states = case.states[first - 1 : first - 1 + size]
+        found = case.ours.extend(case.tokens[first : first + size], first, states, from_target=True, wanted=1)
+        last = first - 1 + size
+        check(found, (logits[last - 1 : last], hidden[first - 1 : last]))
+        first += size
 
 
 def speculators(**options: Any) -> Files:

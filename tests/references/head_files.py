@@ -42,10 +42,10 @@ HEAD_CONFIG: dict[str, Any] = {
 Tensors = dict[str, torch.Tensor]
 
 
-def random_target(folder: Path, kind: str = "llama", tied: bool = False) -> PreTrainedModel:
+def random_target(folder: Path, kind: str = "llama", tied: bool = False, vocab_size: int = VOCAB) -> PreTrainedModel:
     """A target of 8 layers with random norms and biases, saved to ``folder``."""
     torch.manual_seed(11)
-    sizes = SIZES | {"tie_word_embeddings": tied}
+    sizes = SIZES | {"tie_word_embeddings": tied, "vocab_size": vocab_size}
     model: PreTrainedModel
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**sizes))
@@ -182,9 +182,9 @@ def add_tensors(folder: Path, tensors: Tensors, **config: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
 
 
-def mimo_target(folder: Path, num_depths: int = 1) -> PreTrainedModel:
+def mimo_target(folder: Path, num_depths: int = 1, vocab_size: int = VOCAB) -> PreTrainedModel:
     """Qwen2's body under MiMo's name, with its MTP layers."""
-    model = random_target(folder, "qwen2")
+    model = random_target(folder, "qwen2", vocab_size=vocab_size)
     shapes: dict[str, tuple[int, ...]] = {}
     for depth in range(num_depths):
         prefix = f"model.mtp_layers.{depth}"
@@ -205,9 +205,9 @@ def mimo_target(folder: Path, num_depths: int = 1) -> PreTrainedModel:
     return model
 
 
-def qwen3_mtp_target(folder: Path, num_depths: int = 1, tied: bool = False) -> PreTrainedModel:
+def qwen3_mtp_target(folder: Path, num_depths: int = 1, tied: bool = False, vocab_size: int = VOCAB) -> PreTrainedModel:
     """A Qwen3 target with MTP layers in Qwen3-Next's names."""
-    model = random_target(folder, "qwen3", tied)
+    model = random_target(folder, "qwen3", tied, vocab_size)
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     shapes: dict[str, tuple[int, ...]] = {f"mtp.{name}.weight": (HIDDEN,) for name in norms}
     shapes["mtp.fc.weight"] = (HIDDEN, 2 * HIDDEN)

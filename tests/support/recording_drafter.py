@@ -1,0 +1,70 @@
+"""A drafter that notes what another one is asked and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.models.target_weights import TargetWeights
+from tests.references.eagle_tree import Shape
+
+
+class Drawn(NamedTuple):
+    """One row that was to be drafted for. ``tokens``: all that is committed, where the drafter was told of all."""
+
+    tokens: list[int]
+    shape: Shape
+    tree_tokens: list[int]
+    tree_parents: list[int]
+    scores: list[float]
+
+    @property
+    def is_drafted(self) -> bool:
+        return len(self.tree_tokens) > 1
+
+
+class RecordingDrafter:
+    """A ``foretoken.drafting.Drafter`` around another.
+
+    Attributes:
+        drawn: rows that wanted a draft, in order; of sequences that were told from their first token on.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._told: dict[tuple[int, int], list[int]] = {}
+        self.drawn: list[Drawn] = []
+
+    @property
+    def algorithm(self) -> str:
+        return self._drafter.algorithm
+
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        return self._drafter.needs(target)
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
+        self._told.clear()
+        self._drafter.attach(target, weights)
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        batch = self._drafter.draft(request)
+        for row in range(request.num_rows):
+            key = (int(request.slots[row]), int(request.generations[row]))
+            told = self._told.setdefault(key, [])
+            told += request.new_tokens[request.new_token_starts[row] : request.new_token_starts[row + 1]].tolist()
+            if request.max_nodes[row] > 1 and len(told) == request.lengths[row]:
+                tree = batch.tree(row)
+                columns = (request.max_nodes, request.max_depths, request.max_branches)
+                shape = Shape(*(int(column[row]) for column in columns))
+                scores = np.asarray(batch.row_scores(row), np.float64).tolist()
+                self.drawn.append(Drawn(list(told), shape, tree.tokens.tolist(), tree.parents.tolist(), scores))
+        return batch
+
+    def release(self, slots: Sequence[int]) -> None:
+        self._drafter.release(slots)
+
+    def gauges(self) -> dict[str, float]:
+        return self._drafter.gauges()
