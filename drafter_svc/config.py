@@ -66,10 +66,9 @@ class DrafterSettings(BaseModel):
             raise ValueError(f"--algorithm {self.algorithm} needs --speculative-draft-model-path")
         if self.algorithm == "MTP" and has_path:
             raise ValueError("--speculative-draft-model-path: an MTP head is part of the target's checkpoint")
-        if self.speculative_token_map is not None and self.algorithm not in ("EAGLE", "MTP"):
+        if self.speculative_token_map is not None and self.algorithm not in ("EAGLE", "EAGLE3", "MTP"):
             raise ValueError(
-                "--speculative-token-map is for heads that use the target's output head, EAGLE and MTP, "
-                f"not for {self.algorithm}"
+                f"--speculative-token-map is for heads that use the target's output head, not for {self.algorithm}"
             )
         if self.algorithm == "NGRAM":
             for field in ("target", "threads", "dtype", "disable_coupled_noise", "speculative_draft_model_path"):

@@ -199,6 +199,13 @@ class ArenaTransport:
                 if ready == {self._connection.fileno()}:
                     raise TransportClosedError("the drafter closed the arena")
 
+    def is_idle(self) -> bool:
+        with self._lock:
+            self._check_open()
+            self._take_replies()
+            self._send()
+            return self._queue.is_idle
+
     def release(self, slots: Sequence[int]) -> None:
         with self._lock:
             self._check_open()

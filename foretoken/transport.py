@@ -68,6 +68,13 @@ class DraftTransport(Protocol):
         """
         ...
 
+    def is_idle(self) -> bool:
+        """Whether the drafter has answered all that was sent. Replies that have come and nobody awaits are dropped.
+
+        Raises TransportClosedError if the drafter is gone.
+        """
+        ...
+
     def release(self, slots: Sequence[int]) -> None:
         """Tell the drafter to forget slots, before it sees any later request. Does not wait."""
         ...
@@ -194,6 +201,11 @@ class RequestQueue:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way, or waits to be."""
+        return not self._in_flight and not self._waiting
+
     def add(self, request: DraftRequest) -> None:
         """Queue a request. One with too many rows, or for a drafter that is too far behind, is dropped."""
         self._awaited_step_id = None
@@ -301,6 +313,9 @@ class InProcessTransport:
             batch, self._batch = self._batch, None
             self._counters.num_received += batch is not None
             return batch
+
+    def is_idle(self) -> bool:
+        return True
 
     def release(self, slots: Sequence[int]) -> None:
         with self._lock:

@@ -21,6 +21,7 @@ from verifier_svc.draft import Draft
 from verifier_svc.draft_source import DraftSource, State
 from verifier_svc.draft_times import DraftTimes
 from verifier_svc.feature_window import columns_of
+from verifier_svc.gate import PRIOR_ACCEPTANCE, PRIOR_TRIALS
 from verifier_svc.patience import Patience
 from verifier_svc.sequence import Sequence, Told
 
@@ -58,6 +59,13 @@ class Shape(NamedTuple):
 
 
 NO_DRAFT = Shape(1, 1, 1)
+# A model that is told of more new tokens than this has first to write their entries, and nobody waits for that: rows
+# decode plainly until it has.
+CATCH_UP_TOKENS = 48
+# Draft timeouts that catching up may take before it counts as one.
+CATCH_UP_TIMEOUTS = 10
+# What a step's outcome weighs in the acceptance that a new row is believed to have.
+ACCEPTANCE_MEMORY = 0.99
 
 
 class Row(NamedTuple):
@@ -153,6 +161,37 @@ class DraftLink:
         self._last_words: list[Row] = []
         self._last_words_to = 0
         self._to_release: list[int] = []
+        # When a request was sent that takes the drafter long, until it has answered it.
+        self._catching_up_since: float | None = None
+        self._accepted, self._trials = PRIOR_TRIALS * PRIOR_ACCEPTANCE, PRIOR_TRIALS
+
+    @property
+    def acceptance(self) -> float:
+        """Chance that a drafted token is accepted given that its parent was, over all rows of late."""
+        return self._accepted / self._trials
+
+    def observe_acceptance(self, num_accepted: int, depth: int) -> None:
+        """Learn from a tree of this drafter alone, ``depth`` edges deep."""
+        self._accepted = self._accepted * ACCEPTANCE_MEMORY + num_accepted
+        self._trials = self._trials * ACCEPTANCE_MEMORY + min(num_accepted + 1, depth)
+
+    def is_catching_up(self) -> bool:
+        """Whether the drafter still works on a long request: what is asked of it now would be waited for too long."""
+        transport = self.source.transport
+        if self._catching_up_since is None or transport is None:
+            return False
+        try:
+            is_idle = transport.is_idle()
+        except TransportClosedError as error:
+            self.source.report_failure(str(error))
+            return True
+        now = self._clock()
+        if is_idle:
+            self._catching_up_since = None
+        elif now - self._catching_up_since > CATCH_UP_TIMEOUTS * self._timeout_s:
+            self._catching_up_since = now
+            self.source.report_failure(self._late_reason)
+        return not is_idle
 
     def detach(self) -> None:
         """The source is of no more use: what was asked of it is dropped. Closing it is the caller's."""
@@ -219,6 +258,9 @@ class DraftLink:
         told, length = self.told_length(sequence), self.can_tell(sequence)
         if told > length or (told == length and shape.nodes == 1):
             return None
+        # A root that cannot be told yet cannot be drafted for.
+        if length < len(sequence.tokens) or length == told or self._takes_long(length - told):
+            shape, awaited = NO_DRAFT, False
         return Row(
             sequence,
             sequence.slot,
@@ -228,10 +270,12 @@ class DraftLink:
             self._hidden(sequence, told, length, captured),
             self._blocks(sequence, told, length),
             sequence.prediction_ids if told == 0 else (),
-            # A root that cannot be told yet cannot be drafted for.
-            shape if length == len(sequence.tokens) and length > told else NO_DRAFT,
+            shape,
             awaited,
         )
+
+    def _takes_long(self, num_tokens: int) -> bool:
+        return self.source.needs.blocks and num_tokens > CATCH_UP_TOKENS
 
     def _hidden(self, sequence: Sequence, told: int, length: int, captured: tuple[int, ...]) -> list[Float32]:
         wanted = self.source.needs.features
@@ -285,6 +329,8 @@ class DraftLink:
             return
         for row in rows:
             row.sequence.told[self.name] = Told(self.num_attaches, row.length)
+        if self._catching_up_since is None and any(self._takes_long(len(row.new_tokens)) for row in rows):
+            self._catching_up_since = self._clock()
         self._posted = Posted(self._step_id, rows)
 
     def collect(self, worth_s: Callable[[Posted], float]) -> list[tuple[Row, Draft]]:

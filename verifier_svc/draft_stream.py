@@ -77,6 +77,13 @@ class StreamTransport:
                     return batch
             return None
 
+    def is_idle(self) -> bool:
+        with self._lock:
+            self._check_open()
+            self._take_replies()
+            self._send()
+            return self._queue.is_idle
+
     def release(self, slots: Sequence[int]) -> None:
         with self._lock:
             self._check_open()

@@ -38,6 +38,7 @@ class Gate:
         self._pause = 0
         self._pause_length = 0
         self._in_earnest = False
+        self._has_begun = False
 
     @property
     def acceptance(self) -> float:
@@ -82,6 +83,7 @@ class Gate:
 
     def observe(self, num_accepted: int, depth: int) -> None:
         """Learn from a step that drafted to ``depth`` >= 1 and accepted ``num_accepted`` of its path."""
+        self._has_begun = True
         self._accepted = self._accepted * MEMORY + num_accepted
         # The token after the last accepted one was tried too, unless the draft ended there.
         self._trials = self._trials * MEMORY + min(num_accepted + 1, depth)
@@ -101,10 +103,15 @@ class Gate:
         if self._misses > PATIENT_MISSES:
             self._scout()
 
-    def expect_drafts(self) -> None:
-        """The drafter is a model, which proposes something whenever it is asked: nothing to scout for."""
+    def expect_drafts(self, acceptance: float) -> None:
+        """The drafter is a model, which proposes something whenever it is asked: nothing to scout for.
+
+        ``acceptance``: what its drafts came to elsewhere, which a row that has not drafted yet begins with.
+        """
         self._in_earnest = True
         self._pause = 0
+        if not self._has_begun:
+            self._accepted = PRIOR_TRIALS * acceptance
 
     def observe_find(self) -> None:
         """Learn that a scouted drafter had something: the next ask is in earnest."""

@@ -196,7 +196,8 @@ class Speculator:
         for link in self._links:
             if link.is_attached:
                 rows = self._rows_to_tell(link, prefilling) if link.features else []
-                self._post(link, rows + self._rows_to_draft(link))
+                rows += [] if link.is_catching_up() else self._rows_to_draft(link)
+                self._post(link, rows)
         for sequence in (*decoding, *prefilling):
             self._forget_told_features(sequence)
 
@@ -264,13 +265,16 @@ class Speculator:
 
     def observe(self, sequence: Sequence, draft: Draft, matched: Seq[int], shares: Seq[DrafterShare]) -> None:
         """Learn from a verified tree of which the walk went through the nodes ``matched``."""
-        sequence.gate.observe(len(matched), int(depths(draft.tree.parents).max()))
+        depth = int(depths(draft.tree.parents).max())
+        sequence.gate.observe(len(matched), depth)
         is_matched = np.zeros(draft.tree.num_nodes, np.bool_)
         is_matched[list(matched)] = True
         for share in shares:
             link = self._links[share.drafter - 1]
             mine = draft.sources == share.drafter
             link.counters.add(share.num_drafted, share.accepted_depths)
+            if len(shares) == 1:
+                link.observe_acceptance(len(matched), depth)
             link.estimates.observe(draft.scores[mine], is_matched[mine])
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
@@ -301,7 +305,8 @@ class Speculator:
             most = min(most, sequence.speculation.max_draft_tokens)
         if any(link.source.needs.blocks for link in links):
             # A model always has something to propose.
-            sequence.gate.expect_drafts()
+            models = [link.acceptance for link in links if link.source.needs.blocks]
+            sequence.gate.expect_drafts(max(models))
         reach = sequence.gate.num_tokens(most, self._relative_costs(links, batch))
         if self._shape.is_fixed:
             reach = most
