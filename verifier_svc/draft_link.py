@@ -333,6 +333,11 @@ class DraftLink:
             self._catching_up_since = self._clock()
         self._posted = Posted(self._step_id, rows)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether ``collect`` will wait."""
+        return self._posted is not None and self._posted.is_awaited
+
     def collect(self, worth_s: Callable[[Posted], float]) -> list[tuple[Row, Draft]]:
         """Wait for what was asked for in earnest: the sound drafts of rows that wanted one, roots alone included.
 

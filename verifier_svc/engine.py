@@ -235,6 +235,9 @@ class Engine:
             [s for s in running if s.is_decoding], [s for s in running if not s.is_decoding and s.num_computed > 0]
         )
         posted_at = time.perf_counter()
+        if self._speculator.waits_for_model:
+            # A model drafts for longer than the gateway works on the last tokens, on another core than this one.
+            self._publish()
         self._speculator.collect()
         collected_at = time.perf_counter()
         self._publish()

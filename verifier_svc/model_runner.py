@@ -74,6 +74,8 @@ class ModelRunner:
         self.max_model_len = context_tokens(self.config, context_length)
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self.threads = threads or default_threads()
+        # While a tree is verified or a prompt computed, drafters wait and the gateway has little to do.
+        self.wide_threads = threads or len(os.sched_getaffinity(0))
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.mode: Literal["strict", "fast"] = "strict"
@@ -110,7 +112,7 @@ class ModelRunner:
             .numpy()
             .reshape(2 * self.config.num_layers, self._cache.num_slots, -1)
         )
-        self._model = Llama(self.config, weights, self._cache, self.max_model_len, self.threads)
+        self._model = Llama(self.config, weights, self._cache, self.max_model_len, self.threads, self.wide_threads)
 
     @property
     def kv_bytes(self) -> int:

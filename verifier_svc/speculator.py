@@ -232,6 +232,11 @@ class Speculator:
             # The feature at position told - 1 belongs to the first token that is not told.
             sequence.features.forget_before(min(told) - 1)
 
+    @property
+    def waits_for_model(self) -> bool:
+        """Whether ``collect`` will wait for a drafter with a model."""
+        return any(link.is_awaited and link.source.needs.blocks for link in self._links)
+
     def collect(self) -> None:
         """Wait for the trees that were asked for and keep those that are sound; ``draft_of`` has them afterwards."""
         self._drafts = {}

@@ -23,6 +23,8 @@ from foretoken.models.decoder_weights import LayerWeights
 from foretoken.models.program import Program
 from foretoken.models.rope import cos_sin_table
 
+# Rows from which on the arithmetic of a pass takes longer than its weights' way from memory.
+WIDE_ROWS = 4
 _PATH_MULTIPLE = 64
 
 
@@ -44,14 +46,22 @@ class ForwardPass:
         vocab_size: token ids of a batch are below it.
         num_positions: rotary positions that may occur; at least the context length.
         num_threads: threads of one pass, the caller counted.
+        wide_threads: threads of a pass of WIDE_ROWS rows or more, which computes more than it reads; 0: as many.
     """
 
     def __init__(
-        self, config: ModelConfig, cache: KVCache, vocab_size: int, num_positions: int, num_threads: int
+        self,
+        config: ModelConfig,
+        cache: KVCache,
+        vocab_size: int,
+        num_positions: int,
+        num_threads: int,
+        wide_threads: int = 0,
     ) -> None:
         self._config = config
         self._cache = cache
-        self._team = ThreadTeam(num_threads)
+        self._num_threads, self._wide_threads = num_threads, wide_threads or num_threads
+        self._team = ThreadTeam(max(num_threads, wide_threads))
         self._function = kernel.forward_function(cache.data.dtype == torch.bfloat16)
         self._cos_sin = cos_sin_table(config.rope, config.head_dim, num_positions).contiguous()
         self._limits = (vocab_size, num_positions, cache.num_blocks, cache.block_size)
@@ -111,7 +121,8 @@ class ForwardPass:
         args[kernel.GIVEN] = 0 if given is None else _address(given)
         kernel.set_batch(args, *arrays)
         self._reserve(loaded, batch.num_rows, len(batch.logit_rows), longest)
-        self._team.run(self._function, self._args_address)
+        num_threads = self._num_threads if batch.num_rows < WIDE_ROWS else self._wide_threads
+        self._team.run(self._function, self._args_address, num_threads)
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
         """float32 [rows, width]: a buffer after a run; a view that is valid until the next one."""

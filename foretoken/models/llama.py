@@ -20,15 +20,21 @@ class Llama:
 
     Args:
         num_positions: rotary positions that may occur; at least the context length.
-        num_threads: threads of one pass, the caller counted.
+        num_threads, wide_threads: as ForwardPass.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, cache: KVCache, num_positions: int, num_threads: int
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        cache: KVCache,
+        num_positions: int,
+        num_threads: int,
+        wide_threads: int = 0,
     ) -> None:
         self.config = config
         self._weights = weights
-        self._pass = ForwardPass(config, cache, config.vocab_size, num_positions, num_threads)
+        self._pass = ForwardPass(config, cache, config.vocab_size, num_positions, num_threads, wide_threads)
         self._attention = [self._pass.attention_table(i, layer) for i, layer in enumerate(weights.layers)]
         self._programs: dict[tuple[int, ...], LoadedProgram] = {}
         # Rows and width of the last pass's features.

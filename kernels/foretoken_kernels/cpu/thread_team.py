@@ -94,9 +94,9 @@ class ThreadTeam:
             self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
             self._parallel.restype = None
 
-    def run(self, function: Any, arguments: int) -> None:
-        """Run a callback (see compile.callback) on every thread of the team with the address ``arguments``."""
+    def run(self, function: Any, arguments: int, num_threads: int) -> None:
+        """Run a callback (see compile.callback) on ``num_threads`` of the team with the address ``arguments``."""
         if self._parallel is None:
             function.ctypes(arguments)
         else:
-            self._parallel(function.address, arguments, self.num_threads, 0)
+            self._parallel(function.address, arguments, min(num_threads, self.num_threads), 0)
