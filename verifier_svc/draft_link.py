@@ -230,6 +230,11 @@ class DraftLink:
         return not self.is_detached and self.source.transport is not None
 
     @property
+    def has_model(self) -> bool:
+        """Whether it computes its drafts with a model and keeps keys and values for that: it takes milliseconds."""
+        return self.source.needs.blocks
+
+    @property
     def has_last_words(self) -> bool:
         return bool(self._last_words)
 
@@ -275,7 +280,7 @@ class DraftLink:
         )
 
     def _takes_long(self, num_tokens: int) -> bool:
-        return self.source.needs.blocks and num_tokens > CATCH_UP_TOKENS
+        return self.has_model and num_tokens > CATCH_UP_TOKENS
 
     def _hidden(self, sequence: Sequence, told: int, length: int, captured: tuple[int, ...]) -> list[Float32]:
         wanted = self.source.needs.features
@@ -373,7 +378,8 @@ class DraftLink:
         for index, row in enumerate(posted.rows):
             if row.shape.nodes > 1:
                 found = batch.tree(index).num_nodes > 1
-                row.sequence.gate.observe_find() if found else row.sequence.gate.observe_miss()
+                gate = row.sequence.gate if self.has_model else row.sequence.quick_gate
+                gate.observe_find() if found else gate.observe_miss()
 
     def _receive(self, posted: Posted, worth_s: float) -> DraftBatch | None:
         transport = self.source.transport

@@ -39,6 +39,8 @@ class Gate:
         self._pause_length = 0
         self._in_earnest = False
         self._has_begun = False
+        # Tokens a second that the last choice of ``num_tokens`` promised, over plain decode's.
+        self.rate = 1.0
 
     @property
     def acceptance(self) -> float:
@@ -62,13 +64,13 @@ class Gate:
             self._pause -= 1
             return 0
         acceptance = self.acceptance
-        best, best_rate, expected, power = 0, 1.0, 1.0, 1.0
+        best, self.rate, expected, power = 0, 1.0, 1.0, 1.0
         for k in range(1, most + 1):
             power *= acceptance
             expected += power
             rate = expected / relative_costs[k]
-            if rate > best_rate:
-                best, best_rate = k, rate
+            if rate > self.rate:
+                best, self.rate = k, rate
         self._probing = False
         if best:
             self._shut_steps = 0

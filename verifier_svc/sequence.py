@@ -96,10 +96,12 @@ class Sequence:
         self.told: dict[str, Told] = {}
         self.features = FeatureWindow()
         self.prediction_ids = submit.prediction_ids
+        # Of drafters with a model, and of those without.
         self.gate = Gate()
+        self.quick_gate = Gate()
         if submit.prediction_ids:
             # There is something to propose from the first token on: nothing to scout for.
-            self.gate.observe_find()
+            self.quick_gate.observe_find()
         self.steps: list[DecodeStep] = []
 
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -1,8 +1,8 @@
 """The policy of speculation, all of it: which rows draft, with which drafters, how wide, and when plain decode is best.
 
-It has one request a drafter posted right after a step's tokens are known, and collects the trees before those tokens
-are published: on few cores a drafter that shares them with the gateway's work on the last tokens would answer later
-than one that runs alone. Whatever goes wrong with a drafter costs root-only rows and a counter, never an error.
+Drafters without a model answer in microseconds: they are asked first, right after a step's tokens are known, and waited
+for at once. Drafters with a model are asked then, and where the server chooses for itself only for rows that are
+worth more with them. Whatever goes wrong with a drafter costs root-only rows and a counter, never an error.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ __all__ = ["DrafterCounters", "Speculator"]
 # The name by which a request asks for the trees of all attached drafters in one.
 MERGE = "merge"
 AUTO = "auto"
+# Tokens that a model may be behind on a row that drafts without it, before it is told of them.
+TELL_BEHIND = 16
 # Steps for which relative costs are taken as they are: they move slowly, and a step has better to do.
 COSTS_HOLD_FOR = 16
 
@@ -43,6 +45,16 @@ class _Plan(NamedTuple):
     # Drafted tokens at most.
     most: int
     awaited: bool
+    # Tokens a second that the drafts promise, over plain decode's.
+    rate: float
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.sequence.slot, self.sequence.generation
+
+
+# Drafts that came for a row, by slot and generation.
+_Found = dict[tuple[int, int], list[Draft]]
 
 
 class Speculator:
@@ -78,6 +90,8 @@ class Speculator:
         # Trees for the next step by slot and generation.
         self._drafts: dict[tuple[int, int], Draft] = {}
         self._plans: list[_Plan] = []
+        # What drafters without a model had for the next step.
+        self._quick: _Found = {}
         self._captured: tuple[int, ...] = ()
         self._num_posts = 0
         # By drafters and batch size: when they were counted, and relative costs by reach.
@@ -192,14 +206,57 @@ class Speculator:
             self.num_plain_batch_steps += 1
             decoding = ()
         batch = max(len(decoding), 1)
-        self._plans = [plan for plan in (self._plan(sequence, batch) for sequence in decoding) if plan is not None]
+        quick_plans = self._make_plans(decoding, batch, has_model=False)
+        self._quick = self._ask_quickly(quick_plans)
+        plans = self._make_plans(decoding, batch, has_model=True)
+        self._plans = [plan for plan in plans if not self._is_served(plan, batch)]
         for link in self._links:
-            if link.is_attached:
+            if link.has_model and link.is_attached:
                 rows = self._rows_to_tell(link, prefilling) if link.features else []
-                rows += [] if link.is_catching_up() else self._rows_to_draft(link)
+                if not link.is_catching_up():
+                    rows += self._rows_to_draft(link, self._plans)
+                    asked = {row.slot for row in rows}
+                    behind = [s for s in decoding if s.slot not in asked and self._is_behind(link, s)]
+                    rows += self._rows_to_tell(link, behind)
                 self._post(link, rows)
+        self._plans += quick_plans
         for sequence in (*decoding, *prefilling):
             self._forget_told_features(sequence)
+
+    def _make_plans(self, decoding: Seq[Sequence], batch: int, *, has_model: bool) -> list[_Plan]:
+        plans = []
+        for sequence in decoding:
+            links = [link for link in self._links_of(sequence) if link.has_model == has_model]
+            plan = self._plan(sequence, links, batch) if links else None
+            if plan is not None:
+                plans.append(plan)
+        return plans
+
+    def _ask_quickly(self, plans: list[_Plan]) -> _Found:
+        """Ask the drafters without a model and wait for what they have."""
+        found: _Found = {}
+        for link in self._links:
+            if not link.has_model and link.is_attached:
+                self._post(link, self._rows_to_draft(link, plans))
+                self._take(link, found)
+        for plan in plans:
+            if plan.key in found and all(draft.tree.num_nodes == 1 for draft in found[plan.key]):
+                plan.sequence.quick_gate.observe_miss()
+        return found
+
+    def _take(self, link: DraftLink, found: _Found) -> None:
+        for row, draft in link.collect(self._worth_s):
+            found.setdefault((row.slot, row.generation), []).append(draft)
+
+    def _is_served(self, plan: _Plan, batch: int) -> bool:
+        """Whether a row for which the server chooses has a draft already that promises as much as the model's."""
+        quick = self._quick.get(plan.key)
+        if quick is None or plan.sequence.speculation.drafter != AUTO or self._shape.is_fixed:
+            return False
+        return self._best_rate(merge(quick).best(1 + plan.most), batch, 0.0)[1] >= max(plan.rate, 1.0)
+
+    def _is_behind(self, link: DraftLink, sequence: Sequence) -> bool:
+        return link in self._links_of(sequence) and len(sequence.tokens) - link.told_length(sequence) >= TELL_BEHIND
 
     def _post(self, link: DraftLink, rows: list[Row]) -> None:
         if rows or link.has_last_words:
@@ -214,12 +271,12 @@ class Speculator:
                     rows.append(row)
         return rows
 
-    def _rows_to_draft(self, link: DraftLink) -> list[Row]:
+    def _rows_to_draft(self, link: DraftLink, plans: list[_Plan]) -> list[Row]:
         rows = []
-        for plan in self._plans:
+        for plan in plans:
             if link not in plan.links:
                 continue
-            shape = self._shape.of_row(link.source.needs.blocks, plan.reach, plan.most)
+            shape = self._shape.of_row(link.has_model, plan.reach, plan.most)
             awaited = plan.awaited and link.patience.has_some(self._clock())
             row = link.row(plan.sequence, shape, awaited=awaited, captured=self._captured)
             if row is not None:
@@ -235,43 +292,60 @@ class Speculator:
     @property
     def waits_for_model(self) -> bool:
         """Whether ``collect`` will wait for a drafter with a model."""
-        return any(link.is_awaited and link.source.needs.blocks for link in self._links)
+        return any(link.is_awaited for link in self._links)
 
     def collect(self) -> None:
         """Wait for the trees that were asked for and keep those that are sound; ``draft_of`` has them afterwards."""
-        self._drafts = {}
-        found: dict[tuple[int, int], list[tuple[Row, Draft]]] = {}
+        found, self._quick = self._quick, {}
         for link in self._links:
-            for row, draft in link.collect(self._worth_s):
-                found.setdefault((row.slot, row.generation), []).append((row, draft))
-        plans = {(plan.sequence.slot, plan.sequence.generation): plan for plan in self._plans}
-        for key, answers in found.items():
-            draft = merge([draft for _, draft in answers])
-            if draft.tree.num_nodes == 1:
-                plans[key].sequence.gate.observe_miss()
-                continue
-            draft = self._trimmed(draft, plans[key], len(found))
+            before = {key: len(drafts) for key, drafts in found.items()}
+            self._take(link, found)
+            if link.has_model:
+                self._note_misses(found, before)
+        plans: dict[tuple[int, int], list[_Plan]] = {}
+        for plan in self._plans:
+            plans.setdefault(plan.key, []).append(plan)
+        self._drafts = {}
+        for key, drafts in found.items():
+            draft = merge(drafts)
+            if draft.tree.num_nodes > 1:
+                draft = self._trimmed(draft, plans[key], len(found))
             if draft.tree.num_nodes > 1:
                 self._drafts[key] = draft
+
+    def _note_misses(self, found: _Found, before: dict[tuple[int, int], int]) -> None:
+        """Tell the gates of rows for which a model had nothing."""
+        for plan in self._plans:
+            drafts = found.get(plan.key, [])[before.get(plan.key, 0) :]
+            if drafts and all(draft.tree.num_nodes == 1 for draft in drafts):
+                plan.sequence.gate.observe_miss()
 
     def _worth_s(self, posted: Posted) -> float:
         """Each row that waits gains at most its drafted tokens, each of which is a plain step of all rows saved."""
         return max(row.shape.nodes - 1 for row in posted.rows) * self._costs.estimate(len(posted.rows))
 
-    def _trimmed(self, draft: Draft, plan: _Plan, batch: int) -> Draft:
+    def _trimmed(self, draft: Draft, plans: list[_Plan], batch: int) -> Draft:
         """The nodes that make the most tokens a second, if each of ``batch`` rows verifies as many."""
-        draft = draft.best(1 + plan.most)
+        draft = draft.best(1 + max(plan.most for plan in plans))
         if self._shape.is_fixed:
             return draft
-        overhead_s = self._wait_s(plan.links, plan.reach)
+        wait_s = max(self._wait_s(plan.links, plan.reach) for plan in plans)
+        return draft.best(self._best_rate(draft, batch, wait_s)[0])
+
+    def _best_rate(self, draft: Draft, batch: int, wait_s: float) -> tuple[int, float]:
+        """Nodes of a draft that make the most tokens a second, and how many, over plain decode's."""
         expected = np.cumsum(-np.sort(-draft.chances))
-        seconds = [self._costs.estimate(batch * (1 + k)) + overhead_s for k in range(len(expected))]
-        return draft.best(1 + int(np.argmax(expected / np.array(seconds))))
+        plain = self._costs.estimate(batch)
+        costs = [(self._costs.estimate(batch * (1 + k)) + wait_s) / plain for k in range(len(expected))]
+        rates = expected / np.array(costs)
+        best = int(np.argmax(rates))
+        return best + 1, float(rates[best])
 
     def observe(self, sequence: Sequence, draft: Draft, matched: Seq[int], shares: Seq[DrafterShare]) -> None:
         """Learn from a verified tree of which the walk went through the nodes ``matched``."""
         depth = int(depths(draft.tree.parents).max())
-        sequence.gate.observe(len(matched), depth)
+        has_model = any(self._links[share.drafter - 1].has_model for share in shares)
+        (sequence.gate if has_model else sequence.quick_gate).observe(len(matched), depth)
         is_matched = np.zeros(draft.tree.num_nodes, np.bool_)
         is_matched[list(matched)] = True
         for share in shares:
@@ -287,7 +361,8 @@ class Speculator:
         self._costs.observe(num_rows, seconds)
 
     def _links_of(self, sequence: Sequence) -> list[DraftLink]:
-        """The attached drafters of a row: those that it names, all, or the first one. Several are merged."""
+        """The attached drafters of a row: those that it names, all, or those that the server chooses from: the first
+        one, and if that has a model the first one without, which costs next to nothing to ask."""
         if not self.wants_drafts(sequence):
             return []
         wanted = sequence.speculation.drafter
@@ -295,27 +370,25 @@ class Speculator:
         if wanted == MERGE:
             return attached
         if wanted == AUTO:
-            return attached[:1]
+            quick = [link for link in attached[1:] if not link.has_model]
+            return attached[:1] + (quick[:1] if attached and attached[0].has_model else [])
         names = wanted.split(DRAFTER_JOIN)
         return [link for link in attached if link.name in names]
 
-    def _plan(self, sequence: Sequence, batch: int) -> _Plan | None:
-        """What a row asks for in the next step; None: nothing."""
-        links = self._links_of(sequence)
-        if not links:
-            return None
+    def _plan(self, sequence: Sequence, links: list[DraftLink], batch: int) -> _Plan | None:
+        """What a row asks of drafters of one kind in the next step; None: nothing."""
         # The last token that may be emitted needs no draft behind it.
         most = min(self._shape.max_nodes, sequence.max_new_tokens) - 1
         if sequence.speculation.max_draft_tokens is not None:
             most = min(most, sequence.speculation.max_draft_tokens)
-        if any(link.source.needs.blocks for link in links):
+        gate = sequence.gate if links[0].has_model else sequence.quick_gate
+        if links[0].has_model:
             # A model always has something to propose.
-            models = [link.acceptance for link in links if link.source.needs.blocks]
-            sequence.gate.expect_drafts(max(models))
-        reach = sequence.gate.num_tokens(most, self._relative_costs(links, batch))
+            gate.expect_drafts(max(link.acceptance for link in links))
+        reach = gate.num_tokens(most, self._relative_costs(links, batch))
         if self._shape.is_fixed:
             reach = most
-        return _Plan(sequence, links, reach, most, not sequence.gate.is_scouting) if reach > 0 else None
+        return _Plan(sequence, links, reach, most, not gate.is_scouting, gate.rate) if reach > 0 else None
 
     def _relative_costs(self, links: list[DraftLink], batch: int) -> list[float]:
         """Cost of a step in which each of ``batch`` rows verifies a draft of reach k over that of a plain one, by k."""
@@ -325,7 +398,7 @@ class Speculator:
             plain = self._costs.estimate(batch)
             costs = [1.0]
             for reach in range(1, self._shape.max_nodes):
-                nodes = max(self._shape.of_row(link.source.needs.blocks, reach, reach).nodes for link in links)
+                nodes = max(self._shape.of_row(link.has_model, reach, reach).nodes for link in links)
                 costs.append((self._costs.estimate(batch * nodes) + self._wait_s(links, reach)) / plain)
             self._cost_lists[key] = (self._num_posts, costs)
         return costs
@@ -334,7 +407,7 @@ class Speculator:
         """Seconds that a step waits for drafts: the drafters work side by side."""
         return max(
             link.times.estimate(self._shape.of_row(True, reach, reach).depth)
-            if link.source.needs.blocks
+            if link.has_model
             else link.patience.wait_s
             for link in links
         )

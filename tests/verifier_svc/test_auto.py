@@ -1,0 +1,90 @@
+"""The server's own choice: a draft that costs nothing where there is one, a model's elsewhere."""
+
+from __future__ import annotations
+
+from foretoken.drafting import DraftRequest
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from tests.support.engine_harness import Harness, Request, Result
+from tests.support.hash_target import HIDDEN_SIZE, HashTarget
+from tests.support.scripted_drafter import Nodes, ScriptedDrafter
+from tests.verifier_svc.test_features import HeadLike
+from verifier_svc.speculator import TELL_BEHIND
+
+VOCAB = 12
+PROMPT = [1, 2, 3, 4, 5]
+NUM_TOKENS = 120
+# The scripted drafter knows the output between these places only.
+KNOWN = range(40, 90)
+MODEL, QUICK = 1, 2
+
+
+class Knowing(ScriptedDrafter):
+    """Has the whole rest of the output, or nothing."""
+
+    def _tree(self, request: DraftRequest, row: int, known: list[int]) -> Nodes:
+        output = self._outputs[tuple(PROMPT), 0]
+        place = len(known) - len(PROMPT)
+        nodes: Nodes = [(known[-1], -1)]
+        if place in KNOWN:
+            for token in output[place : place + int(request.max_nodes[row]) - 1]:
+                nodes.append((token, len(nodes) - 1))
+        return nodes
+
+
+def run(drafters: dict[str, object], drafter: str = "auto") -> tuple[Harness, Result]:
+    harness = Harness(
+        HashTarget(VOCAB, 100, 4, spread=2.0),
+        vocab_size=VOCAB,
+        num_blocks=100,
+        block_size=4,
+        drafters=drafters,  # type: ignore[arg-type]
+        hidden_size=HIDDEN_SIZE,
+        num_layers=2,
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    (result,) = harness.run([Request(PROMPT, sampling, speculation=SpeculationOptions(drafter=drafter))])
+    harness.drain()
+    return harness, result
+
+
+def test_a_row_takes_the_quick_draft_where_there_is_one_and_the_models_elsewhere() -> None:
+    plain = run({})[1].token_ids
+    model, quick = HeadLike(), Knowing({(tuple(PROMPT), 0): plain})
+    harness, result = run({"model": model, "quick": quick})
+    assert result.token_ids == plain
+    within, outside = result.sources[KNOWN.start + 5 : KNOWN.stop], result.sources[: KNOWN.start]
+    assert within.count(QUICK) > len(within) // 2 and QUICK not in outside
+    assert harness.speculator.counters["model"].num_drafts > 0, "nobody else knew the beginning"
+    # The model hears of all tokens with their features, those that it did not draft for included.
+    (key,) = model.tokens
+    assert model.tokens[key] == PROMPT + plain and model.known[key] == list(range(1, len(PROMPT) + NUM_TOKENS))
+
+
+def test_a_model_is_never_far_behind() -> None:
+    plain = run({})[1].token_ids
+    longest = 0
+
+    class Watched(HeadLike):
+        def _learn(self, request: DraftRequest, row: int) -> list[int]:
+            nonlocal longest
+            if self.tokens:
+                longest = max(longest, int(request.new_token_starts[row + 1] - request.new_token_starts[row]))
+            return super()._learn(request, row)
+
+    run({"model": Watched(), "quick": Knowing({(tuple(PROMPT), 0): plain})})
+    # A step adds a whole tree at most.
+    assert 1 < longest < TELL_BEHIND + 8
+
+
+def test_a_named_drafter_is_the_only_one() -> None:
+    plain = run({})[1].token_ids
+    for name, number in (("model", MODEL), ("quick", QUICK)):
+        drafters = {"model": HeadLike(), "quick": Knowing({(tuple(PROMPT), 0): plain})}
+        _, result = run(drafters, name)
+        assert result.token_ids == plain and set(result.sources) == {0, number}
+
+
+def test_merged_rows_have_both() -> None:
+    plain = run({})[1].token_ids
+    _, result = run({"model": HeadLike(), "quick": Knowing({(tuple(PROMPT), 0): plain})}, "merge")
+    assert result.token_ids == plain and set(result.sources) == {0, MODEL, QUICK}
