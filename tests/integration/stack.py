@@ -22,6 +22,8 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.lower(
     "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"
 }
 SERVICES = ("gateway", "verifier", "drafter")
+# What the supervisor calls them, where that differs.
+ANNOUNCED = {"drafter": "drafter ngram"}
 # A stream long enough to outlive its drafter's death and return: the loop of text makes n-grams hit.
 LONG = {"prompt": "for i in range(10):\n", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": True}
 

@@ -100,7 +100,7 @@ def test_a_drafter_killed_in_mid_stream_is_started_again_and_changes_no_text(sta
     assert text_of(chunks) == text_of(plain)
     assert chunks[-1]["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
     assert chunks[-1]["usage"]["completion_tokens"] == plain[-1]["usage"]["completion_tokens"] == LONG["max_tokens"]
-    wait_until(lambda: stack.announced("drafter ended (SIGKILL); starting it again"), stack)
+    wait_until(lambda: stack.announced("drafter ngram ended (SIGKILL); starting it again"), stack)
     # Speculation comes back by itself.
     wait_until(lambda: drafted_tokens(stack) > 0, stack)
     assert stack.service("drafter").pid != killed.pid

@@ -19,6 +19,7 @@ import pytest
 from foretoken import rpc
 from protos import verifier_pb2, verifier_pb2_grpc
 from tests.integration.stack import (
+    ANNOUNCED,
     ENVIRONMENT,
     ROOT,
     SERVICES,
@@ -86,11 +87,11 @@ def test_a_killed_gateway_frees_its_requests_at_the_verifier(stack: Stack) -> No
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_stopped_service_is_found_killed_and_started_again(stack: Stack, name: str) -> None:
     expected = text_of(list(stream(stack.url, max_tokens=50)))
-    num_lines = len(lines(stack))
+    num_lines, called = len(lines(stack)), ANNOUNCED.get(name, name)
     victim = stack.service(name)
     victim.suspend()
-    wait_until(lambda: any(f"{name} did not answer for" in line for line in lines(stack)[num_lines:]), stack)
-    wait_until(lambda: any(f"{name} is ready again after" in line for line in lines(stack)[num_lines:]), stack)
+    wait_until(lambda: any(f"{called} did not answer for" in line for line in lines(stack)[num_lines:]), stack)
+    wait_until(lambda: any(f"{called} is ready again after" in line for line in lines(stack)[num_lines:]), stack)
     wait_until(lambda: is_ready(stack), stack)
     assert not victim.is_running()
     # Nobody else was taken for dead, and the supervisor said no more than this.
@@ -111,7 +112,8 @@ def test_a_drafters_death_is_one_line_of_the_supervisor_and_one_of_the_verifier(
     assert not [line for line in said if "fork" in line]
     first, second = [line for line in said if line.startswith("foretoken: ")]
     assert (
-        first.startswith("foretoken: drafter ended (SIGKILL); starting it again") and "is ready again after" in second
+        first.startswith("foretoken: drafter ngram ended (SIGKILL); starting it again")
+        and "is ready again after" in second
     )
     (warning,) = [line for line in said if line.startswith("{")]
     assert "the drafter is gone" in warning and "plain decode" in warning
