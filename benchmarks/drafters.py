@@ -25,12 +25,11 @@ from tokenizers import Tokenizer
 from benchmarks import environment
 from benchmarks.client import StreamError, complete
 from benchmarks.figures import NGRAM, TooShortError, median, repeated_share
-from benchmarks.frequent_tokens import write_token_map
 from benchmarks.measure import Bench, Pair, Sample, UnexpectedAnswerError, Workload
 from benchmarks.prompts import code_prompts
 from benchmarks.report import Bar, Figure, figures_table
 from benchmarks.stack import StackError, describe, running_stack
-from verifier_svc.model_runner import default_threads
+from models.demo.frequent_tokens import write_token_map
 
 DEMO = environment.ROOT / "models" / "demo"
 NUM_CORES = 2
@@ -44,7 +43,7 @@ REPEATED = 0.5
 TREE = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "16")
 CHAIN = ("--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5")
 SERVED = (
-    *("--drafter", f"name=eagle3,algorithm=EAGLE3,model={DEMO / 'eagle3'}"),
+    *("--drafter", f"name=eagle3,algorithm=EAGLE3,model={DEMO / 'eagle3'},token_map={DEMO / 'token_map.safetensors'}"),
     *("--drafter", "name=ngram,algorithm=NGRAM"),
 )
 
@@ -91,7 +90,8 @@ class Measurement:
         tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
         self._code = Workload("held-out code", code_prompts(tokenizer, num_prompts), num_tokens)
         self._num_pairs = num_pairs
-        self._threads = default_threads()
+        # The server's own choice.
+        self._threads = 0
         self.accepted: list[Accepted] = []
         self.samples: dict[tuple[str, str, float], list[Sample]] = {}
         self.plain: dict[float, list[str]] = {}
@@ -102,7 +102,9 @@ class Measurement:
 
     def run(self, token_map: Path) -> None:
         tree_drafters = (
-            *SERVED,
+            *("--drafter", f"name=eagle3,algorithm=EAGLE3,model={DEMO / 'eagle3'}"),
+            *("--drafter", "name=ngram,algorithm=NGRAM"),
+            *("--drafter", f"name=eagle3-fr,algorithm=EAGLE3,model={DEMO / 'eagle3'},token_map={token_map}"),
             *("--drafter", f"name=eagle2,algorithm=EAGLE2,model={DEMO / 'eagle2'}"),
             *("--drafter", f"name=eagle2-fr,algorithm=EAGLE2,model={DEMO / 'eagle2'},token_map={token_map}"),
             *("--drafter", f"name=eagle3-uncoupled,algorithm=EAGLE3,model={DEMO / 'eagle3'},coupled_noise=false"),
@@ -110,7 +112,7 @@ class Measurement:
         with running_stack(DEMO / "target", self._threads, (*TREE, *tree_drafters)) as (address, _):
             bench = Bench(functools.partial(complete, address), describe(address)["model"], _progress)
             self._take_plain(bench)
-            for name in ("eagle3", "eagle2", "eagle2-fr", "ngram", "eagle3+ngram"):
+            for name in ("eagle3", "eagle3-fr", "eagle2", "eagle2-fr", "ngram", "eagle3+ngram"):
                 self._accept(bench, name, "5, 4, 16", 0.0)
             for temperature in (0.7, 1.0):
                 for name in ("eagle3", "eagle3-uncoupled"):
@@ -234,7 +236,8 @@ def main() -> None:
     measured = Measurement(6, 32, 1) if options.quick else Measurement(NUM_PROMPTS, NUM_TOKENS, NUM_PAIRS)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            token_map = write_token_map(Path(folder), DEMO / "target", TOKEN_MAP_SIZE)
+            token_map = Path(folder) / "token_map.safetensors"
+            write_token_map(token_map, DEMO / "target", TOKEN_MAP_SIZE)
             measured.run(token_map)
     except (StackError, StreamError, UnexpectedAnswerError, TooShortError) as error:
         _progress(f"failed: {error}")

@@ -235,7 +235,8 @@ class Engine:
             [s for s in running if s.is_decoding], [s for s in running if not s.is_decoding and s.num_computed > 0]
         )
         posted_at = time.perf_counter()
-        if self._speculator.waits_for_model:
+        waits_for_model = self._speculator.waits_for_model
+        if waits_for_model:
             # A model drafts for longer than the gateway works on the last tokens, on another core than this one.
             self._publish()
         self._speculator.collect()
@@ -243,6 +244,8 @@ class Engine:
         self._publish()
         if scheduled:
             published_at = time.perf_counter()
+            if all(part.was_decoding for part in scheduled):
+                self._speculator.observe_overhead(published_at - ended_at, has_model=waits_for_model)
             for phase, seconds in (
                 ("schedule", scheduled_at - began),
                 ("draft_post", posted_at - ended_at),

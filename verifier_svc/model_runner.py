@@ -74,7 +74,7 @@ class ModelRunner:
         self.max_model_len = context_tokens(self.config, context_length)
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self.threads = threads or default_threads()
-        # While a tree is verified or a prompt computed, drafters wait and the gateway has little to do.
+        # While a prompt is computed drafters wait, and the gateway has little to do.
         self.wide_threads = threads or len(os.sched_getaffinity(0))
         self.block_size = block_size
         self.num_blocks = num_blocks

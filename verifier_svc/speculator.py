@@ -31,7 +31,9 @@ __all__ = ["DrafterCounters", "Speculator"]
 MERGE = "merge"
 AUTO = "auto"
 # Tokens that a model may be behind on a row that drafts without it, before it is told of them.
-TELL_BEHIND = 16
+TELL_BEHIND = 32
+# Weight of a new step in what steps take beside the pass and the waits.
+OVERHEAD_SMOOTHING = 0.02
 # Steps for which relative costs are taken as they are: they move slowly, and a step has better to do.
 COSTS_HOLD_FOR = 16
 
@@ -94,6 +96,9 @@ class Speculator:
         self._quick: _Found = {}
         self._captured: tuple[int, ...] = ()
         self._num_posts = 0
+        # Seconds of a step beside the target's pass and the waits: asking, taking over, publishing.
+        self._overhead_s = {False: 0.0, True: 0.0}
+        self._waited_s = 0.0
         # By drafters and batch size: when they were counted, and relative costs by reach.
         self._cost_lists: dict[tuple[str, int], tuple[int, list[float]]] = {}
         self.num_plain_batch_steps = 0
@@ -199,6 +204,7 @@ class Speculator:
         ``decoding``: sequences whose next step is a decode step; ``prefilling``: those in the middle of their prompt.
         """
         self._num_posts += 1
+        self._waited_s = -self._wait_seconds()
         for link in self._links:
             link.read_scout()
         if self._max_batch_size and len(decoding) > self._max_batch_size:
@@ -302,6 +308,7 @@ class Speculator:
             self._take(link, found)
             if link.has_model:
                 self._note_misses(found, before)
+        self._waited_s += self._wait_seconds()
         plans: dict[tuple[int, int], list[_Plan]] = {}
         for plan in self._plans:
             plans.setdefault(plan.key, []).append(plan)
@@ -312,6 +319,10 @@ class Speculator:
                 draft = self._trimmed(draft, plans[key], len(found))
             if draft.tree.num_nodes > 1:
                 self._drafts[key] = draft
+
+    def _wait_seconds(self) -> float:
+        """Seconds of all waits so far."""
+        return sum(link.counters.wait_seconds for link in self._links)
 
     def _note_misses(self, found: _Found, before: dict[tuple[int, int], int]) -> None:
         """Tell the gates of rows for which a model had nothing."""
@@ -335,8 +346,9 @@ class Speculator:
     def _best_rate(self, draft: Draft, batch: int, wait_s: float) -> tuple[int, float]:
         """Nodes of a draft that make the most tokens a second, and how many, over plain decode's."""
         expected = np.cumsum(-np.sort(-draft.chances))
-        plain = self._costs.estimate(batch)
-        costs = [(self._costs.estimate(batch * (1 + k)) + wait_s) / plain for k in range(len(expected))]
+        beside_s = self._overhead_s[False]
+        plain = self._costs.estimate(batch) + beside_s
+        costs = [(self._costs.estimate(batch * (1 + k)) + beside_s + wait_s) / plain for k in range(len(expected))]
         rates = expected / np.array(costs)
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
@@ -355,6 +367,14 @@ class Speculator:
             if len(shares) == 1:
                 link.observe_acceptance(len(matched), depth)
             link.estimates.observe(draft.scores[mine], is_matched[mine])
+
+    def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
+        """Learn what a step took behind the target's pass, and whether it waited for a model meanwhile."""
+        overhead_s = max(seconds - self._waited_s, 0.0)
+        known = self._overhead_s[has_model]
+        # One that took many times as long was disturbed from outside.
+        overhead_s = min(overhead_s, 4 * known) if known else overhead_s
+        self._overhead_s[has_model] += OVERHEAD_SMOOTHING * (overhead_s - known) if known else overhead_s
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
         """Learn what a step without prefill cost."""
@@ -395,11 +415,13 @@ class Speculator:
         key = ",".join(link.name for link in links), batch
         counted_at, costs = self._cost_lists.get(key, (0, []))
         if not costs or self._num_posts - counted_at >= COSTS_HOLD_FOR:
-            plain = self._costs.estimate(batch)
+            has_model = links[0].has_model
+            plain = self._costs.estimate(batch) + self._overhead_s[False]
             costs = [1.0]
             for reach in range(1, self._shape.max_nodes):
                 nodes = max(self._shape.of_row(link.has_model, reach, reach).nodes for link in links)
-                costs.append((self._costs.estimate(batch * nodes) + self._wait_s(links, reach)) / plain)
+                seconds = self._costs.estimate(batch * nodes) + self._overhead_s[has_model]
+                costs.append((seconds + self._wait_s(links, reach)) / plain)
             self._cost_lists[key] = (self._num_posts, costs)
         return costs
 

@@ -23,8 +23,9 @@ from foretoken.models.decoder_weights import LayerWeights
 from foretoken.models.program import Program
 from foretoken.models.rope import cos_sin_table
 
-# Rows from which on the arithmetic of a pass takes longer than its weights' way from memory.
-WIDE_ROWS = 4
+# Rows of a pass that is a prompt's: long enough that threads which wait for each other at its barriers lose little to
+# other processes on their cores. Trees of a few rows took longer with all cores of two than with one.
+WIDE_ROWS = 64
 _PATH_MULTIPLE = 64
 
 
@@ -46,7 +47,7 @@ class ForwardPass:
         vocab_size: token ids of a batch are below it.
         num_positions: rotary positions that may occur; at least the context length.
         num_threads: threads of one pass, the caller counted.
-        wide_threads: threads of a pass of WIDE_ROWS rows or more, which computes more than it reads; 0: as many.
+        wide_threads: threads of a pass of WIDE_ROWS rows or more; 0: as many.
     """
 
     def __init__(

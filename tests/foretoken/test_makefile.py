@@ -26,7 +26,10 @@ esac
 echo "$(basename "$0") $*" >> "$CALLS"
 """
 DEMO = "foretoken serve models/demo/target --served-model-name foretoken-demo"
-DRAFTERS = "--drafter name=eagle3,algorithm=EAGLE3,model=models/demo/eagle3 --drafter name=ngram,algorithm=NGRAM"
+DRAFTERS = (
+    "--drafter name=eagle3,algorithm=EAGLE3,model=models/demo/eagle3,token_map=models/demo/token_map.safetensors "
+    "--drafter name=ngram,algorithm=NGRAM"
+)
 INDEX = "https://download.pytorch.org/whl/cpu"
 DRIVER = Path("/proc/driver/nvidia/version")
 
