@@ -89,6 +89,10 @@ class Speculator:
         )
         self._clock = clock
         self._links: list[DraftLink] = []
+        # Those that are attached in this step.
+        self._attached: list[DraftLink] = []
+        # By batch size: when it was counted, and seconds of a step of so many rows each, waits excluded.
+        self._step_seconds: dict[int, tuple[int, np.ndarray]] = {}
         # Trees for the next step by slot and generation.
         self._drafts: dict[tuple[int, int], Draft] = {}
         self._plans: list[_Plan] = []
@@ -161,9 +165,11 @@ class Speculator:
     def capture(self, sequences: Seq[Sequence]) -> tuple[int, ...]:
         """The target's hidden states that attached drafters want of the next step. Called once a step, before it.
 
-        Rows of another set of states are of no use any more.
+        Rows of another set of states are of no use any more. A drafter that attaches later takes part from the next
+        step on.
         """
-        wanted = tuple(dict.fromkeys(feature for link in self._links for feature in link.features))
+        self._attached = [link for link in self._links if link.is_attached]
+        wanted = tuple(dict.fromkeys(feature for link in self._attached for feature in link.features))
         if wanted != self._captured:
             self._captured = wanted
             for sequence in sequences:
@@ -346,12 +352,19 @@ class Speculator:
     def _best_rate(self, draft: Draft, batch: int, wait_s: float) -> tuple[int, float]:
         """Nodes of a draft that make the most tokens a second, and how many, over plain decode's."""
         expected = np.cumsum(-np.sort(-draft.chances))
-        beside_s = self._overhead_s[False]
-        plain = self._costs.estimate(batch) + beside_s
-        costs = [(self._costs.estimate(batch * (1 + k)) + beside_s + wait_s) / plain for k in range(len(expected))]
-        rates = expected / np.array(costs)
+        seconds = self._seconds(batch)
+        rates = expected * seconds[0] / (seconds[: len(expected)] + wait_s)
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
+
+    def _seconds(self, batch: int) -> np.ndarray:
+        """Of a step in which each of ``batch`` rows verifies 1, 2, ... nodes, waits excluded."""
+        counted_at, seconds = self._step_seconds.get(batch, (-COSTS_HOLD_FOR, np.empty(0)))
+        if self._num_posts - counted_at >= COSTS_HOLD_FOR:
+            counts = range(1, self._shape.max_nodes + 1)
+            seconds = np.array([self._costs.estimate(batch * count) for count in counts]) + self._overhead_s[False]
+            self._step_seconds[batch] = (self._num_posts, seconds)
+        return seconds
 
     def observe(self, sequence: Sequence, draft: Draft, matched: Seq[int], shares: Seq[DrafterShare]) -> None:
         """Learn from a verified tree of which the walk went through the nodes ``matched``."""
@@ -386,7 +399,7 @@ class Speculator:
         if not self.wants_drafts(sequence):
             return []
         wanted = sequence.speculation.drafter
-        attached = [link for link in self._links if link.is_attached]
+        attached = self._attached
         if wanted == MERGE:
             return attached
         if wanted == AUTO:
