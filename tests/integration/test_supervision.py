@@ -107,7 +107,7 @@ def test_a_drafters_death_is_one_line_of_the_supervisor_and_one_of_the_verifier(
     attaches = drafter_state(folder).num_attaches
     stack.service("drafter").kill()
     wait_until(lambda: drafter_state(folder).num_attaches > attaches, stack)
-    wait_until(lambda: any("drafter is ready again after" in line for line in lines(stack)[num_lines:]), stack)
+    wait_until(lambda: any("drafter ngram is ready again after" in line for line in lines(stack)[num_lines:]), stack)
     said = lines(stack)[num_lines:]
     assert not [line for line in said if "fork" in line]
     first, second = [line for line in said if line.startswith("foretoken: ")]
