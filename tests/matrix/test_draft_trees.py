@@ -18,10 +18,17 @@ from tests.support.deployments import EAGLE3_LAYERS, FINAL_STATE, KINDS, SeenHar
 from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import features_of, text
 from tests.support.recording_drafter import Drawn, RecordingDrafter
+from verifier_svc import draft_link
 
 WITH_MODELS = [kind for kind, (_, algorithms) in KINDS.items() if len(algorithms) == 1 and "NGRAM" not in algorithms]
 # Of the log-probability of one token.
 TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _no_row_waits_for_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, prefix hits and cold runs are compared step by step: none may begin a step later than another."""
+    monkeypatch.setattr(draft_link, "CATCH_UP_TOKENS", 10_000)
 
 
 def greedy(max_tokens: int = 40) -> SamplingParams:

@@ -9,9 +9,11 @@ import pytest
 
 from foretoken.drafting import FINAL_NORM, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.transport import InProcessTransport
 from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget, feature_of
+from verifier_svc.draft_link import CATCH_UP_TOKENS
 
 VOCAB = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
@@ -184,3 +186,38 @@ def test_two_drafters_with_other_features_get_their_own_columns() -> None:
         for key, tokens in head.tokens.items():
             assert head.known[key] == list(range(1, len(tokens)))
     assert not heads["blind"].known
+
+
+def test_a_model_that_writes_a_prompts_entries_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows decode plainly until it has, and then it is told of what came meanwhile and asked for drafts."""
+    looks = iter([False] * 5)
+    monkeypatch.setattr(InProcessTransport, "is_idle", lambda _: next(looks, True))
+    requests: list[DraftRequest] = []
+
+    class Watched(HeadLike):
+        def draft(self, request: DraftRequest) -> DraftBatch:
+            requests.append(request)
+            return super().draft(request)
+
+    run = harness(Watched())
+    prompt = [n % 10 for n in range(CATCH_UP_TOKENS + 12)]
+    run.run([Request(prompt, GREEDY)])
+    told = [(len(request.new_tokens), int(request.max_nodes[0])) for request in requests]
+    assert told[0] == (len(prompt) + 1, 1), "the prompt and the first token, to be learnt"
+    assert told[1][0] == 6 and told[1][1] > 1, "the five steps that nobody waited in, and the next one"
+
+
+def test_a_model_that_never_catches_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InProcessTransport, "is_idle", lambda _: False)
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.5
+        return now
+
+    run = harness(HeadLike(), clock=clock, timeout_s=0.1)
+    (result,) = run.run([Request([1] * (CATCH_UP_TOKENS + 1), GREEDY)])
+    assert len(result.token_ids) == 40
+    (source,) = run.sources
+    assert source.failures and "no sound draft within 100 ms" in source.failures[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from verifier_svc.gate import FIRST_PROBE_AFTER, LONGEST_PAUSE, PATIENT_MISSES, RAREST_PROBE_AFTER, Gate
 
 CHEAP = [1.0 + 0.05 * k for k in range(16)]
@@ -99,3 +101,13 @@ def test_an_accepted_draft_ends_scouting_until_misses_gather() -> None:
     gate.observe(3, 3)
     assert asks(gate, PATIENT_MISSES) == PATIENT_MISSES and not gate.is_scouting
     assert asks(gate, 1) == 1 and gate.is_scouting
+
+
+def test_a_row_of_a_model_begins_with_what_its_drafts_came_to_elsewhere() -> None:
+    gate = Gate()
+    gate.expect_drafts(0.9)
+    assert not gate.is_scouting and gate.acceptance == pytest.approx(0.9)
+    gate.observe(0, 3)
+    known = gate.acceptance
+    gate.expect_drafts(0.9)
+    assert gate.acceptance == known < 0.9, "its own drafts count from then on"
