@@ -25,8 +25,8 @@ from foretoken.errors import ConfigError
             "--speculative-draft-model-path: an MTP head is part of the target's checkpoint",
         ),
         (
-            {"algorithm": "EAGLE3", "speculative_draft_model_path": "/h", "speculative_token_map": "/m"},
-            "--speculative-token-map is for heads that use the target's output head, EAGLE and MTP, not for EAGLE3",
+            {"algorithm": "STANDALONE", "speculative_draft_model_path": "/d", "speculative_token_map": "/m"},
+            "--speculative-token-map is for heads that use the target's output head, not for STANDALONE",
         ),
         ({"speculative_token_map": "/m"}, "--speculative-token-map is for .* not for NGRAM"),
         ({"threads": 2}, "--threads has no effect with --algorithm NGRAM"),
@@ -57,6 +57,12 @@ def test_settings_go_to_flags() -> None:
         *("--speculative-draft-model-path", "/head", "--target", "/target"),
         *("--speculative-token-map", "/map.json", "--threads", "2", "--dtype", "bfloat16", "--disable-coupled-noise"),
     ]
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A handler that the command leaves behind would write to the runner's closed stderr.
+    monkeypatch.setattr("foretoken.telemetry.configure_logging", lambda service, level: None)
 
 
 def test_the_command_builds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
