@@ -310,10 +310,7 @@ class Speculator:
         """Wait for the trees that were asked for and keep those that are sound; ``draft_of`` has them afterwards."""
         found, self._quick = self._quick, {}
         for link in self._links:
-            before = {key: len(drafts) for key, drafts in found.items()}
             self._take(link, found)
-            if link.has_model:
-                self._note_misses(found, before)
         self._waited_s += self._wait_seconds()
         plans: dict[tuple[int, int], list[_Plan]] = {}
         for plan in self._plans:
@@ -329,13 +326,6 @@ class Speculator:
     def _wait_seconds(self) -> float:
         """Seconds of all waits so far."""
         return sum(link.counters.wait_seconds for link in self._links)
-
-    def _note_misses(self, found: _Found, before: dict[tuple[int, int], int]) -> None:
-        """Tell the gates of rows for which a model had nothing."""
-        for plan in self._plans:
-            drafts = found.get(plan.key, [])[before.get(plan.key, 0) :]
-            if drafts and all(draft.tree.num_nodes == 1 for draft in drafts):
-                plan.sequence.gate.observe_miss()
 
     def _worth_s(self, posted: Posted) -> float:
         """Each row that waits gains at most its drafted tokens, each of which is a plain step of all rows saved."""
