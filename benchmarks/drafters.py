@@ -27,7 +27,7 @@ from benchmarks.client import StreamError, complete
 from benchmarks.figures import NGRAM, TooShortError, median, repeated_share
 from benchmarks.measure import Bench, Pair, Sample, UnexpectedAnswerError, Workload
 from benchmarks.prompts import code_prompts
-from benchmarks.report import Bar, Figure, figures_table
+from benchmarks.report import Bar, Figure, figures_table, missed_bars
 from benchmarks.stack import StackError, describe, running_stack
 from models.demo.frequent_tokens import write_token_map
 
@@ -75,12 +75,8 @@ class Result:
     judged: bool
 
     def failures(self) -> list[str]:
-        missed = [
-            f"{figure.name}: {figure.value:.3g} {figure.unit}, must be {figure.bar.kind} {figure.bar.limit:g}"
-            for figure in self.figures
-            if self.judged and figure.value is not None and not figure.passed
-        ]
-        return [*self.mismatches, *missed]
+        """Why the run fails, a line each. Texts must be equal in any run; bars count if the run is judged."""
+        return [*self.mismatches, *(missed_bars(self.figures) if self.judged else ())]
 
 
 class Measurement:

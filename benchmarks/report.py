@@ -43,6 +43,15 @@ class Figure:
         return None if self.value is None else self.bar.holds(self.value)
 
 
+def missed_bars(figures: Sequence[Figure]) -> list[str]:
+    """A line for each figure that was measured and misses its bar."""
+    return [
+        f"{figure.name}: {figure.value:.3g} {figure.unit}, must be {figure.bar.kind} {figure.bar.limit:g}"
+        for figure in figures
+        if figure.passed is False
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One way of decoding, in one table."""
@@ -70,12 +79,7 @@ class Report:
 
     def failures(self) -> list[str]:
         """Why the run fails, a line each. Texts must be equal in any run; bars count if the run is judged."""
-        missed = [
-            f"{figure.name}: {figure.value:.3g} {figure.unit}, must be {figure.bar.kind} {figure.bar.limit:g}"
-            for figure in self.figures
-            if self.judged and figure.value is not None and not figure.passed
-        ]
-        return [*self.mismatches, *missed]
+        return [*self.mismatches, *(missed_bars(self.figures) if self.judged else ())]
 
 
 def pair_rows(pairs: Sequence[Pair]) -> list[Row]:

@@ -6,7 +6,7 @@ The head's loading and arithmetic are foretoken.models.draft_head's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from drafter_svc.draft_passes import DraftPasses, cache_blocks
 from drafter_svc.draft_rows import DraftRows
+from drafter_svc.model_drafter import ModelDrafter
 from drafter_svc.target_folder import target_folder
 from drafter_svc.token_map import check_token_map, load_token_map
-from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import ConfigError, PreconditionError
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.draft_config import head_config, head_features
@@ -30,7 +31,7 @@ Algorithm = Literal["EAGLE", "EAGLE3", "MTP"]
 FIRST_POSITION = 1
 
 
-class HeadDrafter:
+class HeadDrafter(ModelDrafter):
     """A ``foretoken.drafting.Drafter``.
 
     Raises ConfigError or CheckpointError for a folder that holds no head of the algorithm, or a token map that is none.
@@ -50,6 +51,7 @@ class HeadDrafter:
     ) -> None:
         """``path``: the head's folder; None for MTP, whose head is in the target's. ``target``: the target's folder,
         where the verifier's is not visible here."""
+        super().__init__()
         self._algorithm = algorithm
         self._path = path
         self._target_path = target
@@ -59,8 +61,6 @@ class HeadDrafter:
         self._token_map: NDArray[np.int32] | None = None if token_map is None else load_token_map(token_map)
         if path is not None:
             self._check_algorithm(path)
-        self._rows: DraftRows | None = None
-        self._passes: DraftPasses | None = None
 
     @property
     def algorithm(self) -> str:
@@ -99,21 +99,8 @@ class HeadDrafter:
                 dtype=self._dtype,
             )
         self._check_head(head, target)
-        self._rows = DraftRows(target, first_position=FIRST_POSITION, num_depths=head.num_depths)
-        self._passes = DraftPasses(head, target, self._rows, coupled=self._coupled)
-
-    def draft(self, request: DraftRequest) -> DraftBatch:
-        """Write the entries of the new tokens whose features came along, then propose a tree for each row."""
-        assert self._passes is not None, "not attached"
-        return self._passes.draft(request)
-
-    def release(self, slots: Sequence[int]) -> None:
-        if self._rows is not None:
-            for slot in slots:
-                self._rows.release(slot)
-
-    def gauges(self) -> dict[str, float]:
-        return {} if self._passes is None else self._passes.figures.gauges()
+        rows = DraftRows(target, first_position=FIRST_POSITION, num_depths=head.num_depths)
+        self._begin(rows, DraftPasses(head, target, rows, coupled=self._coupled))
 
     def _target_folder(self, target: TargetInfo) -> Path:
         return target_folder(target, self._target_path)

@@ -6,7 +6,6 @@ prefills, a bounded number of tokens a request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -16,9 +15,10 @@ from numpy.typing import NDArray
 
 from drafter_svc.draft_passes import DraftPasses, Float32, cache_blocks
 from drafter_svc.draft_rows import DraftRows
+from drafter_svc.model_drafter import ModelDrafter
 from drafter_svc.target_folder import target_folder
 from drafter_svc.tokenizer_match import check_same_tokenizer
-from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
@@ -57,7 +57,7 @@ class StandaloneModel:
         return _Output(self._llama.forward(batch), self._no_hidden)
 
 
-class StandaloneDrafter:
+class StandaloneDrafter(ModelDrafter):
     """A ``foretoken.drafting.Drafter``.
 
     Raises ConfigError or CheckpointError for a folder that holds no supported model; weights are read here, the cache
@@ -76,6 +76,7 @@ class StandaloneDrafter:
         coupled_noise: bool = True,
     ) -> None:
         """``target``: the target's folder, where the verifier's is not visible here."""
+        super().__init__()
         self._path = path
         self._target_path = target
         self._threads = threads
@@ -84,8 +85,6 @@ class StandaloneDrafter:
         self._config = load_config(path)
         with Checkpoint(path) as checkpoint:
             self._weights = load_decoder_weights(self._config, checkpoint, self._dtype, _silent)
-        self._rows: DraftRows | None = None
-        self._passes: DraftPasses | None = None
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
         """Blocks only. Raises PreconditionError for another vocabulary, naming sizes or the first differing token."""
@@ -110,23 +109,9 @@ class StandaloneDrafter:
         )
         # Beyond the positions that it was trained for a model drafts badly, never wrongly.
         llama = Llama(config, self._weights, cache, target.max_model_len + target.max_nodes, self._threads)
-        self._rows = DraftRows(target, first_position=0, needs_features=False)
-        self._passes = DraftPasses(
-            StandaloneModel(llama), target, self._rows, budget=PREFILL_TOKENS, coupled=self._coupled
-        )
-
-    def draft(self, request: DraftRequest) -> DraftBatch:
-        """Learn the new tokens, prefill what the cache lacks, propose a tree for each row whose cache is complete."""
-        assert self._passes is not None, "not attached"
-        return self._passes.draft(request)
-
-    def release(self, slots: Sequence[int]) -> None:
-        if self._rows is not None:
-            for slot in slots:
-                self._rows.release(slot)
-
-    def gauges(self) -> dict[str, float]:
-        return {} if self._passes is None else self._passes.figures.gauges()
+        rows = DraftRows(target, first_position=0, needs_features=False)
+        model = StandaloneModel(llama)
+        self._begin(rows, DraftPasses(model, target, rows, budget=PREFILL_TOKENS, coupled=self._coupled))
 
 
 def _silent(_done: int, _total: int, _what: str) -> None:

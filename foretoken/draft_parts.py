@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest
+from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, starts_of
 from foretoken.tree import Int32
 
 
@@ -70,7 +70,7 @@ def _predictions_first(request: DraftRequest, capacity: int) -> tuple[list[Draft
                 rows,
                 lengths=told[rows],
                 max_nodes=np.ones(len(runs), np.int32),
-                prediction_starts=_starts([run.high - run.low for run in runs]),
+                prediction_starts=starts_of([run.high - run.low for run in runs]),
                 prediction=prediction,
             )
         )
@@ -86,11 +86,11 @@ def _part(request: DraftRequest, runs: list[_Run], block_size: int, *, is_last: 
     blocks = [_blocks_of(request, run, int(length), block_size) for run, length in zip(runs, lengths, strict=True)]
     columns = {
         "lengths": lengths,
-        "new_token_starts": _starts([run.high - run.low for run in runs]),
+        "new_token_starts": starts_of([run.high - run.low for run in runs]),
         "new_tokens": np.concatenate([request.new_tokens[run.low : run.high] for run in runs]),
-        "hidden_starts": _starts([len(part) for part in hidden]),
+        "hidden_starts": starts_of([len(part) for part in hidden]),
         "hidden": np.concatenate(hidden),
-        "block_starts": _starts([len(part) for part in blocks]),
+        "block_starts": starts_of([len(part) for part in blocks]),
         "block_ids": np.concatenate(blocks),
     }
     if is_last:
@@ -138,7 +138,3 @@ def _rows(request: DraftRequest, rows: np.ndarray, **columns: np.ndarray) -> Dra
         columns.setdefault(values, getattr(request, values)[:0])
         columns.setdefault(starts, np.zeros(len(rows) + 1, np.int32))
     return DraftRequest(epoch=request.epoch, step_id=request.step_id, **columns)
-
-
-def _starts(counts: list[int]) -> Int32:
-    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)

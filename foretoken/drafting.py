@@ -45,6 +45,11 @@ RAGGED_COLUMNS: dict[str, str] = {
 }
 
 
+def starts_of(counts: Sequence[int]) -> Int32:
+    """The offsets of a ragged column, int32 [rows + 1], from the length of each row's part."""
+    return np.cumsum([0, *counts]).astype(np.int32)
+
+
 # The target's hidden state after its last norm. A number l >= 0 is the state that enters layer l, before any norm; the
 # number of layers stands for what leaves the last one.
 FINAL_NORM = -1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foretoken.drafting import DraftBatch, DraftRequest, Float32
+from foretoken.drafting import DraftBatch, DraftRequest, Float32, starts_of
 from foretoken.sampling import MIN_TEMPERATURE
 from foretoken.transport import TransportClosedError
 from foretoken.tree import Int32
@@ -287,7 +287,7 @@ class DraftLink:
         # One that attached in the middle of a step is told without what that step did not capture.
         if not wanted or not set(wanted).issubset(captured):
             return []
-        _, parts = sequence.features.rows(max(told - 1, 0), length - 1)
+        parts = sequence.features.rows(max(told - 1, 0), length - 1)
         if not parts:
             return []
         columns = columns_of(wanted, captured, parts[0].shape[1] // len(captured))
@@ -450,20 +450,16 @@ class DraftLink:
             top_ks=_int32([max(params.top_k, 0) for params in sampling]),
             top_ps=np.array([params.top_p for params in sampling], np.float32),
             min_ps=np.array([params.min_p for params in sampling], np.float32),
-            new_token_starts=_starts([len(row.new_tokens) for row in rows]),
+            new_token_starts=starts_of([len(row.new_tokens) for row in rows]),
             new_tokens=_int32([token for row in rows for token in row.new_tokens]),
-            hidden_starts=_starts([sum(map(len, row.hidden)) for row in rows]),
+            hidden_starts=starts_of([sum(map(len, row.hidden)) for row in rows]),
             hidden=np.concatenate(hidden) if hidden else np.zeros((0, 0), np.float32),
-            block_starts=_starts([len(row.block_ids) for row in rows]),
+            block_starts=starts_of([len(row.block_ids) for row in rows]),
             block_ids=_int32([block for row in rows for block in row.block_ids]),
-            prediction_starts=_starts([len(row.prediction) for row in rows]),
+            prediction_starts=starts_of([len(row.prediction) for row in rows]),
             prediction=_int32([token for row in rows for token in row.prediction]),
         )
 
 
 def _int32(values: list[int]) -> Int32:
     return np.array(values, np.int32)
-
-
-def _starts(counts: list[int]) -> Int32:
-    return np.cumsum([0, *counts]).astype(np.int32)

@@ -29,10 +29,10 @@ class FeatureWindow:
             self.end += len(rows)
             self.forget_before(self.end - MAX_ROWS)
 
-    def rows(self, start: int, end: int) -> tuple[int, list[Float32]]:
-        """What is there of the positions [start, end) without a gap before ``end``: its first position, and parts."""
+    def rows(self, start: int, end: int) -> list[Float32]:
+        """What is there of the positions [start, end) without a gap before ``end``, in parts."""
         if end > self.end:
-            return end, []
+            return []
         start = min(max(start, self.start), end)
         parts = []
         at = self.start
@@ -41,7 +41,7 @@ class FeatureWindow:
             if low < high:
                 parts.append(part[low:high])
             at += len(part)
-        return start, parts
+        return parts
 
     def forget_before(self, position: int) -> None:
         """Drop rows that nobody will ask for."""

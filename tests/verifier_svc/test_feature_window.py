@@ -15,7 +15,7 @@ def rows_of(start: int, count: int) -> np.ndarray:
 
 
 def told(window: FeatureWindow, start: int, end: int) -> list[int]:
-    _, parts = window.rows(start, end)
+    parts = window.rows(start, end)
     return [int(value) for part in parts for value in part[:, 0]]
 
 
