@@ -5,12 +5,28 @@ Tests marked `compose` build images and run them, so they are skipped unless --c
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
+
+from foretoken.telemetry import JsonFormatter
 
 # No test asserts a time.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """A command that runs in the test's process leaves a handler behind, which writes to a stderr that is closed."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+    for handler in [h for h in root.handlers if isinstance(h.formatter, JsonFormatter)]:
+        root.removeHandler(handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -59,12 +59,6 @@ def test_settings_go_to_flags() -> None:
     ]
 
 
-@pytest.fixture(autouse=True)
-def _logs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A handler that the command leaves behind would write to the runner's closed stderr.
-    monkeypatch.setattr("foretoken.telemetry.configure_logging", lambda service, level: None)
-
-
 def test_the_command_builds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[DrafterSettings] = []
     monkeypatch.setattr("drafter_svc.server.run", seen.append)
