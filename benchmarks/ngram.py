@@ -116,7 +116,7 @@ def make_request(
         parts = ragged.get(values, nothing)
         columns[values], columns[offsets] = np.concatenate(parts), starts(parts)
     columns["hidden"] = np.zeros((0, 0), np.float32)
-    return DraftRequest(epoch=1, step_id=step, **columns)
+    return DraftRequest.of_columns(1, step, columns)
 
 
 def edited(tokens: NDArray[np.int32], random: np.random.Generator) -> NDArray[np.int32]:

@@ -16,7 +16,6 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import uvloop
@@ -24,7 +23,7 @@ import uvloop
 from drafter_svc.config import DrafterSettings
 from drafter_svc.server import serve
 from foretoken.doorbell import default_spin_us
-from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.drafting import ROW_DTYPE, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo, starts_of
 from foretoken.transport import probe_request
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.draft_source import DraftSource, TransportName
@@ -74,18 +73,12 @@ def run_drafter(address: str, spin_us: int) -> None:
 
 def new_request(step_id: int, rows: int) -> DraftRequest:
     """A decode step in which each row got two new tokens."""
-    request = probe_request(EPOCH, step_id)
-    columns: dict[str, Any] = {name: np.ones(rows, dtype) for name, dtype in ROW_COLUMNS.items()}
-    columns |= {starts: np.zeros(rows + 1, np.int32) for starts in RAGGED_COLUMNS.values()}
-    columns |= {
-        "slots": np.arange(rows, dtype=np.int32),
-        "lengths": np.full(rows, 300 + 2 * step_id, np.int32),
-        "prompt_lengths": np.full(rows, 300, np.int32),
-        "max_nodes": np.full(rows, NODES, np.int32),
-        "new_token_starts": np.arange(0, 2 * rows + 1, 2, dtype=np.int32),
-        "new_tokens": np.ones(2 * rows, np.int32),
-    }
-    return replace(request, **columns)
+    records = np.ones(rows, ROW_DTYPE)
+    records["slots"], records["max_nodes"] = np.arange(rows), NODES
+    records["lengths"], records["prompt_lengths"] = 300 + 2 * step_id, 300
+    nothing = [0] * rows
+    starts = starts_of([2] * rows, nothing, nothing, nothing)
+    return replace(probe_request(EPOCH, step_id), rows=records, starts=starts, new_tokens=np.ones(2 * rows, np.int32))
 
 
 def measure(source: DraftSource, rows: int, steps: int, gap_us: int) -> tuple[np.ndarray, float]:

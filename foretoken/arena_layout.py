@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.transport import DEFAULT_TOKEN_CAPACITY, ROWS_PER_SLOT, WINDOW, check_request, token_capacity_for
 
 MAGIC = b"FTARENA\0"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 CHALLENGE_BYTES = 32
 HEADER_BYTES = mmap.PAGESIZE
 
@@ -92,9 +92,8 @@ class ArenaLayout:
 
     @property
     def request_stride(self) -> int:
-        row_bytes = sum(np.dtype(dtype).itemsize for dtype in ROW_COLUMNS.values())
         ragged = len(RAGGED_COLUMNS) * (self.max_rows + 1) + sum(self.ragged_capacity(name) for name in RAGGED_COLUMNS)
-        return _aligned(_REQUEST_HEAD.size + row_bytes * self.max_rows + 4 * ragged)
+        return _aligned(_REQUEST_HEAD.size + ROW_DTYPE.itemsize * self.max_rows + 4 * ragged)
 
     def ragged_capacity(self, name: str) -> int:
         """Elements of four bytes that a ragged column holds at most."""
@@ -178,22 +177,25 @@ class _Cursor:
         self._memory = memory
         self._offset = offset
 
-    def array(self, dtype: type[Scalar], count: int) -> NDArray[Scalar]:
+    def array(self, dtype: type[Scalar] | np.dtype[Scalar], count: int) -> NDArray[Scalar]:
         array: NDArray[Scalar] = np.frombuffer(self._memory, dtype, count, self._offset)
         self._offset += array.nbytes
         return array
 
 
 class RequestBuffer:
-    """One buffer of the request memory, as arrays. Columns of 8 bytes come first, so that all are aligned."""
+    """One buffer of the request memory, as arrays. The rows' records come first, so that all are aligned."""
 
     def __init__(self, memory: mmap.mmap, layout: ArenaLayout, index: int) -> None:
         self._memory = memory
         self._layout = layout
         self._offset = HEADER_BYTES + index * layout.request_stride
         cursor = _Cursor(memory, self._offset + _REQUEST_HEAD.size)
-        self._columns = {name: cursor.array(dtype, layout.max_rows) for name, dtype in ROW_COLUMNS.items()}
-        self._starts = {name: cursor.array(np.int32, layout.max_rows + 1) for name in RAGGED_COLUMNS.values()}
+        self._rows = cursor.array(ROW_DTYPE, layout.max_rows)
+        # numpy copies records field by field.
+        self._row_bytes = _bytes_of(self._rows)
+        columns = len(RAGGED_COLUMNS)
+        self._starts = cursor.array(np.int32, columns * (layout.max_rows + 1)).reshape(columns, -1)
         self._ragged: dict[str, NDArray[Any]] = {}
         for name in RAGGED_COLUMNS:
             dtype = np.float32 if name == "hidden" else np.int32
@@ -203,18 +205,18 @@ class RequestBuffer:
     def write(self, request: DraftRequest) -> None:
         """The request fits: RequestQueue has split it."""
         rows = request.num_rows
-        counts = [len(getattr(request, name)) for name in RAGGED_COLUMNS]
+        values = [getattr(request, name) for name in RAGGED_COLUMNS]
+        counts = [len(array) for array in values]
         _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_DRAFT, request.epoch, request.step_id, rows, *counts)
-        for name, column in self._columns.items():
-            column[:rows] = getattr(request, name)
-        for (name, starts), count in zip(RAGGED_COLUMNS.items(), counts, strict=True):
-            self._starts[starts][: rows + 1] = getattr(request, starts)
+        self._row_bytes[:rows] = _bytes_of(request.rows)
+        self._starts[:, : rows + 1] = request.starts
+        for room, array, count in zip(self._ragged.values(), values, counts, strict=True):
             if count:
-                self._ragged[name][:count] = getattr(request, name)
+                room[:count] = array
 
     def write_release(self, slots: tuple[int, ...]) -> None:
         _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_RELEASE, 0, 0, len(slots), 0, 0, 0, 0)
-        self._columns["slots"][: len(slots)] = slots
+        self._rows["slots"][: len(slots)] = slots
 
     def read(self) -> DraftRequest | tuple[int, ...]:
         """A private copy: a request, or slots to release. Raises ValueError for counts beyond the layout."""
@@ -223,18 +225,21 @@ class RequestBuffer:
         if rows > self._layout.max_rows or any(count > most for count, most in zip(counts, room, strict=True)):
             raise ValueError(f"a request of {rows} rows and {counts} ragged entries does not fit in the arena")
         if kind == KIND_RELEASE:
-            return tuple(self._columns["slots"][:rows].tolist())
+            return tuple(self._rows["slots"][:rows].tolist())
         if kind != KIND_DRAFT:
             raise ValueError(f"a request of unknown kind {kind}")
-        columns: dict[str, Any] = {name: column[:rows].copy() for name, column in self._columns.items()}
-        for (name, starts), count in zip(RAGGED_COLUMNS.items(), counts, strict=True):
-            columns[starts] = self._starts[starts][: rows + 1].copy()
-            columns[name] = self._ragged[name][:count].copy()
+        ragged = {name: room[:count].copy() for (name, room), count in zip(self._ragged.items(), counts, strict=True)}
         if not self._layout.hidden_width:
-            columns["hidden"] = np.zeros((0, 0), np.float32)
-        request = DraftRequest(epoch=epoch, step_id=step_id, **columns)
+            ragged["hidden"] = np.zeros((0, 0), np.float32)
+        records = self._row_bytes[:rows].copy().view(ROW_DTYPE)[:, 0]
+        request = DraftRequest(epoch, step_id, records, self._starts[:, : rows + 1].copy(), **ragged)
         check_request(request, self._layout.max_rows)
         return request
+
+
+def _bytes_of(rows: NDArray[np.void]) -> NDArray[np.uint8]:
+    """uint8 [rows, bytes of a record]: a view."""
+    return rows.view(np.uint8).reshape(len(rows), ROW_DTYPE.itemsize)
 
 
 class ReplyBuffer:

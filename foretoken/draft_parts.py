@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, starts_of
+from foretoken.drafting import RAGGED_COLUMNS, DraftRequest, starts_of
 from foretoken.tree import Int32
 
 
@@ -64,17 +65,10 @@ def _predictions_first(request: DraftRequest, capacity: int) -> tuple[list[Draft
     for runs in _fill(request.prediction_starts[:-1], request.prediction_starts[1:], capacity):
         rows = np.array([run.row for run in runs])
         prediction = np.concatenate([request.prediction[run.low : run.high] for run in runs])
-        parts.append(
-            _rows(
-                request,
-                rows,
-                lengths=told[rows],
-                max_nodes=np.ones(len(runs), np.int32),
-                prediction_starts=starts_of([run.high - run.low for run in runs]),
-                prediction=prediction,
-            )
-        )
-    return parts, _rows(request, np.arange(request.num_rows), **_ragged(request, without="prediction"))
+        counts = [run.high - run.low for run in runs]
+        parts.append(_rows(request, rows, {"prediction": (prediction, counts)}, lengths=told[rows], only_tells=True))
+    whole = {name: (getattr(request, name), _counts(request, name)) for name in ("new_tokens", "hidden", "block_ids")}
+    return parts, _rows(request, np.arange(request.num_rows), whole)
 
 
 def _part(request: DraftRequest, runs: list[_Run], block_size: int, *, is_last: bool = False) -> DraftRequest:
@@ -84,20 +78,14 @@ def _part(request: DraftRequest, runs: list[_Run], block_size: int, *, is_last: 
     lengths = request.lengths[rows] - (ends - np.array([run.high for run in runs], np.int32))
     hidden = [_hidden_of(request, run) for run in runs]
     blocks = [_blocks_of(request, run, int(length), block_size) for run, length in zip(runs, lengths, strict=True)]
-    columns = {
-        "lengths": lengths,
-        "new_token_starts": starts_of([run.high - run.low for run in runs]),
-        "new_tokens": np.concatenate([request.new_tokens[run.low : run.high] for run in runs]),
-        "hidden_starts": starts_of([len(part) for part in hidden]),
-        "hidden": np.concatenate(hidden),
-        "block_starts": starts_of([len(part) for part in blocks]),
-        "block_ids": np.concatenate(blocks),
+    new_tokens = [request.new_tokens[run.low : run.high] for run in runs]
+    ragged = {
+        name: (np.concatenate(parts), [len(part) for part in parts])
+        for name, parts in (("new_tokens", new_tokens), ("hidden", hidden), ("block_ids", blocks))
     }
     if is_last:
-        return _rows(
-            request, rows, **columns, prediction_starts=request.prediction_starts, prediction=request.prediction
-        )
-    return _rows(request, rows, **columns, max_nodes=np.ones(len(runs), np.int32))
+        ragged["prediction"] = request.prediction, _counts(request, "prediction")
+    return _rows(request, rows, ragged, lengths=lengths, only_tells=not is_last)
 
 
 def _hidden_of(request: DraftRequest, run: _Run) -> np.ndarray:
@@ -120,21 +108,27 @@ def _blocks_of(request: DraftRequest, run: _Run, length: int, block_size: int) -
     return request.block_ids[first + low : first + (length - 1) // block_size - row_first + 1]
 
 
-def _ragged(request: DraftRequest, without: str) -> dict[str, np.ndarray]:
-    """All ragged columns as they are, but for one that is emptied."""
-    columns = {}
-    for values, starts in RAGGED_COLUMNS.items():
-        is_kept = values != without
-        columns[values] = getattr(request, values) if is_kept else getattr(request, values)[:0]
-        columns[starts] = getattr(request, starts) if is_kept else np.zeros(request.num_rows + 1, np.int32)
-    return columns
+def _counts(request: DraftRequest, name: str) -> list[int]:
+    """Items of each row in a ragged column."""
+    counts: list[int] = np.diff(getattr(request, RAGGED_COLUMNS[name])).tolist()
+    return counts
 
 
-def _rows(request: DraftRequest, rows: np.ndarray, **columns: np.ndarray) -> DraftRequest:
-    """Some rows of a request: row columns are taken unless given, ragged ones are empty unless given."""
-    for name in ROW_COLUMNS:
-        columns.setdefault(name, getattr(request, name)[rows])
-    for values, starts in RAGGED_COLUMNS.items():
-        columns.setdefault(values, getattr(request, values)[:0])
-        columns.setdefault(starts, np.zeros(len(rows) + 1, np.int32))
-    return DraftRequest(epoch=request.epoch, step_id=request.step_id, **columns)
+def _rows(
+    request: DraftRequest,
+    rows: np.ndarray,
+    ragged: Mapping[str, tuple[np.ndarray, list[int]]],
+    *,
+    lengths: Int32 | None = None,
+    only_tells: bool = False,
+) -> DraftRequest:
+    """Some rows of a request. Of ragged columns, values and each row's count; those that are not given are empty."""
+    records = request.rows[rows]
+    if lengths is not None:
+        records["lengths"] = lengths
+    if only_tells:
+        records["max_nodes"] = 1
+    nothing = [0] * len(rows)
+    columns = [ragged.get(name, (getattr(request, name)[:0], nothing)) for name in RAGGED_COLUMNS]
+    starts = starts_of(*(counts for _, counts in columns))
+    return DraftRequest(request.epoch, request.step_id, records, starts, *(values for values, _ in columns))

@@ -66,7 +66,7 @@ def request_from_proto(message: drafter_pb2.DraftRequest, max_rows: int, hidden_
             columns[starts] = _int32(getattr(message, starts))
             column = getattr(message, values)
             columns[values] = _hidden(column, hidden_width) if values == "hidden" else _int32(column)
-        request = DraftRequest(epoch=message.epoch, step_id=message.step_id, **columns)
+        request = DraftRequest.of_columns(message.epoch, message.step_id, columns)
         check_request(request, max_rows)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error

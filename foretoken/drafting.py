@@ -5,8 +5,9 @@ Neither side sees transports here (foretoken/arena.py, drafter.proto): the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Float32 = NDArray[np.float32]
 
-# One entry a row: column and element type. Columns of eight bytes come first, so that a layout of them is aligned.
+# One record a row. Fields of eight bytes come first, so that all are aligned.
 ROW_COLUMNS: dict[str, type[Any]] = {
     "salts": np.uint64,
     "seeds": np.uint64,
@@ -36,7 +37,8 @@ ROW_COLUMNS: dict[str, type[Any]] = {
     "top_ps": np.float32,
     "min_ps": np.float32,
 }
-# Ragged columns: values, and the offsets of each row's part.
+ROW_DTYPE = np.dtype(list(ROW_COLUMNS.items()))
+# Ragged columns, in the order of their offsets: values, and the offsets of each row's part.
 RAGGED_COLUMNS: dict[str, str] = {
     "new_tokens": "new_token_starts",
     "hidden": "hidden_starts",
@@ -45,9 +47,9 @@ RAGGED_COLUMNS: dict[str, str] = {
 }
 
 
-def starts_of(counts: Sequence[int]) -> Int32:
-    """The offsets of a ragged column, int32 [rows + 1], from the length of each row's part."""
-    return np.cumsum([0, *counts]).astype(np.int32)
+def starts_of(*counts: Iterable[int]) -> Int32:
+    """The offsets of ragged columns, int32 [columns, rows + 1], from the lengths of their rows' parts."""
+    return np.array([list(accumulate(column, initial=0)) for column in counts], np.int32)
 
 
 # The target's hidden state after its last norm. A number l >= 0 is the state that enters layer l, before any norm; the
@@ -92,6 +94,15 @@ class DrafterNeeds:
     weights: bool = False
 
 
+def _column(name: str) -> Any:
+    """A row column by its name: a view."""
+    return property(lambda request: request.rows[name])
+
+
+def _offsets(index: int) -> Any:
+    return property(lambda request: request.starts[index])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRequest:
     """One step's request. All arrays have one entry a row, in the order of the batch, unless said otherwise.
@@ -103,7 +114,9 @@ class DraftRequest:
     the last tokens of a sequence that ended ride beside, and before, the slot's new owner. A transport may split a
     request with many new tokens; its parts share the step id.
 
-    Four columns are ragged: row ``r`` owns ``values[starts[r]:starts[r + 1]]``.
+    Row columns lie side by side in ``rows``, a record of ROW_DTYPE each. Four columns are ragged: row ``r`` owns
+    ``values[starts[r]:starts[r + 1]]``; all their offsets are ``starts``, int32 [4, rows + 1], in the order of
+    RAGGED_COLUMNS. So a request of one row, as most are, is a handful of arrays, whatever it says.
 
     Attributes:
         epoch: the verifier's; a reply that carries another is dropped.
@@ -135,32 +148,42 @@ class DraftRequest:
 
     epoch: int
     step_id: int
-    slots: Int32
-    generations: Int32
-    lengths: Int32
-    prompt_lengths: Int32
-    max_nodes: Int32
-    max_depths: Int32
-    max_branches: Int32
-    salts: NDArray[np.uint64]
-    seeds: NDArray[np.uint64]
-    choice_indices: Int32
-    temperatures: Float32
-    top_ks: Int32
-    top_ps: Float32
-    min_ps: Float32
-    new_token_starts: Int32
+    rows: NDArray[np.void]
+    starts: Int32
     new_tokens: Int32
-    hidden_starts: Int32
     hidden: Float32
-    block_starts: Int32
     block_ids: Int32
-    prediction_starts: Int32
     prediction: Int32
+
+    salts, seeds = _column("salts"), _column("seeds")
+    slots, generations = _column("slots"), _column("generations")
+    lengths, prompt_lengths = _column("lengths"), _column("prompt_lengths")
+    max_nodes, max_depths, max_branches = _column("max_nodes"), _column("max_depths"), _column("max_branches")
+    choice_indices, temperatures = _column("choice_indices"), _column("temperatures")
+    top_ks, top_ps, min_ps = _column("top_ks"), _column("top_ps"), _column("min_ps")
+    new_token_starts, hidden_starts, block_starts, prediction_starts = (_offsets(i) for i in range(len(RAGGED_COLUMNS)))
+
+    @staticmethod
+    def of_columns(epoch: int, step_id: int, columns: Mapping[str, Any]) -> DraftRequest:
+        """A request of columns one by one: all of ROW_COLUMNS, and values and offsets of all of RAGGED_COLUMNS.
+
+        Raises ValueError if they differ in length, KeyError if one is missing.
+        """
+        rows = np.empty(len(columns["slots"]), ROW_DTYPE)
+        starts = np.empty((len(RAGGED_COLUMNS), len(rows) + 1), np.int32)
+        if any(len(columns[name]) != len(rows) for name in ROW_COLUMNS) or any(
+            len(columns[name]) != len(rows) + 1 for name in RAGGED_COLUMNS.values()
+        ):
+            raise ValueError("the columns and offsets of a draft request differ in length")
+        for name in ROW_COLUMNS:
+            rows[name] = columns[name]
+        for index, name in enumerate(RAGGED_COLUMNS.values()):
+            starts[index] = columns[name]
+        return DraftRequest(epoch, step_id, rows, starts, *(columns[name] for name in RAGGED_COLUMNS))
 
     @property
     def num_rows(self) -> int:
-        return len(self.slots)
+        return len(self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

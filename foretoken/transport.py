@@ -11,12 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import sub
+from typing import Protocol
 
 import numpy as np
 
 from foretoken.draft_parts import split_request
-from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftBatch, Drafter, DraftRequest
+from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DraftBatch, Drafter, DraftRequest
 from foretoken.tree import Int32
 
 # New tokens of one request on the wire. A batch with more is split; the tokens of four long prompts fit in a few.
@@ -102,16 +103,17 @@ class TransportCounters:
 
 
 def check_request(request: DraftRequest, max_rows: int) -> None:
-    """Raise ValueError unless all columns have one entry a row and the token offsets may be sliced with."""
+    """Raise ValueError unless the offsets of all ragged columns may be sliced with."""
     rows = request.num_rows
     if rows > max_rows:
         raise ValueError(f"a draft request has {rows} rows; at most {max_rows} were agreed at attach")
-    if any(len(getattr(request, name)) != rows for name in ROW_COLUMNS):
-        raise ValueError("the columns of a draft request differ in length")
-    for values, starts in RAGGED_COLUMNS.items():
-        if not _are_offsets(getattr(request, starts), rows, len(getattr(request, values))):
-            raise ValueError(f"the offsets of {values} in a draft request contradict it")
-    if (np.diff(request.hidden_starts) > np.diff(request.new_token_starts)).any():
+    starts, totals = request.starts, [len(getattr(request, name)) for name in RAGGED_COLUMNS]
+    if starts.shape != (len(totals), rows + 1):
+        raise ValueError(f"the offsets of a draft request of {rows} rows have the shape {starts.shape}")
+    for name, column, total in zip(RAGGED_COLUMNS, starts.tolist(), totals, strict=True):
+        if not _are_offsets(column, total):
+            raise ValueError(f"the offsets of {name} in a draft request contradict it")
+    if len(request.hidden) and (np.diff(request.hidden_starts) > np.diff(request.new_token_starts)).any():
         raise ValueError("a draft request has more hidden rows than new tokens")
 
 
@@ -125,27 +127,32 @@ def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
         raise MalformedBatchError(
             f"{len(batch.tokens)} tokens, {len(batch.parents)} parents, {len(batch.scores)} scores"
         )
-    if not _are_offsets(batch.node_starts, rows, len(batch.tokens)):
+    starts = batch.node_starts.tolist()
+    if len(starts) != rows + 1 or not _are_offsets(starts, len(batch.tokens)):
         raise MalformedBatchError(f"node offsets that contradict {rows} rows of {len(batch.tokens)} nodes")
-    sizes = np.diff(batch.node_starts)
-    if rows and (sizes.min() < 1 or (sizes > np.maximum(max_nodes, 1)).any()):
+    sizes = map(sub, starts[1:], starts)
+    if any(not 1 <= size <= max(most, 1) for size, most in zip(sizes, max_nodes.tolist(), strict=True)):
         raise MalformedBatchError("a tree without a root, or with more nodes than asked for")
 
 
-def _are_offsets(starts: Int32, rows: int, total: int) -> bool:
-    """Whether ``starts`` cuts ``total`` items into ``rows`` runs."""
-    if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] != total:
-        return False
-    return bool((starts[1:] >= starts[:-1]).all())
+def _are_offsets(starts: list[int], total: int) -> bool:
+    """Whether ``starts`` cuts ``total`` items into runs."""
+    return starts[0] == 0 and starts[-1] == total and starts == sorted(starts)
 
 
 def probe_request(epoch: int, step_id: int) -> DraftRequest:
     """A request without rows: the other side answers it without its drafter."""
-    columns: dict[str, Any] = {name: np.zeros(0, dtype) for name, dtype in ROW_COLUMNS.items()}
-    for values, starts in RAGGED_COLUMNS.items():
-        columns[values] = np.zeros((0, 0), np.float32) if values == "hidden" else np.zeros(0, np.int32)
-        columns[starts] = np.zeros(1, np.int32)
-    return DraftRequest(epoch=epoch, step_id=step_id, **columns)
+    no_ids = np.zeros(0, np.int32)
+    return DraftRequest(
+        epoch,
+        step_id,
+        rows=np.zeros(0, ROW_DTYPE),
+        starts=np.zeros((len(RAGGED_COLUMNS), 1), np.int32),
+        new_tokens=no_ids,
+        hidden=np.zeros((0, 0), np.float32),
+        block_ids=no_ids,
+        prediction=no_ids,
+    )
 
 
 def answer(drafter: Drafter, request: DraftRequest) -> DraftBatch:

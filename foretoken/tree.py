@@ -55,32 +55,28 @@ class DraftTree:
 
     def is_valid(self, root_token: int, vocab_size: int, max_nodes: int) -> bool:
         """Whether a verifier may run this tree: ids, parents, size and root are as agreed."""
-        n = len(self.tokens)
-        if not 1 <= n <= max_nodes or len(self.parents) != n:
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        if not 1 <= len(tokens) <= max_nodes or len(parents) != len(tokens):
             return False
-        if self.tokens[0] != root_token or self.parents[0] != -1:
+        if tokens[0] != root_token or parents[0] != -1:
             return False
-        if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
             return False
-        children = self.parents[1:]
-        return bool((children >= 0).all() and (children < np.arange(1, n)).all())
+        return all(0 <= parents[node] < node for node in range(1, len(parents)))
 
 
 def depths(parents: Int32) -> Int32:
     """int32 [num_nodes]: edges from the root."""
-    out = np.zeros(len(parents), np.int32)
-    for i in range(1, len(parents)):
-        out[i] = out[parents[i]] + 1
-    return out
+    out = [0]
+    for parent in parents.tolist()[1:]:
+        out.append(out[parent] + 1)
+    return np.array(out, np.int32)
 
 
 def ancestor_mask(parents: Int32) -> NDArray[np.uint64]:
     """uint64 [num_nodes, words]: bit ``i`` of a row is set if node ``i`` is the row's node or an ancestor of it."""
-    n = len(parents)
-    words = -(-n // MASK_WORD_BITS)
-    mask = np.zeros((n, words), np.uint64)
-    for i in range(n):
-        if i:
-            mask[i] = mask[parents[i]]
-        mask[i, i // MASK_WORD_BITS] |= np.uint64(1 << (i % MASK_WORD_BITS))
-    return mask
+    rows = [1]
+    for node, parent in enumerate(parents.tolist()[1:], start=1):
+        rows.append(rows[parent] | 1 << node)
+    word, words = (1 << MASK_WORD_BITS) - 1, range(-(-len(rows) // MASK_WORD_BITS))
+    return np.array([[row >> MASK_WORD_BITS * index & word for index in words] for row in rows], np.uint64)

@@ -2,14 +2,14 @@
 
 Scores are binned by the probability that they stand for; a bin's estimate is its share of accepted nodes, smoothed
 towards the score itself, so that a drafter starts by being believed and is soon corrected.
+
+Trees are small and a step is short: plain numbers here, an array of ten costs more to touch than to use.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from foretoken.drafting import Float32
-from foretoken.tree import Int32
+import math
+from collections.abc import Sequence
 
 NUM_BINS = 10
 # Nodes' worth of trust in the scores themselves.
@@ -22,27 +22,33 @@ class AcceptanceEstimates:
     """Of one drafter, over all sequences."""
 
     def __init__(self) -> None:
-        nominal = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
-        self._nominal = nominal
-        self._accepted = PRIOR_NODES * nominal
-        self._nodes = np.full(NUM_BINS, PRIOR_NODES)
+        self._nominal = [(number + 0.5) / NUM_BINS for number in range(NUM_BINS)]
+        # Of each bin: nodes accepted and nodes seen, the prior ones left out.
+        self._accepted = [0.0] * NUM_BINS
+        self._nodes = [0.0] * NUM_BINS
 
-    def chances(self, scores: Float32) -> np.ndarray:
-        """float64 [nodes]: the chance that the text runs through each node; the root's is 1."""
-        probabilities = np.exp(np.minimum(scores, 0.0).astype(np.float64))
-        factors = self._accepted / (self._nodes * self._nominal)
-        out: np.ndarray = np.minimum(probabilities * factors[_bins(probabilities)], 1.0)
-        out[0] = 1.0
+    def chances(self, scores: Sequence[float]) -> list[float]:
+        """The chance that the text runs through each node; the first one is the root, whose chance is 1."""
+        out = [1.0]
+        for score in scores[1:]:
+            probability = math.exp(min(score, 0.0))
+            out.append(min(probability * self._factor(_bin(probability)), 1.0))
         return out
 
-    def observe(self, scores: Float32, is_accepted: np.ndarray) -> None:
+    def observe(self, scores: Sequence[float], is_accepted: Sequence[bool]) -> None:
         """Learn from a verified tree's nodes, the root left out."""
-        bins = _bins(np.exp(np.minimum(scores, 0.0).astype(np.float64)))
-        self._nodes = PRIOR_NODES + MEMORY * (self._nodes - PRIOR_NODES) + np.bincount(bins, minlength=NUM_BINS)
-        prior = PRIOR_NODES * self._nominal
-        self._accepted = prior + MEMORY * (self._accepted - prior)
-        self._accepted += np.bincount(bins, weights=is_accepted, minlength=NUM_BINS)
+        self._accepted = [MEMORY * count for count in self._accepted]
+        self._nodes = [MEMORY * count for count in self._nodes]
+        for score, accepted in zip(scores, is_accepted, strict=True):
+            number = _bin(math.exp(min(score, 0.0)))
+            self._accepted[number] += accepted
+            self._nodes[number] += 1.0
+
+    def _factor(self, number: int) -> float:
+        """What a bin's nodes were accepted, over what their scores promised."""
+        nominal = self._nominal[number]
+        return (PRIOR_NODES * nominal + self._accepted[number]) / ((PRIOR_NODES + self._nodes[number]) * nominal)
 
 
-def _bins(probabilities: np.ndarray) -> Int32:
-    return np.minimum((probabilities * NUM_BINS).astype(np.int32), NUM_BINS - 1)
+def _bin(probability: float) -> int:
+    return min(int(probability * NUM_BINS), NUM_BINS - 1)

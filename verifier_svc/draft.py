@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foretoken.drafting import Float32
-from foretoken.tree import DraftTree, Int32
+from foretoken.tree import DraftTree
 from verifier_svc.sequence import DrafterShare
 
 
@@ -17,25 +16,25 @@ class Draft(NamedTuple):
 
     Attributes:
         tree: what is verified.
-        sources: int32 [num_nodes]; index + 1 of the drafter that a node is from, 0 for the root.
-        scores: float32 [num_nodes]; that drafter's own.
-        chances: float64 [num_nodes]; estimated chance that the text runs through the node, 1 for the root.
+        sources: per node index + 1 of the drafter that it is from, 0 for the root.
+        scores: per node that drafter's own.
+        chances: per node the estimated chance that the text runs through it, 1 for the root.
     """
 
     tree: DraftTree
-    sources: Int32
-    scores: Float32
-    chances: np.ndarray
+    sources: list[int]
+    scores: list[float]
+    chances: list[float]
 
     def shares(self, matched: Sequence[int]) -> tuple[DrafterShare, ...]:
         """Each drafter's part, where the walk went through the nodes ``matched``, one a level."""
         return tuple(
             DrafterShare(
                 number,
-                int((self.sources == number).sum()),
+                self.sources.count(number),
                 tuple(depth for depth, node in enumerate(matched, start=1) if self.sources[node] == number),
             )
-            for number in sorted(set(self.sources[1:].tolist()))
+            for number in sorted(set(self.sources[1:]))
         )
 
     def best(self, count: int) -> Draft:
@@ -43,14 +42,21 @@ class Draft(NamedTuple):
         num_nodes = self.tree.num_nodes
         if count >= num_nodes:
             return self
-        chances = _at_most_parents(self.chances, self.tree.parents)
+        tokens, parents = self.tree.tokens.tolist(), self.tree.parents.tolist()
+        chances = _at_most_parents(self.chances, parents)
         # A child is never before its parent: its chance is no larger, and of equal ones the lower index comes first.
-        kept = np.sort(np.argsort(-chances, kind="stable")[:count])
-        places = np.full(num_nodes, -1, np.int32)
-        places[kept] = np.arange(len(kept), dtype=np.int32)
-        parents = self.tree.parents[kept].copy()
-        parents[1:] = places[parents[1:]]
-        return Draft(DraftTree(self.tree.tokens[kept], parents), self.sources[kept], self.scores[kept], chances[kept])
+        kept = sorted(sorted(range(num_nodes), key=lambda node: -chances[node])[:count])
+        places = {node: place for place, node in enumerate(kept)}
+        tree = DraftTree(
+            np.array([tokens[node] for node in kept], np.int32),
+            np.array([-1, *(places[parents[node]] for node in kept[1:])], np.int32),
+        )
+        return Draft(
+            tree,
+            [self.sources[node] for node in kept],
+            [self.scores[node] for node in kept],
+            [chances[node] for node in kept],
+        )
 
 
 def merge(drafts: Sequence[Draft]) -> Draft:
@@ -62,32 +68,28 @@ def merge(drafts: Sequence[Draft]) -> Draft:
     children: dict[tuple[int, int], int] = {}
     for draft in drafts:
         places = [0]
-        for node in range(1, draft.tree.num_nodes):
-            parent, token = places[draft.tree.parents[node]], int(draft.tree.tokens[node])
+        ours, above = draft.tree.tokens.tolist(), draft.tree.parents.tolist()
+        for node in range(1, len(ours)):
+            parent, token = places[above[node]], ours[node]
             place = children.get((parent, token))
-            chance = float(draft.chances[node])
+            chance = draft.chances[node]
             if place is None:
                 place = children[parent, token] = len(tokens)
                 tokens.append(token)
                 parents.append(parent)
-                sources.append(int(draft.sources[node]))
-                scores.append(float(draft.scores[node]))
+                sources.append(draft.sources[node])
+                scores.append(draft.scores[node])
                 chances.append(chance)
             elif chance > chances[place]:
-                sources[place], scores[place], chances[place] = (
-                    int(draft.sources[node]),
-                    float(draft.scores[node]),
-                    chance,
-                )
+                sources[place], scores[place], chances[place] = draft.sources[node], draft.scores[node], chance
             places.append(place)
     tree = DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32))
-    return Draft(tree, np.array(sources, np.int32), np.array(scores, np.float32), np.array(chances))
+    return Draft(tree, sources, scores, chances)
 
 
-def _at_most_parents(chances: np.ndarray, parents: Int32) -> np.ndarray:
+def _at_most_parents(chances: list[float], parents: list[int]) -> list[float]:
     """A node is on the path only if its parent is."""
-    out = chances.copy()
-    for node in range(1, len(out)):
-        if out[node] > out[parents[node]]:
-            out[node] = out[parents[node]]
+    out = chances[:1]
+    for node in range(1, len(chances)):
+        out.append(min(chances[node], out[parents[node]]))
     return out

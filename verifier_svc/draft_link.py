@@ -5,6 +5,7 @@ Whom to ask, how wide, and whether to wait is the speculator's to say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -12,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foretoken.drafting import DraftBatch, DraftRequest, Float32, starts_of
+from foretoken.drafting import ROW_DTYPE, DraftBatch, DraftRequest, Float32, starts_of
 from foretoken.sampling import MIN_TEMPERATURE
 from foretoken.transport import TransportClosedError
-from foretoken.tree import Int32
 from verifier_svc.acceptance_estimates import AcceptanceEstimates
 from verifier_svc.draft import Draft
 from verifier_svc.draft_source import DraftSource, State
@@ -66,6 +66,7 @@ CATCH_UP_TOKENS = 48
 CATCH_UP_TIMEOUTS = 10
 # What a step's outcome weighs in the acceptance that a new row is believed to have.
 ACCEPTANCE_MEMORY = 0.99
+_NO_HIDDEN = np.zeros((0, 0), np.float32)
 
 
 class Row(NamedTuple):
@@ -412,12 +413,11 @@ class DraftLink:
         for index, row in enumerate(posted.rows):
             if row.shape.nodes == 1:
                 continue
-            tree, scores = batch.tree(index), batch.row_scores(index)
-            if not tree.is_valid(row.root, self._vocab_size, row.shape.nodes) or np.isnan(scores).any():
+            tree, scores = batch.tree(index), batch.row_scores(index).tolist()
+            if not tree.is_valid(row.root, self._vocab_size, row.shape.nodes) or any(map(math.isnan, scores)):
                 self._reject("a malformed draft tree")
                 return drafts
-            sources = np.full(tree.num_nodes, self.number, np.int32)
-            sources[0] = 0
+            sources = [0] + [self.number] * (len(scores) - 1)
             drafts.append((row, Draft(tree, sources, scores, self.estimates.chances(scores))))
         self.source.report_success()
         return drafts
@@ -427,39 +427,41 @@ class DraftLink:
         self.source.report_failure(reason)
 
     def _request(self, rows: list[Row]) -> DraftRequest:
-        sequences = [row.sequence for row in rows]
-        sampling = [sequence.sampling for sequence in sequences]
         hidden = [part for row in rows for part in row.hidden]
         return DraftRequest(
-            epoch=self._epoch,
-            step_id=self._step_id,
-            slots=_int32([row.slot for row in rows]),
-            generations=_int32([row.generation for row in rows]),
-            lengths=_int32([row.length for row in rows]),
-            prompt_lengths=_int32([sequence.num_prompt_tokens for sequence in sequences]),
-            max_nodes=_int32([row.shape.nodes for row in rows]),
-            max_depths=_int32([row.shape.depth for row in rows]),
-            max_branches=_int32([row.shape.branches for row in rows]),
-            salts=np.array([sequence.salt_digest for sequence in sequences], np.uint64),
-            seeds=np.array([params.seed % 2**64 for params in sampling], np.uint64),
-            choice_indices=_int32([sequence.key.choice_index for sequence in sequences]),
-            temperatures=np.array(
-                [params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0 for params in sampling],
-                np.float32,
+            self._epoch,
+            self._step_id,
+            rows=np.array([_record(row) for row in rows], ROW_DTYPE),
+            starts=starts_of(
+                [len(row.new_tokens) for row in rows],
+                [sum(map(len, row.hidden)) for row in rows],
+                [len(row.block_ids) for row in rows],
+                [len(row.prediction) for row in rows],
             ),
-            top_ks=_int32([max(params.top_k, 0) for params in sampling]),
-            top_ps=np.array([params.top_p for params in sampling], np.float32),
-            min_ps=np.array([params.min_p for params in sampling], np.float32),
-            new_token_starts=starts_of([len(row.new_tokens) for row in rows]),
-            new_tokens=_int32([token for row in rows for token in row.new_tokens]),
-            hidden_starts=starts_of([sum(map(len, row.hidden)) for row in rows]),
-            hidden=np.concatenate(hidden) if hidden else np.zeros((0, 0), np.float32),
-            block_starts=starts_of([len(row.block_ids) for row in rows]),
-            block_ids=_int32([block for row in rows for block in row.block_ids]),
-            prediction_starts=starts_of([len(row.prediction) for row in rows]),
-            prediction=_int32([token for row in rows for token in row.prediction]),
+            new_tokens=np.array([token for row in rows for token in row.new_tokens], np.int32),
+            hidden=np.concatenate(hidden) if hidden else _NO_HIDDEN,
+            block_ids=np.array([block for row in rows for block in row.block_ids], np.int32),
+            prediction=np.array([token for row in rows for token in row.prediction], np.int32),
         )
 
 
-def _int32(values: list[int]) -> Int32:
-    return np.array(values, np.int32)
+def _record(row: Row) -> tuple[float, ...]:
+    """What ROW_DTYPE holds, in its order."""
+    sequence, shape = row.sequence, row.shape
+    params = sequence.sampling
+    return (
+        sequence.salt_digest,
+        params.seed % 2**64,
+        row.slot,
+        row.generation,
+        row.length,
+        sequence.num_prompt_tokens,
+        shape.nodes,
+        shape.depth,
+        shape.branches,
+        sequence.key.choice_index,
+        max(params.top_k, 0),
+        params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
+        params.top_p,
+        params.min_p,
+    )

@@ -299,7 +299,7 @@ class Engine:
                 sequence.num_prompt_tokens,
                 sequence.tokens[sequence.num_prompt_tokens :],
                 sequence.max_new_tokens,
-                sources=part.draft.sources.tolist() if part.draft is not None else None,
+                sources=part.draft.sources if part.draft is not None else None,
             )
             self._keep_features(part, batch.row_starts[index], result.accepted_nodes)
             moved = commit_slots(sequence, result.accepted_nodes, self._blocks.block_size)

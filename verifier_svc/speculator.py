@@ -13,8 +13,6 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import DRAFTER_JOIN, MAX_DRAFTER_NAMES, MAX_DRAFTERS
 from foretoken.tree import depths
@@ -92,7 +90,7 @@ class Speculator:
         # Those that are attached in this step.
         self._attached: list[DraftLink] = []
         # By batch size: when it was counted, and seconds of a step of so many rows each, waits excluded.
-        self._step_seconds: dict[int, tuple[int, np.ndarray]] = {}
+        self._step_seconds: dict[int, tuple[int, list[float]]] = {}
         # Trees for the next step by slot and generation.
         self._drafts: dict[tuple[int, int], Draft] = {}
         self._plans: list[_Plan] = []
@@ -341,18 +339,21 @@ class Speculator:
 
     def _best_rate(self, draft: Draft, batch: int, wait_s: float) -> tuple[int, float]:
         """Nodes of a draft that make the most tokens a second, and how many, over plain decode's."""
-        expected = np.cumsum(-np.sort(-draft.chances))
         seconds = self._seconds(batch)
-        rates = expected * seconds[0] / (seconds[: len(expected)] + wait_s)
-        best = int(np.argmax(rates))
-        return best + 1, float(rates[best])
+        best, best_rate, expected = 1, 0.0, 0.0
+        for count, chance in enumerate(sorted(draft.chances, reverse=True), start=1):
+            expected += chance
+            rate = expected * seconds[0] / (seconds[count - 1] + wait_s)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best, best_rate
 
-    def _seconds(self, batch: int) -> np.ndarray:
+    def _seconds(self, batch: int) -> list[float]:
         """Of a step in which each of ``batch`` rows verifies 1, 2, ... nodes, waits excluded."""
-        counted_at, seconds = self._step_seconds.get(batch, (-COSTS_HOLD_FOR, np.empty(0)))
+        counted_at, seconds = self._step_seconds.get(batch, (-COSTS_HOLD_FOR, []))
         if self._num_posts - counted_at >= COSTS_HOLD_FOR:
             counts = range(1, self._shape.max_nodes + 1)
-            seconds = np.array([self._costs.estimate(batch * count) for count in counts]) + self._overhead_s[False]
+            seconds = [self._costs.estimate(batch * count) + self._overhead_s[False] for count in counts]
             self._step_seconds[batch] = (self._num_posts, seconds)
         return seconds
 
@@ -361,15 +362,13 @@ class Speculator:
         depth = int(depths(draft.tree.parents).max())
         has_model = any(self._links[share.drafter - 1].has_model for share in shares)
         (sequence.gate if has_model else sequence.quick_gate).observe(len(matched), depth)
-        is_matched = np.zeros(draft.tree.num_nodes, np.bool_)
-        is_matched[list(matched)] = True
         for share in shares:
             link = self._links[share.drafter - 1]
-            mine = draft.sources == share.drafter
             link.counters.add(share.num_drafted, share.accepted_depths)
             if len(shares) == 1:
                 link.observe_acceptance(len(matched), depth)
-            link.estimates.observe(draft.scores[mine], is_matched[mine])
+            mine = [node for node, source in enumerate(draft.sources) if source == share.drafter]
+            link.estimates.observe([draft.scores[node] for node in mine], [node in matched for node in mine])
 
     def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
         """Learn what a step took behind the target's pass, and whether it waited for a model meanwhile."""

@@ -48,7 +48,7 @@ def ngram_request(
         arrays[starts] = np.cumsum([0, *map(len, parts)]).astype(np.int32)
         arrays[name] = np.array([item for part in parts for item in part], np.int32)
     arrays["hidden"] = np.zeros((0, 0), np.float32)
-    return DraftRequest(epoch=1, step_id=1, **arrays)
+    return DraftRequest.of_columns(1, 1, arrays)
 
 
 def trees_of(batch: DraftBatch) -> list[Tree]:

@@ -108,6 +108,11 @@ def proto(tokens: list[list[int]], **columns: Any) -> drafter_pb2.DraftRequest:
     return request_to_proto(draft_request(tokens, **({"epoch": EPOCH} | columns)))
 
 
+def with_one_more_slot(message: drafter_pb2.DraftRequest) -> drafter_pb2.DraftRequest:
+    message.slots.append(1)
+    return message
+
+
 def test_stream_drafts_and_its_end_frees_the_drafter(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(tmp_path) as service:
@@ -172,7 +177,7 @@ def test_attach_refuses(tmp_path: Path, changes: dict[str, Any], error: type[For
     ("message", "error", "text"),
     [
         (proto([[5]], epoch=EPOCH + 1), PreconditionError, f"epoch {EPOCH + 1}, this attachment's is {EPOCH}"),
-        (proto([[5]], slots=[0, 1]), InvalidRequestError, "columns"),
+        (with_one_more_slot(proto([[5]])), InvalidRequestError, "columns"),
         (proto([[5]] * 9), InvalidRequestError, "9 rows; at most 8"),
         (drafter_pb2.DraftRequest(epoch=EPOCH, new_tokens=[5]), InvalidRequestError, "offsets"),
         (proto([[5]], salts=[POISON_SALT]), UnavailableError, "poisoned"),

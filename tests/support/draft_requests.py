@@ -58,7 +58,7 @@ def draft_request(
         arrays[name] = np.array([value for values in ragged[name] for value in values], np.int32)
     width = hidden_width if hidden_width else 0
     arrays["hidden"] = arrays["hidden"].astype(np.float32).reshape(-1, width) if width else np.zeros((0, 0), np.float32)
-    return DraftRequest(epoch=epoch, step_id=step_id, **arrays)
+    return DraftRequest.of_columns(epoch, step_id, arrays)
 
 
 @st.composite

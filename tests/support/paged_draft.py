@@ -153,32 +153,31 @@ def request_of(rows: Sequence[Row], *, with_features: bool = True, step_id: int 
     )
     hidden = [row.features() if with_features else [] for row in rows]
     flat = [vector for part in hidden for vector in part]
-    return DraftRequest(
-        epoch=1,
-        step_id=step_id,
-        slots=column([row.slot for row in rows], np.int32),
-        generations=column([row.generation for row in rows], np.int32),
-        lengths=column([len(row.tokens) for row in rows], np.int32),
-        prompt_lengths=column([len(row.tokens) for row in rows], np.int32),
-        max_nodes=column([row.max_nodes for row in rows], np.int32),
-        max_depths=column([row.max_depth for row in rows], np.int32),
-        max_branches=column([row.max_branches for row in rows], np.int32),
-        salts=column([row.salt for row in rows], np.uint64),
-        seeds=column([row.seed for row in rows], np.uint64),
-        choice_indices=column([row.choice for row in rows], np.int32),
-        temperatures=column([row.temperature for row in rows], np.float32),
-        top_ks=column([row.top_k for row in rows], np.int32),
-        top_ps=column([row.top_p for row in rows], np.float32),
-        min_ps=column([row.min_p for row in rows], np.float32),
-        new_token_starts=new_starts,
-        new_tokens=new_tokens,
-        hidden_starts=np.cumsum([0, *map(len, hidden)]).astype(np.int32),
-        hidden=np.array(flat, np.float32).reshape(len(flat), rows[0].width if with_features else 0),
-        block_starts=block_starts,
-        block_ids=block_ids,
-        prediction_starts=np.zeros(len(rows) + 1, np.int32),
-        prediction=np.empty(0, np.int32),
-    )
+    columns = {
+        "slots": column([row.slot for row in rows], np.int32),
+        "generations": column([row.generation for row in rows], np.int32),
+        "lengths": column([len(row.tokens) for row in rows], np.int32),
+        "prompt_lengths": column([len(row.tokens) for row in rows], np.int32),
+        "max_nodes": column([row.max_nodes for row in rows], np.int32),
+        "max_depths": column([row.max_depth for row in rows], np.int32),
+        "max_branches": column([row.max_branches for row in rows], np.int32),
+        "salts": column([row.salt for row in rows], np.uint64),
+        "seeds": column([row.seed for row in rows], np.uint64),
+        "choice_indices": column([row.choice for row in rows], np.int32),
+        "temperatures": column([row.temperature for row in rows], np.float32),
+        "top_ks": column([row.top_k for row in rows], np.int32),
+        "top_ps": column([row.top_p for row in rows], np.float32),
+        "min_ps": column([row.min_p for row in rows], np.float32),
+        "new_token_starts": new_starts,
+        "new_tokens": new_tokens,
+        "hidden_starts": np.cumsum([0, *map(len, hidden)]).astype(np.int32),
+        "hidden": np.array(flat, np.float32).reshape(len(flat), rows[0].width if with_features else 0),
+        "block_starts": block_starts,
+        "block_ids": block_ids,
+        "prediction_starts": np.zeros(len(rows) + 1, np.int32),
+        "prediction": np.empty(0, np.int32),
+    }
+    return DraftRequest.of_columns(1, step_id, columns)
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+import random
+
 import pytest
 
 from verifier_svc.acceptance_estimates import AcceptanceEstimates
@@ -11,28 +13,27 @@ from verifier_svc.tree_shape import DEFAULT_STEPS, TreeShape
 
 
 def test_a_new_drafter_is_believed() -> None:
-    scores = np.log(np.array([1.0, 0.83, 0.5, 0.07], np.float32))
-    np.testing.assert_allclose(AcceptanceEstimates().chances(scores), [1.0, 0.83, 0.5, 0.07], rtol=1e-5)
+    probabilities = [1.0, 0.83, 0.5, 0.07]
+    assert AcceptanceEstimates().chances(list(map(math.log, probabilities))) == pytest.approx(probabilities)
 
 
 @pytest.mark.parametrize("really", [0.1, 0.5, 0.9])
 def test_estimates_become_what_is_accepted(really: float) -> None:
     """Whatever the drafter says of itself."""
-    estimates, rng = AcceptanceEstimates(), np.random.default_rng(1)
-    scores = np.log(np.array([0.75], np.float32))
+    estimates, rng = AcceptanceEstimates(), random.Random(1)
+    score = math.log(0.75)
     for _ in range(2000):
-        estimates.observe(scores, rng.random(1) < really)
-    found = estimates.chances(np.concatenate([[0.0], scores]).astype(np.float32))
+        estimates.observe([score], [rng.random() < really])
+    found = estimates.chances([0.0, score])
     assert found[0] == 1.0 and abs(found[1] - really) < 0.08
 
 
 def test_scores_beyond_what_a_chance_can_be_do_no_harm() -> None:
     estimates = AcceptanceEstimates()
-    scores = np.array([0.0, 5.0, -np.inf, np.inf], np.float32)
-    found = estimates.chances(scores)
-    assert found.tolist() == [1.0, 1.0, 0.0, 1.0]
-    estimates.observe(scores[1:], np.array([True, False, True]))
-    assert np.isfinite(estimates.chances(scores)).all()
+    scores = [0.0, 5.0, -math.inf, math.inf]
+    assert estimates.chances(scores) == [1.0, 1.0, 0.0, 1.0]
+    estimates.observe(scores[1:], [True, False, True])
+    assert all(map(math.isfinite, estimates.chances(scores)))
 
 
 def test_waits_are_a_line_over_the_depth() -> None:

@@ -18,11 +18,9 @@ def drafts(draw: st.DrawFn, number: int = 1, max_nodes: int = 10) -> Draft:
     count = draw(st.integers(1, max_nodes))
     tokens = [ROOT, *draw(st.lists(st.integers(0, 3), min_size=count - 1, max_size=count - 1))]
     parents = [-1, *(draw(st.integers(0, node - 1)) for node in range(1, count))]
-    chances = np.array([1.0, *draw(st.lists(st.floats(0, 1), min_size=count - 1, max_size=count - 1))])
+    chances = [1.0, *draw(st.lists(st.floats(0, 1), min_size=count - 1, max_size=count - 1))]
     tree = DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32))
-    sources = np.full(count, number, np.int32)
-    sources[0] = 0
-    return Draft(tree, sources, np.zeros(count, np.float32), chances)
+    return Draft(tree, [0] + [number] * (count - 1), [0.0] * count, chances)
 
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:
@@ -44,7 +42,8 @@ def test_the_best_nodes_are_a_tree_of_the_likeliest(draft: Draft, count: int) ->
     assert is_sound(best) and best.tree.num_nodes == min(count, draft.tree.num_nodes)
     # What a node promises is never more than what its parent does.
     bounded = draft.best(draft.tree.num_nodes - 1) if draft.tree.num_nodes > 1 else draft
-    assert (bounded.chances[1:] <= bounded.chances[bounded.tree.parents[1:]]).all()
+    parents = bounded.tree.parents.tolist()
+    assert all(bounded.chances[i] <= bounded.chances[parents[i]] for i in range(1, len(parents)))
     wanted, left = paths(best), paths(draft)
     for path in wanted:
         assert path in left
@@ -59,17 +58,17 @@ def test_merged_trees_have_each_path_once_with_its_best_chance(first: Draft, sec
     assert len(set(found)) == len(found) and set(found) == {*paths(first), *paths(second)}
     for node, path in enumerate(found[1:], start=1):
         proposed = [
-            (float(draft.chances[i]), int(draft.sources[i]))
+            (draft.chances[i], draft.sources[i])
             for draft in (first, second)
             for i, other in enumerate(paths(draft))
             if other == path
         ]
         best = max(chance for chance, _ in proposed)
-        assert merged.chances[node] == best and (best, int(merged.sources[node])) in proposed
+        assert merged.chances[node] == best and (best, merged.sources[node]) in proposed
 
 
 def test_shares_name_each_drafter_and_the_depths_that_were_accepted() -> None:
     tree = DraftTree(np.array([ROOT, 1, 2, 3, 4], np.int32), np.array([-1, 0, 1, 0, 2], np.int32))
-    draft = Draft(tree, np.array([0, 2, 1, 2, 2], np.int32), np.zeros(5, np.float32), np.ones(5))
+    draft = Draft(tree, [0, 2, 1, 2, 2], [0.0] * 5, [1.0] * 5)
     assert draft.shares([1, 2]) == ((1, 1, (2,)), (2, 3, (1,)))
     assert draft.shares([]) == ((1, 1, ()), (2, 3, ()))

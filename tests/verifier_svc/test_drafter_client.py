@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,8 +175,7 @@ def test_every_column_arrives_and_every_tree_comes_back(source: DraftSource, req
 
 
 def with_epoch(request: DraftRequest) -> DraftRequest:
-    columns = {name: getattr(request, name) for name in DraftRequest.__slots__}
-    return DraftRequest(**(columns | {"epoch": EPOCH}))
+    return replace(request, epoch=EPOCH)
 
 
 def test_tokens_add_up_over_requests_and_are_forgotten_by_release_and_generation(source: DraftSource) -> None:

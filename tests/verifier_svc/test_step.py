@@ -27,8 +27,7 @@ class Table:
 def drafted(tree: DraftTree) -> Draft:
     """A tree of the first drafter's."""
     count = tree.num_nodes
-    sources = np.array([0] + [1] * (count - 1), np.int32)
-    return Draft(tree, sources, np.zeros(count, np.float32), np.ones(count))
+    return Draft(tree, [0] + [1] * (count - 1), [0.0] * count, [1.0] * count)
 
 
 def sequence(tokens: list[int], num_prompt: int, num_computed: int, blocks: list[int]) -> Sequence:
