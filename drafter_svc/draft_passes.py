@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from foretoken_kernels.cpu import draft_tree as kernel
-from foretoken_kernels.cpu.decoder import forward_function
+from foretoken_kernels.cpu.decoder import NUM_FIELDS, forward_function
+from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Vocabulary, growth_function
 from numpy.typing import NDArray
 
 from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension
@@ -63,6 +64,7 @@ class DraftModel(Protocol):
     target_ids: NDArray[np.int32] | None
 
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> PassOutput: ...
+    def level_pass(self, num_rows: int, longest: int) -> LevelPass: ...
 
 
 class PassFigures:
@@ -107,10 +109,11 @@ class DraftPasses:
         self._scale = COUPLING_SCALE if coupled else 0.0
         self.figures = PassFigures()
         self._block_size = target.block_size
-        self._target_ids = np.empty(0, np.int32) if model.target_ids is None else np.array(model.target_ids, np.int32)
-        self._vocab_limit = model.draft_vocab_size
+        self._vocabulary = Vocabulary(model.draft_vocab_size, model.draft_vocab_size, np.empty(0, np.int32))
         if model.target_ids is None:
-            self._vocab_limit = min(model.draft_vocab_size, target.vocab_size)
+            self._vocabulary = self._vocabulary._replace(limit=min(model.draft_vocab_size, target.vocab_size))
+        else:
+            self._vocabulary = self._vocabulary._replace(target_ids=np.array(model.target_ids, np.int32))
         max_rows = ROWS_PER_SLOT * target.max_slots
         self._tree_blocks = scratch_blocks_per_row(target)
         self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)
@@ -119,6 +122,8 @@ class DraftPasses:
         self._trees = kernel.new_trees(max_rows, target.max_nodes, model.draft_vocab_size)
         max_beams = target.max_slots * max(target.max_nodes - 1, 1)
         self._beams = kernel.new_beams(max_beams)
+        self._grow_levels = growth_function()
+        self._all_rows = np.arange(max_beams, dtype=np.int32)
         self._beam_hidden = np.zeros((max_beams, model.hidden_size), np.float32)
         self._root_hidden = np.zeros((target.max_slots, model.hidden_size), np.float32)
         self._features = np.zeros((PASS_ROWS, model.feature_width), np.float32)
@@ -305,40 +310,38 @@ class DraftPasses:
         )
 
     def _grow(self, rows: Int32) -> None:
-        trees, beams, model = self._trees, self._beams, self._model
-        hidden = self._root_hidden
-        for depth in range(1, int(trees.shapes[rows, kernel.MAX_DEPTH].max())):
-            count = kernel.choose_beams(trees, rows, depth, self._tables, self._block_size, beams)
-            if count == 0:
-                return
-            module = min(depth, model.num_depths - 1)
-            if model.num_depths > 1:
-                kernel.keep_module_ancestors(trees, beams, count, min(depth, model.num_depths - 1))
-            fed = self._beam_hidden[:count]
-            if model.hidden_size:
-                np.take(hidden, beams.sources[:count], axis=0, out=fed)
-            batch = self._batch(
-                beams.token_ids[:count],
-                beams.positions[:count],
-                beams.slots[:count],
-                beams.rows[:count],
-                beams.context_lens[:count],
-                beams.masks[:count],
-                np.arange(count, dtype=np.int32),
-                module,
-            )
-            output = model.forward(batch, fed, from_target=False, depth=module)
-            self._offer(output, beams.rows[:count], beams.nodes[:count], 0)
-            if model.hidden_size:
-                hidden = output.hidden.numpy()
+        """All levels behind the roots' children."""
+        lengths, branches = self._trees.shapes[rows, kernel.LENGTH], self._trees.shapes[rows, kernel.MAX_BRANCHES]
+        num_beams = min(len(rows) * int(branches.max()), len(self._all_rows))
+        level = self._model.level_pass(num_beams, int(lengths.max()) + kernel.MAX_BEAM_NODES)
+        places = Places(self._tables, self._tree_starts, self._module_starts(), self._block_size)
+        num_passes = self._grow_levels(
+            self._trees,
+            rows,
+            places,
+            self._beams,
+            level,
+            self._root_hidden,
+            self._beam_hidden,
+            self._vocabulary,
+            self._all_rows,
+            self._scale,
+        )
+        if num_passes < 0:
+            raise ValueError("a level of draft trees holds an index out of range")
+
+    def _module_starts(self) -> Int32:
+        """int32 [modules, rows]: the first slot that each module has an entry in; a deeper one begins later, if at
+        all."""
+        depths = np.arange(self._model.num_depths, dtype=np.int32)
+        starts: Int32 = np.minimum(self._context_starts + depths[:, None], self._trees.shapes[:, kernel.LENGTH])
+        return starts
 
     def _offer(self, output: PassOutput, rows: Int32, nodes: Int32, first_source: int) -> None:
         kernel.offer_children(
             self._trees,
             output.logits.reshape(-1).numpy(),
-            self._model.draft_vocab_size,
-            self._vocab_limit,
-            self._target_ids,
+            *self._vocabulary,
             rows,
             nodes,
             first_source,
@@ -401,8 +404,11 @@ def warm_up(*, bfloat16: bool) -> None:
     one, none = np.zeros(1, np.int32), np.full(1, -1, np.int32)
     no_ids = np.empty(0, np.int32)
     kernel.offer_children(trees, np.zeros(2, np.float32), 2, 2, no_ids, one, none, 0, COUPLING_SCALE)
-    kernel.choose_beams(trees, one, 1, np.zeros((1, 1), np.int32), 1, beams)
-    kernel.keep_module_ancestors(trees, beams, 0, 1)
+    # Trees of depth 0: nothing is run.
+    table, hidden = np.zeros((1, 1), np.int32), np.zeros((1, 0), np.float32)
+    level = LevelPass(np.zeros(NUM_FIELDS, np.int64), np.zeros((1, 2), np.int64), 0, 1, NO_OUTPUT, 0, 1, (1, 1, 1, 1))
+    places, vocabulary = Places(table, one, table, 1), Vocabulary(2, 2, no_ids)
+    growth_function()(trees, one, places, beams, level, hidden, hidden, vocabulary, one, COUPLING_SCALE)
     kernel.emit_trees(trees, one, np.zeros(2, np.int32), one.copy(), one.copy(), np.zeros(1, np.float32))
     forward_function(bfloat16)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
+from foretoken_kernels.cpu.draft_levels import LevelPass
 from numpy.typing import NDArray
 
 from drafter_svc.draft_passes import DraftPasses, Float32, cache_blocks
@@ -55,6 +56,9 @@ class StandaloneModel:
 
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> _Output:
         return _Output(self._llama.forward(batch), self._no_hidden)
+
+    def level_pass(self, num_rows: int, longest: int) -> LevelPass:
+        return self._llama.level_pass(num_rows, longest)
 
 
 class StandaloneDrafter(ModelDrafter):

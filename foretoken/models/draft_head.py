@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from foretoken_kernels.cpu import decoder as kernel
+from foretoken_kernels.cpu.draft_levels import LevelPass
 from foretoken_kernels.cpu.linear import ADD
 from numpy.typing import NDArray
 
@@ -101,14 +102,22 @@ class DraftHead:
         width = self.feature_width if from_target else self.hidden_size
         if hidden.shape != (batch.num_rows, width) or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
             raise ValueError(f"hidden must be contiguous float32 [{batch.num_rows}, {width}], not {hidden.shape}")
-        key = (depth, from_target)
-        if key not in self._programs:
-            self._programs[key] = self._pass.load(self._program(depth, from_target))
-        self._pass.run(self._programs[key], batch, hidden)
+        self._pass.run(self._loaded(depth, from_target=from_target), batch, hidden)
         return HeadOutput(
             self._pass.buffer(kernel.LOGITS, len(batch.logit_rows), self.draft_vocab_size),
             self._pass.buffer(self._output.buffer, batch.num_rows, self.hidden_size),
         )
+
+    def level_pass(self, num_rows: int, longest: int) -> LevelPass:
+        """The passes over beams, of at most ``num_rows`` rows that attend to at most ``longest`` positions each."""
+        programs = [self._loaded(depth, from_target=False) for depth in range(self.num_depths)]
+        return self._pass.level_pass(programs, num_rows, longest, self._output.buffer, self.hidden_size)
+
+    def _loaded(self, depth: int, *, from_target: bool) -> LoadedProgram:
+        key = (depth, from_target)
+        if key not in self._programs:
+            self._programs[key] = self._pass.load(self._program(depth, from_target))
+        return self._programs[key]
 
     @property
     def _output(self) -> Span:

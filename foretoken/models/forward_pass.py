@@ -6,12 +6,14 @@ number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from foretoken_kernels.cpu import decoder as kernel
 from foretoken_kernels.cpu.batch_check import longest_path
+from foretoken_kernels.cpu.draft_levels import LevelPass
 from foretoken_kernels.cpu.linear import ROW_TILE
 from foretoken_kernels.cpu.thread_team import ThreadTeam
 from numpy.typing import NDArray
@@ -124,6 +126,28 @@ class ForwardPass:
         self._reserve(loaded, batch.num_rows, len(batch.logit_rows), longest)
         num_threads = self._num_threads if batch.num_rows < WIDE_ROWS else self._wide_threads
         self._team.run(self._function, self._args_address, num_threads)
+
+    def level_pass(
+        self, programs: Sequence[LoadedProgram], num_rows: int, longest: int, output_field: int, hidden_size: int
+    ) -> LevelPass:
+        """What compiled code needs to run programs itself, over at most ``num_rows`` rows that attend to ``longest``.
+
+        ``programs``: of each module; ``output_field``, ``hidden_size``: as LevelPass.
+        """
+        for loaded in programs:
+            self._reserve(loaded, num_rows, num_rows, longest)
+        table = np.array([(loaded.address, len(loaded.table)) for loaded in programs], np.int64)
+        num_threads = min(self._num_threads, self._team.num_threads)
+        return LevelPass(
+            self._args,
+            table,
+            self._function.address,
+            num_threads,
+            output_field,
+            hidden_size,
+            num_rows,
+            self._limits,
+        )
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
         """float32 [rows, width]: a buffer after a run; a view that is valid until the next one."""

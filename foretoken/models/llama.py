@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from foretoken_kernels.cpu import decoder as kernel
+from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass
 
 from foretoken.drafting import FINAL_NORM
 from foretoken.kv_cache import KVCache
@@ -73,11 +74,18 @@ class Llama:
         Raises:
             ValueError: an index of the batch is out of range, or there is no such hidden state; nothing was written.
         """
-        if features not in self._programs:
-            self._programs[features] = self._pass.load(self._program(features))
-        self._pass.run(self._programs[features], batch)
+        self._pass.run(self._loaded(features), batch)
         self._captured = (batch.num_rows, len(features) * self.config.hidden_size)
         return self._pass.buffer(kernel.LOGITS, len(batch.logit_rows), self.config.vocab_size)
+
+    def level_pass(self, num_rows: int, longest: int) -> LevelPass:
+        """Passes over a draft tree's beams, of at most ``num_rows`` rows that attend to ``longest`` positions each."""
+        return self._pass.level_pass([self._loaded(())], num_rows, longest, NO_OUTPUT, 0)
+
+    def _loaded(self, features: tuple[int, ...]) -> LoadedProgram:
+        if features not in self._programs:
+            self._programs[features] = self._pass.load(self._program(features))
+        return self._programs[features]
 
     def _program(self, features: tuple[int, ...]) -> Program:
         config, weights = self.config, self._weights

@@ -6,13 +6,16 @@ mask, feature or valid range gives another tree.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from foretoken_kernels.cpu import decoder
+from foretoken_kernels.cpu.draft_levels import LevelPass
 from foretoken_kernels.cpu.draft_tree import MARGIN
 
 from foretoken.drafting import DraftRequest, TargetInfo
@@ -75,6 +78,9 @@ class DigestModel:
         self.draft_vocab_size = VOCAB if target_ids is None else len(target_ids)
         self.caches: list[dict[int, Entry]] = [{} for _ in range(num_depths)]
         self.pass_sizes: list[int] = []
+        self._args = np.zeros(decoder.NUM_FIELDS, np.int64)
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._run_level)
+        self._buffers: dict[int, np.ndarray] = {}
         # Of each row of the last request, the first position that it saw.
         self.starts: dict[int, int] = {}
 
@@ -106,6 +112,54 @@ class DigestModel:
             torch.from_numpy(np.array(picked, np.float32).reshape(len(picked), self.draft_vocab_size)),
             torch.from_numpy(np.array(hiddens, np.float32).reshape(batch.num_rows, self.hidden_size)),
         )
+
+    def level_pass(self, num_rows: int, longest: int) -> LevelPass:
+        """Its passes as compiled code calls them: a callback that finds its batch in the table."""
+        args = self._args
+        self._buffers = {
+            decoder.LOGITS: np.zeros((num_rows, self.draft_vocab_size), np.float32),
+            decoder.OUTPUT: np.zeros((num_rows, max(self.hidden_size, 1)), np.float32),
+        }
+        for index, buffer in self._buffers.items():
+            args[index] = buffer.ctypes.data
+        args[decoder.SCORE_STRIDE] = longest
+        address = ctypes.cast(self._callback, ctypes.c_void_p).value
+        assert address is not None
+        limits = (VOCAB, 1 << 20, 1 << 20, BLOCK)
+        # In place of a program's address its module.
+        programs = np.array([(module, 1) for module in range(self.num_depths)], np.int64)
+        return LevelPass(args, programs, address, 1, decoder.OUTPUT, self.hidden_size, num_rows, limits)
+
+    def _run_level(self, _address: int) -> None:
+        args = self._args
+        rows, seqs = int(args[decoder.NUM_ROWS]), self._num_seqs(int(args[decoder.NUM_ROWS]))
+        batch = ForwardBatch(
+            token_ids=self._array(decoder.TOKEN_IDS, np.int32, rows),
+            positions=self._array(decoder.POSITIONS, np.int32, rows),
+            slot_mapping=self._array(decoder.SLOT_MAPPING, np.int32, rows),
+            row_seqs=self._array(decoder.ROW_SEQS, np.int32, rows),
+            context_lens=self._array(decoder.CONTEXT_LENS, np.int32, rows),
+            masks=self._array(decoder.MASKS, np.uint64, rows, int(args[decoder.MASK_WORDS])),
+            tree_starts=self._array(decoder.TREE_STARTS, np.int32, seqs),
+            block_tables=self._array(decoder.BLOCK_TABLES, np.int32, seqs, int(args[decoder.MAX_BLOCKS])),
+            logit_rows=self._array(decoder.LOGIT_ROWS, np.int32, int(args[decoder.NUM_LOGIT_ROWS])),
+            context_starts=self._array(decoder.CONTEXT_STARTS, np.int32, seqs),
+        )
+        fed = np.zeros((rows, 0), np.float32)
+        if self.hidden_size:
+            fed = self._array(decoder.GIVEN, np.float32, rows, self.hidden_size)
+        output = self.forward(batch, fed, from_target=False, depth=int(args[decoder.OPERATIONS]))
+        self._buffers[decoder.LOGITS][:rows] = output.logits.numpy()
+        flat = self._buffers[decoder.OUTPUT].reshape(-1)
+        flat[: rows * self.hidden_size] = output.hidden.numpy().reshape(-1)
+
+    def _num_seqs(self, rows: int) -> int:
+        return int(self._array(decoder.ROW_SEQS, np.int32, rows).max()) + 1
+
+    def _array(self, field: int, dtype: type[Any], *shape: int) -> np.ndarray:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        data = (ctypes.c_char * size).from_address(int(self._args[field]))
+        return np.frombuffer(data, dtype).reshape(shape)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken_kernels.cpu.compile import carray, emitted, inlined, types
+from foretoken_kernels.cpu.compile import carray, cgutils, emitted, inlined, ir, types
 
 _FAR = 1 << 48
 
@@ -73,3 +73,14 @@ def as_int64(_typing: Any, _pointer: Any) -> Any:
         return builder.bitcast(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(types.int64)(types.voidptr), codegen
+
+
+@emitted
+def call_at(_typing: Any, _function: Any, _argument: Any) -> Any:
+    """Call the ``void f(void *)`` at an address with an address."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        function = builder.inttoptr(args[0], ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t]).as_pointer())
+        builder.call(function, [builder.inttoptr(args[1], cgutils.voidptr_t)])
+
+    return types.void(types.int64, types.int64), codegen

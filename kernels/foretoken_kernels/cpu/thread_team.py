@@ -14,16 +14,21 @@ import numba
 import torch  # loads the OpenMP library that is looked up below
 from numba.core.ccallback import CFunc
 
+from foretoken_kernels.cpu.addresses import call_at
 from foretoken_kernels.cpu.compile import types
 
 _THREAD = "foretoken_thread_num"
 _THREADS = "foretoken_num_threads"
 _BARRIER = "foretoken_barrier"
+_PARALLEL = "foretoken_parallel"
 
 # Called from compiled functions; linked by name when they are loaded, so ``load_symbols`` comes first.
 thread_num = types.ExternalFunction(_THREAD, numba.int32())
 num_threads = types.ExternalFunction(_THREADS, numba.int32())
 barrier = types.ExternalFunction(_BARRIER, numba.void())
+# Runs a callback by its address, with the address of its arguments, on so many threads; the last number is 0.
+_PARALLEL_TYPE = numba.void(types.int64, types.int64, types.uint32, types.uint32)
+parallel = types.ExternalFunction(_PARALLEL, _PARALLEL_TYPE)
 
 
 def _zero() -> int:
@@ -38,6 +43,10 @@ def _nothing() -> None:
     return None
 
 
+def _run_alone(function: int, arguments: int, _num_threads: int, _flags: int) -> None:
+    call_at(function, arguments)
+
+
 def _find_openmp() -> ctypes.CDLL | None:
     if "openmp" not in torch.__config__.parallel_info().lower():
         return None
@@ -50,34 +59,36 @@ def _find_openmp() -> ctypes.CDLL | None:
 
 @cache
 def load_symbols() -> ctypes.CDLL | None:
-    """Make the three functions known to the linker. Returns the OpenMP library, or None where a team is one thread."""
+    """Make the functions above known to the linker. Returns the OpenMP library, or None where a team is one thread."""
     library = _find_openmp()
     if library is None:
-        for name, function, result in (
-            (_THREAD, _zero, numba.int32),
-            (_THREADS, _one, numba.int32),
-            (_BARRIER, _nothing, numba.void),
+        for name, function, signature in (
+            (_THREAD, _zero, numba.int32()),
+            (_THREADS, _one, numba.int32()),
+            (_BARRIER, _nothing, numba.void()),
+            (_PARALLEL, _run_alone, _PARALLEL_TYPE),
         ):
-            llvm.add_symbol(name, _single_thread_function(function, result))
+            llvm.add_symbol(name, _single_thread_function(function, signature))
         return None
     for name, symbol in (
         (_THREAD, "omp_get_thread_num"),
         (_THREADS, "omp_get_num_threads"),
         (_BARRIER, "GOMP_barrier"),
+        (_PARALLEL, "GOMP_parallel"),
     ):
         llvm.add_symbol(name, ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value)
     return library
 
 
 @cache
-def _kept(function: Any, result: Any) -> Any:
-    compiled = CFunc(function, ((), result), {}, {})
+def _kept(function: Any, signature: Any) -> Any:
+    compiled = CFunc(function, (signature.args, signature.return_type), {}, {})
     compiled.compile()
     return compiled
 
 
-def _single_thread_function(function: Any, result: Any) -> int:
-    return int(_kept(function, result).address)
+def _single_thread_function(function: Any, signature: Any) -> int:
+    return int(_kept(function, signature).address)
 
 
 class ThreadTeam:
