@@ -6,7 +6,7 @@ nodes that of the kernels' draft_tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -29,6 +29,8 @@ Float32 = NDArray[np.float32]
 PASS_ROWS = 512
 # Entries that a row may write although the request's budget is spent, so that one long prompt stops no other row.
 SMALL_EXTENSION = 64
+# Rows of which nothing but their entries is wanted that pay for a pass of their own: fewer are bound by the weights.
+ENTRY_ROWS = 24
 # Requests have at most two rows a slot.
 ROWS_PER_SLOT = 2
 # Scale of the coupled score, in logits. Were a drafter's logits off by Gumbel errors of scale s, the chance that a
@@ -54,7 +56,8 @@ class PassOutput(Protocol):
 class DraftModel(Protocol):
     """What passes need of a model: foretoken.models.draft_head.DraftHead, or a StandaloneModel.
 
-    ``hidden_size`` and ``feature_width`` are 0 for a model that is fed tokens only.
+    ``hidden_size`` and ``feature_width`` are 0 for a model that is fed tokens only. ``write_entries`` writes those of
+    rows of which nothing else is wanted, from the target's features; None: ``forward`` is the only way.
     """
 
     num_depths: int
@@ -63,6 +66,8 @@ class DraftModel(Protocol):
     draft_vocab_size: int
     target_ids: NDArray[np.int32] | None
 
+    @property
+    def write_entries(self) -> Callable[[ForwardBatch, Float32], None] | None: ...
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> PassOutput: ...
     def level_pass(self, num_rows: int, longest: int) -> LevelPass: ...
 
@@ -248,8 +253,20 @@ class DraftPasses:
         slots = self._slots(seqs, positions)
         logit_rows = np.array(ends, np.int32)
         batch = self._batch(tokens, positions, slots, seqs, positions + 1, self._no_masks[:used], logit_rows)
-        output = self._model.forward(batch, self._gather_features(request, pieces, used), from_target=True)
+        features = self._gather_features(request, pieces, used)
         self.figures.extend_tokens += used
+        write_entries = self._model.write_entries
+        if write_entries is not None and used - len(ends) >= ENTRY_ROWS:
+            # First the rows of which nothing but their entries is wanted.
+            is_end = np.zeros(used, np.bool_)
+            is_end[ends] = True
+            others = np.flatnonzero(~is_end)
+            write_entries(self._select(batch, others), features[others])
+            if not ends:
+                return
+            batch = self._select(batch, logit_rows, logit_rows=self._all_rows[: len(ends)])
+            features, ends = features[logit_rows], list(range(len(ends)))
+        output = self._model.forward(batch, features, from_target=True)
         if rows:
             self._offer(output, np.array(rows, np.int32), np.full(len(rows), -1, np.int32), len(drafted))
             if self._model.hidden_size:
@@ -296,8 +313,10 @@ class DraftPasses:
             output = self._model.forward(self._select(batch, kept, depth), inputs[kept], from_target=False, depth=depth)
             outputs[kept] = output.hidden.numpy()
 
-    def _select(self, batch: ForwardBatch, kept: NDArray[np.intp], depth: int) -> ForwardBatch:
-        """Some rows of an extension, for the module of ``depth``; no logits wanted."""
+    def _select(
+        self, batch: ForwardBatch, kept: NDArray[np.intp] | Int32, depth: int = 0, logit_rows: Int32 | None = None
+    ) -> ForwardBatch:
+        """Some rows of an extension, for the module of ``depth``; no logits wanted but of ``logit_rows``."""
         return self._batch(
             batch.token_ids[kept],
             batch.positions[kept],
@@ -305,7 +324,7 @@ class DraftPasses:
             batch.row_seqs[kept],
             batch.context_lens[kept],
             self._no_masks[: len(kept)],
-            np.empty(0, np.int32),
+            np.empty(0, np.int32) if logit_rows is None else logit_rows,
             depth,
         )
 

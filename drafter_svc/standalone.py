@@ -48,6 +48,7 @@ class StandaloneModel:
     hidden_size = 0
     feature_width = 0
     target_ids: NDArray[np.int32] | None = None
+    write_entries = None
 
     def __init__(self, llama: Llama) -> None:
         self._llama = llama

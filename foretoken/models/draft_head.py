@@ -8,6 +8,7 @@ i - 1 compute.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -81,6 +82,7 @@ class DraftHead:
         layers = [layer for module in weights.modules for layer in module.layers]
         self._attention = [self._pass.attention_table(i, layer) for i, layer in enumerate(layers)]
         self._programs: dict[tuple[int, bool], LoadedProgram] = {}
+        self._entries: LoadedProgram | None = None
 
     @torch.inference_mode()
     def forward(
@@ -99,14 +101,34 @@ class DraftHead:
         """
         if not 0 <= depth < self.num_depths:
             raise ValueError(f"there is no module {depth} in a head of {self.num_depths}")
-        width = self.feature_width if from_target else self.hidden_size
-        if hidden.shape != (batch.num_rows, width) or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
-            raise ValueError(f"hidden must be contiguous float32 [{batch.num_rows}, {width}], not {hidden.shape}")
+        self._check_hidden(batch, hidden, self.feature_width if from_target else self.hidden_size)
         self._pass.run(self._loaded(depth, from_target=from_target), batch, hidden)
         return HeadOutput(
             self._pass.buffer(kernel.LOGITS, len(batch.logit_rows), self.draft_vocab_size),
             self._pass.buffer(self._output.buffer, batch.num_rows, self.hidden_size),
         )
+
+    @property
+    def write_entries(self) -> Callable[[ForwardBatch, NDArray[np.float32]], None] | None:
+        """Writes keys and values alone, for rows of which nothing else is wanted: half the work of ``forward``.
+
+        Takes a batch without logit rows and float32 [rows, feature_width] of the target; raises ValueError as
+        ``forward``. None for a head of several layers, whose entries depend on what it computes of earlier ones.
+        """
+        return self._write_entries if len(self._attention) == 1 else None
+
+    def _write_entries(self, batch: ForwardBatch, features: NDArray[np.float32]) -> None:
+        self._check_hidden(batch, features, self.feature_width)
+        if self._entries is None:
+            program, module = Program(), self._weights.modules[0]
+            self._join(program, module, from_target=True)
+            self._layers(program, module, 0, only_entries=True)
+            self._entries = self._pass.load(program)
+        self._pass.run(self._entries, batch, features)
+
+    def _check_hidden(self, batch: ForwardBatch, hidden: NDArray[np.float32], width: int) -> None:
+        if hidden.shape != (batch.num_rows, width) or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
+            raise ValueError(f"hidden must be contiguous float32 [{batch.num_rows}, {width}], not {hidden.shape}")
 
     def level_pass(self, num_rows: int, longest: int) -> LevelPass:
         """The passes over beams, of at most ``num_rows`` rows that attend to at most ``longest`` positions each."""
@@ -127,15 +149,19 @@ class DraftHead:
 
     def _program(self, depth: int, from_target: bool) -> Program:
         program, module = Program(), self._weights.modules[depth]
+        self._join(program, module, from_target=from_target)
+        self._layers(program, module, depth * len(module.layers))
+        self._finish(program, module)
+        return program
+
+    def _join(self, program: Program, module: ModuleWeights, *, from_target: bool) -> None:
+        """Token and hidden state become what the first layer takes."""
         if self.family == "eagle":
             self._join_eagle(program, module)
         elif self.family == "eagle3":
             self._join_eagle3(program, module, from_target)
         else:
             self._join_mtp(program, module)
-        self._layers(program, module, depth * len(module.layers))
-        self._finish(program, module)
-        return program
 
     def _embed(self, program: Program, out: Span) -> None:
         zeroed = _ZEROED_POSITION if self.config.layout == "mimo" else -1
@@ -192,7 +218,7 @@ class DraftHead:
         program.norm(Span(kernel.GIVEN, size), module.hidden_norm, state)
         self._joint(program, module, Span(kernel.NORMED, 2 * size))
 
-    def _layers(self, program: Program, module: ModuleWeights, first_plane: int) -> None:
+    def _layers(self, program: Program, module: ModuleWeights, first_plane: int, *, only_entries: bool = False) -> None:
         body, size = self.config.body, self.hidden_size
         hidden, normed = Span(kernel.HIDDEN, size), Span(kernel.NORMED, size)
         for index, layer in enumerate(module.layers):
@@ -203,7 +229,8 @@ class DraftHead:
                 program.copy(hidden, normed)
             features = 2 * size if is_joined else size
             shape = LayerShape(size, body.intermediate_size, body.num_heads, body.num_kv_heads, body.head_dim, features)
-            program.layer(shape, layer, self._attention[first_plane + index])
+            add = program.entries if only_entries else program.layer
+            add(shape, layer, self._attention[first_plane + index])
 
     def _finish(self, program: Program, module: ModuleWeights) -> None:
         hidden, normed = Span(kernel.HIDDEN, self.hidden_size), Span(kernel.NORMED, self.hidden_size)

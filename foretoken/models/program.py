@@ -94,13 +94,18 @@ class Program:
         attended = Span(kernel.ATTENTION_OUT, shape.num_heads * shape.head_dim)
         gated = Span(kernel.GATED, shape.intermediate_size)
         qkv = Span(kernel.QKV_OUT, shape.qkv_size)
-        self.linear(Span(kernel.NORMED, shape.qkv_features), weights.qkv, qkv)
-        self._add(kernel.ROPE, qkv, qkv, kernel.EVERY_ROW, attention)
+        self.entries(shape, weights, attention)
         self._add(kernel.ATTEND, qkv, attended, kernel.EVERY_ROW, attention)
         self.linear(attended, weights.output, hidden, ADD)
         self.norm(hidden, weights.post_attention_norm, normed)
         self.linear(normed, weights.gate_up, gated, SILU_AND_MULTIPLY)
         self.linear(gated, weights.down, hidden, ADD)
+
+    def entries(self, shape: LayerShape, weights: LayerWeights, attention: torch.Tensor) -> None:
+        """What a layer writes to the cache, from its normed input in NORMED."""
+        qkv = Span(kernel.QKV_OUT, shape.qkv_size)
+        self.linear(Span(kernel.NORMED, shape.qkv_features), weights.qkv, qkv)
+        self._add(kernel.ROPE, qkv, qkv, kernel.EVERY_ROW, attention)
 
     def logits(self, head: torch.Tensor, hidden_size: int, vocab_size: int) -> None:
         """Logits of the wanted rows, which lie side by side in NORMED."""

@@ -149,6 +149,42 @@ def test_a_long_prompt_takes_passes_of_bounded_size(kind: dict[str, Any], monkey
     assert max(drafting.model.pass_sizes) == 16
 
 
+def test_entries_of_a_long_prompt_are_written_without_the_rest() -> None:
+    """One pass for all rows but the last of each, one for those."""
+    drafting = Drafting()
+    first = Row(some_tokens(37), 37, list(range(10)), max_depth=1)
+    second = Row(some_tokens(30, 1), 30, list(range(10, 18)), slot=1, max_nodes=1)
+    third = Row(some_tokens(9, 2), 9, [20, 21, 22], slot=2, max_depth=3)
+    batch = drafting.draft(first, second, third)
+    assert drafting.model.num_entry_passes == 1 and drafting.model.pass_sizes[:2] == [36 + 29 + 8 - 2, 2]
+    drafting.expect_tree(batch, 0, first, 1)
+    drafting.expect_tree(batch, 2, third, 1)
+    # What was written that way is what a later tree stands on; few rows go in one pass.
+    drafting.check(1, Row([*second.tokens, 5], 1, second.blocks, slot=1))
+    assert drafting.model.num_entry_passes == 1
+
+
+def test_a_batch_of_which_no_logits_are_wanted_is_entries_alone() -> None:
+    drafting = Drafting()
+    row = Row(some_tokens(60), 60, list(range(15)), max_nodes=1)
+    drafting.draft(row)
+    assert drafting.model.pass_sizes == [59]
+    drafting.check(1, Row([*row.tokens, 3], 1, [*row.blocks, 15]))
+
+
+def test_levels_that_do_not_fit_end_the_attachment_and_not_the_process() -> None:
+    drafting = Drafting()
+    drafting.check(1, Row(some_tokens(10), 10, BLOCKS))
+    drafting.model.max_level_rows = 1
+    with pytest.raises(ValueError, match="a level of draft trees"):
+        drafting.draft(Row(some_tokens(11), 1, BLOCKS, max_nodes=12, max_branches=3))
+    drafting.model.max_level_rows = None
+    drafting.check(1, Row(some_tokens(12), 1, BLOCKS))
+    drafting.model.vocab_limit = 0
+    with pytest.raises(ValueError, match="a level of draft trees"):
+        drafting.draft(Row(some_tokens(13), 1, BLOCKS, max_nodes=12, max_branches=3))
+
+
 @ALL_KINDS
 def test_a_prefix_that_the_cache_holds_is_gone_on_from(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)

@@ -56,12 +56,20 @@ class PagedHead:
 
     def run(
         self, tokens: np.ndarray, slots: np.ndarray, contexts: np.ndarray, masks: np.ndarray, states: torch.Tensor, *,
-        positions: np.ndarray | None = None, tree_start: int = 0, start: int = 1, from_target: bool, depth: int = 0,
-        wanted: int | None = None,
+        from_target: bool, depth: int = 0, **options: Any,
     ) -> HeadOutput:  # fmt: skip
+        given = np.ascontiguousarray(states.numpy(), np.float32)
+        batch = self.batch(tokens, slots, contexts, masks, **options)
+        found = self.head.forward(batch, given, from_target=from_target, depth=depth)
+        return HeadOutput(found.logits.clone(), found.hidden.clone())
+
+    def batch(
+        self, tokens: np.ndarray, slots: np.ndarray, contexts: np.ndarray, masks: np.ndarray, *,
+        positions: np.ndarray | None = None, tree_start: int = 0, start: int = 1, wanted: int | None = None,
+    ) -> ForwardBatch:  # fmt: skip
         """``wanted``: logits of the last so many rows; by default of all."""
         rows = len(tokens)
-        batch = ForwardBatch(
+        return ForwardBatch(
             token_ids=tokens.astype(np.int32),
             positions=(slots if positions is None else positions).astype(np.int32),
             slot_mapping=(self.table[slots // BLOCK_SIZE] * BLOCK_SIZE + slots % BLOCK_SIZE).astype(np.int32),
@@ -73,9 +81,6 @@ class PagedHead:
             logit_rows=np.arange(0 if wanted is None else rows - wanted, rows, dtype=np.int32),
             context_starts=np.array([start], np.int32),
         )
-        given = np.ascontiguousarray(states.numpy(), np.float32)
-        found = self.head.forward(batch, given, from_target=from_target, depth=depth)
-        return HeadOutput(found.logits.clone(), found.hidden.clone())
 
     def extend(
         self, tokens: np.ndarray, first: int, states: torch.Tensor, *,
@@ -155,6 +160,24 @@ def check_tree(case: Case) -> None:
         node += len(parents)
 
 
+def check_entries(case: Case, *, has_several_layers: bool = False) -> None:
+    """Entries that are written alone are those of a whole pass, bit for bit."""
+    head, ours = case.ours.head, case.ours
+    head.cache.data.zero_()
+    ours.extend(case.tokens[1:], 1, case.states[:-1], from_target=True)
+    expected = head.cache.data.clone()
+    head.cache.data.zero_()
+    write_entries = head.write_entries
+    if has_several_layers:
+        assert write_entries is None
+        return
+    assert write_entries is not None
+    slots = np.arange(1, PROMPT)
+    batch = ours.batch(case.tokens[1:], slots, slots + 1, np.zeros((len(slots), 1), np.uint64), wanted=0)
+    write_entries(batch, np.ascontiguousarray(case.states[:-1].numpy(), np.float32))
+    assert expected.any() and torch.equal(head.cache.data, expected)
+
+
 def grown(
     entries: Entries,
     tokens: np.ndarray,
@@ -194,7 +217,9 @@ def test_eagle(tmp_path: Path, name: str, tied: bool) -> None:
     ours = PagedHead(load(folder, tmp_path / "target"))
     assert (ours.head.family, ours.head.algorithm, ours.head.num_depths) == ("eagle", "EAGLE", 1)
     assert ours.head.target_ids is None
-    check_tree(Case(model, ours, ReferenceEagle(folder, tmp_path / "target"), (FINAL_NORM,)))
+    case = Case(model, ours, ReferenceEagle(folder, tmp_path / "target"), (FINAL_NORM,))
+    check_tree(case)
+    check_entries(case, has_several_layers=name == "two layers")
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 5, 8), (3, 6, 2, 8), (4, 8), (9, 13)])
@@ -292,7 +317,9 @@ def test_eagle3(tmp_path: Path, name: str) -> None:
     assert (ours.head.family, ours.head.algorithm) == ("eagle3", "EAGLE3")
     ids = np.arange(VOCAB) if ours.head.target_ids is None else ours.head.target_ids
     assert ids.tolist() == reference.target_ids.tolist()
-    check_tree(Case(model, ours, reference, features))
+    case = Case(model, ours, reference, features)
+    check_tree(case)
+    check_entries(case, has_several_layers=name.endswith(("two layers", "three layers")))
 
 
 MTP: dict[str, tuple[Callable[..., PreTrainedModel], type[ReferenceHead]]] = {
@@ -307,7 +334,9 @@ def test_mtp_applied_recurrently(tmp_path: Path, name: str) -> None:
     model = build(tmp_path)
     ours = PagedHead(load(tmp_path, tmp_path, weights=None))
     assert (ours.head.family, ours.head.algorithm, ours.head.num_depths) == ("mtp", "MTP", 1)
-    check_tree(Case(model, ours, reference(tmp_path, tmp_path), (FINAL_NORM,)))
+    case = Case(model, ours, reference(tmp_path, tmp_path), (FINAL_NORM,))
+    check_tree(case)
+    check_entries(case)
 
 
 @pytest.mark.parametrize("name", MTP)

@@ -78,6 +78,10 @@ class DigestModel:
         self.draft_vocab_size = VOCAB if target_ids is None else len(target_ids)
         self.caches: list[dict[int, Entry]] = [{} for _ in range(num_depths)]
         self.pass_sizes: list[int] = []
+        self.num_entry_passes = 0
+        # What it claims to have room for, and to know: None, all that is asked for.
+        self.max_level_rows: int | None = None
+        self.vocab_limit = VOCAB
         self._args = np.zeros(decoder.NUM_FIELDS, np.int64)
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._run_level)
         self._buffers: dict[int, np.ndarray] = {}
@@ -113,6 +117,16 @@ class DigestModel:
             torch.from_numpy(np.array(hiddens, np.float32).reshape(batch.num_rows, self.hidden_size)),
         )
 
+    @property
+    def write_entries(self) -> Callable[[ForwardBatch, np.ndarray], None] | None:
+        """An entry of its only module is what it is fed."""
+        return self._write_entries if self.num_depths == 1 and self.feature_width else None
+
+    def _write_entries(self, batch: ForwardBatch, features: np.ndarray) -> None:
+        assert len(batch.logit_rows) == 0
+        self.num_entry_passes += 1
+        self.forward(batch, features, from_target=True)
+
     def level_pass(self, num_rows: int, longest: int) -> LevelPass:
         """Its passes as compiled code calls them: a callback that finds its batch in the table."""
         args = self._args
@@ -125,10 +139,12 @@ class DigestModel:
         args[decoder.SCORE_STRIDE] = longest
         address = ctypes.cast(self._callback, ctypes.c_void_p).value
         assert address is not None
-        limits = (VOCAB, 1 << 20, 1 << 20, BLOCK)
+        limits = (self.vocab_limit, 1 << 20, 1 << 20, BLOCK)
         # In place of a program's address its module.
         programs = np.array([(module, 1) for module in range(self.num_depths)], np.int64)
-        return LevelPass(args, programs, address, 1, decoder.OUTPUT, self.hidden_size, num_rows, limits)
+        return LevelPass(
+            args, programs, address, 1, decoder.OUTPUT, self.hidden_size, self.max_level_rows or num_rows, limits
+        )
 
     def _run_level(self, _address: int) -> None:
         args = self._args
