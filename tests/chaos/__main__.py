@@ -29,7 +29,7 @@ from tests.chaos.killer import Killer
 from tests.chaos.load import Judge, Load, ask_each
 from tests.chaos.report import Run
 from tests.chaos.requests import Material, Request, draw_requests, with_stop
-from tests.chaos.schedule import Process, Strike, draw_schedule, num_deaths
+from tests.chaos.schedule import DRAFTERS, Process, Strike, draw_schedule, num_deaths
 from tests.chaos.stack import MODEL, Stack, StackError
 from tests.chaos.watcher import Watcher
 
@@ -143,7 +143,7 @@ async def _disturb(
         num_requests=len(requests),
         took_s=0.0,
         blows=killer.blows,
-        num_scheduled={process: num_deaths(strikes, process) for process in ("verifier", "drafter", "gateway")},
+        num_scheduled={process: num_deaths(strikes, process) for process in ("verifier", *DRAFTERS, "gateway")},
         tally=judge.tally,
         acceptance_before=acceptance_before,
         acceptance=watcher.acceptance(epochs_before),

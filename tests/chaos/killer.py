@@ -13,7 +13,7 @@ import psutil
 
 from foretoken.probes import GrpcProbe
 from foretoken.stack import DRAFTER_HEALTH_NAME
-from tests.chaos.schedule import Process, Strike
+from tests.chaos.schedule import DRAFTERS, Process, Strike
 from tests.chaos.stack import Stack, answers
 from tests.chaos.watcher import Watcher
 
@@ -106,22 +106,22 @@ class Killer:
         """The process works and has been seen to work with the others since the last death."""
         if process == "verifier":
             await self._until(lambda: self._is_whole, "speculation did not come back")
-        elif process == "drafter":
-            watcher, address = self._watcher, self._stack.drafter_address
+        elif process in DRAFTERS:
+            watcher, address = self._watcher, self._stack.drafter_address(process)
             # With the verifier away there is nothing to prove: its return will.
             await self._until(lambda: watcher.latest is None or not watcher.owes_proof, "speculation did not come back")
             deadline = time.monotonic() + RECOVERY_S
             probe = GrpcProbe(address, DRAFTER_HEALTH_NAME)
             while not await probe.is_ready():
                 if time.monotonic() > deadline:
-                    self.failures.append(f"the drafter did not come back within {RECOVERY_S:g} s")
+                    self.failures.append(f"the {process} did not come back within {RECOVERY_S:g} s")
                     break
                 await asyncio.sleep(POLL_S)
             await probe.close()
 
     async def _carry_out(self, strike: Strike) -> Blow:
         target = await self._find(strike.process)
-        if strike.is_death and strike.process in ("verifier", "drafter"):
+        if strike.is_death and strike.process in ("verifier", *DRAFTERS):
             self._watcher.struck()
         if strike.is_death and strike.process == "gateway":
             self.gateway_up.clear()
@@ -151,11 +151,11 @@ class Killer:
     async def _await_end(self, blow: Blow, target: psutil.Process) -> None:
         """A stopped verifier must be found and replaced. A stopped drafter may be left alone: then it is killed."""
         strike = blow.strike
-        limit_s = strike.pause_s if strike.process == "drafter" and strike.action == "stop" else RECOVERY_S
+        limit_s = strike.pause_s if strike.process in DRAFTERS and strike.action == "stop" else RECOVERY_S
         deadline = time.monotonic() + limit_s
         while _is_alive(target):
             if time.monotonic() > deadline and not blow.forced:
-                if strike.process != "drafter":
+                if strike.process not in DRAFTERS:
                     self.failures.append(f"nobody replaced the {strike.process} that had stopped")
                 blow.forced = True
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -13,7 +13,11 @@ from tests.chaos.load import Timeline
 from tests.chaos.schedule import Action, Process
 
 # Without these no token arrives, whatever else lives.
-_IN_THE_WAY: dict[Process, tuple[Process, ...]] = {"drafter": ("verifier", "gateway"), "verifier": ("gateway",)}
+_IN_THE_WAY: dict[Process, tuple[Process, ...]] = {
+    "drafter": ("verifier", "gateway"),
+    "head": ("verifier", "gateway"),
+    "verifier": ("gateway",),
+}
 # Tokens of a process that has died arrive no later than this.
 ON_THE_WAY_S = 0.5
 

@@ -13,7 +13,7 @@ from tests.chaos.killer import Blow
 from tests.chaos.load import Tally
 from tests.chaos.pauses import Waits, after_deaths, between_tokens
 from tests.chaos.resources import Holding
-from tests.chaos.schedule import Process
+from tests.chaos.schedule import DRAFTERS, Process
 from tests.chaos.watcher import Sample
 
 DRAFTER_BAR_S = 1.0
@@ -58,6 +58,7 @@ class Run:
         return {
             "between two tokens of a stream": between_tokens(lines),
             "after a drafter's death": after_deaths(lines, blows, "drafter"),
+            "after a head's death": after_deaths(lines, blows, "head"),
             "after a verifier's death": after_deaths(lines, blows, "verifier"),
             "  SIGKILL": after_deaths(lines, blows, "verifier", ("kill",)),
             "  SIGSTOP, from its discovery": after_deaths(lines, blows, "verifier", ("stop",)),
@@ -79,7 +80,7 @@ class Run:
             found.append(f"{self.tally.num_server_errors} answers with a status of 500 or more")
         if not self.tally.num_tokens_compared:
             found.append("no token was compared")
-        if not self.num_proofs and (self.num_scheduled.get("verifier") or self.num_scheduled.get("drafter")):
+        if not self.num_proofs and any(self.num_scheduled.get(name) for name in ("verifier", *DRAFTERS)):
             found.append("no draft was accepted after any death")
         return found
 
@@ -99,7 +100,11 @@ class Run:
 
     def _bar_faults(self) -> list[str]:
         waits = self.waits()
-        bars = {"after a drafter's death": DRAFTER_BAR_S, "after a verifier's death": VERIFIER_BAR_S}
+        bars = {
+            "after a drafter's death": DRAFTER_BAR_S,
+            "after a head's death": DRAFTER_BAR_S,
+            "after a verifier's death": VERIFIER_BAR_S,
+        }
         return [
             f"next token {name}: median {waits[name].median:.2f} s, bar {bar:g} s"
             for name, bar in bars.items()

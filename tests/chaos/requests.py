@@ -189,7 +189,7 @@ def _speculative(generator: random.Random) -> dict[str, Any]:
             {},
             {},
             {},
-            {"enabled": True, "drafter": "ngram"},
+            {"enabled": True, "drafter": generator.choice(("ngram", "eagle3", "merge", "eagle3+ngram"))},
             {"max_draft_tokens": generator.randint(0, 7)},
             {"enabled": False},
         )

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from tests.chaos.schedule import Process
+from tests.chaos.schedule import DRAFTERS, Process
 from tests.chaos.stack import Stack
 from tests.chaos.watcher import Sample, Watcher
 
-PROCESSES: tuple[Process, ...] = ("supervisor", "gateway", "verifier", "drafter")
+PROCESSES: tuple[Process, ...] = ("supervisor", "gateway", "verifier", *DRAFTERS)
 # An idle gateway keeps one connection a verifier, and its scrapers'. Threads of its pools stay once they are made.
 MORE_DESCRIPTORS = {"gateway": 4, "supervisor": 2}
 MORE_THREADS = {"gateway": 4, "supervisor": 0}

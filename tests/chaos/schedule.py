@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Process = Literal["verifier", "drafter", "gateway", "supervisor"]
+# Of the drafters "drafter" is the n-gram one, "head" the demo model's EAGLE-3 head.
+Process = Literal["verifier", "drafter", "head", "gateway", "supervisor"]
+DRAFTERS: dict[Process, str] = {"drafter": "ngram", "head": "eagle3"}
 # kill: SIGKILL. stop: SIGSTOP for good; whoever watches must replace it. pause: SIGSTOP, and SIGCONT a little later.
 Action = Literal["kill", "stop", "pause"]
 SECONDS_PER_VERIFIER_DEATH = 20.0
 SECONDS_PER_DRAFTER_DEATH = 10.0
+SECONDS_PER_HEAD_DEATH = 20.0
 SECONDS_PER_GATEWAY_DEATH = 60.0
 
 
@@ -43,14 +46,17 @@ def draw_schedule(seconds: float, seed: int) -> list[Strike]:
     generator = random.Random(f"schedule {seed}")
     num_verifier = math.ceil(seconds / SECONDS_PER_VERIFIER_DEATH)
     num_drafter = math.ceil(seconds / SECONDS_PER_DRAFTER_DEATH)
+    num_head = math.ceil(seconds / SECONDS_PER_HEAD_DEATH)
     num_gateway = max(1, round(seconds / SECONDS_PER_GATEWAY_DEATH))
     strikes = [
         *_deaths("verifier", num_verifier, seconds, generator, num_stops=num_verifier // 3),
         *_deaths("drafter", num_drafter, seconds, generator, num_stops=num_drafter // 3),
+        *_deaths("head", num_head, seconds, generator, num_stops=num_head // 3),
         *_deaths("gateway", num_gateway, seconds, generator, num_stops=0, num_chained=0),
         # Shorter than the silence that counts as death.
         *_pauses("verifier", max(1, num_verifier // 3), seconds, generator, longest_s=2.5),
         *_pauses("drafter", max(1, num_drafter // 3), seconds, generator, longest_s=3.0),
+        *_pauses("head", max(1, num_head // 3), seconds, generator, longest_s=3.0),
         *_pauses("gateway", num_gateway, seconds, generator, longest_s=2.0),
         *_pauses("supervisor", num_gateway, seconds, generator, longest_s=2.0),
     ]

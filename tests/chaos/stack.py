@@ -18,10 +18,12 @@ import httpx
 import psutil
 
 from benchmarks.stack import free_ports
-from tests.chaos.schedule import Process
+from tests.chaos.schedule import DRAFTERS, Process
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "demo" / "target"
+HEAD = ROOT / "models" / "demo" / "eagle3"
+TOKEN_MAP = ROOT / "models" / "demo" / "token_map.safetensors"
 HOST = "127.0.0.1"
 READY_TIMEOUT_S = 180.0
 # The drain that the stack promises, and some time for a busy machine.
@@ -50,6 +52,8 @@ class Stack:
         port, grpc_port = free_ports(2)
         command = [sys.executable, "-P", "-m", "foretoken", "serve", str(MODEL)]
         command += ["--port", str(port), "--grpc-port", str(grpc_port), *flags]
+        command += ["--drafter", f"name={DRAFTERS['head']},algorithm=EAGLE3,model={HEAD},token_map={TOKEN_MAP}"]
+        command += ["--drafter", f"name={DRAFTERS['drafter']},algorithm=NGRAM"]
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
         log = tempfile.TemporaryFile()  # noqa: SIM115  # kill() closes it.
@@ -78,17 +82,17 @@ class Stack:
     def verifier_address(self) -> str:
         return f"unix:{self.folder}/verifier.sock"
 
-    @property
-    def drafter_address(self) -> str:
-        return f"unix:{self.folder}/ngram.sock"
+    def drafter_address(self, process: Process) -> str:
+        return f"unix:{self.folder}/{DRAFTERS[process]}.sock"
 
     def find(self, name: Process) -> psutil.Process:
         """The process of that name. Raises psutil.NoSuchProcess while there is none."""
         if name == "supervisor":
             return psutil.Process(self.process.pid)
+        words = f" foretoken drafter --name {DRAFTERS[name]} " if name in DRAFTERS else f" foretoken {name} "
         for child in psutil.Process(self.process.pid).children():
             try:
-                if f" foretoken {name} " in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                if words in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
                     return child
             except psutil.NoSuchProcess:
                 continue

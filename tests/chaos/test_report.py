@@ -11,13 +11,13 @@ import pytest
 from tests.chaos.killer import Blow
 from tests.chaos.load import Tally, Timeline
 from tests.chaos.report import Run, to_json, to_text
-from tests.chaos.resources import Holding, leaks
+from tests.chaos.resources import PROCESSES, Holding, leaks
 from tests.chaos.schedule import Process, Strike
 from tests.chaos.watcher import Sample
 
 SAMPLE = Sample(9.0, 5, 100, 100, 0, 0, 0, True, 2, 50, 40)
 HOLDING = Holding(100 << 20, 20, 10)
-HOLDINGS: dict[Process, Holding] = {name: HOLDING for name in ("supervisor", "gateway", "verifier", "drafter")}
+HOLDINGS: dict[Process, Holding] = {name: HOLDING for name in PROCESSES}
 
 
 def blow(process: Process, at: float) -> Blow:

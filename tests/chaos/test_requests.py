@@ -20,7 +20,7 @@ from tests.chaos.requests import Material, Request, draw_requests, num_sequences
 from tests.chaos.stack import MODEL
 
 COUNT = 120
-LIMITS = ModelLimits(vocab_size=8192, max_model_len=2048, drafter_names=("ngram",))
+LIMITS = ModelLimits(vocab_size=8192, max_model_len=2048, drafter_names=("eagle3", "ngram"))
 
 
 @pytest.fixture(scope="module")

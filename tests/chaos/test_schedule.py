@@ -15,6 +15,7 @@ def test_enough_die(seconds: float, seed: int) -> None:
     strikes = draw_schedule(seconds, seed)
     assert num_deaths(strikes, "verifier") >= max(1, seconds / 20)
     assert num_deaths(strikes, "drafter") >= max(1, seconds / 10)
+    assert num_deaths(strikes, "head") >= max(1, seconds / 20)
     assert num_deaths(strikes, "gateway") >= max(1, seconds // 60)
     assert num_deaths(strikes, "supervisor") == 0
     assert all(0 <= strike.at_s <= seconds for strike in strikes)
@@ -24,7 +25,7 @@ def test_enough_die(seconds: float, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_minute_has_all_kinds(seed: int) -> None:
     kinds = {(strike.process, strike.action, strike.chained_s is not None) for strike in draw_schedule(60, seed)}
-    for process in ("verifier", "drafter"):
+    for process in ("verifier", "drafter", "head"):
         assert {
             (process, "kill", False),
             (process, "kill", True),
@@ -36,7 +37,7 @@ def test_a_minute_has_all_kinds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_chained_strike_follows_a_death_of_its_process_at_once(seed: int) -> None:
-    for process in ("verifier", "drafter"):
+    for process in ("verifier", "drafter", "head"):
         lane = [strike for strike in draw_schedule(300, seed) if strike.process == process]
         for previous, strike in itertools.pairwise(lane):
             if strike.chained_s is not None:

@@ -67,21 +67,19 @@ def test_corpora_are_drafted_from_until_they_are_removed(stack: Stack) -> None:
     without = accepted(ask(stack, "before"))
     body = {"name": "outputs", "token_ids": output}
     assert httpx.post(f"{stack.url}/v1/corpora", json=body, headers=AUTH, trust_env=False).status_code == 200
-    within = ask(stack, "during")
-    assert within["output_ids"] == output and accepted(within) > without + 20
+    tenants = itertools.count()
 
+    def is_drafted_from() -> bool:
+        """How wide a row drafts depends on what steps cost on this machine now."""
+        answer = ask(stack, f"tenant {next(tenants)}")
+        assert answer["output_ids"] == output
+        return accepted(answer) > without + 20
+
+    wait_until(is_drafted_from, stack)
     drafter = stack.service("drafter")
     drafter.kill()
     wait_until(lambda: corpora(stack) == {"outputs": NUM_TOKENS} and stack.service("drafter") != drafter, stack)
-    tenants = itertools.count()
-
-    def is_drafted_from_again() -> bool:
-        """A drafter that has just come is trusted little by little."""
-        again = ask(stack, f"after {next(tenants)}")
-        assert again["output_ids"] == output
-        return accepted(again) > without + 20
-
-    wait_until(is_drafted_from_again, stack)
+    wait_until(is_drafted_from, stack)
 
     options = ("--url", stack.url, "--admin-api-key-file", str(stack.log.parent / "key"))
     for words, expected in (
