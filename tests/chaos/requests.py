@@ -22,6 +22,8 @@ MAX_SEQUENCES = 4
 # Cumulative objects with logprobs grow with the square of the length.
 MAX_TOKENS_OF_CUMULATIVE_LOGPROBS = 100
 MAX_STOP_CHARS = 12
+# Outputs that end by themselves, and some that do not.
+REGEXES = (r"[a-z_]{3,12}\([a-z, ]{0,40}\)", r"(def [a-z_]+\(self\):\n    pass\n){1,9}", r"[0-9 ,]+", r"(.|\n){50,400}")
 # In front of some prompts, so that outputs hold characters of several tokens.
 FOREIGN = '"""Größe der Fläche in m², 漢字かな交じり文 😀."""\n'
 
@@ -68,6 +70,8 @@ class Wish:
     stream: bool
     usage: str
     token_sources: bool
+    # A regular expression that the output must match, in the end.
+    regex: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,7 @@ def _wish(api: Api, generator: random.Random, material: Material) -> Wish:
         stream=stream,
         usage=generator.choice(("none", "last", "last", "continuous")),
         token_sources=generator.random() < 0.75,
+        regex=generator.choice(REGEXES) if generator.random() < 0.15 else None,
     )
 
 
@@ -229,6 +234,8 @@ def _openai(wish: Wish, number: int) -> dict[str, Any]:
         "cache_salt": wish.cache_salt,
         **_with_text_keys(wish.sampling),
     }
+    if wish.regex is not None:
+        body["structured_outputs"] = {"regex": wish.regex}
     if wish.stream and wish.usage != "none":
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": wish.usage == "continuous"}
     return body
@@ -246,6 +253,8 @@ def _generate(wish: Wish, number: int) -> dict[str, Any]:
         "no_stop_trim": wish.include_stop,
         **_with_text_keys(wish.sampling),
     }
+    if wish.regex is not None:
+        sampling["regex"] = wish.regex
     prompts = [list(ids) for ids in wish.ids] if wish.as_ids else list(wish.texts)
     body: dict[str, Any] = {
         "input_ids" if wish.as_ids else "text": prompts if len(prompts) > 1 else prompts[0],
@@ -269,6 +278,8 @@ def _grpc(wish: Wish, number: int) -> dict[str, Any]:
         "stop_token_ids": list(wish.stop_token_ids),
         **_with_text_keys(wish.sampling),
     }
+    if wish.regex is not None:
+        sampling["regex"] = wish.regex
     if wish.logprobs is not None:
         sampling["logprobs"] = wish.logprobs
         if wish.with_prompt_logprobs:
