@@ -27,7 +27,8 @@ from foretoken.drafting import ROW_DTYPE, DraftBatch, DrafterNeeds, DraftRequest
 from foretoken.transport import probe_request
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.draft_source import DraftSource, TransportName
-from verifier_svc.drafter_client import DrafterClient, InProcessClient
+from verifier_svc.drafter_client import DrafterClient
+from verifier_svc.in_process_client import InProcessClient
 
 EPOCH = 1
 NODES = 8

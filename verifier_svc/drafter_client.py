@@ -24,14 +24,12 @@ from foretoken.arena import ArenaListener, ArenaTransport
 from foretoken.arena_layout import CHALLENGE_BYTES, LAYOUT_VERSION, ArenaLayout
 from foretoken.doorbell import Doorbell, Waiter
 from foretoken.draft_wire import needs_from_proto, target_to_proto
-from foretoken.drafting import Drafter, DrafterNeeds, TargetInfo
+from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
-from foretoken.models.target_weights import TargetWeights
 from foretoken.shared_weights import SharedWeights
 from foretoken.transport import (
     DEFAULT_TOKEN_CAPACITY,
     DraftTransport,
-    InProcessTransport,
     TransportClosedError,
     TransportCounters,
     probe_request,
@@ -42,14 +40,11 @@ from verifier_svc.draft_source import (
     GAUGES_EVERY_S,
     MAX_CONSECUTIVE_FAILURES,
     CircuitBreaker,
-    DraftSource,
     State,
     TransportName,
     checked_gauges,
 )
 from verifier_svc.draft_stream import StreamTransport
-
-__all__ = ["DraftSource", "DrafterClient", "InProcessClient", "TransportClosedError"]
 
 logger = logging.getLogger(__name__)
 
@@ -354,125 +349,3 @@ class DrafterClient:
             raise rpc.error_from_rpc(error) from error
         finally:
             call.cancel()
-
-
-class InProcessClient:
-    """A ``DraftSource`` around a drafter in this process. The engine thread makes all calls to it."""
-
-    def __init__(
-        self,
-        name: str,
-        drafter: Drafter,
-        target: TargetInfo,
-        epoch: int,
-        *,
-        weights: TargetWeights | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``drafter``: built by the composition root. ``clock``: seconds, for the backoff after its failures.
-
-        ``weights``: of the target, for a drafter that shares them.
-        """
-        self._name = name
-        self._drafter = drafter
-        self._target = target
-        self._epoch = epoch
-        self._weights = weights
-        self._needs = DrafterNeeds()
-        self._clock = clock
-        self._counters = TransportCounters()
-        self._breaker = CircuitBreaker()
-        self._transport: InProcessTransport | None = None
-        self._state: State = "connecting"
-        self._num_attaches = 0
-        self._gauges: dict[str, float] = {}
-        self._gauges_at = 0.0
-        self._retry_at: float | None = 0.0
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def algorithm(self) -> str:
-        return self._drafter.algorithm
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return self._needs
-
-    @property
-    def transport(self) -> DraftTransport | None:
-        """Attaches where it is time to."""
-        if self._transport is None and self._retry_at is not None and self._clock() >= self._retry_at:
-            self._attach()
-        return self._transport
-
-    @property
-    def transport_name(self) -> TransportName:
-        return "in-process"
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def num_attaches(self) -> int:
-        return self._num_attaches
-
-    @property
-    def num_rejected(self) -> int:
-        return self._counters.num_rejected
-
-    @property
-    def gauges(self) -> Mapping[str, float]:
-        """Looked at by the engine thread, behind drafts: without any they stay as they are."""
-        return self._gauges
-
-    def start(self) -> None:
-        """Nothing runs beside the engine: the first use attaches."""
-
-    def close(self) -> None:
-        self._retry_at = None
-        self._transport = None
-
-    def report_failure(self, reason: str) -> None:
-        if self._transport is None:
-            return
-        if self._breaker.failure() or self._transport.is_closed:
-            self._break(reason)
-
-    def report_success(self) -> None:
-        self._breaker.success()
-        if self._clock() >= self._gauges_at:
-            self._look_at_gauges()
-
-    def _look_at_gauges(self) -> None:
-        self._gauges_at = self._clock() + GAUGES_EVERY_S
-        try:
-            self._gauges = checked_gauges(self._drafter.gauges())
-        except Exception as error:
-            self._break(f"no gauges: {error!r}")
-
-    def _attach(self) -> None:
-        transport = InProcessTransport(self._drafter, self._counters)
-        try:
-            self._needs = self._drafter.needs(self._target)
-            self._drafter.attach(self._target, self._weights if self._needs.weights else None)
-            transport.post(probe_request(self._epoch, 0))
-            transport.receive(0)
-        except Exception as error:
-            self._break(f"attach failed: {error!r}")
-            return
-        self._transport = transport
-        self._num_attaches += 1
-        self._state = "attached"
-        logger.info("drafter %s (%s) attached in-process", self._name, self.algorithm)
-        self._look_at_gauges()
-
-    def _break(self, reason: str) -> None:
-        self._transport = None
-        self._gauges = {}
-        self._state = "broken"
-        self._retry_at = self._clock() + self._breaker.next_backoff_s()
-        logger.warning("drafter %s is not attached in-process: %s; trying again", self._name, reason)

@@ -31,12 +31,13 @@ from verifier_svc.block_manager import BlockManager
 from verifier_svc.calibration import measure_step_costs
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
 from verifier_svc.draft_source import DraftSource
-from verifier_svc.drafter_client import DrafterClient, InProcessClient
+from verifier_svc.drafter_client import DrafterClient
 from verifier_svc.drafter_corpora import DrafterCorpora
 from verifier_svc.drafter_registry import DrafterRegistry
 from verifier_svc.engine import Engine
 from verifier_svc.grammar import Vocabulary
 from verifier_svc.grammar_compiler import GrammarCompiler
+from verifier_svc.in_process_client import InProcessClient
 from verifier_svc.info import VerifierInfo
 from verifier_svc.memory_plan import MemoryPlan, make_plan
 from verifier_svc.model_runner import ModelRunner, cache_bytes_per_token, context_tokens

@@ -17,7 +17,7 @@ from tests.support.engine_harness import EPOCH, Harness, Request, Result, TestSo
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
 from verifier_svc.draft_source import DraftSource
-from verifier_svc.drafter_client import InProcessClient
+from verifier_svc.in_process_client import InProcessClient
 from verifier_svc.info import drafter_state
 from verifier_svc.messages import AttachDrafter, DetachDrafter
 

@@ -42,7 +42,8 @@ from verifier_svc.draft_source import (
     DraftSource,
     checked_gauges,
 )
-from verifier_svc.drafter_client import DrafterClient, InProcessClient
+from verifier_svc.drafter_client import DrafterClient
+from verifier_svc.in_process_client import InProcessClient
 
 Kind = Literal["shared-memory", "grpc", "in-process"]
 PROCESS_KINDS: tuple[Kind, ...] = ("shared-memory", "grpc")

@@ -26,7 +26,8 @@ from tests.support.scripted_drafter import ScriptedDrafter
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.draft_source import MAX_CONSECUTIVE_FAILURES, DraftSource
 from verifier_svc.draft_stream import StreamTransport
-from verifier_svc.drafter_client import DrafterClient, InProcessClient
+from verifier_svc.drafter_client import DrafterClient
+from verifier_svc.in_process_client import InProcessClient
 from verifier_svc.patience import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS, Patience
 
 VOCAB = 40
