@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class InProcessClient:
-    """A ``DraftSource`` around a drafter in this process. The engine thread makes all calls to it."""
+    """A ``DraftSource`` around a drafter in this process. Once the engine runs, its thread makes all calls to it."""
 
     def __init__(
         self,
@@ -88,7 +88,9 @@ class InProcessClient:
         return self._gauges
 
     def start(self) -> None:
-        """Nothing runs beside the engine: the first use attaches."""
+        """Attach, once and before the engine runs: no request waits for what it loads."""
+        if self._state == "connecting":
+            self._attach()
 
     def close(self) -> None:
         self._retry_at = None

@@ -156,11 +156,13 @@ def build(
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
     make_source = partial(DrafterClient, target=target, epoch=epoch, weights=runner.shared_weights)
-    sources: list[DraftSource] = [make_source(endpoint) for endpoint in settings.drafters]
-    sources += [
+    inside = [
         InProcessClient(name, drafter, target, epoch, weights=runner.shared_weights.weights)
         for name, drafter in placed.items()
     ]
+    for client in inside:
+        client.start()
+    sources: list[DraftSource] = [*map(make_source, settings.drafters), *inside]
     blocks = BlockManager(budget.num_blocks, settings.block_size, enable_prefix_cache=not settings.disable_radix_cache)
     scheduler = Scheduler(
         blocks,

@@ -542,6 +542,16 @@ def test_in_process_drafter_is_left_alone_for_its_backoff() -> None:
     assert client.num_attaches == 0
 
 
+def test_in_process_drafter_attaches_at_start_and_once() -> None:
+    drafter = MirrorDrafter()
+    client = InProcessClient("mirror", drafter, TARGET, EPOCH)
+    assert client.state == "connecting"
+    client.start()
+    assert client.state == "attached" and len(drafter.attached) == 1
+    client.start()
+    assert client.transport is not None and len(drafter.attached) == client.num_attaches == 1
+
+
 def test_gauges_are_looked_at_in_the_background_and_gone_with_the_attachment(
     client: DrafterClient, process: DrafterProcess
 ) -> None:
