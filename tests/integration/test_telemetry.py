@@ -26,6 +26,8 @@ def test_one_request_is_one_trace_and_no_text_is_told(checkpoint: Path, tmp_path
         cleanup.callback(stack.close)
         stack.wait_ready()
         body = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "n": 2, "cache_salt": SALT, "ignore_eos": True}
+        # With one, drafts are asked for in earnest from the first token on, whatever steps cost now.
+        body |= {"prediction": {"type": "content", "content": PROMPT}}
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
         with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as client:
             answer = client.post("/v1/completions", json=body, headers=headers).json()
