@@ -229,7 +229,7 @@ class Engine:
             self.counters.num_steps += 1
         ended_at = time.perf_counter()
         if scheduled and all(part.was_decoding for part in scheduled):
-            self._speculator.observe_step(sum(part.num_rows for part in scheduled), ended_at - began)
+            self._speculator.costs.observe_step(sum(part.num_rows for part in scheduled), ended_at - began)
         running = self._scheduler.running
         self._speculator.post(
             [s for s in running if s.is_decoding], [s for s in running if not s.is_decoding and s.num_computed > 0]
@@ -245,7 +245,7 @@ class Engine:
         if scheduled:
             published_at = time.perf_counter()
             if all(part.was_decoding for part in scheduled):
-                self._speculator.observe_overhead(published_at - ended_at, has_model=waits_for_model)
+                self._speculator.costs.observe_overhead(published_at - ended_at, has_model=waits_for_model)
             for phase, seconds in (
                 ("schedule", scheduled_at - began),
                 ("draft_post", posted_at - ended_at),

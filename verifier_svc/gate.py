@@ -24,6 +24,21 @@ PATIENT_MISSES = 2
 LONGEST_PAUSE = 16
 
 
+def best_reach(acceptance: float, most: int, relative_costs: Sequence[float]) -> tuple[int, float]:
+    """The length of a chain, at most ``most``, that makes the most tokens a second, and how many, over plain decode's.
+
+    (0, 1.0) where plain decode makes more than any. ``relative_costs``: as ``Gate.num_tokens``.
+    """
+    best, best_rate, expected, power = 0, 1.0, 1.0, 1.0
+    for k in range(1, most + 1):
+        power *= acceptance
+        expected += power
+        rate = expected / relative_costs[k]
+        if rate > best_rate:
+            best, best_rate = k, rate
+    return best, best_rate
+
+
 class Gate:
     """The draft width of one row under one drafter."""
 
@@ -63,14 +78,7 @@ class Gate:
         if self._pause:
             self._pause -= 1
             return 0
-        acceptance = self.acceptance
-        best, self.rate, expected, power = 0, 1.0, 1.0, 1.0
-        for k in range(1, most + 1):
-            power *= acceptance
-            expected += power
-            rate = expected / relative_costs[k]
-            if rate > self.rate:
-                best, self.rate = k, rate
+        best, self.rate = best_reach(self.acceptance, most, relative_costs)
         self._probing = False
         if best:
             self._shut_steps = 0

@@ -99,6 +99,8 @@ class Sequence:
         # Of drafters with a model, and of those without.
         self.gate = Gate()
         self.quick_gate = Gate()
+        # Whether the model that the server would choose takes part; None: not decided.
+        self.uses_model: bool | None = None
         if submit.prediction_ids:
             # There is something to propose from the first token on: nothing to scout for.
             self.quick_gate.observe_find()

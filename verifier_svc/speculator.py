@@ -17,8 +17,10 @@ from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import DRAFTER_JOIN, MAX_DRAFTER_NAMES, MAX_DRAFTERS
 from foretoken.tree import depths
 from verifier_svc.draft import Draft, merge
+from verifier_svc.draft_costs import DraftCosts
 from verifier_svc.draft_link import NO_DRAFT, DrafterCounters, DraftLink, Posted, Row
 from verifier_svc.draft_source import DraftSource
+from verifier_svc.gate import best_reach
 from verifier_svc.sequence import DrafterShare, Sequence
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.tree_shape import TreeShape
@@ -30,10 +32,11 @@ MERGE = "merge"
 AUTO = "auto"
 # Tokens that a model may be behind on a row that drafts without it, before it is told of them.
 TELL_BEHIND = 32
-# Weight of a new step in what steps take beside the pass and the waits.
-OVERHEAD_SMOOTHING = 0.02
-# Steps for which relative costs are taken as they are: they move slowly, and a step has better to do.
-COSTS_HOLD_FOR = 16
+# Tokens a second that a model's own steps must promise, over plain decode's, for the server to choose it by itself:
+# less is lost again in the prompt's entries and in telling it of what others drafted.
+MODEL_PAYS_FROM = 1.3
+# Of the rows for which a model does not pay, one of so many tries it all the same.
+MODEL_TRIAL_EVERY = 16
 
 
 class _Plan(NamedTuple):
@@ -74,7 +77,7 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``max_batch_size`` of 0 means no limit."""
-        self._costs = costs
+        self.costs = DraftCosts(costs, shape)
         self._shape = shape
         self._max_batch_size = max_batch_size
         self._new_link = partial(
@@ -89,20 +92,15 @@ class Speculator:
         self._links: list[DraftLink] = []
         # Those that are attached in this step.
         self._attached: list[DraftLink] = []
-        # By batch size: when it was counted, and seconds of a step of so many rows each, waits excluded.
-        self._step_seconds: dict[int, tuple[int, list[float]]] = {}
         # Trees for the next step by slot and generation.
         self._drafts: dict[tuple[int, int], Draft] = {}
         self._plans: list[_Plan] = []
         # What drafters without a model had for the next step.
         self._quick: _Found = {}
         self._captured: tuple[int, ...] = ()
-        self._num_posts = 0
-        # Seconds of a step beside the target's pass and the waits: asking, taking over, publishing.
-        self._overhead_s = {False: 0.0, True: 0.0}
-        self._waited_s = 0.0
-        # By drafters and batch size: when they were counted, and relative costs by reach.
-        self._cost_lists: dict[tuple[str, int], tuple[int, list[float]]] = {}
+        # Rows that decode, at the last post; and rows for which the server chose without its model.
+        self._batch = 1
+        self._num_passed_over = 0
         self.num_plain_batch_steps = 0
         for source in sources:
             self.add_source(source)
@@ -207,15 +205,14 @@ class Speculator:
 
         ``decoding``: sequences whose next step is a decode step; ``prefilling``: those in the middle of their prompt.
         """
-        self._num_posts += 1
-        self._waited_s = -self._wait_seconds()
+        self.costs.begin_step(self._links)
         for link in self._links:
             link.read_scout()
         if self._max_batch_size and len(decoding) > self._max_batch_size:
             # True plain decode. Drafters are told of these tokens when speculation returns.
             self.num_plain_batch_steps += 1
             decoding = ()
-        batch = max(len(decoding), 1)
+        self._batch = batch = max(len(decoding), 1)
         quick_plans = self._make_plans(decoding, batch, has_model=False)
         self._quick = self._ask_quickly(quick_plans)
         plans = self._make_plans(decoding, batch, has_model=True)
@@ -263,7 +260,7 @@ class Speculator:
         quick = self._quick.get(plan.key)
         if quick is None or plan.sequence.speculation.drafter != AUTO or self._shape.is_fixed:
             return False
-        return self._best_rate(merge(quick).best(1 + plan.most), batch, 0.0)[1] >= max(plan.rate, 1.0)
+        return self.costs.best_rate(merge(quick).best(1 + plan.most), batch, 0.0)[1] >= max(plan.rate, 1.0)
 
     def _is_behind(self, link: DraftLink, sequence: Sequence) -> bool:
         return link in self._links_of(sequence) and len(sequence.tokens) - link.told_length(sequence) >= TELL_BEHIND
@@ -309,7 +306,7 @@ class Speculator:
         found, self._quick = self._quick, {}
         for link in self._links:
             self._take(link, found)
-        self._waited_s += self._wait_seconds()
+        self.costs.end_waits(self._links)
         plans: dict[tuple[int, int], list[_Plan]] = {}
         for plan in self._plans:
             plans.setdefault(plan.key, []).append(plan)
@@ -321,41 +318,17 @@ class Speculator:
             if draft.tree.num_nodes > 1:
                 self._drafts[key] = draft
 
-    def _wait_seconds(self) -> float:
-        """Seconds of all waits so far."""
-        return sum(link.counters.wait_seconds for link in self._links)
-
     def _worth_s(self, posted: Posted) -> float:
         """Each row that waits gains at most its drafted tokens, each of which is a plain step of all rows saved."""
-        return max(row.shape.nodes - 1 for row in posted.rows) * self._costs.estimate(len(posted.rows))
+        return max(row.shape.nodes - 1 for row in posted.rows) * self.costs.plain_step_s(len(posted.rows))
 
     def _trimmed(self, draft: Draft, plans: list[_Plan], batch: int) -> Draft:
         """The nodes that make the most tokens a second, if each of ``batch`` rows verifies as many."""
         draft = draft.best(1 + max(plan.most for plan in plans))
         if self._shape.is_fixed:
             return draft
-        wait_s = max(self._wait_s(plan.links, plan.reach) for plan in plans)
-        return draft.best(self._best_rate(draft, batch, wait_s)[0])
-
-    def _best_rate(self, draft: Draft, batch: int, wait_s: float) -> tuple[int, float]:
-        """Nodes of a draft that make the most tokens a second, and how many, over plain decode's."""
-        seconds = self._seconds(batch)
-        best, best_rate, expected = 1, 0.0, 0.0
-        for count, chance in enumerate(sorted(draft.chances, reverse=True), start=1):
-            expected += chance
-            rate = expected * seconds[0] / (seconds[count - 1] + wait_s)
-            if rate > best_rate:
-                best, best_rate = count, rate
-        return best, best_rate
-
-    def _seconds(self, batch: int) -> list[float]:
-        """Of a step in which each of ``batch`` rows verifies 1, 2, ... nodes, waits excluded."""
-        counted_at, seconds = self._step_seconds.get(batch, (-COSTS_HOLD_FOR, []))
-        if self._num_posts - counted_at >= COSTS_HOLD_FOR:
-            counts = range(1, self._shape.max_nodes + 1)
-            seconds = [self._costs.estimate(batch * count) + self._overhead_s[False] for count in counts]
-            self._step_seconds[batch] = (self._num_posts, seconds)
-        return seconds
+        wait_s = max(self.costs.wait_s(plan.links, plan.reach) for plan in plans)
+        return draft.best(self.costs.best_rate(draft, batch, wait_s)[0])
 
     def observe(self, sequence: Sequence, draft: Draft, matched: Seq[int], shares: Seq[DrafterShare]) -> None:
         """Learn from a verified tree of which the walk went through the nodes ``matched``."""
@@ -370,21 +343,10 @@ class Speculator:
             mine = [node for node, source in enumerate(draft.sources) if source == share.drafter]
             link.estimates.observe([draft.scores[node] for node in mine], [node in matched for node in mine])
 
-    def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
-        """Learn what a step took behind the target's pass, and whether it waited for a model meanwhile."""
-        overhead_s = max(seconds - self._waited_s, 0.0)
-        known = self._overhead_s[has_model]
-        # One that took many times as long was disturbed from outside.
-        overhead_s = min(overhead_s, 4 * known) if known else overhead_s
-        self._overhead_s[has_model] += OVERHEAD_SMOOTHING * (overhead_s - known) if known else overhead_s
-
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        """Learn what a step without prefill cost."""
-        self._costs.observe(num_rows, seconds)
-
     def _links_of(self, sequence: Sequence) -> list[DraftLink]:
         """The attached drafters of a row: those that it names, all, or those that the server chooses from: the first
-        one, and if that has a model the first one without, which costs next to nothing to ask."""
+        one, unless it is a model that does not pay, and beside a model the first one without, which costs next to
+        nothing to ask."""
         if not self.wants_drafts(sequence):
             return []
         wanted = sequence.speculation.drafter
@@ -392,10 +354,25 @@ class Speculator:
         if wanted == MERGE:
             return attached
         if wanted == AUTO:
-            quick = [link for link in attached[1:] if not link.has_model]
-            return attached[:1] + (quick[:1] if attached and attached[0].has_model else [])
+            if not attached or not attached[0].has_model:
+                return attached[:1]
+            quick = [link for link in attached[1:] if not link.has_model][:1]
+            return [attached[0], *quick] if self._uses_model(sequence, attached[0]) else quick
         names = wanted.split(DRAFTER_JOIN)
         return [link for link in attached if link.name in names]
+
+    def _uses_model(self, sequence: Sequence, link: DraftLink) -> bool:
+        """Whether a row for which the server chooses drafts with the model; decided once, before it is told of any."""
+        if sequence.uses_model is None:
+            sequence.uses_model = self._shape.is_fixed or self._pays(link)
+            if not sequence.uses_model:
+                self._num_passed_over += 1
+                sequence.uses_model = self._num_passed_over % MODEL_TRIAL_EVERY == 0
+        return sequence.uses_model
+
+    def _pays(self, link: DraftLink) -> bool:
+        costs = self.costs.relative([link], self._batch)
+        return best_reach(link.acceptance, self._shape.max_nodes - 1, costs)[1] >= MODEL_PAYS_FROM
 
     def _plan(self, sequence: Sequence, links: list[DraftLink], batch: int) -> _Plan | None:
         """What a row asks of drafters of one kind in the next step; None: nothing."""
@@ -407,31 +384,7 @@ class Speculator:
         if links[0].has_model:
             # A model always has something to propose.
             gate.expect_drafts(max(link.acceptance for link in links))
-        reach = gate.num_tokens(most, self._relative_costs(links, batch))
+        reach = gate.num_tokens(most, self.costs.relative(links, batch))
         if self._shape.is_fixed:
             reach = most
         return _Plan(sequence, links, reach, most, not gate.is_scouting, gate.rate) if reach > 0 else None
-
-    def _relative_costs(self, links: list[DraftLink], batch: int) -> list[float]:
-        """Cost of a step in which each of ``batch`` rows verifies a draft of reach k over that of a plain one, by k."""
-        key = ",".join(link.name for link in links), batch
-        counted_at, costs = self._cost_lists.get(key, (0, []))
-        if not costs or self._num_posts - counted_at >= COSTS_HOLD_FOR:
-            has_model = links[0].has_model
-            plain = self._costs.estimate(batch) + self._overhead_s[False]
-            costs = [1.0]
-            for reach in range(1, self._shape.max_nodes):
-                nodes = max(self._shape.of_row(link.has_model, reach, reach).nodes for link in links)
-                seconds = self._costs.estimate(batch * nodes) + self._overhead_s[has_model]
-                costs.append((seconds + self._wait_s(links, reach)) / plain)
-            self._cost_lists[key] = (self._num_posts, costs)
-        return costs
-
-    def _wait_s(self, links: list[DraftLink], reach: int) -> float:
-        """Seconds that a step waits for drafts: the drafters work side by side."""
-        return max(
-            link.times.estimate(self._shape.of_row(True, reach, reach).depth)
-            if link.has_model
-            else link.patience.wait_s
-            for link in links
-        )

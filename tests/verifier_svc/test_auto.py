@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from foretoken.drafting import DraftRequest
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Harness, Request, Result
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from tests.verifier_svc.test_features import HeadLike
-from verifier_svc.speculator import TELL_BEHIND
+from verifier_svc.draft_times import DraftTimes
+from verifier_svc.speculator import MODEL_TRIAL_EVERY, TELL_BEHIND
 
 VOCAB = 12
 PROMPT = [1, 2, 3, 4, 5]
@@ -31,8 +34,8 @@ class Knowing(ScriptedDrafter):
         return nodes
 
 
-def run(drafters: dict[str, object], drafter: str = "auto") -> tuple[Harness, Result]:
-    harness = Harness(
+def new_harness(drafters: dict[str, object], **options: int) -> Harness:
+    return Harness(
         HashTarget(VOCAB, 100, 4, spread=2.0),
         vocab_size=VOCAB,
         num_blocks=100,
@@ -40,7 +43,12 @@ def run(drafters: dict[str, object], drafter: str = "auto") -> tuple[Harness, Re
         drafters=drafters,  # type: ignore[arg-type]
         hidden_size=HIDDEN_SIZE,
         num_layers=2,
+        **options,
     )
+
+
+def run(drafters: dict[str, object], drafter: str = "auto") -> tuple[Harness, Result]:
+    harness = new_harness(drafters)
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     (result,) = harness.run([Request(PROMPT, sampling, speculation=SpeculationOptions(drafter=drafter))])
     harness.drain()
@@ -88,3 +96,22 @@ def test_merged_rows_have_both() -> None:
     plain = run({})[1].token_ids
     _, result = run({"model": HeadLike(), "quick": Knowing({(tuple(PROMPT), 0): plain})}, "merge")
     assert result.token_ids == plain and set(result.sources) == {0, MODEL, QUICK}
+
+
+@pytest.mark.parametrize(("num_steps", "num_told"), [(0, 2), (3, 2 * MODEL_TRIAL_EVERY)])
+def test_a_model_that_does_not_pay_is_told_of_one_row_in_many(
+    num_steps: int, num_told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the flags say what trees must be like. Who names it has it."""
+    monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth: 1000.0)
+    model = HeadLike()
+    harness = new_harness(
+        {"model": model, "quick": Knowing({(tuple(PROMPT), 0): run({})[1].token_ids})}, num_steps=num_steps
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=2 * TELL_BEHIND)
+    for _ in range(2 * MODEL_TRIAL_EVERY):
+        harness.run([Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="auto"))])
+    harness.drain()
+    assert len(model.tokens) == num_told
+    harness.run([Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="model"))])
+    assert len(model.tokens) == num_told + 1

@@ -1,0 +1,106 @@
+"""What a step with drafts costs, over a plain one: the target's pass by its rows, the wait for drafters, the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verifier_svc.draft import Draft
+from verifier_svc.draft_link import DraftLink
+from verifier_svc.step_costs import StepCosts
+from verifier_svc.tree_shape import TreeShape
+
+# Weight of a new step in what steps take beside the pass and the waits.
+OVERHEAD_SMOOTHING = 0.02
+# Steps for which costs are taken as they are: they move slowly, and a step has better to do.
+HOLD_FOR = 16
+
+
+class DraftCosts:
+    """Measured while steps run. Used by the engine thread alone."""
+
+    def __init__(self, costs: StepCosts, shape: TreeShape) -> None:
+        self._costs = costs
+        self._shape = shape
+        self._num_steps = 0
+        # Seconds of a step beside the target's pass and the waits, asking, taking over and publishing: by whether it
+        # waits for a model.
+        self._overhead_s = {False: 0.0, True: 0.0}
+        self._waited_s = 0.0
+        # By batch size: when it was counted, and seconds of a step of 1, 2, ... nodes a row, waits excluded.
+        self._step_seconds: dict[int, tuple[int, list[float]]] = {}
+        # By drafters and batch size: when they were counted, and relative costs by reach.
+        self._cost_lists: dict[tuple[str, int], tuple[int, list[float]]] = {}
+
+    def begin_step(self, links: Sequence[DraftLink]) -> None:
+        """Drafters are about to be asked."""
+        self._num_steps += 1
+        self._waited_s = -_wait_seconds(links)
+
+    def end_waits(self, links: Sequence[DraftLink]) -> None:
+        """All answers of the step have come, or nobody waits for them any more."""
+        self._waited_s += _wait_seconds(links)
+
+    def plain_step_s(self, batch: int) -> float:
+        """Seconds of the target's pass over one row of each of ``batch`` sequences."""
+        return self._costs.estimate(batch)
+
+    def best_rate(self, draft: Draft, batch: int, wait_s: float) -> tuple[int, float]:
+        """Nodes of a draft that make the most tokens a second, and how many, over plain decode's."""
+        seconds = self._seconds(batch)
+        best, best_rate, expected = 1, 0.0, 0.0
+        for count, chance in enumerate(sorted(draft.chances, reverse=True), start=1):
+            expected += chance
+            rate = expected * seconds[0] / (seconds[count - 1] + wait_s)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best, best_rate
+
+    def _seconds(self, batch: int) -> list[float]:
+        """Of a step in which each of ``batch`` rows verifies 1, 2, ... nodes, waits excluded."""
+        counted_at, seconds = self._step_seconds.get(batch, (-HOLD_FOR, []))
+        if self._num_steps - counted_at >= HOLD_FOR:
+            counts = range(1, self._shape.max_nodes + 1)
+            seconds = [self._costs.estimate(batch * count) + self._overhead_s[False] for count in counts]
+            self._step_seconds[batch] = (self._num_steps, seconds)
+        return seconds
+
+    def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
+        """Learn what a step took behind the target's pass, and whether it waited for a model meanwhile."""
+        overhead_s = max(seconds - self._waited_s, 0.0)
+        known = self._overhead_s[has_model]
+        # One that took many times as long was disturbed from outside.
+        overhead_s = min(overhead_s, 4 * known) if known else overhead_s
+        self._overhead_s[has_model] += OVERHEAD_SMOOTHING * (overhead_s - known) if known else overhead_s
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """Learn what a step without prefill cost."""
+        self._costs.observe(num_rows, seconds)
+
+    def relative(self, links: Sequence[DraftLink], batch: int) -> list[float]:
+        """Cost of a step in which each of ``batch`` rows verifies a draft of reach k over that of a plain one, by k."""
+        key = ",".join(link.name for link in links), batch
+        counted_at, costs = self._cost_lists.get(key, (0, []))
+        if not costs or self._num_steps - counted_at >= HOLD_FOR:
+            has_model = links[0].has_model
+            plain = self._costs.estimate(batch) + self._overhead_s[False]
+            costs = [1.0]
+            for reach in range(1, self._shape.max_nodes):
+                nodes = max(self._shape.of_row(link.has_model, reach, reach).nodes for link in links)
+                seconds = self._costs.estimate(batch * nodes) + self._overhead_s[has_model]
+                costs.append((seconds + self.wait_s(links, reach)) / plain)
+            self._cost_lists[key] = (self._num_steps, costs)
+        return costs
+
+    def wait_s(self, links: Sequence[DraftLink], reach: int) -> float:
+        """Seconds that a step waits for drafts: the drafters work side by side."""
+        return max(
+            link.times.estimate(self._shape.of_row(True, reach, reach).depth)
+            if link.has_model
+            else link.patience.wait_s
+            for link in links
+        )
+
+
+def _wait_seconds(links: Sequence[DraftLink]) -> float:
+    """Of all waits so far."""
+    return sum(link.counters.wait_seconds for link in links)
