@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors import SafetensorError, safe_open
 
 from foretoken.errors import ConfigError, PreconditionError
 
+_INTEGERS = ("I8", "I16", "I32", "I64", "U8", "U16", "U32")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl")
 
 
@@ -51,15 +51,18 @@ def check_token_map(token_map: NDArray[np.int32], vocab_size: int) -> None:
 
 def _read_safetensors(path: Path) -> NDArray[np.int64]:
     try:
-        tensors = load_file(path)
+        with safe_open(path, "numpy") as file:
+            names = list(file.keys())
+            if len(names) != 1:
+                raise ConfigError(f"--speculative-token-map {path}: expected one tensor, there are {len(names)}")
+            # numpy does not know all types of the format.
+            shown = file.get_slice(names[0])
+            if len(shown.get_shape()) != 1 or shown.get_dtype() not in _INTEGERS:
+                raise ConfigError(f"--speculative-token-map {path}: tensor {names[0]} is not a flat list of integers")
+            ids: NDArray[np.int64] = file.get_tensor(names[0]).astype(np.int64)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"--speculative-token-map {path}: {error}") from error
-    if len(tensors) != 1:
-        raise ConfigError(f"--speculative-token-map {path}: expected one tensor, there are {len(tensors)}")
-    ((name, tensor),) = tensors.items()
-    if tensor.ndim != 1 or tensor.dtype.kind not in "iu":
-        raise ConfigError(f"--speculative-token-map {path}: tensor {name} is not a flat list of integers")
-    return tensor.astype(np.int64)
+    return ids
 
 
 def _read_json(path: Path) -> NDArray[np.int64]:

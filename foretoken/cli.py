@@ -373,7 +373,10 @@ def _drafter_specs(context: typer.Context) -> list[DrafterSpec]:
     if given:
         specs = [parse_spec(text) for text in given]
         if algorithm or path or token_map:
-            raise ConfigError("--drafter names drafters with all that belongs to them: nothing else says so too")
+            raise ConfigError(
+                "--speculative-algorithm, --speculative-draft-model-path and --speculative-token-map do not go with "
+                "--drafter: its own keys say the same: name, algorithm, model, token_map, threads, coupled_noise"
+            )
     elif algorithm == "NONE":
         specs = []
     else:

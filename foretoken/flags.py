@@ -88,7 +88,7 @@ AdminApiKeyFile = Annotated[
     typer.Option(
         metavar="PATH",
         envvar="FORETOKEN_ADMIN_API_KEY_FILE",
-        help="Key of the operator's endpoints, /v1/corpora.",
+        help="Key of the operator's endpoints, /v1/corpora and /v1/drafters.",
         show_default="none: no such endpoints",
     ),
 ]

@@ -171,7 +171,10 @@ class DrafterClient:
                     self._watch(transport, stub)
             except (ForetokenError, TransportClosedError, OSError) as error:
                 # Not there yet is the normal life of a drafter; any other refusal is a fault.
-                self._lost("connecting" if isinstance(error, UnavailableError) else "broken", str(error))
+                outlook = (
+                    "until drafter or target is another" if isinstance(error, PreconditionError) else "until it is"
+                )
+                self._lost("connecting" if isinstance(error, UnavailableError) else "broken", str(error), outlook)
             if not self._closing:
                 with self._lock:
                     backoff_s = self._breaker.next_backoff_s()
@@ -205,16 +208,16 @@ class DrafterClient:
         else:
             self._gauges = checked_gauges(info.gauges)
 
-    def _lost(self, state: State, reason: str) -> None:
+    def _lost(self, state: State, reason: str, outlook: str = "until it is") -> None:
         self._gauges = {}
         with self._lock:
             # Readers do not lock: whoever finds no transport finds the state that says why.
             self._state = state
             self._transport = None
         if not self._closing:
-            self._log_loss(state, reason)
+            self._log_loss(state, reason, outlook)
 
-    def _log_loss(self, state: State, reason: str) -> None:
+    def _log_loss(self, state: State, reason: str, outlook: str) -> None:
         """One warning an outage, and one for a fault that comes again and again without a sound draft between."""
         if state == "broken":
             is_news, self._known_fault = reason != self._known_fault, reason
@@ -223,11 +226,12 @@ class DrafterClient:
         self._is_outage_known = True
         logger.log(
             logging.WARNING if is_news else logging.DEBUG,
-            "drafter %s is not attached over %s (%s): %s; plain decode until it is",
+            "drafter %s is not attached over %s (%s): %s; plain decode %s",
             self.name,
             self.transport_name,
             self._endpoint.address,
             reason,
+            outlook,
         )
 
     def _sleep(self, seconds: float) -> None:

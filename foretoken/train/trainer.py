@@ -34,6 +34,8 @@ def train(options: TrainOptions) -> Acceptance:
 
     Raises ConfigError or CheckpointError for what a user can mend.
     """
+    if not options.resume and (options.output / "config.json").exists():
+        raise ConfigError(f"--output {options.output} holds a checkpoint; choose another folder, or remove that one")
     device = pick_device(options.device)
     if options.compile is None:
         options = dataclasses.replace(options, compile=device.type == "cuda")

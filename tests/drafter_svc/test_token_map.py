@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
 from drafter_svc.token_map import check_token_map, load_token_map
 from foretoken.errors import ConfigError, PreconditionError
@@ -79,3 +81,14 @@ def test_an_id_beyond_the_vocabulary() -> None:
     check_token_map(np.array([3, 99], np.int32), 100)
     with pytest.raises(PreconditionError, match="token 99 is not in the target's vocabulary of 99"):
         check_token_map(np.array([3, 99], np.int32), 99)
+
+
+def test_a_file_of_another_kind_of_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    """Types that numpy does not know among them: a head given in place of its map."""
+    path = tmp_path / "model.safetensors"
+    save_torch_file({"a": torch.zeros(4, dtype=torch.bfloat16), "b": torch.zeros(2)}, path)
+    with pytest.raises(ConfigError, match="expected one tensor, there are 2"):
+        load_token_map(path)
+    save_torch_file({"a": torch.zeros(4, dtype=torch.bfloat16)}, path)
+    with pytest.raises(ConfigError, match="tensor a is not a flat list of integers"):
+        load_token_map(path)

@@ -289,6 +289,13 @@ def test_the_command_line_trains(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").is_file()
 
 
+def test_a_checkpoint_is_not_written_over(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds a checkpoint"):
+        train(options(folder, tmp_path, "eagle2", *SMALL))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_the_learning_rate_warms_up_stays_and_falls_to_nothing() -> None:
     assert learning_rate_share(0, 0.0, 10) == pytest.approx(0.1)
     assert learning_rate_share(10, 0.1, 10) == 1.0

@@ -233,10 +233,10 @@ async def test_commands(operated: Operated) -> None:
 
     first, second = operated.addresses
     attached = await run("attach", "late", "unix:/run/late", "--transport", "grpc", "--verifier", second)
-    assert attached.output == f"late: connecting, over shared-memory, at {second}\n", attached.output
+    assert attached.output == f"late: connecting, over shared-memory, to the verifier at {second}\n", attached.output
     assert [v.attached for v in operated.verifiers] == [[], [("late", "unix:/run/late", "grpc")]]
     listed = await run("list")
-    ngram = "ngram: attached, NGRAM over shared-memory, at"
+    ngram = "ngram: attached, NGRAM over shared-memory, to the verifier at"
     assert listed.output == f"{ngram} {first}\n{ngram} {second}\n{attached.output}"
     assert (await run("list", "--verifier", first)).output == f"{ngram} {first}\n"
     detached = await run("detach", "ngram")

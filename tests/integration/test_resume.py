@@ -93,6 +93,7 @@ class Clients:
 
     def __init__(self, port: int, grpc_port: int) -> None:
         self.num_chunks = 0
+        self._num_grpc_chunks = 0
         self._port, self._grpc_port = port, grpc_port
         self._news = asyncio.Condition()
 
@@ -106,9 +107,9 @@ class Clients:
         return {name: task.result() for name, task in tasks.items()}
 
     async def until_streaming(self, num_chunks: int) -> None:
-        """Return once so many chunks have come."""
+        """Return once so many chunks have come, some of them by gRPC: the rest of that answer is to be counted."""
         async with self._news:
-            await self._news.wait_for(lambda: self.num_chunks >= num_chunks)
+            await self._news.wait_for(lambda: self.num_chunks >= num_chunks and self._num_grpc_chunks > 1)
 
     async def _count(self) -> None:
         async with self._news:
@@ -153,6 +154,7 @@ class Clients:
         text = ""
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self._grpc_port}") as channel:
             async for response in gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request):
+                self._num_grpc_chunks += 1
                 await self._count()
                 chunk = response.chunk
                 if response.HasField("chunk"):
