@@ -36,7 +36,7 @@ TELL_BEHIND = 32
 # less is lost again in the prompt's entries and in telling it of what others drafted.
 MODEL_PAYS_FROM = 1.3
 # Of the rows for which a model does not pay, one of so many tries it all the same.
-MODEL_TRIAL_EVERY = 16
+MODEL_TRIAL_EVERY = 32
 
 
 class _Plan(NamedTuple):

@@ -292,7 +292,7 @@ def test_the_command_line_trains(folder: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_is_not_written_over(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds a checkpoint"):
-        train(options(folder, tmp_path, "eagle2", *SMALL))
+        train(options(folder, tmp_path, "eagle2", "--steps", "1"))
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
