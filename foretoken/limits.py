@@ -200,10 +200,12 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
     if options.max_draft_tokens is not None:
         check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
     check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
-    if not set(named_drafters(options)) <= set(model.drafter_names):
+    unknown = [repr(name) for name in named_drafters(options) if name not in model.drafter_names]
+    if unknown:
         names = ", ".join((*DRAFTER_CHOICES, *model.drafter_names))
         raise InvalidRequestError(
-            f"speculative.drafter {options.drafter!r} is not configured; there is: {names}",
+            f"speculative.drafter: there is no drafter {', '.join(unknown)}; there is: {names}; "
+            f"drafters are joined by {DRAFTER_JOIN}",
             field="speculative.drafter",
         )
 
