@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.drafting import ROW_COLUMNS, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.sampling import SamplingParams
 from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HashTarget
+from verifier_svc.sequence import digest_of_salt
 
 VOCAB = 40
 PROMPT = [1, 2, 3]
@@ -78,6 +79,34 @@ def test_every_token_is_told_once_and_in_order_also_those_of_paused_steps_and_th
     assert told(drafter) == PROMPT + result.token_ids
     assert drafter.requests[-1].max_nodes.tolist() == [1]
     assert len(drafter.requests) < 25, "a drafter with nothing to propose is not asked in each step"
+
+
+def test_a_row_says_what_it_is_and_how_it_is_sampled() -> None:
+    drafter = Notebook(first_find=1)
+    harness = Harness(
+        HashTarget(VOCAB, 100, 4), vocab_size=VOCAB, num_blocks=100, block_size=4, drafters={"notebook": drafter}
+    )
+    sampling = SamplingParams(temperature=0.5, seed=2**63 + 3, top_k=5, top_p=0.75, min_p=0.125, max_tokens=12)
+    harness.run([Request(PROMPT, sampling, choice_index=2, cache_salt="tenant")])
+    first = drafter.requests[0]
+    assert {name: getattr(first, name).tolist() for name in ROW_COLUMNS} == {
+        "salts": [digest_of_salt("tenant")],
+        "seeds": [2**63 + 3],
+        "slots": [0],
+        "generations": first.generations.tolist(),
+        "lengths": [len(PROMPT)],
+        "prompt_lengths": [len(PROMPT)],
+        "max_nodes": [1],
+        "max_depths": [1],
+        "max_branches": [1],
+        "choice_indices": [2],
+        "top_ks": [5],
+        "temperatures": [0.5],
+        "top_ps": [0.75],
+        "min_ps": [0.125],
+    }
+    shapes = {tuple(getattr(r, name)[0] for name in ("max_nodes", "max_depths")) for r in drafter.requests}
+    assert any(nodes == depth + 1 > 2 for nodes, depth in shapes), "a chain of several tokens was asked for"
 
 
 def test_a_find_is_asked_for_in_earnest_in_the_next_step() -> None:
