@@ -80,6 +80,11 @@ class HeadLike:
         return tokens
 
 
+def ask(prompt: list[int]) -> Request:
+    """Of the head by its name: what it is told of must not depend on what it is worth."""
+    return Request(prompt, GREEDY, speculation=SpeculationOptions(drafter="head"))
+
+
 def harness(drafter: HeadLike, **options: object) -> Harness:
     num_blocks = int(options.pop("num_blocks", 100))  # type: ignore[call-overload]
     return Harness(
@@ -102,7 +107,7 @@ def test_each_token_is_told_with_the_features_of_the_position_before_it(
     drafter = HeadLike(features)
     run = harness(drafter, chunk_tokens=chunk_tokens)
     prompts = [list(range(1, 11)), [3, 1, 4, 1, 5, 9, 2, 6], [7]]
-    results = run.run(Request(prompt, GREEDY) for prompt in prompts)
+    results = run.run(ask(prompt) for prompt in prompts)
     run.drain()
     told = sorted(drafter.tokens.values())
     assert told == sorted(prompt + result.token_ids for prompt, result in zip(prompts, results, strict=True))
@@ -115,8 +120,8 @@ def test_a_prefix_hit_has_the_features_of_its_last_position() -> None:
     drafter = HeadLike()
     run = harness(drafter)
     prompt = list(range(10)) * 2
-    run.run([Request(prompt, GREEDY)])
-    first = run.run([Request([*prompt, 5, 6], GREEDY)])[0]
+    run.run([ask(prompt)])
+    first = run.run([ask([*prompt, 5, 6])])[0]
     run.drain()
     assert first.finished is not None and first.finished.num_cached_tokens == 20
     (key,) = [key for key, tokens in drafter.tokens.items() if tokens[:22] == [*prompt, 5, 6]]
@@ -128,8 +133,8 @@ def test_a_head_of_several_layers_gets_as_many_positions_again() -> None:
     drafter = HeadLike(num_rerun=3)
     run = harness(drafter)
     prompt = list(range(10)) * 2
-    run.run([Request(prompt, GREEDY), Request([*prompt, 1], GREEDY)])
-    run.run([Request([*prompt, 5], GREEDY)])
+    run.run([ask(prompt), ask([*prompt, 1])])
+    run.run([ask([*prompt, 5])])
     (key,) = [key for key, tokens in drafter.tokens.items() if tokens[:21] == [*prompt, 5]]
     assert drafter.known[key][0] == 18
 
@@ -137,7 +142,7 @@ def test_a_head_of_several_layers_gets_as_many_positions_again() -> None:
 def test_preempted_sequences_begin_anew_with_features() -> None:
     drafter = HeadLike()
     run = harness(drafter, num_blocks=26, max_running=6)
-    results = run.run(Request([n, n + 1, n + 2], GREEDY) for n in range(6))
+    results = run.run(ask([n, n + 1, n + 2]) for n in range(6))
     assert run.scheduler.num_preemptions > 0
     assert all(len(result.token_ids) == 40 for result in results)
 
@@ -146,7 +151,7 @@ def test_a_drafter_that_comes_back_is_told_all_tokens_and_the_features_from_then
     drafter = HeadLike()
     run = harness(drafter)
     (source,) = run.sources
-    key = run.submit(Request([1, 2, 3], GREEDY))
+    key = run.submit(ask([1, 2, 3]))
     while len(run.results[key].token_ids) < 15:
         run.step()
     source.kill()
@@ -201,7 +206,7 @@ def test_a_model_that_writes_a_prompts_entries_is_not_waited_for(monkeypatch: py
 
     run = harness(Watched())
     prompt = [n % 10 for n in range(CATCH_UP_TOKENS + 12)]
-    run.run([Request(prompt, GREEDY)])
+    run.run([ask(prompt)])
     told = [(len(request.new_tokens), int(request.max_nodes[0])) for request in requests]
     assert told[0] == (len(prompt) + 1, 1), "the prompt and the first token, to be learnt"
     assert told[1][0] == 6 and told[1][1] > 1, "the five steps that nobody waited in, and the next one"
@@ -217,7 +222,7 @@ def test_a_model_that_never_catches_up_is_reported(monkeypatch: pytest.MonkeyPat
         return now
 
     run = harness(HeadLike(), clock=clock, timeout_s=0.1)
-    (result,) = run.run([Request([1] * (CATCH_UP_TOKENS + 1), GREEDY)])
+    (result,) = run.run([ask([1] * (CATCH_UP_TOKENS + 1))])
     assert len(result.token_ids) == 40
     (source,) = run.sources
     assert source.failures and "no sound draft within 100 ms" in source.failures[0]

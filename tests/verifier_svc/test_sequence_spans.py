@@ -88,6 +88,7 @@ async def run_all(endpoint: str) -> None:
         await submit("left", sampling=long)
         await running()
         call.cancel()
+        await until(lambda: bool(harness.engine._inbox))
         gate.set()
         await until(lambda: harness.engine.is_idle)
         request = verifier_pb2.GenerateRequest(sequence=sequence("metadata"))
