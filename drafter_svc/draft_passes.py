@@ -114,11 +114,11 @@ class DraftPasses:
         self._scale = COUPLING_SCALE if coupled else 0.0
         self.figures = PassFigures()
         self._block_size = target.block_size
-        self._vocabulary = Vocabulary(model.draft_vocab_size, model.draft_vocab_size, np.empty(0, np.int32))
+        size = model.draft_vocab_size
         if model.target_ids is None:
-            self._vocabulary = self._vocabulary._replace(limit=min(model.draft_vocab_size, target.vocab_size))
+            self._vocabulary = Vocabulary(size, min(size, target.vocab_size), np.empty(0, np.int32))
         else:
-            self._vocabulary = self._vocabulary._replace(target_ids=np.array(model.target_ids, np.int32))
+            self._vocabulary = Vocabulary(size, size, np.array(model.target_ids, np.int32))
         max_rows = ROWS_PER_SLOT * target.max_slots
         self._tree_blocks = scratch_blocks_per_row(target)
         self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)

@@ -124,7 +124,7 @@ def _grow_levels(
                 source = np.int64(beams.sources[beam])
                 for i in range(size):
                     beam_hidden[beam, i] = root_hidden[source, i] if depth == 1 else before[source * size + i]
-        longest = longest_path(
+        batch = (
             beams.token_ids[:count],
             beams.positions[:count],
             beams.slots[:count],
@@ -135,23 +135,11 @@ def _grow_levels(
             places.block_tables,
             all_rows[:count],
             places.context_starts[module],
-            level.limits,
         )
+        longest = longest_path(*batch, level.limits)
         if longest < 0 or longest > args[SCORE_STRIDE]:
             return -1
-        set_batch(
-            args,
-            beams.token_ids[:count],
-            beams.positions[:count],
-            beams.slots[:count],
-            beams.rows[:count],
-            beams.context_lens[:count],
-            beams.masks[:count],
-            places.tree_starts,
-            places.block_tables,
-            all_rows[:count],
-            places.context_starts[module],
-        )
+        set_batch(args, *batch)
         args[OPERATIONS], args[NUM_OPERATIONS] = level.programs[module, 0], level.programs[module, 1]
         args[GIVEN] = beam_hidden.ctypes.data
         parallel(level.function, args.ctypes.data, np.uint32(level.num_threads), np.uint32(0))

@@ -364,7 +364,7 @@ def offer_children(
         _offer(trees, row, nodes[i], first_source + i, logits, i * draft_vocab_size, vocab_limit, target_ids, scale)
 
 
-@compiled
+@inlined
 def choose_beams(trees: Trees, rows: Int32, depth: int, block_tables: Int32, block_size: int, beams: Beams) -> int:
     """Fill ``beams`` with the nodes of ``depth`` that are to be run, for the trees ``rows``: how many there are.
 
@@ -377,7 +377,7 @@ def choose_beams(trees: Trees, rows: Int32, depth: int, block_tables: Int32, blo
     return count
 
 
-@compiled
+@inlined
 def keep_module_ancestors(trees: Trees, beams: Beams, count: int, first_depth: int) -> None:
     """Take those out of the beams' masks that stand above ``first_depth``: another module's keys and values."""
     for i in range(count):
