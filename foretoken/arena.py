@@ -177,9 +177,7 @@ class ArenaTransport:
         with self._lock:
             self._check_open()
             self._queue.add(request)
-            # As a rule all are answered, and there is nothing to look for. A ring too many is found by the next look.
-            if self._queue.num_in_flight:
-                self._take_replies()
+            self._take_replies()
             self._send()
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
