@@ -1,4 +1,5 @@
-"""Tests marked `gpu` are skipped where there is no GPU; nothing else is ever skipped for lack of one.
+"""Tests marked `gpu` are skipped where there is no GPU; nothing else is ever skipped for lack of one: GPU kernels run in
+Triton's interpreter then.
 
 Tests marked `compose` build images and run them, so they are skipped unless --compose asks for it.
 """
@@ -6,12 +7,18 @@ Tests marked `compose` build images and run them, so they are skipped unless --c
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
 from foretoken.telemetry import JsonFormatter
+
+# Read when a kernel is defined, so it comes before any import of one. PyTorch would take seconds to ask.
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No test asserts a time.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -27,6 +34,12 @@ def _logs_as_before() -> Iterator[None]:
     root.setLevel(level)
     for handler in [h for h in root.handlers if isinstance(h.formatter, JsonFormatter)]:
         root.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where tests of GPU kernels have their tensors."""
+    return "cuda" if HAS_GPU else "cpu"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
