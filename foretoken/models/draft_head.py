@@ -25,7 +25,7 @@ from foretoken.models.config import ModelConfig
 from foretoken.models.draft_config import HeadConfig, head_config, head_features
 from foretoken.models.draft_weights import HeadWeights, ModuleWeights, load_head_weights
 from foretoken.models.forward_pass import ForwardPass, LoadedProgram
-from foretoken.models.program import LayerShape, Program, Span
+from foretoken.models.program import Attention, LayerShape, Program, Span
 from foretoken.models.target_weights import TargetWeights
 
 _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "MTP"}
@@ -79,8 +79,7 @@ class DraftHead:
         self._weights = weights
         self._target_width = target_config.hidden_size
         self._pass = ForwardPass(config.body, cache, target_config.vocab_size, num_positions, num_threads)
-        layers = [layer for module in weights.modules for layer in module.layers]
-        self._attention = [self._pass.attention_table(i, layer) for i, layer in enumerate(layers)]
+        self._num_layers = sum(len(module.layers) for module in weights.modules)
         self._programs: dict[tuple[int, bool], LoadedProgram] = {}
         self._entries: LoadedProgram | None = None
 
@@ -115,7 +114,7 @@ class DraftHead:
         Takes a batch without logit rows and float32 [rows, feature_width] of the target; raises ValueError as
         ``forward``. None for a head of several layers, whose entries depend on what it computes of earlier ones.
         """
-        return self._write_entries if len(self._attention) == 1 else None
+        return self._write_entries if self._num_layers == 1 else None
 
     def _write_entries(self, batch: ForwardBatch, features: NDArray[np.float32]) -> None:
         self._check_hidden(batch, features, self.feature_width)
@@ -230,7 +229,7 @@ class DraftHead:
             features = 2 * size if is_joined else size
             shape = LayerShape(size, body.intermediate_size, body.num_heads, body.num_kv_heads, body.head_dim, features)
             add = program.entries if only_entries else program.layer
-            add(shape, layer, self._attention[first_plane + index])
+            add(shape, Attention(first_plane + index, layer))
 
     def _finish(self, program: Program, module: ModuleWeights) -> None:
         hidden, normed = Span(kernel.HIDDEN, self.hidden_size), Span(kernel.NORMED, self.hidden_size)

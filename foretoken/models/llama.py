@@ -12,7 +12,7 @@ from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import DecoderWeights
 from foretoken.models.forward_pass import ForwardPass, LoadedProgram
-from foretoken.models.program import LayerShape, Program, Span
+from foretoken.models.program import Attention, LayerShape, Program, Span
 from foretoken.models.target_weights import TargetWeights
 
 
@@ -36,7 +36,6 @@ class Llama:
         self.config = config
         self._weights = weights
         self._pass = ForwardPass(config, cache, config.vocab_size, num_positions, num_threads, wide_threads)
-        self._attention = [self._pass.attention_table(i, layer) for i, layer in enumerate(weights.layers)]
         self._programs: dict[tuple[int, ...], LoadedProgram] = {}
         # Rows and width of the last pass's features.
         self._captured = (0, 0)
@@ -104,7 +103,7 @@ class Llama:
             for span in kept.get(index, ()):
                 program.copy(hidden, span)
             program.norm(hidden, layer.input_norm, normed)
-            program.layer(shape, layer, self._attention[index])
+            program.layer(shape, Attention(index, layer))
         for span in kept.get(config.num_layers, ()):
             program.copy(hidden, span)
         for span in kept.get(FINAL_NORM, ()):
