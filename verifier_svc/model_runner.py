@@ -91,7 +91,7 @@ class ModelRunner:
                 self.config.vocab_size,
                 self.config.hidden_size,
                 self.config.tie_word_embeddings,
-                weights.bfloat16,
+                weights.layout,
                 weights.embedding,
                 weights.head,
             )

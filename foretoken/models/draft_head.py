@@ -20,6 +20,7 @@ from foretoken_kernels.cpu.linear import ADD
 from numpy.typing import NDArray
 
 from foretoken.kv_cache import KVCache
+from foretoken.models.backend import CPU, Backend
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
 from foretoken.models.draft_config import HeadConfig, head_config, head_features
@@ -254,6 +255,7 @@ def load_draft_head(
     num_threads: int = 1,
     token_map: NDArray[np.int32] | None = None,
     dtype: torch.dtype,
+    backend: Backend = CPU,
 ) -> DraftHead:
     """The draft head in the folder ``path``, which for MTP is the target's.
 
@@ -269,7 +271,7 @@ def load_draft_head(
     """
     config = head_config(path)
     num_features = len(head_features(config, target_config.num_layers))
-    loaded = load_head_weights(path, config, target_config, weights, num_features, token_map, dtype)
+    loaded = load_head_weights(path, config, target_config, weights, num_features, token_map, dtype, backend)
     body = config.body
-    cache = KVCache(body.num_layers, num_blocks, block_size, body.num_kv_heads, body.head_dim, dtype)
+    cache = KVCache(body.num_layers, num_blocks, block_size, body.num_kv_heads, body.head_dim, dtype, backend.device)
     return DraftHead(config, target_config, loaded, cache, num_positions, num_threads)

@@ -48,7 +48,7 @@ class Llama:
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             tied=config.tie_word_embeddings,
-            bfloat16=weights.bfloat16,
+            layout=weights.layout,
             embedding=weights.embedding,
             head=weights.head,
         )
