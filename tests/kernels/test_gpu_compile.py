@@ -49,6 +49,18 @@ CASES: dict[str, list[Case]] = {
         )
         for bias, norm in ((False, False), (True, True))
     ],
+    "kv_commit": [
+        (
+            "_kv_commit",
+            "*bf16 *i32 *i32 *i32 *i32 i32 i32 i32 i32:16 i64:16 i32:16 i32 i32",
+            {"BLOCK_SIZE": 16, "DEPTHS": depths, "BLOCK": 256},
+            {"num_warps": 4},
+        )
+        for depths in (1, 8, 16)
+    ]
+    + [
+        ("_copy_slots", "*bf16 *i32 *i32 i32 i32 i32:16 i64:16 i32:16", {"BLOCK": 1024}, {"num_warps": 4}),
+    ],
 }
 _COMPILE = """
 import importlib, json, sys
