@@ -62,6 +62,26 @@ CASES: dict[str, list[Case]] = {
         ("_copy_slots", "*bf16 *i32 *i32 i32 i32 i32:16 i64:16 i32:16", {"BLOCK": 1024}, {"num_warps": 4}),
     ],
 }
+CASES["skinny_matmul"] = [
+    (
+        "_skinny_matmul",
+        f"*{x} *{x} *{out} *fp32 *i32 i32 i32:16 i32:16 i32:16 i32:16 i32:16",
+        {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLIT_K": split, "EVEN_N": even, "EVEN_K": even}
+        | {"ADD": mode == "add", "GATE_UP": mode == "gate_up"},
+        {"num_stages": stages, "num_warps": warps},
+    )
+    for x, out, m, (n, k, split, stages, warps), mode, even in (
+        ("bf16", "bf16", 16, (64, 128, 4, 3, 4), "store", True),
+        ("bf16", "bf16", 16, (32, 256, 1, 5, 4), "add", True),
+        ("bf16", "fp32", 16, (128, 128, 1, 3, 8), "store", True),
+        ("bf16", "bf16", 32, (64, 128, 2, 5, 4), "add", True),
+        ("bf16", "bf16", 32, (32, 128, 2, 5, 4), "gate_up", True),
+        ("bf16", "bf16", 64, (128, 128, 4, 3, 8), "add", True),
+        ("bf16", "bf16", 64, (64, 128, 1, 3, 8), "gate_up", True),
+        ("bf16", "bf16", 64, (64, 128, 2, 4, 4), "store", False),
+        ("fp32", "fp32", 16, (32, 16, 2, 2, 4), "gate_up", False),
+    )
+]
 _COMPILE = """
 import importlib, json, sys
 import triton
