@@ -111,26 +111,15 @@ class DraftPasses:
         self._target = target
         self._rows = rows
         self._budget = budget
-        self._scale = COUPLING_SCALE if coupled else 0.0
         self.figures = PassFigures()
         self._block_size = target.block_size
-        size = model.draft_vocab_size
-        if model.target_ids is None:
-            self._vocabulary = Vocabulary(size, min(size, target.vocab_size), np.empty(0, np.int32))
-        else:
-            self._vocabulary = Vocabulary(size, size, np.array(model.target_ids, np.int32))
         max_rows = ROWS_PER_SLOT * target.max_slots
         self._tree_blocks = scratch_blocks_per_row(target)
         self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)
         self._tree_starts = np.zeros(max_rows, np.int32)
         self._context_starts = np.zeros(max_rows, np.int32)
-        self._trees = kernel.new_trees(max_rows, target.max_nodes, model.draft_vocab_size)
-        max_beams = target.max_slots * max(target.max_nodes - 1, 1)
-        self._beams = kernel.new_beams(max_beams)
-        self._grow_levels = growth_function()
-        self._all_rows = np.arange(max_beams, dtype=np.int32)
-        self._beam_hidden = np.zeros((max_beams, model.hidden_size), np.float32)
-        self._root_hidden = np.zeros((target.max_slots, model.hidden_size), np.float32)
+        self._growth = model.new_growth(target, max_rows, COUPLING_SCALE if coupled else 0.0)
+        self._all_rows = np.arange(max_rows, dtype=np.int32)
         self._features = np.zeros((PASS_ROWS, model.feature_width), np.float32)
         self._no_masks = np.zeros((PASS_ROWS, 1), np.uint64)
         # Of each block and each module but the last: its output in the slot of the block that was written last, which
@@ -147,8 +136,9 @@ class DraftPasses:
         drafted = self._extend(request, request.num_rows, roots)
         extended = perf_counter()
         if drafted:
-            self._grow(np.array(drafted, np.int32))
-        batch = self._emit(request, roots)
+            places = Places(self._tables, self._tree_starts, self._module_starts(), self._block_size)
+            self._growth.grow(np.array(drafted, np.int32), places)
+        batch = self._growth.emit(request, roots)
         self.figures.rows += request.num_rows
         self.figures.drafted_rows += len(drafted)
         self.figures.extend_s += extended - started
@@ -156,7 +146,7 @@ class DraftPasses:
         return batch
 
     def _set_trees(self, request: DraftRequest, num_rows: int) -> None:
-        trees, most = self._trees, self._target.max_nodes
+        trees, most = self._growth.trees, self._target.max_nodes
         shapes, filters = trees.shapes[:num_rows], trees.filters[:num_rows]
         shapes[:, kernel.LENGTH] = request.lengths[:num_rows]
         shapes[:, kernel.MAX_NODES] = np.minimum(request.max_nodes[:num_rows], most)
@@ -217,7 +207,8 @@ class DraftPasses:
         num_blocks = self._rows.num_blocks(sequence.length)
         self._tables[row, :num_blocks] = sequence.table[:num_blocks]
         self._context_starts[row] = sequence.valid_start
-        self._tree_starts[row] = self._trees.counts[row, kernel.FIRST_SLOT] = num_blocks * self._block_size
+        self._tree_starts[row] = num_blocks * self._block_size
+        self._growth.trees.counts[row, kernel.FIRST_SLOT] = self._tree_starts[row]
 
     def _run_extensions(self, request: DraftRequest, extensions: list[Extension], drafted: list[int]) -> None:
         """Write entries in passes of at most PASS_ROWS; ``drafted`` gets the rows whose roots offered children."""
@@ -268,16 +259,14 @@ class DraftPasses:
             features, ends = features[logit_rows], list(range(len(ends)))
         output = self._model.forward(batch, features, from_target=True)
         if rows:
-            self._offer(output, np.array(rows, np.int32), np.full(len(rows), -1, np.int32), len(drafted))
-            if self._model.hidden_size:
-                self._root_hidden[len(drafted) : len(drafted) + len(rows)] = output.hidden.numpy()[ends]
+            self._growth.offer_roots(output, np.array(rows, np.int32), ends, len(drafted))
             drafted += rows
         if self._model.num_depths > 1:
-            self._run_deeper(batch, output.hidden.numpy().copy(), pieces)
+            self._run_deeper(batch, _on_host(output.hidden).copy(), pieces)
 
     def _wants_tree(self, row: int, num_before: int) -> bool:
         """Whether a row is to be drafted for, and there is room in the scratch blocks; gives it its blocks there."""
-        if self._trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_slots:
+        if self._growth.trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_slots:
             return False
         first = self._target.num_blocks + num_before * self._tree_blocks
         block = int(self._tree_starts[row]) // self._block_size
@@ -311,7 +300,7 @@ class DraftPasses:
             if not len(kept):
                 return
             output = self._model.forward(self._select(batch, kept, depth), inputs[kept], from_target=False, depth=depth)
-            outputs[kept] = output.hidden.numpy()
+            outputs[kept] = _on_host(output.hidden)
 
     def _select(
         self, batch: ForwardBatch, kept: NDArray[np.intp] | Int32, depth: int = 0, logit_rows: Int32 | None = None
@@ -328,44 +317,13 @@ class DraftPasses:
             depth,
         )
 
-    def _grow(self, rows: Int32) -> None:
-        """All levels behind the roots' children."""
-        lengths, branches = self._trees.shapes[rows, kernel.LENGTH], self._trees.shapes[rows, kernel.MAX_BRANCHES]
-        num_beams = min(len(rows) * int(branches.max()), len(self._all_rows))
-        level = self._model.level_pass(num_beams, int(lengths.max()) + kernel.MAX_BEAM_NODES)
-        places = Places(self._tables, self._tree_starts, self._module_starts(), self._block_size)
-        num_passes = self._grow_levels(
-            self._trees,
-            rows,
-            places,
-            self._beams,
-            level,
-            self._root_hidden,
-            self._beam_hidden,
-            self._vocabulary,
-            self._all_rows,
-            self._scale,
-        )
-        if num_passes < 0:
-            raise ValueError("a level of draft trees holds an index out of range")
-
     def _module_starts(self) -> Int32:
         """int32 [modules, rows]: the first slot that each module has an entry in; a deeper one begins later, if at
         all."""
         depths = np.arange(self._model.num_depths, dtype=np.int32)
-        starts: Int32 = np.minimum(self._context_starts + depths[:, None], self._trees.shapes[:, kernel.LENGTH])
+        lengths = self._growth.trees.shapes[:, kernel.LENGTH]
+        starts: Int32 = np.minimum(self._context_starts + depths[:, None], lengths)
         return starts
-
-    def _offer(self, output: PassOutput, rows: Int32, nodes: Int32, first_source: int) -> None:
-        kernel.offer_children(
-            self._trees,
-            output.logits.reshape(-1).numpy(),
-            *self._vocabulary,
-            rows,
-            nodes,
-            first_source,
-            self._scale,
-        )
 
     def _slots(self, seqs: Int32, positions: Int32) -> Int32:
         size = self._block_size
@@ -394,16 +352,6 @@ class DraftPasses:
             logit_rows=logit_rows,
             context_starts=self._context_starts + np.int32(depth) if depth else self._context_starts,
         )
-
-    def _emit(self, request: DraftRequest, roots: Int32) -> DraftBatch:
-        sizes = np.maximum(np.minimum(request.max_nodes, self._target.max_nodes), 1)
-        most = int(sizes.sum())
-        node_starts = np.empty(request.num_rows + 1, np.int32)
-        tokens, parents = np.empty(most, np.int32), np.empty(most, np.int32)
-        scores = np.empty(most, np.float32)
-        kernel.emit_trees(self._trees, roots, node_starts, tokens, parents, scores)
-        total = int(node_starts[-1])
-        return DraftBatch(request.epoch, request.step_id, node_starts, tokens[:total], parents[:total], scores[:total])
 
 
 def scratch_blocks_per_row(target: TargetInfo) -> int:

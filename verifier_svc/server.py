@@ -156,8 +156,9 @@ def build(
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
     make_source = partial(DrafterClient, target=target, epoch=epoch, weights=runner.shared_weights)
+    shared = runner.shared_weights
     inside = [
-        InProcessClient(name, drafter, target, epoch, weights=runner.shared_weights.weights)
+        InProcessClient(name, drafter, target, epoch, weights=shared.weights if shared is not None else None)
         for name, drafter in placed.items()
     ]
     for client in inside:

@@ -15,7 +15,7 @@ _MIN_CAPABILITY = (8, 0)
 
 
 class Backend(NamedTuple):
-    """``kernels`` and ``device`` are two things because Triton's interpreter runs the GPU's on CPU tensors: tests do."""
+    """``kernels`` and ``device`` are two things: tests run GPU kernels on CPU tensors, in Triton's interpreter."""
 
     kernels: Literal["cpu", "gpu"]
     device: torch.device
