@@ -18,6 +18,7 @@ from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Voc
 from numpy.typing import NDArray
 
 from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension
+from drafter_svc.growth import ROWS_PER_SLOT, Growth, HostGrowth, PassOutput
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
 from foretoken.sampling import MIN_TEMPERATURE
@@ -31,26 +32,12 @@ PASS_ROWS = 512
 SMALL_EXTENSION = 64
 # Rows of which nothing but their entries is wanted that pay for a pass of their own: fewer are bound by the weights.
 ENTRY_ROWS = 24
-# Requests have at most two rows a slot.
-ROWS_PER_SLOT = 2
 # Scale of the coupled score, in logits. Were a drafter's logits off by Gumbel errors of scale s, the chance that a
 # token wins at temperature T would be exactly the softmax of its noised value times T / s (the Gumbel-max trick), at
 # any T; normal errors of deviation 1 have the variance of s = sqrt(6) / pi = 0.78. With draft models that are the demo
 # target with noise on its weights (3.4 and 4.6 tokens a greedy step) 0.6 to 0.8 gave the most tokens a step at T = 0.7
 # and 1.0: the better one up to 0.05 more at 0.6, the other up to 0.09 more at 0.8.
 COUPLING_SCALE = 0.8
-
-
-class PassOutput(Protocol):
-    """Attributes:
-    logits: float32 [len(logit_rows), draft vocabulary]; valid until the next pass.
-    hidden: float32 [rows, hidden_size]; what the next recurrent step is fed; valid until the next pass.
-    """
-
-    @property
-    def logits(self) -> torch.Tensor: ...
-    @property
-    def hidden(self) -> torch.Tensor: ...
 
 
 class DraftModel(Protocol):
@@ -102,10 +89,18 @@ class DraftPasses:
     Args:
         budget: entries that long rows of one request write at most; a row that waits for the rest is not drafted for.
         coupled: whether drafts for temperatures above zero use the sampler's noise.
+        make_growth: of a scale of the coupled score; None: on the CPU.
     """
 
     def __init__(
-        self, model: DraftModel, target: TargetInfo, rows: DraftRows, *, budget: int | None = None, coupled: bool = True
+        self,
+        model: DraftModel,
+        target: TargetInfo,
+        rows: DraftRows,
+        *,
+        budget: int | None = None,
+        coupled: bool = True,
+        make_growth: Callable[[float], Growth] | None = None,
     ) -> None:
         self._model = model
         self._target = target
@@ -118,7 +113,8 @@ class DraftPasses:
         self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)
         self._tree_starts = np.zeros(max_rows, np.int32)
         self._context_starts = np.zeros(max_rows, np.int32)
-        self._growth = model.new_growth(target, max_rows, COUPLING_SCALE if coupled else 0.0)
+        scale = COUPLING_SCALE if coupled else 0.0
+        self._growth: Growth = HostGrowth(model, target, scale) if make_growth is None else make_growth(scale)
         self._all_rows = np.arange(max_rows, dtype=np.int32)
         self._features = np.zeros((PASS_ROWS, model.feature_width), np.float32)
         self._no_masks = np.zeros((PASS_ROWS, 1), np.uint64)
@@ -378,6 +374,12 @@ def warm_up(*, bfloat16: bool) -> None:
     growth_function()(trees, one, places, beams, level, hidden, hidden, vocabulary, one, COUPLING_SCALE)
     kernel.emit_trees(trees, one, np.zeros(2, np.int32), one.copy(), one.copy(), np.zeros(1, np.float32))
     forward_function(bfloat16)
+
+
+def _on_host(tensor: torch.Tensor) -> Float32:
+    """float32; a copy unless it is that, on the CPU, already."""
+    values: Float32 = tensor.to(torch.float32).cpu().numpy()
+    return values
 
 
 def _order(request: DraftRequest, num_rows: int) -> tuple[Sequence[int], bool]:
