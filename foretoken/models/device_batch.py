@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_twins import DeviceTwins
@@ -15,12 +16,33 @@ NO_SLOT = -1
 
 
 class BatchShape(NamedTuple):
-    """Sizes that a graph is captured for; a batch is filled up to them. ``max_seq_rows``: of one sequence."""
+    """Sizes that a graph is captured for; a batch is filled up to them.
+
+    ``seqs`` are runs of rows of one sequence, ``max_seq_rows`` the most rows of one.
+    """
 
     rows: int
     wanted: int
     seqs: int
     max_seq_rows: int
+
+
+class Runs(NamedTuple):
+    """The rows of a batch as runs of one sequence each; a sequence may have several.
+
+    Attributes:
+        starts: int64 [runs + 1]; where each begins, and the number of rows.
+        seqs: int32 [runs]; indices into the batch's block tables.
+    """
+
+    starts: NDArray[np.int64]
+    seqs: NDArray[np.int32]
+
+
+def runs_of(batch: ForwardBatch) -> Runs:
+    changes = np.flatnonzero(np.diff(batch.row_seqs)) + 1
+    firsts = np.concatenate([np.zeros(1, np.int64), changes]) if batch.num_rows else changes
+    return Runs(np.append(firsts, batch.num_rows), batch.row_seqs[firsts])
 
 
 class DeviceArrays(NamedTuple):
@@ -30,7 +52,7 @@ class DeviceArrays(NamedTuple):
         masks: int64 [rows, words]; the bits of ForwardBatch.masks.
         token_ids, positions, slot_mapping, context_lens: [rows]; rows that only fill up have NO_SLOT.
         logit_rows: [wanted].
-        row_starts: [seqs + 1]; rows of a sequence are contiguous, those from the last entry on belong to none.
+        row_starts: [seqs + 1]; where each run of rows begins; those from the last entry on belong to none.
         tree_starts, context_starts: [seqs].
         block_tables: [seqs, max_blocks].
         max_seq_rows: a bound on the rows of one sequence.
@@ -74,14 +96,9 @@ class DeviceBatch:
         self._twins = DeviceTwins(sizes, device)
         self.arrays = DeviceArrays(**self._twins.device, max_seq_rows=max_seq_rows)
 
-    def upload(self, batch: ForwardBatch) -> None:
-        """Copy a batch that fits the shape, filled up to it.
-
-        Raises ValueError if rows of a sequence do not lie side by side, in the order of the sequences.
-        """
-        rows, seqs, wanted = batch.num_rows, len(batch.tree_starts), len(batch.logit_rows)
-        if (np.diff(batch.row_seqs) < 0).any():
-            raise ValueError("the rows of a batch must be in the order of its sequences")
+    def upload(self, batch: ForwardBatch, runs: Runs) -> None:
+        """Copy a batch that fits the shape, filled up to it."""
+        rows, seqs, wanted = batch.num_rows, len(runs.seqs), len(batch.logit_rows)
         self._twins.wait()
         host = self._twins.host
         masks, words = host["masks"], batch.masks.shape[1]
@@ -98,19 +115,48 @@ class DeviceBatch:
             host[name][rows:] = filler
         host["logit_rows"][:wanted], host["logit_rows"][wanted:] = batch.logit_rows, 0
         starts = host["row_starts"]
-        starts[: seqs + 1] = np.searchsorted(batch.row_seqs, np.arange(seqs + 1))
+        starts[: seqs + 1] = runs.starts
         starts[seqs + 1 :] = rows
-        host["tree_starts"][:seqs], host["tree_starts"][seqs:] = batch.tree_starts, 0
-        contexts = host["context_starts"]
-        contexts[:seqs] = 0 if batch.context_starts is None else batch.context_starts[:seqs]
+        host["tree_starts"][:seqs] = batch.tree_starts[runs.seqs]
+        host["context_starts"][:seqs] = 0 if batch.context_starts is None else batch.context_starts[runs.seqs]
         tables = host["block_tables"]
         width = min(batch.block_tables.shape[1], tables.shape[1])
-        tables[:seqs, :width] = batch.block_tables[:seqs, :width]
+        tables[:seqs, :width] = batch.block_tables[runs.seqs, :width]
         self._twins.send()
 
 
-# Rows, wanted rows and sequences are filled up to one of these, then to multiples of the last.
-_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+# Rows, wanted rows and sequences are filled up to one of these, then to multiples of _STEP.
+_STEP = 128
+_BUCKETS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    10,
+    12,
+    14,
+    16,
+    20,
+    24,
+    28,
+    32,
+    40,
+    48,
+    56,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+)
 
 
 def bucket(count: int) -> int:
@@ -118,4 +164,4 @@ def bucket(count: int) -> int:
     for size in _BUCKETS:
         if size >= count:
             return size
-    return -(-count // _BUCKETS[-1]) * _BUCKETS[-1]
+    return -(-count // _STEP) * _STEP

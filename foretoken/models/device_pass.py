@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
-from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch, bucket
+from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch, Runs, bucket, runs_of
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.program import Attention, Operation, Program, Span
@@ -93,10 +93,11 @@ class DevicePass:
         """
         wanted = len(batch.logit_rows)
         sizes = self._sizes
-        if batch.num_rows > sizes.rows or wanted > sizes.wanted or len(batch.tree_starts) > sizes.seqs:
+        runs = runs_of(batch)
+        if batch.num_rows > sizes.rows or wanted > sizes.wanted or len(runs.seqs) > sizes.seqs:
             raise ValueError(f"a batch of {batch.num_rows} rows, {wanted} of them wanted, is more than {sizes}")
-        shape = self._shape(batch)
-        arrays = self._upload(batch, shape)
+        shape = self._shape(batch, runs)
+        arrays = self._upload(batch, runs, shape)
         if given is not None:
             # A copy from memory that is not pinned has left the host when the call returns.
             self.buffer(kernel.GIVEN, *given.shape).copy_(torch.from_numpy(given))
@@ -105,7 +106,7 @@ class DevicePass:
         else:
             self.launch(loaded.program, arrays)
 
-    def _upload(self, batch: ForwardBatch, shape: BatchShape) -> DeviceArrays:
+    def _upload(self, batch: ForwardBatch, runs: Runs, shape: BatchShape) -> DeviceArrays:
         sizes = self._sizes
         if shape.rows > MAX_GRAPH_ROWS:
             # No graph knows these addresses.
@@ -114,7 +115,7 @@ class DevicePass:
             if shape not in self._batches:
                 self._batches[shape] = DeviceBatch(shape, sizes.blocks, sizes.mask_words, self._device)
             uploaded = self._batches[shape]
-        uploaded.upload(batch)
+        uploaded.upload(batch, runs)
         return uploaded.arrays
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
@@ -211,10 +212,10 @@ class DevicePass:
         """Let programs read the rows ``rows`` (int32) of ``x``, which may be another buffer, as GIVEN."""
         copy_rows(x, self.buffer(kernel.GIVEN, len(rows), x.shape[1]), rows)
 
-    def _shape(self, batch: ForwardBatch) -> BatchShape:
+    def _shape(self, batch: ForwardBatch, runs: Runs) -> BatchShape:
         """The smallest captured size that holds a batch; a prompt's pass is run as it is."""
-        counts = np.bincount(batch.row_seqs, minlength=1)
-        rows, wanted, seqs, most = batch.num_rows, len(batch.logit_rows), len(batch.tree_starts), int(counts.max())
+        rows, wanted, seqs = batch.num_rows, len(batch.logit_rows), len(runs.seqs)
+        most = int(np.diff(runs.starts).max())
         sizes = self._sizes
         if rows > MAX_GRAPH_ROWS:
             return BatchShape(rows, wanted, seqs, most)
