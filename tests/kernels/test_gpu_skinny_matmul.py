@@ -22,7 +22,7 @@ def check(
     out_features, in_features = shape
     torch.manual_seed(rows)
     x = torch.randn(rows, in_features + 16, device=device).to(dtypes[0])[:, 16:]
-    weight = torch.randn(out_features * (2 if mode == "gate_up" else 1), in_features, device=device) * 0.05
+    weight = torch.randn(out_features * (2 if mode == "gate_up" else 1), in_features, device=device) * in_features**-0.5
     weight = weight.to(dtypes[0])
     buffer = torch.randn(rows, out_features + 16, device=device).to(dtypes[1])
     before = buffer.clone()

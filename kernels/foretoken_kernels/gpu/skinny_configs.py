@@ -9,6 +9,7 @@ from typing import NamedTuple
 MAX_ROWS = 64
 MAX_SPLIT_K = 4
 _MIN_PROGRAMS, _MAX_PROGRAMS = 64, 2200
+_MAX_SPLIT_TILES = 4  # of an SM: sums of more tiles are long enough in flight, and their parts would take much memory
 # An H200, roughly; they only rank. Bytes a microsecond from memory and from the cache that all SMs share, bytes that
 # an SM must have under way to get its part of the former, and the microseconds that a tile's programs wait for each
 # other.
@@ -57,7 +58,7 @@ def candidates(
     """At most ``limit`` configurations for x [rows, in_features], the most promising first; none for tiny matrices.
 
     For ``gate_up``, ``out_features`` counts the features of the result. Only what differs in ``block_n`` or ``split_k``
-    is returned, since those two decide most.
+    is returned, since those two decide most. Row counts of one tile have the same candidates, compiled once.
     """
     device = device or Device()
     best: dict[tuple[int, int], tuple[float, SkinnyConfig]] = {}
@@ -67,9 +68,11 @@ def candidates(
         programs = math.ceil(out_features / block_n) * split_k
         if not _MIN_PROGRAMS <= programs <= _MAX_PROGRAMS or in_features % (block_k * split_k):
             continue
+        if split_k > 1 and programs // split_k > _MAX_SPLIT_TILES * device.num_sms:
+            continue
         if shared_memory(config, rows, gate_up) > device.shared_memory:
             continue
-        found = _estimate(config, rows, out_features, in_features, gate_up, device), config
+        found = _estimate(config, block_rows(rows), out_features, in_features, gate_up, device), config
         best[block_n, split_k] = min(found, best.get((block_n, split_k), found))
     return [config for _, config in sorted(best.values())[:limit]]
 
