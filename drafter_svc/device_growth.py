@@ -5,7 +5,6 @@ Between a request's arrival and its trees the host waits for the device once, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -24,26 +23,27 @@ from foretoken_kernels.gpu.draft_tree_state import (
     new_draft_beams,
     new_draft_trees,
 )
-from numpy.typing import NDArray
 
-from drafter_svc.growth import ROWS_PER_SLOT, Growth, PassOutput, vocabulary_of
+from drafter_svc.growth import (
+    MAX_BRANCHES,
+    ROWS_PER_SLOT,
+    GrowthMaker,
+    PassOutput,
+    VocabularyOwner,
+    vocabulary_of,
+)
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.models.device_batch import DeviceArrays, bucket
+from foretoken.models.device_batch import DeviceArrays, bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_twins import DeviceTwins
 from foretoken.tree import Int32
 
-# Children of one node at most: the kernels keep them in registers.
-MAX_BRANCHES = 16
 
-
-class LaunchingModel(Protocol):
+class LaunchingModel(VocabularyOwner, Protocol):
     """A draft model on a GPU: foretoken.models.draft_head.DraftHead, or a StandaloneModel."""
 
     num_depths: int
     hidden_size: int
-    draft_vocab_size: int
-    target_ids: NDArray[np.int32] | None
 
     def launch(
         self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
@@ -51,19 +51,20 @@ class LaunchingModel(Protocol):
 
 
 class _Shape(NamedTuple):
-    """What a graph is captured for: trees, branches of a node, levels, and nodes of a tree."""
+    """What a graph is captured for: trees, branches of a node, levels, nodes of a tree, and blocks of a row's table."""
 
     trees: int
     branches: int
     depth: int
     nodes: int
+    blocks: int
 
 
 class _Stage:
     """The memory of one shape's graph: what the host says, the trees, and what the host learns."""
 
-    def __init__(self, shape: _Shape, num_blocks: int, num_modules: int, draft_vocab_size: int, device: torch.device):
-        trees, branches, depth, nodes = shape
+    def __init__(self, shape: _Shape, num_modules: int, draft_vocab_size: int, device: torch.device) -> None:
+        trees, branches, depth, nodes, num_blocks = shape
         self.asked = DeviceTwins(
             {
                 "requests": ((trees, NUM_COLUMNS), torch.int32),
@@ -123,15 +124,15 @@ class DeviceGrowth:
         target: TargetInfo,
         scale: float,
         *,
-        num_blocks: int,
+        max_blocks: int,
         num_slots: int,
         device: torch.device,
         dtype: torch.dtype,
         graphs: bool,
     ) -> None:
-        """``num_blocks``: of a row's block table; ``dtype``: of the model's hidden states."""
+        """``max_blocks``: of a row's block table; ``dtype``: of the model's hidden states."""
         self._model, self._target, self._scale = model, target, scale
-        self._num_blocks, self._num_slots, self._device = num_blocks, num_slots, device
+        self._max_blocks, self._num_slots, self._device = max_blocks, num_slots, device
         self._vocabulary = vocabulary_of(model, target)
         ids = self._vocabulary.target_ids
         self._target_ids = torch.from_numpy(ids).to(device) if len(ids) else None
@@ -160,16 +161,16 @@ class DeviceGrowth:
     def grow(self, rows: Int32, places: Places) -> None:
         trees = self.trees
         shapes = trees.shapes[rows]
+        longest = int(places.tree_starts[rows].max()) + MAX_BEAM_NODES
         shape = _Shape(
             min(bucket(len(rows)), self._target.max_slots),
             _branches(int(shapes[:, kernel.MAX_BRANCHES].max())),
             max(int(shapes[:, kernel.MAX_DEPTH].max()), 1),
             int(shapes[:, kernel.MAX_NODES].max()),
+            min(table_bucket(-(-longest // places.block_size)), self._max_blocks),
         )
         if shape not in self._stages:
-            self._stages[shape] = _Stage(
-                shape, self._num_blocks, self._model.num_depths, self._vocabulary.size, self._device
-            )
+            self._stages[shape] = _Stage(shape, self._model.num_depths, self._vocabulary.size, self._device)
         stage = self._stages[shape]
         self._ask(stage, rows, places)
         self._graphs.run(shape, lambda: self._launch(stage, places.block_size))
@@ -222,7 +223,7 @@ class DeviceGrowth:
             requests[:count, name] = trees.filters[rows, source].view(np.int32)
         np.minimum(requests[:, column.MAX_BRANCHES], MAX_BRANCHES, out=requests[:, column.MAX_BRANCHES])
         tables = host["block_tables"]
-        tables[:count] = places.block_tables[rows]
+        tables[:count] = places.block_tables[rows, : tables.shape[1]]
         host["tree_starts"][:count] = places.tree_starts[rows]
         host["context_starts"][:, :count] = places.context_starts[:, rows]
         stage.asked.send()
@@ -274,12 +275,12 @@ def growth_maker(
     model: LaunchingModel,
     target: TargetInfo,
     *,
-    num_blocks: int,
+    max_blocks: int,
     num_slots: int,
     device: torch.device,
     dtype: torch.dtype,
     graphs: bool,
-) -> Callable[[float], Growth]:
+) -> GrowthMaker:
     """What drafter_svc.draft_passes.DraftPasses makes its growth with. Arguments as DeviceGrowth."""
 
     def make(scale: float) -> Growth:
@@ -287,7 +288,7 @@ def growth_maker(
             model,
             target,
             scale,
-            num_blocks=num_blocks,
+            max_blocks=max_blocks,
             num_slots=num_slots,
             device=device,
             dtype=dtype,

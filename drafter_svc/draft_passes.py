@@ -18,9 +18,10 @@ from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Voc
 from numpy.typing import NDArray
 
 from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension
-from drafter_svc.growth import ROWS_PER_SLOT, Growth, HostGrowth, PassOutput
+from drafter_svc.growth import ROWS_PER_SLOT, Growth, GrowthMaker, HostGrowth, PassOutput
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
+from foretoken.models.device_batch import DeviceArrays
 from foretoken.sampling import MIN_TEMPERATURE
 from foretoken.tree import Int32
 
@@ -57,6 +58,9 @@ class DraftModel(Protocol):
     def write_entries(self) -> Callable[[ForwardBatch, Float32], None] | None: ...
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> PassOutput: ...
     def level_pass(self, num_rows: int, longest: int) -> LevelPass: ...
+    def launch(
+        self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
+    ) -> PassOutput: ...
 
 
 class PassFigures:
@@ -100,7 +104,7 @@ class DraftPasses:
         *,
         budget: int | None = None,
         coupled: bool = True,
-        make_growth: Callable[[float], Growth] | None = None,
+        make_growth: GrowthMaker | None = None,
     ) -> None:
         self._model = model
         self._target = target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,8 @@ from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]
 
+# Children of one node on a GPU, at most: its kernels keep them in registers.
+MAX_BRANCHES = 16
 # Requests have at most two rows a slot.
 ROWS_PER_SLOT = 2
 
@@ -31,12 +34,17 @@ class PassOutput(Protocol):
     def hidden(self) -> torch.Tensor: ...
 
 
-class GrowingModel(Protocol):
-    """What growth on the host needs of a model; see drafter_svc.draft_passes.DraftModel."""
+class VocabularyOwner(Protocol):
+    """See drafter_svc.draft_passes.DraftModel."""
 
-    hidden_size: int
     draft_vocab_size: int
     target_ids: NDArray[np.int32] | None
+
+
+class GrowingModel(VocabularyOwner, Protocol):
+    """What growth on the host needs of a model."""
+
+    hidden_size: int
 
     def level_pass(self, num_rows: int, longest: int) -> LevelPass: ...
 
@@ -68,7 +76,11 @@ class Growth(Protocol):
         ...
 
 
-def vocabulary_of(model: GrowingModel, target: TargetInfo) -> Vocabulary:
+# Of a scale of the coupled score, in logits; 0: without the sampler's noise.
+GrowthMaker = Callable[[float], Growth]
+
+
+def vocabulary_of(model: VocabularyOwner, target: TargetInfo) -> Vocabulary:
     """What a model may draft for a target."""
     size = model.draft_vocab_size
     if model.target_ids is None:

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from foretoken.models.backend import Backend
 from foretoken.models.batch import ForwardBatch
+from foretoken.models.decoder_weights import Progress
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.llama import Llama
 from foretoken.shared_weights import SharedWeights
-from verifier_svc.model_runner import Progress, TargetModel, silent
+from verifier_svc.model_runner import TargetModel, silent
 
 _log = logging.getLogger(__name__)
 

@@ -18,13 +18,14 @@ NO_SLOT = -1
 class BatchShape(NamedTuple):
     """Sizes that a graph is captured for; a batch is filled up to them.
 
-    ``seqs`` are runs of rows of one sequence, ``max_seq_rows`` the most rows of one.
+    ``seqs`` are runs of rows of one sequence, ``max_seq_rows`` the most rows of one, ``blocks`` those of its table.
     """
 
     rows: int
     wanted: int
     seqs: int
     max_seq_rows: int
+    blocks: int
 
 
 class Runs(NamedTuple):
@@ -75,12 +76,11 @@ class DeviceBatch:
     """Batches of one shape: their arrays on the device, with their twins on the host.
 
     Args:
-        max_blocks: of one sequence.
         mask_words: of a row.
     """
 
-    def __init__(self, shape: BatchShape, max_blocks: int, mask_words: int, device: torch.device) -> None:
-        rows, wanted, seqs, max_seq_rows = shape
+    def __init__(self, shape: BatchShape, mask_words: int, device: torch.device) -> None:
+        rows, wanted, seqs, max_seq_rows, max_blocks = shape
         sizes = {
             "masks": ((rows, mask_words), torch.int64),
             "token_ids": ((rows,), torch.int32),
@@ -127,6 +127,7 @@ class DeviceBatch:
 
 # Rows, wanted rows and sequences are filled up to one of these, then to multiples of _STEP.
 _STEP = 128
+_LEAST_BLOCKS = 32
 _BUCKETS = (
     1,
     2,
@@ -157,6 +158,11 @@ _BUCKETS = (
     224,
     256,
 )
+
+
+def table_bucket(blocks: int) -> int:
+    """The same for the blocks of a row's table: few sizes, since a growing context would meet them all."""
+    return max(1 << (blocks - 1).bit_length(), _LEAST_BLOCKS)
 
 
 def bucket(count: int) -> int:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
-from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch, Runs, bucket, runs_of
+from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch, Runs, bucket, runs_of, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.program import Attention, Operation, Program, Span
@@ -110,10 +110,10 @@ class DevicePass:
         sizes = self._sizes
         if shape.rows > MAX_GRAPH_ROWS:
             # No graph knows these addresses.
-            uploaded = DeviceBatch(shape, sizes.blocks, sizes.mask_words, self._device)
+            uploaded = DeviceBatch(shape, sizes.mask_words, self._device)
         else:
             if shape not in self._batches:
-                self._batches[shape] = DeviceBatch(shape, sizes.blocks, sizes.mask_words, self._device)
+                self._batches[shape] = DeviceBatch(shape, sizes.mask_words, self._device)
             uploaded = self._batches[shape]
         uploaded.upload(batch, runs)
         return uploaded.arrays
@@ -217,11 +217,15 @@ class DevicePass:
         rows, wanted, seqs = batch.num_rows, len(batch.logit_rows), len(runs.seqs)
         most = int(np.diff(runs.starts).max())
         sizes = self._sizes
+        # A table may be wider than what its sequence has: a draft model's has room for the longest.
+        longest = int(batch.context_lens.max()) + 64 * sizes.mask_words
+        blocks = min(batch.block_tables.shape[1], -(-longest // self._cache.block_size))
+        blocks = min(table_bucket(blocks), sizes.blocks)
         if rows > MAX_GRAPH_ROWS:
-            return BatchShape(rows, wanted, seqs, most)
+            return BatchShape(rows, wanted, seqs, most, blocks)
         wanted = wanted and min(bucket(wanted), sizes.wanted)
         most = 1 << (most - 1).bit_length()
-        return BatchShape(min(bucket(rows), sizes.rows), wanted, min(bucket(seqs), sizes.seqs), most)
+        return BatchShape(min(bucket(rows), sizes.rows), wanted, min(bucket(seqs), sizes.seqs), most, blocks)
 
     def _reserve(self, field: int, size: int) -> None:
         """Room for a program; graphs that know the smaller buffer are forgotten."""

@@ -30,9 +30,7 @@ def llama(folder: Path, backend: Backend, sizes: PassSizes | None, dtype: torch.
     config = load_config(folder)
     with Checkpoint(folder) as checkpoint:
         weights = load_decoder_weights(config, checkpoint, dtype, lambda *_: None, backend)
-    cache = KVCache(
-        config.num_layers, NUM_BLOCKS, BLOCK, config.num_kv_heads, config.head_dim, dtype, backend.device
-    )
+    cache = KVCache(config.num_layers, NUM_BLOCKS, BLOCK, config.num_kv_heads, config.head_dim, dtype, backend.device)
     return Llama(config, weights, cache, 64, 1, sizes=sizes)
 
 
