@@ -40,7 +40,8 @@ class Case:
         rows, num_heads, head_dim = self.query.shape
         if workspace is None:
             workspace = attention_workspace(rows, num_heads, self.keys.shape[1], head_dim, self.query.device)
-        out = torch.full_like(self.query, torch.nan)
+        wide = torch.full((rows, num_heads + 1, head_dim), torch.nan, dtype=self.query.dtype, device=self.query.device)
+        out = wide[:, :num_heads]
         tree_attention(
             self.query,
             self.keys,
@@ -57,24 +58,24 @@ class Case:
             out,
         )
         assert not workspace.arrived.any()
+        assert wide[:, num_heads:].isnan().all()
         return out
 
     def defined(self) -> torch.Tensor:
         """In float64, of the rows that are no padding."""
-        counts = self.row_starts.diff()
+        counts = self.row_starts.cpu().diff()
         rows = int(self.row_starts[-1])
-        seqs = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         return reference.tree_attention(
             self.query[:rows].double(),
             self.keys,
             self.values,
-            seqs,
-            self.context_lens,
-            self.masks,
-            self.tree_starts,
-            self.block_tables,
+            torch.arange(len(counts)).repeat_interleave(counts),
+            self.context_lens.cpu(),
+            self.masks.cpu(),
+            self.tree_starts.cpu(),
+            self.block_tables.cpu(),
             self.block_size,
-            self.context_starts,
+            self.context_starts.cpu(),
         )
 
 
@@ -115,45 +116,47 @@ def case(
     slack: int = 3,
 ) -> Case:
     num_heads, num_kv_heads, head_dim = heads
-    generator = torch.Generator().manual_seed(seed)
-    used = []
-    for rows in seqs:
-        slots = set()
-        for context, mask in rows.rows:
-            slots |= set(range(rows.context_start, context))
-            slots |= {rows.tree_start + i for i in range(mask.bit_length()) if mask >> i & 1}
-        used.append(sorted(slots))
-    blocks = [max(slots, default=-1) // block_size + 1 for slots in used]
-    total = sum(blocks) + slack
-    order = torch.randperm(total, generator=generator)
-    tables = torch.full((len(seqs), max(blocks) + 2), 2**31 - 1)
-    keys, values = torch.full((2, total * block_size, num_kv_heads, head_dim), torch.nan)
-    taken = 0
-    for seq, (slots, count) in enumerate(zip(used, blocks, strict=True)):
-        tables[seq, :count] = order[taken : taken + count]
-        taken += count
-        logical = torch.tensor(slots, dtype=torch.int64)
-        where = tables[seq, logical // block_size] * block_size + logical % block_size
-        keys[where] = torch.randn(len(slots), num_kv_heads, head_dim, generator=generator)
-        values[where] = torch.randn(len(slots), num_kv_heads, head_dim, generator=generator)
-    rows = sum(len(s.rows) for s in seqs)
-    # A view into wider rows, as the queries are one into the product with the stacked weights.
-    wide = torch.randn(rows + padding, num_heads + 2 * num_kv_heads, head_dim, generator=generator)
-    bits = np.array([[m >> 64 * i & 2**64 - 1 for i in range(words)] for s in seqs for _, m in s.rows], np.uint64)
-    lens = [context for s in seqs for context, _ in s.rows]
+    generator = torch.Generator(device).manual_seed(seed)
 
     def integers(data: list[int]) -> torch.Tensor:
         return torch.tensor(data, dtype=torch.int32, device=device)
 
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    used = []
+    for rows in seqs:
+        slots = set(range(rows.context_start, max(context for context, _ in rows.rows)))
+        for _, mask in rows.rows:
+            slots |= {rows.tree_start + i for i in range(mask.bit_length()) if mask >> i & 1}
+        used.append(sorted(slots))
+    blocks = [max(slots, default=-1) // block_size + 1 for slots in used]
+    total = sum(blocks) + slack
+    order = torch.randperm(total, generator=generator, device=device)
+    tables = torch.full((len(seqs), max(blocks) + 2), 2**31 - 1, device=device)
+    keys, values = torch.full((2, total * block_size, num_kv_heads, head_dim), torch.nan, device=device)
+    taken = 0
+    for seq, (slots, count) in enumerate(zip(used, blocks, strict=True)):
+        tables[seq, :count] = order[taken : taken + count]
+        taken += count
+        logical = torch.tensor(slots, dtype=torch.int64, device=device)
+        where = tables[seq, logical // block_size] * block_size + logical % block_size
+        keys[where] = noise(len(slots), num_kv_heads, head_dim)
+        values[where] = noise(len(slots), num_kv_heads, head_dim)
+    rows = sum(len(s.rows) for s in seqs)
+    # A view into wider rows, as the queries are one into the product with the stacked weights.
+    wide = noise(rows + padding, num_heads + 2 * num_kv_heads, head_dim)
+    bits = np.array([[m >> 64 * i & 2**64 - 1 for i in range(words)] for s in seqs for _, m in s.rows], np.uint64)
+    lens = [context for s in seqs for context, _ in s.rows]
     return Case(
-        (2 * wide).to(device, dtype)[:, :num_heads],
-        keys.to(device, dtype),
-        values.to(device, dtype),
+        (2 * wide).to(dtype)[:, :num_heads],
+        keys.to(dtype),
+        values.to(dtype),
         integers(np.cumsum([0, *(len(s.rows) for s in seqs)]).tolist()),
         integers(lens + [2**31 - 1] * padding),
         torch.from_numpy(np.pad(bits.view(np.int64), ((0, padding), (0, 0)), constant_values=-1)).to(device),
         integers([s.tree_start for s in seqs]),
-        tables.to(device, torch.int32),
+        tables.int(),
         integers([s.context_start for s in seqs]),
         block_size,
         max(len(s.rows) for s in seqs),
@@ -189,7 +192,7 @@ def ragged(generator: np.random.Generator) -> list[Rows]:
 @pytest.mark.parametrize(
     ("heads", "block_size"),
     [
-        ((4, 4, 16), 16),
+        ((2, 2, 16), 16),
         ((6, 2, 64), 1),
         ((8, 2, 32), 24),
         ((7, 1, 32), 16),
@@ -202,7 +205,7 @@ def test_equals_its_definition(heads: Heads, block_size: int, dtype: torch.dtype
     assert_defined(case(seqs, heads, block_size, device, dtype, padding=3))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_trees(seed: int, device: str) -> None:
     """More nodes than a word has bits, on more tiles than one."""
     generator = np.random.default_rng(seed)
@@ -378,45 +381,22 @@ def test_a_graph_replays_over_other_lengths() -> None:
     """Grids come from shapes alone, and the counters of splits are zero again at the end of every launch."""
     heads = (32, 8, 128)
     generator = np.random.default_rng(0)
-    long = case([tree(3000, 6, generator), tree(900, 6, generator)], heads, 16, "cuda", torch.bfloat16)
-    short = case([tree(3003, 6, generator), tree(3, 6, generator)], heads, 16, "cuda", torch.bfloat16)
+    long = case([tree(3000, 6, generator), tree(900, 6, generator)], heads, 16, "cuda", torch.bfloat16, seed=1)
+    short = case([tree(700, 6, generator), tree(3, 6, generator)], heads, 16, "cuda", torch.bfloat16, seed=2)
     workspace = attention_workspace(12, *heads, "cuda")
-    expected = short.attend(workspace)
-    static = replace(
-        long,
-        query=long.query.clone(),
-        keys=torch.full_like(short.keys, torch.nan),
-        values=torch.full_like(short.values, torch.nan),
-        block_tables=torch.zeros_like(short.block_tables),
-    )
-    static.keys[: len(long.keys)], static.values[: len(long.keys)] = (
-        long.keys[: len(static.keys)],
-        long.values[: len(static.keys)],
-    )
-    out = torch.empty_like(static.query)
-    fields = (
-        "query",
-        "keys",
-        "values",
-        "row_starts",
-        "context_lens",
-        "masks",
-        "tree_starts",
-        "block_tables",
-        "context_starts",
-    )
-
-    def launch() -> None:
-        tree_attention(*(getattr(static, name) for name in fields), 16, 6, workspace, out)
-
-    launch()
+    expected = [batch.attend(workspace) for batch in (long, short)]
+    # In the order of the function's parameters.
+    names = [name for name, value in vars(long).items() if isinstance(value, torch.Tensor)]
+    static = [getattr(long, name).clone() for name in names]
+    out = torch.empty_like(static[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch()
-    for _ in range(3):
-        for name in fields:
-            getattr(static, name).copy_(getattr(short, name))
+        tree_attention(*static, 16, 6, workspace, out)
+    for turn in range(6):
+        batch = (long, short)[turn % 2]
+        for target, source in zip(static, [getattr(batch, name) for name in names], strict=True):
+            target[tuple(slice(size) for size in source.shape)] = source
         out.fill_(torch.nan)
         graph.replay()
-        assert torch.equal(out, expected)
+        assert torch.equal(out, expected[turn % 2])
         assert not workspace.arrived.any()

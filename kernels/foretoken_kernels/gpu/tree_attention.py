@@ -63,16 +63,21 @@ def _tile(max_seq_rows: int, group: int, head_dim: int, wide: bool) -> _Tile:
 
     The left operand of a matrix product is (rows x query heads of one key head), and a tensor core takes no fewer than
     16 of them: one decode row of four heads costs what four rows do. More rows than the sequence has would only cost
-    registers, and 128 at 128 columns are what eight warps hold without spilling. float32 (`wide`) goes without tensor
-    cores, so its tiles are small.
+    registers, and 128 at 128 columns are what eight warps hold. With few rows time goes into waiting for memory, so a
+    block of 128 keys is asked for at once: the whole share of a split, if the context is short. Many rows come with
+    many blocks: five stages, two of them for table entries, load two blocks ahead. float32 (`wide`) goes without
+    tensor cores, so its tiles are small.
     """
     heads = triton.next_power_of_2(group)
-    most = 32 if wide else 128 if head_dim <= 128 else 64
+    long_heads = head_dim > 128
+    most = 16 if wide else 64 if long_heads else 128
     products = max(min(triton.next_power_of_2(max_seq_rows) * heads, most), 16)
     rows = max(products // heads, 1)
     if wide:
         return _Tile(rows, 32, 4, 1)
-    return _Tile(rows, 64, 8 if rows * heads >= 128 else 4, 3 if head_dim <= 128 else 2)
+    if rows * heads <= 32:
+        return _Tile(rows, 64 if long_heads else 128, 4, 3)
+    return _Tile(rows, 64, 8, 3 if long_heads else 5)
 
 
 def _num_splits(rows: int, programs: int, workspace: Workspace) -> int:
