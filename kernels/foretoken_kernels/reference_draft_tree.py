@@ -31,6 +31,9 @@ class _Request(NamedTuple):
     root_token: int
     seed_words: tuple[int, int]
     temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
 
 
 def _request(trees: DraftTrees, tree: int) -> _Request:
@@ -44,8 +47,34 @@ def _request(trees: DraftTrees, tree: int) -> _Request:
         first_slot=row[state.FIRST_SLOT],
         root_token=row[state.ROOT_TOKEN],
         seed_words=(row[state.SEED_LOW] & _WORD, row[state.SEED_HIGH] & _WORD),
-        temperature=struct.unpack("f", struct.pack("i", row[state.TEMPERATURE]))[0],
+        temperature=_float32(row[state.TEMPERATURE]),
+        top_k=row[state.TOP_K],
+        top_p=_float32(row[state.TOP_P]),
+        min_p=_float32(row[state.MIN_P]),
     )
+
+
+def _float32(bits: int) -> float:
+    value: float = struct.unpack("f", struct.pack("i", bits))[0]
+    return value
+
+
+def _filter(values: torch.Tensor, request: _Request) -> torch.Tensor:
+    """-inf for what top-k, top-p and min-p take away of a row's logits over temperature; equal values stay or go."""
+    largest = float(values.max())
+    if not math.isfinite(largest):
+        return values
+    if 0 < request.top_k < len(values):
+        lowest = values.sort(descending=True).values[request.top_k - 1]
+        values = values.masked_fill(values < lowest, -math.inf)
+    if request.top_p < 1.0:
+        ordered = values.sort(descending=True).values
+        mass = (ordered.double() - largest).exp().cumsum(0)
+        last = int((mass < request.top_p * mass[-1]).sum())
+        values = values.masked_fill(values < ordered[last], -math.inf)
+    if request.min_p > 0.0:
+        values = values.masked_fill(values < largest + math.log(request.min_p), -math.inf)
+    return values
 
 
 def token_noise(token_ids: torch.Tensor, position: int, choice_index: int, seed_words: tuple[int, int]) -> torch.Tensor:
@@ -88,6 +117,7 @@ def offer_children(
     vocab_limit: int,
     target_ids: torch.Tensor | None = None,
     scale: float = 0.0,
+    filtered: bool = True,
 ) -> None:
     """Each row's best children take their places among the candidates: gpu.draft_tree.offer_children."""
     branches = trees.max_branches
@@ -110,6 +140,7 @@ def offer_children(
             factor = 1.0
             if request.temperature > 0.0:
                 row = row / request.temperature
+                row = _filter(row, request) if filtered else row
                 if scale > 0.0:
                     row = row + token_noise(tokens, request.length + level, request.choice_index, request.seed_words)
                     factor = request.temperature / scale

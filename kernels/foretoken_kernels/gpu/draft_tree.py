@@ -16,225 +16,27 @@ import triton
 import triton.language as tl
 
 from foretoken_kernels.gpu import draft_tree_state as state
-from foretoken_kernels.gpu.draft_tree_noise import run_noise, token_noise
-from foretoken_kernels.gpu.draft_tree_state import DraftBeams, DraftOutput, DraftTrees, OfferWorkspace
+from foretoken_kernels.gpu.draft_children import offer_children, offer_workspace
+from foretoken_kernels.gpu.draft_keys import (
+    NEVER,
+    NO_KEY,
+    branches_of,
+    ids_of_keys,
+    make_keys,
+    order_of,
+    take_best,
+    values_of_keys,
+)
+from foretoken_kernels.gpu.draft_tree_state import DraftBeams, DraftOutput, DraftTrees
 
-# Ids of one program; a multiple of four.
-CHUNK = 1024
+__all__ = ["choose_beams", "emit_trees", "offer_children", "offer_workspace"]
 
 _LENGTH = tl.constexpr(state.LENGTH)
 _MAX_NODES = tl.constexpr(state.MAX_NODES)
-_MAX_DEPTH = tl.constexpr(state.MAX_DEPTH)
-_MAX_BRANCHES = tl.constexpr(state.MAX_BRANCHES)
-_CHOICE_INDEX = tl.constexpr(state.CHOICE_INDEX)
 _FIRST_SLOT = tl.constexpr(state.FIRST_SLOT)
 _ROOT_TOKEN = tl.constexpr(state.ROOT_TOKEN)
-_SEED_LOW = tl.constexpr(state.SEED_LOW)
-_SEED_HIGH = tl.constexpr(state.SEED_HIGH)
-_TEMPERATURE = tl.constexpr(state.TEMPERATURE)
 _NUM_COLUMNS = tl.constexpr(state.NUM_COLUMNS)
 _MAX_BEAM_NODES = tl.constexpr(state.MAX_BEAM_NODES)
-_LOW_BITS = tl.constexpr(0x7FFFFFFF)
-_NEVER = tl.constexpr(float("-inf"))
-_INFINITY = tl.constexpr(float("inf"))
-# Below every key.
-_NO_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
-
-
-@triton.jit
-def _ordered(values):
-    """int32 in the order of float32 values, none of them NaN; both zeros are one."""
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & _LOW_BITS)
-
-
-@triton.jit
-def _keys(values, ids):
-    """int64 in the order of the values, of equal ones the lower id ahead; -inf is no key."""
-    keys = (_ordered(values).to(tl.int64) << 32) | (ids ^ _LOW_BITS).to(tl.int64)
-    return tl.where(values > _NEVER, keys, _NO_KEY)
-
-
-@triton.jit
-def _key_ids(keys):
-    return (keys & _LOW_BITS).to(tl.int32) ^ _LOW_BITS
-
-
-@triton.jit
-def _key_values(keys):
-    ordered = (keys >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & _LOW_BITS)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _is_finite(value):
-    """1 or 0 for a scalar that is not NaN: Triton's interpreter cannot broadcast a comparison of float scalars."""
-    return ((value > _NEVER) & (value < _INFINITY)).to(tl.int32)
-
-
-@triton.jit
-def _best_keys(keys, K: tl.constexpr):
-    """int64 [K]: the K largest, in order."""
-    lanes = tl.arange(0, K)
-    best_keys = tl.full([K], _NO_KEY, tl.int64)
-    for lane in range(K):
-        best = tl.max(keys, axis=0)
-        best_keys = tl.where(lanes == lane, best, best_keys)
-        keys = tl.where(keys == best, _NO_KEY, keys)
-    return best_keys
-
-
-@triton.jit
-def _temperature(requests, tree):
-    return tl.load(requests + tree * _NUM_COLUMNS + _TEMPERATURE).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _branches(requests, tree, level, K: tl.constexpr):
-    """Children of a node of ``level`` in a tree, and beams of its next level: 0 if it is to be no deeper."""
-    request = requests + tree * _NUM_COLUMNS
-    depth = tl.minimum(tl.load(request + _MAX_DEPTH), tl.load(request + _MAX_NODES) - 1)
-    return tl.where(level < depth, tl.maximum(tl.minimum(tl.load(request + _MAX_BRANCHES), K), 0), 0)
-
-
-@triton.jit
-def _children(requests, fed_counts, fed_stride, tree, beam, level, IS_ROOT: tl.constexpr, K: tl.constexpr):
-    """Most children of a row of logits: 0 for one without a beam."""
-    most = _branches(requests, tree, level, K)
-    if not IS_ROOT:
-        fed = fed_counts + tree * fed_stride + level
-        most = tl.where(beam < tl.load(fed + 1) - tl.load(fed), most, 0)
-    return most
-
-
-@triton.jit
-def _score_factor(temperature, scale, COUPLED: tl.constexpr):
-    """What values are multiplied by in the softmax that gives the scores."""
-    if COUPLED:
-        return tl.where(temperature > 0.0, temperature / scale, 1.0)
-    else:
-        return tl.where(temperature > 0.0, 1.0, 1.0)
-
-
-@triton.jit
-def _offer_chunk(
-    requests,
-    fed_counts,
-    fed_stride,
-    logits,
-    logits_stride,
-    target_ids,
-    out_keys,
-    out_largest,
-    out_sums,
-    num_chunks,
-    vocab_limit,
-    scale,
-    level,
-    IS_ROOT: tl.constexpr,
-    COUPLED: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The best keys of a row's chunk of the vocabulary, its largest value, and its sum of exp."""
-    row = tl.program_id(0)
-    chunk = tl.program_id(1)
-    tree = row if IS_ROOT else row // K
-    if _children(requests, fed_counts, fed_stride, tree, row % K, level, IS_ROOT, K) == 0:
-        return
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    is_id = ids < vocab_limit
-    values = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=is_id, other=_NEVER).to(tl.float32)
-    values = tl.where(values == values, values, _NEVER)
-    temperature = _temperature(requests, tree)
-    if temperature > 0.0:
-        values = values / temperature
-        if COUPLED:
-            request = requests + tree * _NUM_COLUMNS
-            position = tl.load(request + _LENGTH) + level
-            choice_index = tl.load(request + _CHOICE_INDEX)
-            seed_low, seed_high = tl.load(request + _SEED_LOW), tl.load(request + _SEED_HIGH)
-            if HAS_MAP:
-                tokens = tl.load(target_ids + ids, mask=is_id, other=0)
-                values += token_noise(tokens, position, choice_index, seed_low, seed_high)
-            else:
-                values += run_noise(chunk * (CHUNK // 4), CHUNK // 4, position, choice_index, seed_low, seed_high)
-    factor = _score_factor(temperature, scale, COUPLED)
-    largest = tl.max(values, axis=0)
-    # Without values to compare there is nothing to add: a row that holds +inf has no children.
-    has_values = _is_finite(largest)
-    is_finite = (values > _NEVER) & (has_values != 0)
-    distance = tl.where(is_finite, values, 0.0) - tl.where(has_values != 0, largest, 0.0)
-    total = tl.sum(tl.where(is_finite, tl.exp(tl.where(is_finite, distance * factor, 0.0)), 0.0), axis=0)
-    place = row.to(tl.int64) * num_chunks + chunk
-    tl.store(out_keys + place * K + tl.arange(0, K), _best_keys(_keys(values, ids), K))
-    tl.store(out_largest + place, largest)
-    tl.store(out_sums + place, total)
-
-
-@triton.jit
-def _offer_row(
-    requests,
-    fed_counts,
-    fed_stride,
-    beam_nodes,
-    beam_stride,
-    scores,
-    tokens,
-    num_candidates,
-    target_ids,
-    in_keys,
-    in_largest,
-    in_sums,
-    num_chunks,
-    vocab_limit,
-    scale,
-    level,
-    IS_ROOT: tl.constexpr,
-    COUPLED: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """The children of a row of logits, from its chunks: they take their places among the candidates."""
-    row = tl.program_id(0)
-    tree = row if IS_ROOT else row // K
-    beam = 0 if IS_ROOT else row % K
-    most = _children(requests, fed_counts, fed_stride, tree, beam, level, IS_ROOT, K)
-    chunks = tl.arange(0, CHUNKS)
-    num_used = tl.where(most > 0, num_chunks, 0)
-    is_chunk = chunks < num_used
-    first = row.to(tl.int64) * num_chunks
-    largest_of = tl.load(in_largest + first + chunks, mask=is_chunk, other=_NEVER)
-    sums = tl.load(in_sums + first + chunks, mask=is_chunk, other=0.0)
-    largest = tl.max(largest_of, axis=0)
-    has_children = _is_finite(largest) != 0
-    factor = _score_factor(_temperature(requests, tree), scale, COUPLED)
-    counts = has_children & (largest_of > _NEVER)
-    weights = tl.exp(tl.where(counts, (tl.where(counts, largest_of, 0.0) - largest) * factor, 0.0))
-    log_sum = tl.log(tl.where(has_children, tl.sum(tl.where(counts, sums * weights, 0.0), axis=0), 1.0))
-
-    places = tl.arange(0, CHUNKS * K)
-    keys = _best_keys(tl.load(in_keys + first * K + places, mask=places < num_used * K, other=_NO_KEY), K)
-    children = tl.arange(0, K)
-    exists = (keys != _NO_KEY) & (children < most) & has_children
-    draft_ids = tl.minimum(tl.maximum(tl.where(exists, _key_ids(keys), 0), 0), vocab_limit - 1)
-    values = tl.where(exists, _key_values(keys), 0.0)
-    score = tl.where(exists, (values - tl.where(has_children, largest, 0.0)) * factor - log_sum, 0.0)
-    score = tl.minimum(score, 0.0)
-    low = tree.to(tl.int64) * num_candidates
-    at = low + children
-    if not IS_ROOT:
-        node = tl.load(beam_nodes + tree * beam_stride + (level - 1) * K + beam)
-        node = tl.minimum(tl.maximum(node, 0), num_candidates - 1)
-        score += tl.where(most > 0, tl.load(scores + low + node), 0.0)
-        at += K + ((level - 1) * K + beam) * K
-    chosen = draft_ids
-    if HAS_MAP:
-        chosen = tl.load(target_ids + draft_ids)
-    tl.store(scores + at, tl.where(exists, score, _NEVER))
-    tl.store(tokens + at, tl.where(exists, chosen, 0))
 
 
 @triton.jit
@@ -273,18 +75,18 @@ def _choose_beams(
     low = tree.to(tl.int64) * num_candidates
     level_low = HIGH - NEW
     news = tl.arange(0, NEW)
-    keys = _best_keys(_keys(tl.load(scores + low + level_low + news), news), K)
+    keys = take_best(make_keys(tl.load(scores + low + level_low + news), news), K)
     beams = tl.arange(0, K)
-    exists = keys != _NO_KEY
-    within = tl.where(exists, _key_ids(keys), 0)
+    exists = keys != NO_KEY
+    within = tl.where(exists, ids_of_keys(keys), 0)
     within = tl.minimum(tl.maximum(within, 0), NEW - 1)
     nodes = level_low + within
 
     # A child's score is never above its parent's and it stands behind it, so a candidate that the tree has no room for
     # has no child in it, and need not be run. Beams are in order: those that are run come first.
     everything = tl.arange(0, HIGH_PADDED)
-    all_scores = tl.load(scores + low + everything, mask=everything < HIGH, other=_NEVER)
-    beam_scores = tl.where(exists, _key_values(keys), 0.0)
+    all_scores = tl.load(scores + low + everything, mask=everything < HIGH, other=NEVER)
+    beam_scores = tl.where(exists, values_of_keys(keys), 0.0)
     is_ahead = (all_scores[:, None] > beam_scores[None, :]) | (
         (all_scores[:, None] == beam_scores[None, :]) & (everything[:, None] < nodes[None, :])
     )
@@ -293,7 +95,7 @@ def _choose_beams(
     fed_before = 0
     if LEVEL > 1:
         fed_before = tl.minimum(tl.maximum(tl.load(fed_at + LEVEL), 0), _MAX_BEAM_NODES)
-    most = tl.minimum(_branches(requests, tree, LEVEL, K) + fed_before, _MAX_BEAM_NODES) - fed_before
+    most = tl.minimum(branches_of(requests, tree, LEVEL, K) + fed_before, _MAX_BEAM_NODES) - fed_before
     is_run = exists & (beams < most) & (ahead < tl.load(request + _MAX_NODES) - 1)
     if LEVEL == 1:
         tl.store(fed_at + 1, 0)
@@ -340,9 +142,9 @@ def _place_nodes(requests, scores, places, out_num_nodes, num_candidates, num_no
     low = tree.to(tl.int64) * num_candidates
     candidates = tl.arange(0, PADDED)
     is_candidate = candidates < num_candidates
-    values = tl.load(scores + low + candidates, mask=is_candidate, other=_NEVER)
-    exists = values > _NEVER
-    ordered = _ordered(values).to(tl.int64)
+    values = tl.load(scores + low + candidates, mask=is_candidate, other=NEVER)
+    exists = values > NEVER
+    ordered = order_of(values).to(tl.int64)
     room = tl.minimum(tl.load(requests + tree * _NUM_COLUMNS + _MAX_NODES), num_nodes) - 1
     room = tl.maximum(room, 0)
     # The last score that there is room for, by bisection.
@@ -402,83 +204,6 @@ def _write_nodes(
     tl.store(out_tokens + at + nodes, tl.where(nodes == 0, root, 0), mask=is_rest)
     tl.store(out_parents + at + nodes, nodes * 0 - 1, mask=is_rest)
     tl.store(out_scores + at + nodes, nodes.to(tl.float32) * 0.0, mask=is_rest)
-
-
-def offer_workspace(
-    max_trees: int, max_branches: int, draft_vocab_size: int, device: torch.device | str
-) -> OfferWorkspace:
-    rows, chunks = max_trees * max_branches, triton.cdiv(draft_vocab_size, CHUNK)
-    return OfferWorkspace(
-        keys=torch.zeros((rows, chunks, max_branches), dtype=torch.int64, device=device),
-        largest=torch.zeros((rows, chunks), dtype=torch.float32, device=device),
-        sums=torch.zeros((rows, chunks), dtype=torch.float32, device=device),
-    )
-
-
-def offer_children(
-    trees: DraftTrees,
-    logits: torch.Tensor,
-    level: int,
-    workspace: OfferWorkspace,
-    *,
-    vocab_limit: int,
-    target_ids: torch.Tensor | None = None,
-    scale: float = 0.0,
-) -> None:
-    """Let each row of logits offer the best children of its node.
-
-    Args:
-        logits: float32 or bfloat16, rows of unit stride. Of level 0: [trees, draft vocabulary], of the roots; of level
-            d: [trees * K, draft vocabulary], row ``b * K + k`` of tree b's beam k of that level. NaN counts as -inf; a
-            row that holds +inf, or nothing else than -inf, has no children.
-        vocab_limit: draft ids below this may be drafted.
-        target_ids: int32 [draft vocabulary]; the target's id of each draft id; None: the same.
-        scale: of the values in the coupled score, in units of logits; 0: draft without the sampler's noise.
-    """
-    branches, num_trees = trees.max_branches, trees.requests.shape[0]
-    num_rows = num_trees if level == 0 else num_trees * branches
-    num_chunks = triton.cdiv(vocab_limit, CHUNK)
-    if logits.shape[0] < num_rows or vocab_limit > logits.shape[1] or logits.stride(1) != 1:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} for {num_rows} rows of {vocab_limit} ids")
-    if num_rows * num_chunks * branches > workspace.keys.numel() or not 0 <= level < trees.max_depth:
-        raise ValueError(f"level {level} of {num_rows} rows does not fit the workspace or the trees")
-    if target_ids is not None and len(target_ids) < vocab_limit:
-        raise ValueError(f"a map of {len(target_ids)} ids, fewer than {vocab_limit}")
-    known_ids = trees.tokens if target_ids is None else target_ids
-    flags = {"IS_ROOT": level == 0, "COUPLED": scale > 0.0, "HAS_MAP": target_ids is not None, "K": branches}
-    _offer_chunk[num_rows, num_chunks](
-        trees.requests,
-        trees.fed_counts,
-        trees.fed_counts.stride(0),
-        logits,
-        logits.stride(0),
-        known_ids,
-        *workspace,
-        num_chunks,
-        vocab_limit,
-        scale,
-        level,
-        **flags,
-        CHUNK=CHUNK,
-    )
-    _offer_row[(num_rows,)](
-        trees.requests,
-        trees.fed_counts,
-        trees.fed_counts.stride(0),
-        trees.beam_nodes,
-        trees.beam_nodes.stride(0),
-        trees.scores,
-        trees.tokens,
-        trees.scores.shape[1],
-        known_ids,
-        *workspace,
-        num_chunks,
-        vocab_limit,
-        scale,
-        level,
-        **flags,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-    )
 
 
 def choose_beams(

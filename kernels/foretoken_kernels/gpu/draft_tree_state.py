@@ -102,11 +102,13 @@ class OfferWorkspace(NamedTuple):
     Attributes:
         keys: int64 [rows, chunks, K]; value and id of the best, ordered as one number.
         largest, sums: float32 [rows, chunks]; the largest value, and the sum of exp of the others' distance from it.
+        cuts: float32 [rows]; what top-k, top-p and min-p leave.
     """
 
     keys: torch.Tensor
     largest: torch.Tensor
     sums: torch.Tensor
+    cuts: torch.Tensor
 
 
 def num_candidates(max_branches: int, max_depth: int) -> int:
