@@ -27,7 +27,6 @@ from foretoken_kernels.gpu.draft_tree_state import (
 from drafter_svc.growth import (
     MAX_BRANCHES,
     ROWS_PER_SLOT,
-    GrowthMaker,
     PassOutput,
     VocabularyOwner,
     vocabulary_of,
@@ -269,30 +268,3 @@ class DeviceGrowth:
 def _branches(wanted: int) -> int:
     """A power of two that holds them."""
     return min(1 << (max(wanted, 1) - 1).bit_length(), MAX_BRANCHES)
-
-
-def growth_maker(
-    model: LaunchingModel,
-    target: TargetInfo,
-    *,
-    max_blocks: int,
-    num_slots: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    graphs: bool,
-) -> GrowthMaker:
-    """What drafter_svc.draft_passes.DraftPasses makes its growth with. Arguments as DeviceGrowth."""
-
-    def make(scale: float) -> Growth:
-        return DeviceGrowth(
-            model,
-            target,
-            scale,
-            max_blocks=max_blocks,
-            num_slots=num_slots,
-            device=device,
-            dtype=dtype,
-            graphs=graphs,
-        )
-
-    return make

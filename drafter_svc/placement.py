@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,9 +48,10 @@ class Placement(NamedTuple):
         if not self.is_gpu:
             return None
         # Triton is imported where there is a GPU alone.
-        from drafter_svc.device_growth import growth_maker
+        from drafter_svc.device_growth import DeviceGrowth
 
-        return growth_maker(
+        return partial(
+            DeviceGrowth,
             model,
             target,
             max_blocks=self._table_blocks(target),

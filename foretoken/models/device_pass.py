@@ -7,13 +7,16 @@ pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from foretoken_kernels.cpu import decoder as kernel
 from foretoken_kernels.cpu.linear import ADD, SILU_AND_MULTIPLY
-from foretoken_kernels.gpu.activation import silu_and_multiply
+from foretoken_kernels.gpu import matmul_choice
 from foretoken_kernels.gpu.embedding import copy_rows, embed, fill_rows
+from foretoken_kernels.gpu.matmul_choice import MatmulShape, MatmulTable
+from foretoken_kernels.gpu.matmul_timing import timed_table
 from foretoken_kernels.gpu.rms_norm import rms_norm
 from foretoken_kernels.gpu.rope_kv_write import rope_kv_write
 from foretoken_kernels.gpu.tree_attention import attention_workspace, tree_attention
@@ -58,7 +61,8 @@ class DevicePass:
         self._batches: dict[BatchShape, DeviceBatch] = {}
         self._graphs = DeviceGraphs(sizes.graphs and device.type == "cuda")
         self._buffers: dict[int, torch.Tensor] = {}
-        self._num_programs = 0
+        self._programs: list[Program] = []
+        self._matmuls = MatmulTable(device=device)
         self._workspace = attention_workspace(
             sizes.rows, config.num_heads, config.num_kv_heads, config.head_dim, device
         )
@@ -78,8 +82,28 @@ class DevicePass:
                 self._reserve(kernel.GIVEN, self._sizes.rows * operation.x.width)
             if operation.code == kernel.LINEAR and operation.mode == SILU_AND_MULTIPLY:
                 self._reserve(_GATE_UP, self._sizes.rows * 2 * operation.out.size)
-        self._num_programs += 1
-        return DeviceProgram(program, self._num_programs)
+        self._programs.append(program)
+        return DeviceProgram(program, len(self._programs))
+
+    def tune(self, path: Path | None) -> None:
+        """Time matmuls of the programs loaded so far, and take the fastest from now on.
+
+        ``path``: where the choices are kept for the next start.
+        """
+        weights: dict[MatmulShape, dict[int, torch.Tensor]] = {}
+        for program in self._programs:
+            for operation in program.operations:
+                if operation.code == kernel.LINEAR and operation.weight is not None:
+                    shape = self._matmul_shape(operation, operation.weight)
+                    weights.setdefault(shape, {})[operation.weight.data_ptr()] = operation.weight
+        self._matmuls = timed_table({shape: list(found.values()) for shape, found in weights.items()}, path)
+        self._graphs.clear()
+
+    def _matmul_shape(self, operation: Operation, weight: torch.Tensor) -> MatmulShape:
+        mode = {ADD: matmul_choice.ADD, SILU_AND_MULTIPLY: matmul_choice.GATE_UP}.get(
+            operation.mode, matmul_choice.STORE
+        )
+        return MatmulShape(weight.shape[0], weight.shape[1], mode, self._element_type(operation.out.buffer))
 
     @torch.inference_mode()
     def run(self, loaded: DeviceProgram, batch: ForwardBatch, given: NDArray[np.float32] | None = None) -> None:
@@ -157,14 +181,9 @@ class DevicePass:
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, mode: int) -> None:
         if mode == SILU_AND_MULTIPLY:
             gate_up = self._buffers[_GATE_UP][: len(x) * len(weight)].view(len(x), len(weight))
-            torch.mm(x, weight.t(), out=gate_up)
-            silu_and_multiply(gate_up, out)
-        elif mode == ADD:
-            torch.addmm(out, x, weight.t(), out=out)
-        elif out.dtype == x.dtype:
-            torch.mm(x, weight.t(), out=out)
+            self._matmuls.gate_up(x, weight, gate_up, out)
         else:
-            torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+            self._matmuls.matmul(x, weight, out, add=mode == ADD)
 
     def _attend(self, operation: Operation, attention: Attention, arrays: DeviceArrays, rows: int) -> None:
         config, weights = self._config, attention.weights
@@ -231,10 +250,12 @@ class DevicePass:
         """Room for a program; graphs that know the smaller buffer are forgotten."""
         buffer = self._buffers.get(field)
         if buffer is None or len(buffer) < size:
-            # Logits in float32: rounded to bfloat16 the best two would often be equal.
-            dtype = torch.float32 if field == kernel.LOGITS else self._dtype
-            self._buffers[field] = torch.zeros(size, dtype=dtype, device=self._device)
+            self._buffers[field] = torch.zeros(size, dtype=self._element_type(field), device=self._device)
             self._graphs.clear()
+
+    def _element_type(self, field: int) -> torch.dtype:
+        """Logits are float32: rounded to bfloat16 the best two would often be equal."""
+        return torch.float32 if field == kernel.LOGITS else self._dtype
 
 
 def _present(tensor: torch.Tensor) -> torch.Tensor | None:
