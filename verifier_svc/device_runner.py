@@ -21,7 +21,6 @@ from foretoken.models.batch import ForwardBatch
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.llama import Llama
-from foretoken.shared_weights import SharedWeights
 from verifier_svc.model_runner import TargetModel, silent
 
 _log = logging.getLogger(__name__)
@@ -34,9 +33,6 @@ class DeviceRunner(TargetModel):
         sizes: of the largest batch.
         Others, errors and attributes as TargetModel.
     """
-
-    # Drafters read embedding and head from the checkpoint: memory of another process's GPU context is not shared yet.
-    shared_weights: SharedWeights | None = None
 
     def __init__(self, path: Path, *, backend: Backend, sizes: PassSizes, **options: Any) -> None:
         super().__init__(path, backend=backend, **options)
