@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -208,3 +212,12 @@ def test_logprobs_rank_equal_logits_by_id(device):
     ids, best = reference_sampling.top_logprobs(logits, rows, log_sums, 5)
     assert ids.tolist() == [[1, 2, 0, 3, 4], [1, 2, 0, 3, 4], [0, 1, 2, 3, 4]]
     np.testing.assert_allclose(best[0].cpu(), np.array([2, 2, 1, 0, 0]) - log_sum, rtol=1e-12)
+
+
+@pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
+def test_kernels_compile_for_a_gpu(logits):
+    # In a process of its own: in this one kernels may have been defined for the interpreter.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = f"from tests.kernels.compile_sampling import compile_all; compile_all({logits!r})"
+    subprocess.run([sys.executable, "-c", command], env=environment, check=True)

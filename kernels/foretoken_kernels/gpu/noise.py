@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The keyed noise as device functions: Philox4x32-10 words and their Gumbel noise.
 
 Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The counter of token ids 4 b to 4 b + 3

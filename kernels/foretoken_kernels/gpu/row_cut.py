@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Top-k, top-p and min-p of one row as one cut: a value, and an id among those that equal it.
 
 Exact and without sorting: each cut value is found by bisection over the integers that order as float32 values do.

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """A row's logits after every operation that looks at one token alone: bias, penalties, masks, temperature."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The plain sampler on the device: one token for every node row of every tree at once.
 
 Three kernels: what each row keeps (a depth, and a cut value where top-k, top-p or min-p ask for one), the best token

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The walk on the device: from each root along the sampled tokens, and what that commits."""
 
 from __future__ import annotations
@@ -71,11 +72,10 @@ def _walk_kernel(
         stopped = tl.max(((stop_indices < num_stops) & (stops == token)).to(tl.int32), axis=0)
         if (stopped == 0) & (walked < max_new):
             emitted += 1
-            if UPDATE_STATE:
-                if counts_tokens & (token >= 0) & (token < sizes.vocab_size):
-                    # Atomic, so that one thread adds it, not each that holds the scalar.
-                    tl.atomic_add(state.counts + slot * sizes.vocab_size + token, 1)
-                    tl.store(state.seen + slot * sizes.vocab_size + token, 1)
+            if UPDATE_STATE and counts_tokens & (token >= 0) & (token < sizes.vocab_size):
+                # Atomic, so that one thread adds it, not each that holds the scalar.
+                tl.atomic_add(state.counts + slot * sizes.vocab_size + token, 1)
+                tl.store(state.seen + slot * sizes.vocab_size + token, 1)
         walked += 1
         node = tl.where(stopped == 0, child, num_nodes)
 
