@@ -80,7 +80,8 @@ def _offer_chunk(
     values = tl.where(values == values, values, NEVER)
     temperature = temperature_of(requests, tree)
     if temperature > 0.0:
-        values = values / temperature
+        # As the sampler divides.
+        values = tl.div_rn(values, tl.zeros([CHUNK], tl.float32) + temperature)
         if HAS_CUTS:
             values = tl.where(values >= tl.load(cuts + row), values, NEVER)
         if COUPLED:

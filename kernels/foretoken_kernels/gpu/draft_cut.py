@@ -31,7 +31,7 @@ _LOW_BITS = tl.constexpr(0x7FFFFFFF)
 def _values(row_logits, first, temperature, vocab_limit, STEP: tl.constexpr):
     ids = first + tl.arange(0, STEP)
     values = tl.load(row_logits + ids, mask=ids < vocab_limit, other=NEVER).to(tl.float32)
-    return tl.where(values == values, values, NEVER) / temperature
+    return tl.div_rn(tl.where(values == values, values, NEVER), tl.zeros([STEP], tl.float32) + temperature)
 
 
 @triton.jit

@@ -58,6 +58,18 @@ class DraftTrees(NamedTuple):
     max_branches: int
     max_depth: int
 
+    def first(self, num_trees: int) -> DraftTrees:
+        """The same tensors, of fewer trees."""
+        return self._replace(
+            requests=self.requests[:num_trees],
+            fed_counts=self.fed_counts[:num_trees],
+            beam_nodes=self.beam_nodes[:num_trees],
+            masks=self.masks[:num_trees],
+            scores=self.scores[:num_trees],
+            tokens=self.tokens[:num_trees],
+            places=self.places[:num_trees],
+        )
+
 
 class DraftBeams(NamedTuple):
     """The arrays of a level's pass; row ``b * K + k`` is beam k of tree b.
@@ -79,6 +91,19 @@ class DraftBeams(NamedTuple):
     masks: torch.Tensor
     sources: torch.Tensor
     row_starts: torch.Tensor
+
+    def first(self, num_trees: int) -> DraftBeams:
+        """The same tensors, of fewer trees."""
+        rows = len(self.token_ids) // (len(self.row_starts) - 1) * num_trees
+        return DraftBeams(
+            token_ids=self.token_ids[:rows],
+            positions=self.positions[:rows],
+            slot_mapping=self.slot_mapping[:rows],
+            context_lens=self.context_lens[:rows],
+            masks=self.masks[:rows],
+            sources=self.sources[:rows],
+            row_starts=self.row_starts[: num_trees + 1],
+        )
 
 
 class DraftOutput(NamedTuple):
