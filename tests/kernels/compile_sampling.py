@@ -15,7 +15,7 @@ STATE = SamplerState(
     *("*fp32", "*i32", "*fp64", "*fp64", "*fp32", "*fp32", "*fp32", "*i64", "*i64", "*i32", "*i32", "*i32", "*i32"),
     *("*fp32", "*i32", "*i32", "*i32", "*i8"),
 )
-WORKSPACE = sample.SampleWorkspace("*i32", "*fp32", "*i32", "*fp32", "*i32", "i32")
+WORKSPACE = sample.SampleWorkspace("*i32", "*fp32", "*i32", "*fp32", "*i32", "*fp32", "*i32", "i32")
 SIZES = SampleSizes(*["i32"] * 8)
 RESULT = WalkResult(*["*i32"] * 8)
 

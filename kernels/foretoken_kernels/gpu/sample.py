@@ -33,6 +33,7 @@ class SampleWorkspace(NamedTuple):
         cut_ids: int32 [rows]; of those equal to it the ids above this one are cut.
         chunk_values: float32 [rows, chunks]; each piece's best value, with its noise.
         chunk_ids: int32 [rows, chunks]; the id that has it.
+        gathered_values, gathered_ids: float32, int32 [rows, 2 * chunk_tokens]; what top-k and top-p may still cut.
         chunk_tokens: ids a piece.
     """
 
@@ -41,6 +42,8 @@ class SampleWorkspace(NamedTuple):
     cut_ids: torch.Tensor
     chunk_values: torch.Tensor
     chunk_ids: torch.Tensor
+    gathered_values: torch.Tensor
+    gathered_ids: torch.Tensor
     chunk_tokens: int
 
 
@@ -59,6 +62,8 @@ def sample_workspace(
         cut_ids=empty(torch.int32, max_rows),
         chunk_values=empty(torch.float32, max_rows, num_chunks),
         chunk_ids=empty(torch.int32, max_rows, num_chunks),
+        gathered_values=empty(torch.float32, max_rows, 2 * chunk_tokens),
+        gathered_ids=empty(torch.int32, max_rows, 2 * chunk_tokens),
         chunk_tokens=chunk_tokens,
     )
 
@@ -83,7 +88,7 @@ def _cut_kernel(batch, state, workspace, sizes, TOKENS: tl.constexpr):
     is_cut = is_cut | (tl.load(state.min_p + slot) > 0.0)
     if is_cut & (tl.load(state.temperature + slot) > 0.0):
         masks_stops = tl.load(batch.num_outputs + seq) + depth < tl.load(state.min_tokens + slot)
-        cut, cut_id = row_cut(batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+        cut, cut_id = row_cut(batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS)
     tl.store(workspace.depths + row, depth)
     tl.store(workspace.cut_values + row, cut)
     tl.store(workspace.cut_ids + row, cut_id)
