@@ -68,11 +68,11 @@ def sample_workspace(
     )
 
 
-@triton.jit
-def _cut_kernel(batch, state, workspace, sizes, TOKENS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_seqs"])
+def _cut_kernel(batch, state, workspace, sizes, num_seqs, TOKENS: tl.constexpr):
     row = tl.program_id(0)
     seq = tl.load(batch.row_seqs + row)
-    if (seq < 0) | (seq >= sizes.num_seqs):
+    if (seq < 0) | (seq >= num_seqs):
         return
     slot = slot_of(batch, sizes, seq)
     start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), row)
@@ -129,12 +129,12 @@ def _noised_best(values, ids, first_id, position, state, slot, TOKENS: tl.conste
     return best, best_id
 
 
-@triton.jit
-def _chunk_kernel(batch, state, workspace, sizes, num_chunks, TOKENS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_seqs"])
+def _chunk_kernel(batch, state, workspace, sizes, num_seqs, num_chunks, TOKENS: tl.constexpr):
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     seq = tl.load(batch.row_seqs + row)
-    if (seq < 0) | (seq >= sizes.num_seqs):
+    if (seq < 0) | (seq >= num_seqs):
         return
     slot = slot_of(batch, sizes, seq)
     start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), row)
@@ -156,11 +156,11 @@ def _chunk_kernel(batch, state, workspace, sizes, num_chunks, TOKENS: tl.constex
     tl.store(workspace.chunk_ids + out, best_id)
 
 
-@triton.jit
-def _best_chunk_kernel(batch, workspace, sizes, sampled_ptr, num_chunks, CHUNKS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_seqs"])
+def _best_chunk_kernel(batch, workspace, sizes, sampled_ptr, num_seqs, num_chunks, CHUNKS: tl.constexpr):
     row = tl.program_id(0)
     seq = tl.load(batch.row_seqs + row)
-    if (seq < 0) | (seq >= sizes.num_seqs):
+    if (seq < 0) | (seq >= num_seqs):
         tl.store(sampled_ptr + row, -1)
         return
     chunks = tl.arange(0, CHUNKS)
@@ -187,13 +187,14 @@ def sample_rows(batch: SampleBatch, state: SamplerState, workspace: SampleWorksp
     assert batch.logits.stride(1) == 1 and vocab_size == state.counts.shape[1]
     assert num_chunks * chunk_tokens >= vocab_size and len(workspace.depths) >= num_rows
     sizes = sample_sizes(batch, state)
+    num_seqs = batch.slots.shape[0]
     _cut_kernel[(num_rows,)](
-        batch, state, workspace, sizes, TOKENS=2 * chunk_tokens, num_warps=16, enable_fp_fusion=False
+        batch, state, workspace, sizes, num_seqs, TOKENS=2 * chunk_tokens, num_warps=16, enable_fp_fusion=False
     )
     _chunk_kernel[(num_chunks, num_rows)](
-        batch, state, workspace, sizes, num_chunks, TOKENS=chunk_tokens, num_warps=8, enable_fp_fusion=False
+        batch, state, workspace, sizes, num_seqs, num_chunks, TOKENS=chunk_tokens, num_warps=8, enable_fp_fusion=False
     )
     chunks = triton.next_power_of_2(num_chunks)
     _best_chunk_kernel[(num_rows,)](
-        batch, workspace, sizes, sampled, num_chunks, CHUNKS=chunks, num_warps=1, enable_fp_fusion=False
+        batch, workspace, sizes, sampled, num_seqs, num_chunks, CHUNKS=chunks, num_warps=1, enable_fp_fusion=False
     )
