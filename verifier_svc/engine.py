@@ -42,6 +42,7 @@ from verifier_svc.messages import (
 from verifier_svc.outbox import Outbox
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.sequence import NO_SLOT, DecodeStep, DrafterShare, Sequence
+from verifier_svc.simulated_acceptance import AcceptanceSimulator
 from verifier_svc.speculator import Speculator
 from verifier_svc.step import Scheduled, StepBatch, build_batch, commit_slots
 from verifier_svc.verify import WalkResult, sample_and_walk, token_logprobs
@@ -100,8 +101,13 @@ class Engine:
         max_model_len: int,
         eos_ids: frozenset[int],
         token_limit: int,
+        simulator: AcceptanceSimulator | None = None,
     ) -> None:
-        """``token_limit``: ids from here on are padding of the output head and never sampled."""
+        """
+        Args:
+            token_limit: ids from here on are padding of the output head and never sampled.
+            simulator: for benchmarks: decides how much of each draft is accepted, whatever was sampled.
+        """
         self._runner = runner
         self._blocks = blocks
         self._scheduler = scheduler
@@ -109,6 +115,7 @@ class Engine:
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._token_limit = token_limit
+        self._simulator = simulator
         self._inbox: deque[InboxMessage] = deque()
         # Of the messages in the inbox: sequences that want a place in the queue, and ends that may free one.
         self._num_submits = 0
@@ -292,6 +299,7 @@ class Engine:
                 self._advance(sequence, part.num_tokens)
                 continue
             tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
+            sources = part.draft.sources if part.draft is not None else None
             result = sample_and_walk(
                 rows,
                 tree,
@@ -299,8 +307,10 @@ class Engine:
                 sequence.num_prompt_tokens,
                 sequence.tokens[sequence.num_prompt_tokens :],
                 sequence.max_new_tokens,
-                sources=part.draft.sources if part.draft is not None else None,
+                sources=sources,
             )
+            if self._simulator is not None:
+                result = self._simulator.replace(result, tree, sequence.sampler, sequence.max_new_tokens, sources)
             self._keep_features(part, batch.row_starts[index], result.accepted_nodes)
             moved = commit_slots(sequence, result.accepted_nodes, self._blocks.block_size)
             source_slots.extend(moved[0])

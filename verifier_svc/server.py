@@ -43,6 +43,7 @@ from verifier_svc.memory_plan import MemoryPlan, make_plan
 from verifier_svc.model_runner import ModelRunner, cache_bytes_per_token, context_tokens
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.service import VerifierService
+from verifier_svc.simulated_acceptance import AcceptanceSimulator
 from verifier_svc.speculator import Speculator
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.tree_shape import TreeShape
@@ -182,6 +183,11 @@ def build(
     )
     eos_ids = frozenset(runner.config.eos_token_ids)
     token_limit = num_token_ids(settings.model, runner.config.vocab_size)
+    simulator, mode = None, str(runner.mode)
+    if settings.simulate_accept_length is not None:
+        length = settings.simulate_accept_length
+        logger.warning("--simulate-accept-length %g: for benchmarks only; what is written means NOTHING", length)
+        simulator, mode = AcceptanceSimulator(length), f"{mode}, simulated acceptance of {length:g}"
     engine = Engine(
         runner,
         blocks,
@@ -190,6 +196,7 @@ def build(
         max_model_len=runner.max_model_len,
         eos_ids=eos_ids,
         token_limit=token_limit,
+        simulator=simulator,
     )
     grammars = GrammarCompiler(partial(Vocabulary, settings.model, vocab_limit=token_limit, eos_ids=eos_ids))
     info = VerifierInfo(
@@ -197,7 +204,7 @@ def build(
         model_name=settings.served_model_name,
         model_fingerprint=runner.fingerprint,
         dtype=str(runner.dtype).removeprefix("torch."),
-        mode=runner.mode,
+        mode=mode,
         limits=limits,
         eos_token_ids=tuple(runner.config.eos_token_ids),
         max_queue=settings.max_queued_requests,

@@ -117,7 +117,8 @@ def reserved_margins(small: Path, prompts: Sequence[Sequence[int]], ids: Sequenc
 def _load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(best_device()).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(best_device()).eval()
 
 
 @torch.inference_mode()

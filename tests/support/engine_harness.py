@@ -25,6 +25,7 @@ from verifier_svc.messages import (
 )
 from verifier_svc.outbox import Outbox
 from verifier_svc.scheduler import Scheduler
+from verifier_svc.simulated_acceptance import AcceptanceSimulator
 from verifier_svc.speculator import Speculator
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.tree_shape import TreeShape
@@ -160,6 +161,7 @@ class Harness:
         num_layers: int = 0,
         checkpoint: str = "",
         weights: TargetWeights | None = None,
+        simulator: AcceptanceSimulator | None = None,
     ) -> None:
         """``sources``: beside ``drafters``, already started; ``clock``: by which waits for drafts are measured.
 
@@ -203,6 +205,7 @@ class Harness:
             max_model_len=max_model_len,
             eos_ids=eos_ids,
             token_limit=token_limit or vocab_size,
+            simulator=simulator,
         )
         self.outbox = Outbox(lambda: None)
         self.session = self.engine.open_session(self.outbox)
