@@ -24,9 +24,14 @@ from foretoken.models.decoder_weights import tensor_shapes
 
 DEMO = environment.ROOT / "models" / "demo"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-# Of all matrices: logits then have a standard deviation of about one at the width of 4,096.
+# Of the matrices: logits then have a standard deviation of about one at the width of 4,096.
 STD = 0.02
+# Of an embedding: what the layers add is smaller, so that the token still matters at the end.
+EMBEDDING_STD = 1.0
 DRAFT_VOCAB_SIZE = 32_000
+# Of a head's logits. With a flat distribution the best nodes of a tree would all be children of the root, where a
+# trained head is sure enough of itself to go deep.
+DRAFT_LOGIT_STD = 10.0
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -92,14 +97,15 @@ LLAMA_3_1_8B = Shape(
 )
 SHAPES = {
     "llama-3.1-8b": LLAMA_3_1_8B,
-    # The same structure in a size that a CPU serves, to see that a command works.
+    # The same structure in a size that a CPU serves, to see that a command works; deep, so that a draft costs less than
+    # it could save, and is waited for.
     "tiny": Shape(
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=6,
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=12,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=16,
+        head_dim=32,
         vocab_size=8256,
         max_position_embeddings=2048,
     ),
@@ -119,7 +125,11 @@ def random_target(folder: Path, shape: Shape, *, seed: int = 0) -> None:
     write_tokenizer(folder, shape.vocab_size)
     (folder / "config.json").write_text(json.dumps(config))
     specs = {name: TensorSpec(size) for name, size in tensor_shapes(load_config(folder)).items()}
-    write_checkpoint(folder, config, specs, RandomTensors(specs, seed))
+    random = RandomTensors(specs, seed)
+    # As GPT-2 is initialized: however deep, the layers together add as much.
+    factors = {"o_proj": (2 * shape.num_layers) ** -0.5, "down_proj": (2 * shape.num_layers) ** -0.5}
+    factors["embed_tokens"] = EMBEDDING_STD / STD
+    write_checkpoint(folder, config, specs, lambda name: random(name).mul_(factors.get(name.split(".")[-2], 1.0)))
 
 
 def random_eagle3(
@@ -146,7 +156,17 @@ def random_eagle3(
     tables = {"d2t": ids - torch.arange(draft_vocab_size), "t2d": torch.zeros(vocab_size, dtype=torch.bool)}
     tables["t2d"][ids] = True
     random = RandomTensors(specs, seed)
-    write_checkpoint(folder, config, specs, lambda name: tables[name] if name in tables else random(name))
+
+    def make(name: str) -> torch.Tensor:
+        if name in tables:
+            return tables[name]
+        tensor = random(name)
+        if name == "lm_head.weight":
+            # The last norm leaves elements of about one.
+            tensor.mul_(DRAFT_LOGIT_STD / STD / config["hidden_size"] ** 0.5)
+        return tensor
+
+    write_checkpoint(folder, config, specs, make)
 
 
 def head_specs(config: dict[str, Any], target_hidden_size: int, num_features: int = 3) -> dict[str, TensorSpec]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import ROOT, machine
+
 COPY_BYTES = 2 * 1024**3
 COPY_BYTES_CPU = 256 * 1024**2
 COPIES = 10
@@ -70,7 +72,8 @@ def _sizes(checkpoint: Any) -> dict[str, int]:
 
 def describe_device() -> dict[str, Any]:
     """What ``python -m benchmarks.gpu.floor`` prints."""
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu.floor"], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "benchmarks.gpu.floor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -79,10 +82,8 @@ def measure_device() -> dict[str, Any]:
     """Name, driver and bandwidth (bytes a second, read and written counted) of the first GPU, or of the processor."""
     import torch
 
-    from benchmarks import environment
-
     if not torch.cuda.is_available():
-        return {"gpu": f"none: {environment.machine()}", "driver": "", "cuda": "", "bandwidth": _bandwidth("cpu")}
+        return {"gpu": f"none: {machine()}", "driver": "", "cuda": "", "bandwidth": _bandwidth("cpu")}
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     return {

@@ -16,7 +16,7 @@ class StepTimes:
 
     Attributes:
         seconds: of each step, in order.
-        num_dropped: intervals that were not one ordinary step: several steps in one message, or one without a draft.
+        num_dropped: intervals that were not one ordinary step: several steps that came at once, or one without a draft.
         num_tokens, num_intervals: of all sequences together, dropped intervals included.
     """
 
@@ -49,6 +49,7 @@ def step_times(sequences: Sequence[Arrivals], accept_length: float) -> StepTimes
             more than the next higher one was not one ordinary step.
     """
     least, most = math.floor(accept_length), math.ceil(accept_length)
+    sequences = [_distinct(arrivals) for arrivals in sequences]
     start = max(arrivals[0][0] for arrivals in sequences)
     end = min(arrivals[-1][0] for arrivals in sequences)
     found = StepTimes()
@@ -74,6 +75,11 @@ def step_times(sequences: Sequence[Arrivals], accept_length: float) -> StepTimes
         found.num_intervals = float(steps * len(sequences))
         found.num_tokens = sum(_by(arrivals, last_at) - _by(arrivals, first_at) for arrivals in sequences)
     return found
+
+
+def _distinct(arrivals: Arrivals) -> list[tuple[float, int]]:
+    """What was read at the same time came at once."""
+    return sorted(dict(arrivals).items())
 
 
 def _by(arrivals: Arrivals, at: float) -> int:

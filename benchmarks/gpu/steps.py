@@ -175,7 +175,10 @@ def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: 
         },
         "step_ms": [round(1e3 * seconds, 5) for seconds in times.seconds],
     }
-    _progress(f"{key}: {step_ms:.3f} ms a step, {times.tokens_per_step:.2f} tokens, {row['tokens_per_s']:.0f} tok/s")
+    _progress(
+        f"{key}: {step_ms:.3f} ms a step, {times.tokens_per_step:.2f} tokens, {row['tokens_per_s']:.0f} tok/s; "
+        f"{times.num_dropped} intervals dropped, {row['num_fallback_steps']} steps without a draft"
+    )
     return row
 
 

@@ -110,6 +110,7 @@ def test_a_model_and_more_flags(checkout: Checkout) -> None:
         ("test", "python -m pytest"),
         ("test-compose", "python -m pytest --compose"),
         ("bench", "python -m benchmarks.run"),
+        ("bench-gpu-check", "python -m benchmarks.gpu.check"),
         ("chaos", "python -m tests.chaos --seconds 60 --seed 1"),
         ("format", "ruff format ."),
         ("lint", "ruff check ."),

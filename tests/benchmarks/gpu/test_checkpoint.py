@@ -39,12 +39,12 @@ def test_target_loads_and_its_logits_differ(folder: Path) -> None:
     assert logits.shape == (len(TOKENS), TINY.vocab_size)
     assert torch.isfinite(logits).all()
     assert (logits.std(dim=1) > 0.01).all()
-    assert len(set(logits.argmax(dim=1).tolist())) > 3
+    assert len(set(logits.argmax(dim=1).tolist())) > 10
 
 
 def test_target_is_stored_as_the_shape_says(folder: Path) -> None:
     config = load_config(folder / "target")
-    assert (config.hidden_size, config.num_layers, config.vocab_size) == (64, 6, 8256)
+    assert (config.hidden_size, config.num_layers, config.vocab_size) == (128, 12, 8256)
     assert config.rope.kind == "llama3" and not config.tie_word_embeddings
     with Checkpoint(folder / "target") as checkpoint:
         assert {checkpoint.dtype(name) for name in checkpoint.names} == {torch.bfloat16}
@@ -68,12 +68,14 @@ def test_tokenizer_has_every_id_and_encodes_as_before(folder: Path) -> None:
 
 def test_head_loads_with_its_own_vocabulary(folder: Path) -> None:
     head = load_head(folder / "eagle3", folder / "target")
-    assert head.features == (2, 3, 3)
+    assert head.features == (2, 6, 9)
     assert head.target_ids is not None and len(head.target_ids) == 1000
     assert head.target_ids[0] == 0 and head.target_ids[-1] == 8256 * 999 // 1000
     features = torch.randn(len(TOKENS) - 1, head.feature_width, generator=torch.Generator().manual_seed(0))
     logits, _ = PagedHead(head).extend(TOKENS[1:], 1, features, from_target=True)
-    assert logits.shape == (19, 1000) and torch.isfinite(logits).all() and (logits.std(dim=1) > 0.01).all()
+    assert logits.shape == (19, 1000) and torch.isfinite(logits).all()
+    # Sure enough of itself that a tree goes deep.
+    assert 5 < logits.std() < 20 and logits.softmax(dim=1).max(dim=1).values.median() > 0.4
 
 
 def test_llama_3_1_8b_is_its_public_config(tmp_path: Path) -> None:
