@@ -231,7 +231,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "drafter_head": json.loads((options.drafter_head / "config.json").read_text()),
     }
     extra = shlex.split(options.serve_flags)
-    rows = measure(options.model, options.drafter_head, keys, workload, options.threads, extra)
+    rows = measure(options.model.resolve(), options.drafter_head.resolve(), keys, workload, options.threads, extra)
     common = {"invocation": result["invocation"], "commit": result["commit"], "gpu": device["gpu"]}
     for row in rows:
         floor_ms = 1e3 * row["floor_bytes"] / device["bandwidth"]

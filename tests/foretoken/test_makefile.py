@@ -190,6 +190,7 @@ def test_help_names_every_target(checkout: Checkout) -> None:
         "test",
         "test-compose",
         "bench",
+        "bench-gpu-check",
         "chaos",
         "lint",
         "format",
