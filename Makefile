@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a virtual environment in .venv, at the versions of constraints.txt.
-# Variables: PORT, GRPC_PORT, MODEL, SECONDS, SEED, ARGS (more flags for serve, test, bench or chaos), PYTHON, VENV,
+# Variables: PORT, GRPC_PORT, MODEL, SECONDS, SEED, ARGS (more flags for serve, test, a bench or chaos), PYTHON, VENV,
 # TORCH_INDEX.
 
 PORT ?= 8000
@@ -30,7 +30,7 @@ STUBS := -I. --python_out=. --pyi_out=. --grpc_python_out=.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-compose bench bench-drafters chaos lint format proto setup clean
+.PHONY: help serve test test-compose bench bench-drafters bench-gpu-check chaos lint format proto setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -49,6 +49,9 @@ bench: $(DEV) ## Measure speculative against plain decoding.
 
 bench-drafters: $(DEV) ## Measure what each drafter of the demo model accepts.
 	@$(BIN)/python -m benchmarks.drafters $(ARGS)
+
+bench-gpu-check: $(DEV) ## Hold the newest GPU measurement against the bars.
+	@$(BIN)/python -m benchmarks.gpu.check $(ARGS)
 
 chaos: $(DEV) ## Kill and stop processes for SECONDS, by the schedule of SEED.
 	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)

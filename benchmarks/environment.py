@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "numpy", "numba", "grpcio", "fastapi", "uvicorn")
@@ -38,6 +39,17 @@ def versions() -> str:
     return ", ".join(
         [f"Python {platform.python_version()}", *(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)]
     )
+
+
+def optional_versions(packages: Sequence[str]) -> str:
+    """The versions of packages that need not be installed."""
+    found = []
+    for name in packages:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
 
 
 def commit() -> str:

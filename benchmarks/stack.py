@@ -30,10 +30,17 @@ class StackError(Exception):
 
 
 @contextlib.contextmanager
-def running_stack(model: Path, threads: int, flags: Sequence[str] = ()) -> Iterator[tuple[Address, psutil.Process]]:
+def running_stack(
+    model: Path,
+    threads: int,
+    flags: Sequence[str] = (),
+    *,
+    num_drafters: int = 1,
+    ready_timeout_s: float = READY_TIMEOUT_S,
+) -> Iterator[tuple[Address, psutil.Process]]:
     """``foretoken serve`` with ``flags`` on free ports, ready and with its drafters attached.
 
-    Yields its address and its supervisor.
+    Yields its address and its supervisor. ``num_drafters``: how many there are at least.
 
     Raises:
         StackError: it ended or was not ready in time; the message has the end of its log.
@@ -45,7 +52,7 @@ def running_stack(model: Path, threads: int, flags: Sequence[str] = ()) -> Itera
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
             address = Address("127.0.0.1", port)
-            _wait_ready(address, child, log)
+            _wait_ready(address, child, log, num_drafters, ready_timeout_s)
             yield address, psutil.Process(child.pid)
         finally:
             _stop(child)
@@ -95,25 +102,29 @@ def idle_share(root: psutil.Process, seconds: float) -> float:
     return (sum(after.values()) - sum(before.values())) / (ended - began)
 
 
-def _wait_ready(address: Address, child: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while not _is_ready(address):
+def _wait_ready(
+    address: Address, child: subprocess.Popen[bytes], log: IO[bytes], num_drafters: int, timeout_s: float
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not _is_ready(address, num_drafters):
         if child.poll() is not None:
             raise StackError(f"foretoken serve ended with status {child.returncode}:\n{_tail(log)}")
         if time.monotonic() > deadline:
-            raise StackError(f"foretoken serve was not ready within {READY_TIMEOUT_S:g} s:\n{_tail(log)}")
+            raise StackError(f"foretoken serve was not ready within {timeout_s:g} s:\n{_tail(log)}")
         time.sleep(POLL_S)
 
 
-def _is_ready(address: Address) -> bool:
+def _is_ready(address: Address, num_drafters: int) -> bool:
     """Whether requests are taken and every drafter is attached."""
     try:
         status, body = get(address, "/ready")
     except (OSError, StreamError):
         return False
-    verifiers = json.loads(body)["verifiers"] if status == 200 else []
+    if status != 200:
+        return False
+    verifiers = json.loads(body)["verifiers"]
     drafters = [drafter for verifier in verifiers for drafter in verifier["drafters"]]
-    return bool(drafters) and all(drafter["state"] == "attached" for drafter in drafters)
+    return len(drafters) >= num_drafters and all(drafter["state"] == "attached" for drafter in drafters)
 
 
 def _tail(log: IO[bytes]) -> str:

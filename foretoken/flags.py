@@ -190,6 +190,15 @@ SpeculativeMaxBatchSize = Annotated[
     int | None,
     typer.Option(help="With more running rows than this, plain decode; 0: never.", show_default="0"),
 ]
+SimulateAcceptLength = Annotated[
+    float | None,
+    typer.Option(
+        "--simulate-accept-length",
+        metavar="TOKENS",
+        help="For benchmarks only: a step with a draft gives so many tokens on average, which mean nothing.",
+        show_default="what the model accepts",
+    ),
+]
 DraftTimeoutMs = Annotated[
     int | None,
     typer.Option(help="Milliseconds that a step waits for a draft.", show_default="200"),

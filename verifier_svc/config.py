@@ -60,6 +60,8 @@ class VerifierSettings(BaseModel):
     # More running rows than this: true plain decode. 0: never.
     speculative_max_batch_size: int = Field(default=0, ge=0)
     drafters: tuple[DrafterEndpoint, ...] = ()
+    # For benchmarks: tokens of a step that has a draft, on average, whatever was sampled. None: what was sampled.
+    simulate_accept_length: float | None = Field(default=None, ge=1, le=256)
     # Milliseconds that a step waits for a draft before it goes on without.
     draft_timeout_ms: int = Field(default=200, ge=1, le=60_000)
     # Seconds that running sequences may go on after SIGTERM.

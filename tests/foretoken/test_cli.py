@@ -42,6 +42,7 @@ ONE_OF_EACH = (
     *("--threads", "2", "--context-length", "512", "--block-size", "8", "--max-total-tokens", "4096"),
     *("--max-running-requests", "4", "--max-queued-requests", "5", "--chunked-prefill-size", "64"),
     *("--disable-radix-cache", "--speculative-num-draft-tokens", "6", "--speculative-max-batch-size", "3"),
+    *("--simulate-accept-length", "2.5"),
 )
 NGRAM = (
     *("--speculative-ngram-min-match-window-size", "2", "--speculative-ngram-max-match-window-size", "5"),
@@ -194,6 +195,7 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
         disable_radix_cache=True,
         speculative_num_draft_tokens=6,
         speculative_max_batch_size=3,
+        simulate_accept_length=2.5,
         drafters=(DrafterEndpoint(name="ngram", address=drafter.address),),
     )
     assert in_process == {}

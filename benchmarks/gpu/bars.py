@@ -1,0 +1,103 @@
+"""What a step may cost on one H200: the bars, the peers' figures that they are set by, and which rows a run must have.
+
+Llama-3.1-8B shape, bfloat16, 128-token prompts, 256 tokens decoded; milliseconds a step, medians.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GPU = "H200"
+PROMPT_TOKENS = 128
+OUTPUT_TOKENS = 256
+MIN_STEPS = 200
+# Through the gateway, and of two processes over one.
+MAX_OVERHEAD = 1.03
+PEERS_SOURCE = (
+    "SGLang 0.5.15 (FlashInfer, CUDA graphs) and vLLM 0.24.0 (FlashAttention 3, torch.compile, full CUDA graphs), "
+    "measured on one H200 with random weights, the same prompts and lengths, acceptance forced"
+)
+
+# processes: at the verifier, its drafter in a process of its own; gateway: the same, as a client of the REST API sees
+# it; in-process: at the verifier, with the drafter inside it.
+Path = Literal["processes", "gateway", "in-process"]
+PATHS: tuple[Path, ...] = ("processes", "gateway", "in-process")
+BATCHES = (1, 4, 16)
+GATEWAY_BATCHES = (1, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way of decoding. ``steps``, ``topk`` and ``tokens`` as --speculative-num-steps and so on; 0: plain decode."""
+
+    name: str
+    steps: int = 0
+    topk: int = 0
+    tokens: int = 0
+    accept_length: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        return self.steps == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Milliseconds a step: what must be reached, what is aimed at, and what peers take."""
+
+    must: float
+    goal: float
+    peers: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Which row of a run."""
+
+    setting: str
+    batch: int
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.setting}, batch {self.batch}, {self.path}"
+
+
+SETTINGS = (
+    Setting("plain"),
+    Setting("chain 3-1-4", 3, 1, 4, 3.0),
+    Setting("chain 5-1-6", 5, 1, 6, 4.0),
+    Setting("tree 5-8-32", 5, 8, 32, 4.0),
+    Setting("tree 5-8-64", 5, 8, 64, 4.0),
+    Setting("fused 1-1-2", 1, 1, 2, 2.0),
+)
+
+BARS: dict[tuple[str, int], Bar] = {
+    ("plain", 1): Bar(4.5, 4.3, (("SGLang", 4.81), ("vLLM", 4.90))),
+    ("plain", 4): Bar(4.7, 4.4, (("SGLang", 5.02), ("vLLM", 4.98))),
+    ("plain", 16): Bar(4.85, 4.6, (("SGLang", 5.14), ("vLLM", 5.16))),
+    ("chain 3-1-4", 1): Bar(5.3, 5.0, (("vLLM", 5.90),)),
+    ("chain 3-1-4", 4): Bar(5.5, 5.2, (("vLLM", 6.01),)),
+    ("chain 3-1-4", 16): Bar(6.0, 5.6, (("vLLM", 6.35),)),
+    ("chain 5-1-6", 1): Bar(5.8, 5.4, (("vLLM", 6.49),)),
+    ("chain 5-1-6", 4): Bar(6.0, 5.6, (("vLLM", 6.67),)),
+    ("chain 5-1-6", 16): Bar(6.8, 6.4, (("vLLM", 7.20),)),
+    ("tree 5-8-32", 1): Bar(6.3, 5.8, (("SGLang", 8.57),)),
+    ("tree 5-8-32", 4): Bar(7.2, 6.6, (("SGLang", 9.65),)),
+    ("tree 5-8-32", 16): Bar(14.5, 13.0, (("SGLang", 18.46),)),
+    ("tree 5-8-64", 1): Bar(6.6, 6.1, (("SGLang", 9.07),)),
+    ("tree 5-8-64", 16): Bar(27.0, 24.0, (("SGLang", 31.5),)),
+    ("fused 1-1-2", 1): Bar(4.9, 4.6, (("SGLang", 6.34),)),
+    ("fused 1-1-2", 16): Bar(5.4, 5.1, (("SGLang", 6.90),)),
+}
+
+
+def required_rows() -> list[Key]:
+    """Every row that a whole run has, in the order in which it is measured."""
+    rows = []
+    for setting in SETTINGS:
+        rows += [Key(setting.name, batch, "processes") for batch in BATCHES if (setting.name, batch) in BARS]
+        rows += [Key(setting.name, batch, "gateway") for batch in GATEWAY_BATCHES]
+        if not setting.is_plain:
+            rows.append(Key(setting.name, 1, "in-process"))
+    return rows

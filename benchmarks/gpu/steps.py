@@ -1,0 +1,295 @@
+"""What a decode step costs, through the real services, with the acceptance forced.
+
+    python -m benchmarks.gpu.checkpoint --output DIR
+    python -m benchmarks.gpu.steps --model DIR/target --drafter-head DIR/eagle3 --output benchmarks/gpu/results
+
+For every row of benchmarks.gpu.bars it starts ``foretoken serve`` with ``--simulate-accept-length`` (whose text means
+nothing) and decodes batches of random prompts, at the verifier's own gRPC stream or through the gateway. A step's time
+is the time between two arrivals of one sequence's tokens. One run writes one JSON with all step times, and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import random
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import environment
+from benchmarks.client import Address, StreamError, complete
+from benchmarks.figures import median
+from benchmarks.gpu import bars
+from benchmarks.gpu.bars import Key, Setting, required_rows
+from benchmarks.gpu.figure import draw
+from benchmarks.gpu.floor import StepBytes, describe_device, step_bytes
+from benchmarks.gpu.step_times import Arrivals, StepTimes, step_times
+from benchmarks.gpu.verifier_client import VerifierClient
+from benchmarks.stack import StackError, describe, running_stack
+
+FORMAT = 1
+READY_TIMEOUT_S = 600.0
+MOST_ROUNDS = 100
+GPU_PACKAGES = ("triton", "flashinfer-python")
+
+# Decodes prompts and says for each when its tokens came.
+Decode = Callable[[Sequence[Sequence[int]]], list[Arrivals]]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What every row decodes. ``vocab_size``: prompts are random ids below it."""
+
+    vocab_size: int
+    prompt_tokens: int
+    output_tokens: int
+    min_steps: int
+    temperature: float
+
+    def prompts(self, count: int, seed: str) -> list[list[int]]:
+        """``count`` prompts; others for another ``seed``. The lowest ids are special and left out."""
+        generator = random.Random(seed)
+        return [[generator.randrange(16, self.vocab_size) for _ in range(self.prompt_tokens)] for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A stack that runs. ``environ`` is the verifier's."""
+
+    rest: Address
+    verifier: str
+    name: str
+    environ: dict[str, str]
+
+
+def measure(
+    model: Path, head: Path, keys: Sequence[Key], workload: Workload, threads: int, extra: Sequence[str]
+) -> list[dict[str, Any]]:
+    """All rows, each stack started once. ``extra``: more flags of ``foretoken serve``.
+
+    Raises:
+        StackError, StreamError: a stack or a stream did not do what it should.
+    """
+    rows = []
+    sizes = step_bytes(model, head)
+    for setting in bars.SETTINGS:
+        for in_process in (False, True):
+            wanted = [key for key in keys if key.setting == setting.name and (key.path == "in-process") == in_process]
+            if not wanted:
+                continue
+            flags = [*serve_flags(setting, head, in_process=in_process, batch=max(k.batch for k in wanted)), *extra]
+            with _served(model, setting, threads, flags) as server:
+                rows += [_row(key, setting, server, workload, sizes) for key in wanted]
+    return rows
+
+
+def serve_flags(setting: Setting, head: Path, *, in_process: bool, batch: int) -> list[str]:
+    """The flags of ``foretoken serve`` for one setting."""
+    flags = ["--max-running-requests", str(batch), "--disable-radix-cache"]
+    if setting.is_plain:
+        return [*flags, "--speculative-algorithm", "NONE"]
+    flags += ["--drafter", f"name=eagle3,algorithm=EAGLE3,model={head}"]
+    flags += ["--drafter-placement", "in-process" if in_process else "process"]
+    flags += ["--speculative-num-steps", str(setting.steps), "--speculative-eagle-topk", str(setting.topk)]
+    flags += ["--speculative-num-draft-tokens", str(setting.tokens)]
+    return [*flags, "--simulate-accept-length", f"{setting.accept_length:g}"]
+
+
+@contextlib.contextmanager
+def _served(model: Path, setting: Setting, threads: int, flags: Sequence[str]) -> Iterator[Server]:
+    _progress(f"{setting.name}{', drafter in process' if 'in-process' in flags else ''}: starting")
+    num_drafters = 0 if setting.is_plain else 1
+    with running_stack(model, threads, flags, num_drafters=num_drafters, ready_timeout_s=READY_TIMEOUT_S) as (
+        address,
+        root,
+    ):
+        verifier = _verifier_of(root)
+        words = verifier.cmdline()
+        yield Server(address, words[words.index("--address") + 1], describe(address)["model"], verifier.environ())
+
+
+def _verifier_of(root: psutil.Process) -> psutil.Process:
+    for process in root.children(recursive=True):
+        words = process.cmdline()
+        if "foretoken" in words and words[words.index("foretoken") + 1 :][:1] == ["verifier"]:
+            return process
+    raise StackError("foretoken serve has no verifier")
+
+
+def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: StepBytes) -> dict[str, Any]:
+    """Warm up, decode batches until there are enough steps, and say all about them."""
+    with VerifierClient(server.verifier) as client:
+
+        def at_verifier(prompts: Sequence[Sequence[int]]) -> list[Arrivals]:
+            return list(client.run(prompts, workload.output_tokens, temperature=workload.temperature))
+
+        def at_gateway(prompts: Sequence[Sequence[int]]) -> list[Arrivals]:
+            return _through_gateway(server, prompts, workload)
+
+        decode: Decode = at_gateway if key.path == "gateway" else at_verifier
+        decode(workload.prompts(key.batch, f"warm-up {key}"))
+        before, began = client.info(), time.perf_counter()
+        times = StepTimes()
+        num_rounds = 0
+        while len(times.seconds) < workload.min_steps:
+            if num_rounds == MOST_ROUNDS:
+                raise StackError(f"{key}: only {len(times.seconds)} steps in {num_rounds} rounds")
+            times.extend(step_times(decode(workload.prompts(key.batch, f"{num_rounds} {key}")), setting.accept_length))
+            num_rounds += 1
+        took, after = time.perf_counter() - began, client.info()
+    steps = after.num_steps - before.num_steps
+    step_ms = 1e3 * median(times.seconds)
+    context = workload.prompt_tokens + workload.output_tokens // 2
+    row = {
+        **dataclasses.asdict(key),
+        **{name: getattr(setting, name) for name in ("steps", "topk", "tokens")},
+        "simulate_accept_length": None if setting.is_plain else setting.accept_length,
+        "mode": after.mode.split(",")[0],
+        "dtype": after.dtype,
+        "model_fingerprint": after.model_fingerprint,
+        "drafters": {drafter.name: drafter.transport for drafter in after.drafters},
+        "mps": "CUDA_MPS_PIPE_DIRECTORY" in server.environ,
+        "median_ms": step_ms,
+        "tokens_per_step": times.tokens_per_step,
+        "tokens_per_s": key.batch * times.tokens_per_step / step_ms * 1e3,
+        "floor_bytes": sizes.of_step(setting.steps, key.batch, context),
+        "num_dropped": times.num_dropped,
+        "num_fallback_steps": after.num_fallback_steps - before.num_fallback_steps,
+        "num_rounds": num_rounds,
+        "seconds": took,
+        # The verifier's own account of all steps meanwhile, those of prompts included.
+        "phases_ms": {
+            phase: (after.step_time_us[phase] - before.step_time_us[phase]) / 1e3 / max(steps, 1)
+            for phase in sorted(after.step_time_us)
+        },
+        "step_ms": [round(1e3 * seconds, 5) for seconds in times.seconds],
+    }
+    _progress(
+        f"{key}: {step_ms:.3f} ms a step, {times.tokens_per_step:.2f} tokens, {row['tokens_per_s']:.0f} tok/s; "
+        f"{times.num_dropped} intervals dropped, {row['num_fallback_steps']} steps without a draft"
+    )
+    return row
+
+
+def _through_gateway(server: Server, prompts: Sequence[Sequence[int]], workload: Workload) -> list[Arrivals]:
+    bodies = [
+        {
+            "model": server.name,
+            "prompt": list(prompt),
+            "max_tokens": workload.output_tokens,
+            "temperature": workload.temperature,
+            "seed": index,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "cache_salt": uuid.uuid4().hex,
+        }
+        for index, prompt in enumerate(prompts)
+    ]
+    found: list[Arrivals] = []
+    for completion in complete(server.rest, bodies, READY_TIMEOUT_S):
+        found.append([(chunk.at, chunk.num_tokens) for chunk in completion.chunks if chunk.num_tokens is not None])
+        if not found[-1]:
+            raise StreamError("the gateway sends no running usage totals")
+    return found
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure and return what the JSON holds."""
+    keys = [
+        key
+        for key in required_rows()
+        if key.setting in options.settings and key.batch in options.batches and key.path in options.paths
+    ]
+    config = json.loads((options.model / "config.json").read_text())
+    device = describe_device()
+    workload = Workload(
+        config["vocab_size"], options.prompt_tokens, options.output_tokens, options.min_steps, options.temperature
+    )
+    result: dict[str, Any] = {
+        "format": FORMAT,
+        "invocation": uuid.uuid4().hex,
+        "began_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.gpu.steps", *sys.argv[1:]]),
+        "commit": options.commit or environment.commit(),
+        "machine": environment.machine(),
+        "versions": f"{environment.versions()}, {environment.optional_versions(GPU_PACKAGES)}",
+        "device": device,
+        "workload": dataclasses.asdict(workload),
+        "model": config,
+        "drafter_head": json.loads((options.drafter_head / "config.json").read_text()),
+    }
+    extra = shlex.split(options.serve_flags)
+    rows = measure(options.model.resolve(), options.drafter_head.resolve(), keys, workload, options.threads, extra)
+    common = {"invocation": result["invocation"], "commit": result["commit"], "gpu": device["gpu"]}
+    for row in rows:
+        floor_ms = 1e3 * row["floor_bytes"] / device["bandwidth"]
+        row |= common | {"floor_ms": floor_ms, "floor_share": floor_ms / row["median_ms"]}
+    return result | {"rows": rows}
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    """Every row as a line of a table."""
+    lines = ["| | batch | path | ms a step | tok/s | tokens a step | share of floor | where the time went, ms |"]
+    lines.append("| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |")
+    for row in result["rows"]:
+        phases = ", ".join(f"{phase} {ms:.2f}" for phase, ms in row["phases_ms"].items())
+        lines.append(
+            f"| {row['setting']} | {row['batch']} | {row['path']} | {row['median_ms']:.3f} | "
+            f"{row['tokens_per_s']:.0f} | {row['tokens_per_step']:.2f} | {row['floor_share']:.0%} | {phases} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="benchmarks.gpu.steps", description=__doc__.splitlines()[0])
+    found.add_argument("--model", type=Path, required=True, help="the target's folder")
+    found.add_argument("--drafter-head", type=Path, required=True, help="the EAGLE-3 head's folder")
+    found.add_argument("--output", type=Path, required=True, help="a folder for the JSON and the picture")
+    found.add_argument("--threads", type=int, default=0, help="as foretoken serve's; counts on a CPU")
+    found.add_argument("--serve-flags", default="", help="more flags of foretoken serve, as one word")
+    found.add_argument("--temperature", type=float, default=0.0)
+    found.add_argument("--commit", default="", help="the commit, in a copy without its history")
+    found.add_argument("--prompt-tokens", type=int, default=bars.PROMPT_TOKENS)
+    found.add_argument("--output-tokens", type=int, default=bars.OUTPUT_TOKENS)
+    found.add_argument("--min-steps", type=int, default=bars.MIN_STEPS, help="step times of a row at least")
+    names = [setting.name for setting in bars.SETTINGS]
+    found.add_argument("--settings", nargs="+", choices=names, default=names, help="these rows alone")
+    found.add_argument("--batches", nargs="+", type=int, choices=bars.BATCHES, default=bars.BATCHES)
+    found.add_argument("--paths", nargs="+", choices=bars.PATHS, default=bars.PATHS)
+    return found
+
+
+def main() -> None:
+    options = parser().parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        result = run(options)
+    except (StackError, StreamError) as error:
+        _progress(f"failed: {error}")
+        sys.exit(1)
+    stem = result["began_at"].replace(":", "").replace("+0000", "Z")
+    file = options.output / f"steps-{stem}.json"
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, file.with_suffix(".png"))
+    print(to_markdown(result))
+    print(f"{file}; bars are judged by: python -m benchmarks.gpu.check {file}")
+
+
+def _progress(line: str) -> None:
+    print(f"bench-gpu: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
