@@ -164,10 +164,8 @@ def build(
     if settings.simulate_accept_length is not None:
         length = settings.simulate_accept_length
         logger.warning("--simulate-accept-length %g: for benchmarks only; what is written means NOTHING", length)
-        walker, mode = (
-            SimulatedWalker(walker, AcceptanceSimulator(length)),
-            f"{mode}, simulated acceptance of {length:g}",
-        )
+        walker = SimulatedWalker(walker, AcceptanceSimulator(length))
+        mode = f"{mode}, simulated acceptance of {length:g}"
     engine = Engine(
         runner,
         blocks,

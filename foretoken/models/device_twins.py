@@ -31,8 +31,10 @@ class DeviceTwins:
             spans[name] = (size, size + num_bytes)
             size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         is_cuda = device.type == "cuda"
-        self._host = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, pin_memory=is_cuda)
-        self._device = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, device=device)
+        # Whoever makes them: tensors made in inference mode may be written to there only.
+        with torch.inference_mode(False):
+            self._host = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, pin_memory=is_cuda)
+            self._device = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, device=device)
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
         def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -23,11 +23,11 @@ from verifier_svc.messages import FinishReason
 from verifier_svc.server import build
 from verifier_svc.simulated_acceptance import AcceptanceSimulator, SimulatedWalker, deepest_path
 from verifier_svc.verify import SamplingState, WalkResult, sample_and_walk
+from verifier_svc.walker import HostWalker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
 # The deepest path is 2, 4, 5; node 6 is as deep as node 5.
 TREE = DraftTree(np.array([9, 1, 2, 3, 4, 5, 6], np.int32), np.array([-1, 0, 0, 1, 2, 4, 4], np.int32))
-from verifier_svc.walker import HostWalker
 
 
 def walk(
