@@ -37,6 +37,18 @@ class NgramSettings(BaseModel):
         return self
 
 
+# Settings that mean nothing to a drafter without a model.
+_OF_MODELS = (
+    "target",
+    "device",
+    "threads",
+    "dtype",
+    "disable_coupled_noise",
+    "disable_cuda_graph",
+    "speculative_draft_model_path",
+)
+
+
 class DrafterSettings(BaseModel):
     """Settings of one drafter process. Those between ``algorithm`` and ``ngram`` are of drafters with a model."""
 
@@ -52,6 +64,9 @@ class DrafterSettings(BaseModel):
     target: Path | None = None
     # Target ids that the head may draft (FR-Spec, arXiv 2502.14856).
     speculative_token_map: Path | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Launch every kernel by itself.
+    disable_cuda_graph: bool = False
     # Threads of a forward pass; 0: one.
     threads: int = Field(default=0, ge=0, le=1024)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -71,7 +86,7 @@ class DrafterSettings(BaseModel):
                 f"--speculative-token-map is for heads that use the target's output head, not for {self.algorithm}"
             )
         if self.algorithm == "NGRAM":
-            for field in ("target", "threads", "dtype", "disable_coupled_noise", "speculative_draft_model_path"):
+            for field in _OF_MODELS:
                 if getattr(self, field) != type(self).model_fields[field].default:
                     raise ValueError(f"--{field.replace('_', '-')} has no effect with --algorithm NGRAM")
         return self

@@ -18,8 +18,10 @@ from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Voc
 from numpy.typing import NDArray
 
 from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension
+from drafter_svc.growth import ROWS_PER_SLOT, Growth, GrowthMaker, HostGrowth, PassOutput
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
+from foretoken.models.device_batch import DeviceArrays
 from foretoken.sampling import MIN_TEMPERATURE
 from foretoken.tree import Int32
 
@@ -31,26 +33,12 @@ PASS_ROWS = 512
 SMALL_EXTENSION = 64
 # Rows of which nothing but their entries is wanted that pay for a pass of their own: fewer are bound by the weights.
 ENTRY_ROWS = 24
-# Requests have at most two rows a slot.
-ROWS_PER_SLOT = 2
 # Scale of the coupled score, in logits. Were a drafter's logits off by Gumbel errors of scale s, the chance that a
 # token wins at temperature T would be exactly the softmax of its noised value times T / s (the Gumbel-max trick), at
 # any T; normal errors of deviation 1 have the variance of s = sqrt(6) / pi = 0.78. With draft models that are the demo
 # target with noise on its weights (3.4 and 4.6 tokens a greedy step) 0.6 to 0.8 gave the most tokens a step at T = 0.7
 # and 1.0: the better one up to 0.05 more at 0.6, the other up to 0.09 more at 0.8.
 COUPLING_SCALE = 0.8
-
-
-class PassOutput(Protocol):
-    """Attributes:
-    logits: float32 [len(logit_rows), draft vocabulary]; valid until the next pass.
-    hidden: float32 [rows, hidden_size]; what the next recurrent step is fed; valid until the next pass.
-    """
-
-    @property
-    def logits(self) -> torch.Tensor: ...
-    @property
-    def hidden(self) -> torch.Tensor: ...
 
 
 class DraftModel(Protocol):
@@ -70,6 +58,9 @@ class DraftModel(Protocol):
     def write_entries(self) -> Callable[[ForwardBatch, Float32], None] | None: ...
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> PassOutput: ...
     def level_pass(self, num_rows: int, longest: int) -> LevelPass: ...
+    def launch(
+        self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
+    ) -> PassOutput: ...
 
 
 class PassFigures:
@@ -102,35 +93,33 @@ class DraftPasses:
     Args:
         budget: entries that long rows of one request write at most; a row that waits for the rest is not drafted for.
         coupled: whether drafts for temperatures above zero use the sampler's noise.
+        make_growth: of a scale of the coupled score; None: on the CPU.
     """
 
     def __init__(
-        self, model: DraftModel, target: TargetInfo, rows: DraftRows, *, budget: int | None = None, coupled: bool = True
+        self,
+        model: DraftModel,
+        target: TargetInfo,
+        rows: DraftRows,
+        *,
+        budget: int | None = None,
+        coupled: bool = True,
+        make_growth: GrowthMaker | None = None,
     ) -> None:
         self._model = model
         self._target = target
         self._rows = rows
         self._budget = budget
-        self._scale = COUPLING_SCALE if coupled else 0.0
         self.figures = PassFigures()
         self._block_size = target.block_size
-        size = model.draft_vocab_size
-        if model.target_ids is None:
-            self._vocabulary = Vocabulary(size, min(size, target.vocab_size), np.empty(0, np.int32))
-        else:
-            self._vocabulary = Vocabulary(size, size, np.array(model.target_ids, np.int32))
         max_rows = ROWS_PER_SLOT * target.max_slots
         self._tree_blocks = scratch_blocks_per_row(target)
         self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)
         self._tree_starts = np.zeros(max_rows, np.int32)
         self._context_starts = np.zeros(max_rows, np.int32)
-        self._trees = kernel.new_trees(max_rows, target.max_nodes, model.draft_vocab_size)
-        max_beams = target.max_slots * max(target.max_nodes - 1, 1)
-        self._beams = kernel.new_beams(max_beams)
-        self._grow_levels = growth_function()
-        self._all_rows = np.arange(max_beams, dtype=np.int32)
-        self._beam_hidden = np.zeros((max_beams, model.hidden_size), np.float32)
-        self._root_hidden = np.zeros((target.max_slots, model.hidden_size), np.float32)
+        scale = COUPLING_SCALE if coupled else 0.0
+        self._growth: Growth = HostGrowth(model, target, scale) if make_growth is None else make_growth(scale)
+        self._all_rows = np.arange(max_rows, dtype=np.int32)
         self._features = np.zeros((PASS_ROWS, model.feature_width), np.float32)
         self._no_masks = np.zeros((PASS_ROWS, 1), np.uint64)
         # Of each block and each module but the last: its output in the slot of the block that was written last, which
@@ -147,8 +136,9 @@ class DraftPasses:
         drafted = self._extend(request, request.num_rows, roots)
         extended = perf_counter()
         if drafted:
-            self._grow(np.array(drafted, np.int32))
-        batch = self._emit(request, roots)
+            places = Places(self._tables, self._tree_starts, self._module_starts(), self._block_size)
+            self._growth.grow(np.array(drafted, np.int32), places)
+        batch = self._growth.emit(request, roots)
         self.figures.rows += request.num_rows
         self.figures.drafted_rows += len(drafted)
         self.figures.extend_s += extended - started
@@ -156,7 +146,7 @@ class DraftPasses:
         return batch
 
     def _set_trees(self, request: DraftRequest, num_rows: int) -> None:
-        trees, most = self._trees, self._target.max_nodes
+        trees, most = self._growth.trees, self._target.max_nodes
         shapes, filters = trees.shapes[:num_rows], trees.filters[:num_rows]
         shapes[:, kernel.LENGTH] = request.lengths[:num_rows]
         shapes[:, kernel.MAX_NODES] = np.minimum(request.max_nodes[:num_rows], most)
@@ -217,7 +207,8 @@ class DraftPasses:
         num_blocks = self._rows.num_blocks(sequence.length)
         self._tables[row, :num_blocks] = sequence.table[:num_blocks]
         self._context_starts[row] = sequence.valid_start
-        self._tree_starts[row] = self._trees.counts[row, kernel.FIRST_SLOT] = num_blocks * self._block_size
+        self._tree_starts[row] = num_blocks * self._block_size
+        self._growth.trees.counts[row, kernel.FIRST_SLOT] = self._tree_starts[row]
 
     def _run_extensions(self, request: DraftRequest, extensions: list[Extension], drafted: list[int]) -> None:
         """Write entries in passes of at most PASS_ROWS; ``drafted`` gets the rows whose roots offered children."""
@@ -268,16 +259,14 @@ class DraftPasses:
             features, ends = features[logit_rows], list(range(len(ends)))
         output = self._model.forward(batch, features, from_target=True)
         if rows:
-            self._offer(output, np.array(rows, np.int32), np.full(len(rows), -1, np.int32), len(drafted))
-            if self._model.hidden_size:
-                self._root_hidden[len(drafted) : len(drafted) + len(rows)] = output.hidden.numpy()[ends]
+            self._growth.offer_roots(output, np.array(rows, np.int32), ends, len(drafted))
             drafted += rows
         if self._model.num_depths > 1:
-            self._run_deeper(batch, output.hidden.numpy().copy(), pieces)
+            self._run_deeper(batch, _on_host(output.hidden).copy(), pieces)
 
     def _wants_tree(self, row: int, num_before: int) -> bool:
         """Whether a row is to be drafted for, and there is room in the scratch blocks; gives it its blocks there."""
-        if self._trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_slots:
+        if self._growth.trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_slots:
             return False
         first = self._target.num_blocks + num_before * self._tree_blocks
         block = int(self._tree_starts[row]) // self._block_size
@@ -311,7 +300,7 @@ class DraftPasses:
             if not len(kept):
                 return
             output = self._model.forward(self._select(batch, kept, depth), inputs[kept], from_target=False, depth=depth)
-            outputs[kept] = output.hidden.numpy()
+            outputs[kept] = _on_host(output.hidden)
 
     def _select(
         self, batch: ForwardBatch, kept: NDArray[np.intp] | Int32, depth: int = 0, logit_rows: Int32 | None = None
@@ -328,44 +317,13 @@ class DraftPasses:
             depth,
         )
 
-    def _grow(self, rows: Int32) -> None:
-        """All levels behind the roots' children."""
-        lengths, branches = self._trees.shapes[rows, kernel.LENGTH], self._trees.shapes[rows, kernel.MAX_BRANCHES]
-        num_beams = min(len(rows) * int(branches.max()), len(self._all_rows))
-        level = self._model.level_pass(num_beams, int(lengths.max()) + kernel.MAX_BEAM_NODES)
-        places = Places(self._tables, self._tree_starts, self._module_starts(), self._block_size)
-        num_passes = self._grow_levels(
-            self._trees,
-            rows,
-            places,
-            self._beams,
-            level,
-            self._root_hidden,
-            self._beam_hidden,
-            self._vocabulary,
-            self._all_rows,
-            self._scale,
-        )
-        if num_passes < 0:
-            raise ValueError("a level of draft trees holds an index out of range")
-
     def _module_starts(self) -> Int32:
         """int32 [modules, rows]: the first slot that each module has an entry in; a deeper one begins later, if at
         all."""
         depths = np.arange(self._model.num_depths, dtype=np.int32)
-        starts: Int32 = np.minimum(self._context_starts + depths[:, None], self._trees.shapes[:, kernel.LENGTH])
+        lengths = self._growth.trees.shapes[:, kernel.LENGTH]
+        starts: Int32 = np.minimum(self._context_starts + depths[:, None], lengths)
         return starts
-
-    def _offer(self, output: PassOutput, rows: Int32, nodes: Int32, first_source: int) -> None:
-        kernel.offer_children(
-            self._trees,
-            output.logits.reshape(-1).numpy(),
-            *self._vocabulary,
-            rows,
-            nodes,
-            first_source,
-            self._scale,
-        )
 
     def _slots(self, seqs: Int32, positions: Int32) -> Int32:
         size = self._block_size
@@ -395,16 +353,6 @@ class DraftPasses:
             context_starts=self._context_starts + np.int32(depth) if depth else self._context_starts,
         )
 
-    def _emit(self, request: DraftRequest, roots: Int32) -> DraftBatch:
-        sizes = np.maximum(np.minimum(request.max_nodes, self._target.max_nodes), 1)
-        most = int(sizes.sum())
-        node_starts = np.empty(request.num_rows + 1, np.int32)
-        tokens, parents = np.empty(most, np.int32), np.empty(most, np.int32)
-        scores = np.empty(most, np.float32)
-        kernel.emit_trees(self._trees, roots, node_starts, tokens, parents, scores)
-        total = int(node_starts[-1])
-        return DraftBatch(request.epoch, request.step_id, node_starts, tokens[:total], parents[:total], scores[:total])
-
 
 def scratch_blocks_per_row(target: TargetInfo) -> int:
     """Blocks that hold the beams of one tree."""
@@ -430,6 +378,12 @@ def warm_up(*, bfloat16: bool) -> None:
     growth_function()(trees, one, places, beams, level, hidden, hidden, vocabulary, one, COUPLING_SCALE)
     kernel.emit_trees(trees, one, np.zeros(2, np.int32), one.copy(), one.copy(), np.zeros(1, np.float32))
     forward_function(bfloat16)
+
+
+def _on_host(tensor: torch.Tensor) -> Float32:
+    """float32; a copy unless it is that, on the CPU, already."""
+    values: Float32 = tensor.to(torch.float32).cpu().numpy()
+    return values
 
 
 def _order(request: DraftRequest, num_rows: int) -> tuple[Sequence[int], bool]:

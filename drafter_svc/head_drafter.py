@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from drafter_svc.draft_passes import DraftPasses, cache_blocks
+from drafter_svc.draft_passes import DraftPasses
 from drafter_svc.draft_rows import DraftRows
 from drafter_svc.model_drafter import ModelDrafter
+from drafter_svc.placement import ON_CPU, Placement
 from drafter_svc.target_folder import target_folder
 from drafter_svc.token_map import check_token_map, load_token_map
 from foretoken.drafting import DrafterNeeds, TargetInfo
@@ -46,7 +46,7 @@ class HeadDrafter(ModelDrafter):
         target: Path | None = None,
         token_map: Path | None = None,
         threads: int = 1,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        placement: Placement = ON_CPU,
         coupled_noise: bool = True,
     ) -> None:
         """``path``: the head's folder; None for MTP, whose head is in the target's. ``target``: the target's folder,
@@ -56,7 +56,7 @@ class HeadDrafter(ModelDrafter):
         self._path = path
         self._target_path = target
         self._threads = threads
-        self._dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self._placement = placement
         self._coupled = coupled_noise
         self._token_map: NDArray[np.int32] | None = None if token_map is None else load_token_map(token_map)
         if path is not None:
@@ -83,6 +83,7 @@ class HeadDrafter(ModelDrafter):
 
         Raises PreconditionError, as ``needs``: the target's folder is not visible, or head and target do not fit.
         """
+        placement = self._placement
         with _as_refusals():
             path, config = self._folders(target)
             if self._token_map is not None:
@@ -90,17 +91,25 @@ class HeadDrafter(ModelDrafter):
             head = load_draft_head(
                 path,
                 target_config=config,
-                weights=load_target_weights(self._target_folder(target), config) if weights is None else weights,
-                num_blocks=cache_blocks(target),
+                weights=self._weights(target, config) if weights is None or placement.is_gpu else weights,
+                num_blocks=placement.cache_blocks(target),
                 block_size=target.block_size,
                 num_positions=target.max_model_len + target.max_nodes,
                 num_threads=self._threads,
                 token_map=self._token_map,
-                dtype=self._dtype,
+                dtype=placement.dtype,
+                backend=placement.backend,
+                sizes=placement.pass_sizes(target),
             )
         self._check_head(head, target)
         rows = DraftRows(target, first_position=FIRST_POSITION, num_depths=head.num_depths)
-        self._begin(rows, DraftPasses(head, target, rows, coupled=self._coupled))
+        growth = placement.growth_maker(head, target)
+        self._begin(rows, DraftPasses(head, target, rows, coupled=self._coupled, make_growth=growth))
+
+    def _weights(self, target: TargetInfo, config: ModelConfig) -> TargetWeights:
+        """The target's, read for this drafter alone: what the verifier shares is laid out for a CPU."""
+        folder = self._target_folder(target)
+        return load_target_weights(folder, config, self._placement.dtype, self._placement.backend)
 
     def _target_folder(self, target: TargetInfo) -> Path:
         return target_folder(target, self._target_path)

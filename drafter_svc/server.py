@@ -41,16 +41,18 @@ def _make_model_drafter(
     settings: DrafterSettings, algorithm: Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE"]
 ) -> Drafter:
     from drafter_svc import draft_passes
+    from drafter_svc.placement import choose_placement
 
     path = settings.speculative_draft_model_path
     threads, coupled = settings.threads or 1, not settings.disable_coupled_noise
+    placement = choose_placement(settings)
     drafter: Drafter
     if algorithm == "STANDALONE":
         from drafter_svc.standalone import StandaloneDrafter
 
         assert path is not None, "checked by the settings"
         drafter = StandaloneDrafter(
-            path, target=settings.target, threads=threads, dtype=settings.dtype, coupled_noise=coupled
+            path, target=settings.target, threads=threads, placement=placement, coupled_noise=coupled
         )
     else:
         from drafter_svc.head_drafter import HeadDrafter
@@ -61,10 +63,11 @@ def _make_model_drafter(
             target=settings.target,
             token_map=settings.speculative_token_map,
             threads=threads,
-            dtype=settings.dtype,
+            placement=placement,
             coupled_noise=coupled,
         )
-    draft_passes.warm_up(bfloat16=settings.dtype == "bfloat16")
+    if placement.backend.kernels == "cpu":
+        draft_passes.warm_up(bfloat16=settings.dtype == "bfloat16")
     return drafter
 
 

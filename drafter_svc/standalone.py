@@ -7,16 +7,17 @@ prefills, a bounded number of tokens a request.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from foretoken_kernels.cpu.draft_levels import LevelPass
 from numpy.typing import NDArray
 
-from drafter_svc.draft_passes import DraftPasses, Float32, cache_blocks
+from drafter_svc.draft_passes import DraftPasses, Float32
 from drafter_svc.draft_rows import DraftRows
 from drafter_svc.model_drafter import ModelDrafter
+from drafter_svc.placement import ON_CPU, Placement
 from drafter_svc.target_folder import target_folder
 from drafter_svc.tokenizer_match import check_same_tokenizer
 from foretoken.drafting import DrafterNeeds, TargetInfo
@@ -29,6 +30,7 @@ from foretoken.models.llama import Llama
 from foretoken.models.weights import Checkpoint
 
 if TYPE_CHECKING:
+    from foretoken.models.device_batch import DeviceArrays
     from foretoken.models.target_weights import TargetWeights
 
 # Tokens that one request prefills at most, beside a few for each row: as many as one prefill step of a verifier by
@@ -58,6 +60,9 @@ class StandaloneModel:
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> _Output:
         return _Output(self._llama.forward(batch), self._no_hidden)
 
+    def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> _Output:
+        return _Output(self._llama.launch(arrays), self._no_hidden)
+
     def level_pass(self, num_rows: int, longest: int) -> LevelPass:
         return self._llama.level_pass(num_rows, longest)
 
@@ -77,7 +82,7 @@ class StandaloneDrafter(ModelDrafter):
         *,
         target: Path | None = None,
         threads: int = 1,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        placement: Placement = ON_CPU,
         coupled_noise: bool = True,
     ) -> None:
         """``target``: the target's folder, where the verifier's is not visible here."""
@@ -86,10 +91,10 @@ class StandaloneDrafter(ModelDrafter):
         self._target_path = target
         self._threads = threads
         self._coupled = coupled_noise
-        self._dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self._placement = placement
         self._config = load_config(path)
         with Checkpoint(path) as checkpoint:
-            self._weights = load_decoder_weights(self._config, checkpoint, self._dtype, _silent)
+            self._weights = load_decoder_weights(self._config, checkpoint, placement.dtype, _silent, placement.backend)
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
         """Blocks only. Raises PreconditionError for another vocabulary, naming sizes or the first differing token."""
@@ -103,20 +108,26 @@ class StandaloneDrafter(ModelDrafter):
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         """Forget all; make the cache. Raises as ``needs``."""
         self.needs(target)
-        config = self._config
+        config, placement = self._config, self._placement
         cache = KVCache(
             config.num_layers,
-            cache_blocks(target),
+            placement.cache_blocks(target),
             target.block_size,
             config.num_kv_heads,
             config.head_dim,
-            self._dtype,
+            placement.dtype,
+            placement.backend.device,
         )
         # Beyond the positions that it was trained for a model drafts badly, never wrongly.
-        llama = Llama(config, self._weights, cache, target.max_model_len + target.max_nodes, self._threads)
+        num_positions, sizes = target.max_model_len + target.max_nodes, placement.pass_sizes(target)
+        llama = Llama(config, self._weights, cache, num_positions, self._threads, sizes=sizes)
         rows = DraftRows(target, first_position=0, needs_features=False)
         model = StandaloneModel(llama)
-        self._begin(rows, DraftPasses(model, target, rows, budget=PREFILL_TOKENS, coupled=self._coupled))
+        growth = placement.growth_maker(model, target)
+        self._begin(
+            rows,
+            DraftPasses(model, target, rows, budget=PREFILL_TOKENS, coupled=self._coupled, make_growth=growth),
+        )
 
 
 def _silent(_done: int, _total: int, _what: str) -> None:

@@ -81,8 +81,11 @@ def serve(
     admin_api_key_file: flags.AdminApiKeyFile = None,
     vllm_metric_names: flags.VllmMetricNames = False,
     otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
+    device: flags.Device = None,
     dtype: flags.Dtype = None,
     threads: flags.Threads = None,
+    mem_fraction_static: flags.MemFractionStatic = None,
+    disable_cuda_graph: flags.DisableCudaGraph = False,
     context_length: flags.ContextLength = None,
     block_size: flags.BlockSize = None,
     max_total_tokens: flags.MaxTotalTokens = None,
@@ -173,8 +176,11 @@ def verifier(
     address: flags.Address,
     revision: flags.Revision = None,
     served_model_name: flags.ServedModelName = None,
+    device: flags.Device = None,
     dtype: flags.Dtype = None,
     threads: flags.Threads = None,
+    mem_fraction_static: flags.MemFractionStatic = None,
+    disable_cuda_graph: flags.DisableCudaGraph = False,
     context_length: flags.ContextLength = None,
     block_size: flags.BlockSize = None,
     max_total_tokens: flags.MaxTotalTokens = None,
@@ -240,8 +246,10 @@ def drafter(
     speculative_draft_model_path: flags.SpeculativeDraftModelPath = None,
     target: flags.Target = None,
     speculative_token_map: flags.SpeculativeTokenMap = None,
+    device: flags.Device = None,
     threads: flags.DrafterThreads = None,
     dtype: flags.Dtype = None,
+    disable_cuda_graph: flags.DisableCudaGraph = False,
     disable_coupled_noise: flags.DisableCoupledNoise = False,
     ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
     ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
@@ -407,6 +415,9 @@ def _drafter_settings(context: typer.Context, spec: DrafterSpec, address: str) -
         given["disable_coupled_noise"] = True
     if spec.algorithm == "NGRAM":
         given["ngram"] = _ngram_given(context)
+    else:
+        given["device"] = context.params["device"] or "auto"
+        given["disable_cuda_graph"] = context.params["disable_cuda_graph"]
     return build(DrafterSettings, given)
 
 

@@ -110,7 +110,22 @@ OtlpTracesEndpoint = Annotated[
 # The model and its engine.
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"] | None,
-    typer.Option(help="Type of the weights; auto is float32 on a CPU.", show_default="auto"),
+    typer.Option(help="Type of the weights; auto is float32 on a CPU, bfloat16 on a GPU.", show_default="auto"),
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"] | None,
+    typer.Option(help="Where models run; auto: on an NVIDIA GPU if there is one.", show_default="auto"),
+]
+DisableCudaGraph = Annotated[
+    bool,
+    typer.Option("--disable-cuda-graph", help="On a GPU, launch every kernel by itself."),
+]
+MemFractionStatic = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of the GPU's free memory that weights, cache and buffers may take; drafters need some of the rest.",
+        show_default="0.8",
+    ),
 ]
 Threads = Annotated[
     int | None,

@@ -25,10 +25,13 @@ class KVCache:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
     ) -> None:
+        """``device``: the CPU where it is None."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.data = torch.empty((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype)
+        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        self.data = torch.empty(shape, dtype=dtype, device=device)
 
     def keys(self, layer: int) -> torch.Tensor:
         """[num_blocks, block_size, num_kv_heads, head_dim]; a view."""

@@ -19,6 +19,7 @@ import torch
 from foretoken.arena_layout import F_SEAL_FUTURE_WRITE, SIZE_SEALS, new_memory, seal
 from foretoken.errors import PreconditionError
 from foretoken.models.target_weights import TargetWeights
+from foretoken.models.weight_layout import PanelLayout
 
 _HEADER = struct.Struct("<8sI4I4Q")
 _MAGIC = b"FTWEIGHT"
@@ -85,7 +86,7 @@ def map_weights(fd: int) -> TargetWeights:
     dtype = torch.uint16 if bfloat16 else torch.float32
     head = _view(memory, head_at, head_bytes, dtype)
     embedding = head if tied else _view(memory, embedding_at, embedding_bytes, dtype)
-    return TargetWeights(vocab_size, hidden_size, bool(tied), bool(bfloat16), embedding, head)
+    return TargetWeights(vocab_size, hidden_size, bool(tied), PanelLayout(bool(bfloat16)), embedding, head)
 
 
 def _pages(size: int) -> int:

@@ -1,5 +1,5 @@
-"""Tests marked `gpu` are skipped where there is no GPU; nothing else is ever skipped for lack of one: GPU kernels run in
-Triton's interpreter then.
+"""Tests marked `gpu` are skipped where there is no GPU; nothing else is ever skipped for lack of one: GPU kernels run
+in Triton's interpreter then.
 
 Tests marked `compose` build images and run them, so they are skipped unless --compose asks for it.
 """

@@ -34,6 +34,7 @@ class VerifierSettings(BaseModel):
     served_model_name: str
     # unix:/path or host:port.
     address: Address
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # Threads of the forward pass; 0: one per core but one, which is left to the other services.
     threads: int = Field(default=0, ge=0, le=256)
@@ -42,6 +43,10 @@ class VerifierSettings(BaseModel):
     block_size: int = Field(default=16, ge=1, le=1024)
     # KV capacity in tokens; 0: planned from memory.
     max_total_tokens: int = Field(default=0, ge=0)
+    # Share of a GPU's free memory for weights, cache and buffers.
+    mem_fraction_static: float = Field(default=0.8, gt=0, le=1)
+    # Launch every kernel by itself.
+    disable_cuda_graph: bool = False
     max_running_requests: int = Field(default=64, ge=1, le=1024)
     max_queued_requests: int = Field(default=256, ge=1, le=65536)
     chunked_prefill_size: int = Field(default=512, ge=1, le=65536)

@@ -24,7 +24,6 @@ from foretoken.errors import DeadlineError, ForetokenError, PreconditionError, Q
 from foretoken.models.batch import ForwardBatch
 from foretoken.tree import DraftTree
 from verifier_svc.block_manager import BlockManager
-from verifier_svc.feature_window import gathered
 from verifier_svc.messages import (
     Abort,
     AttachDrafter,
@@ -42,10 +41,10 @@ from verifier_svc.messages import (
 from verifier_svc.outbox import Outbox
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.sequence import NO_SLOT, DecodeStep, DrafterShare, Sequence
-from verifier_svc.simulated_acceptance import AcceptanceSimulator
 from verifier_svc.speculator import Speculator
 from verifier_svc.step import Scheduled, StepBatch, build_batch, commit_slots
-from verifier_svc.verify import WalkResult, sample_and_walk, token_logprobs
+from verifier_svc.verify import WalkResult, token_logprobs
+from verifier_svc.walker import HostWalker, Walk, Walker
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +55,12 @@ Argument = TypeVar("Argument")
 class TargetRunner(Protocol):
     """What the engine needs of the target model (verifier_svc.model_runner)."""
 
-    @property
-    def features(self) -> torch.Tensor:
-        """float32 [rows, captured * hidden_size]: of the last pass, valid until the next one."""
+    def feature_rows(self, rows: list[int]) -> np.ndarray:
+        """float32 [len(rows), captured * hidden_size] of the last pass: a copy, on the host."""
         ...
 
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
-        """float32 [wanted rows, vocab]: raw logits, valid until the next call.
+        """float32 [wanted rows, vocab]: raw logits, on the model's device, valid until the next call.
 
         ``features``: hidden states to capture for all rows; see foretoken.drafting.FINAL_NORM. Slots from the last
         block's end on are scratch: a row may write there what nobody reads.
@@ -101,21 +99,20 @@ class Engine:
         max_model_len: int,
         eos_ids: frozenset[int],
         token_limit: int,
-        simulator: AcceptanceSimulator | None = None,
+        walker: Walker | None = None,
     ) -> None:
-        """
-        Args:
-            token_limit: ids from here on are padding of the output head and never sampled.
-            simulator: for benchmarks: decides how much of each draft is accepted, whatever was sampled.
+        """``token_limit``: ids from here on are padding of the output head and never sampled.
+
+        ``walker``: goes with the runner's device; None: on the host.
         """
         self._runner = runner
+        self._walker: Walker = walker or HostWalker()
         self._blocks = blocks
         self._scheduler = scheduler
         self._speculator = speculator
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._token_limit = token_limit
-        self._simulator = simulator
         self._inbox: deque[InboxMessage] = deque()
         # Of the messages in the inbox: sequences that want a place in the queue, and ends that may free one.
         self._num_submits = 0
@@ -279,48 +276,40 @@ class Engine:
         began = time.perf_counter()
         blocks = self._blocks
         batch = build_batch(scheduled, blocks.block_size, blocks.num_blocks * blocks.block_size)
-        logits = self._runner.forward(batch.forward, self._captured).numpy()
+        logits = self._runner.forward(batch.forward, self._captured)
         forward_at = time.perf_counter()
         self._verify(scheduled, batch, logits)
         self.counters.add_time("forward", forward_at - began)
         self.counters.add_time("verify", time.perf_counter() - forward_at)
 
-    def _verify(self, scheduled: list[Scheduled], batch: StepBatch, logits: np.ndarray) -> None:
+    def _verify(self, scheduled: list[Scheduled], batch: StepBatch, logits: torch.Tensor) -> None:
         """Sample and walk each sequence's rows, then commit."""
+        walks: list[Walk] = []
+        for index, part in enumerate(scheduled):
+            sequence, first_row = part.sequence, batch.logit_starts[index]
+            if sequence.wants_prompt_logprobs and sequence.num_computed < sequence.num_prompt_tokens:
+                first_row = self._take_prompt_logprobs(part, logits, first_row)
+            if part.samples:
+                tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
+                walks.append(Walk(sequence, tree, first_row, part.draft.sources if part.draft is not None else None))
+        walked = iter(self._walker.walk(walks, logits))
+        results = [next(walked) if part.samples else None for part in scheduled]
+        self._keep_features(scheduled, batch, results)
         source_slots: list[int] = []
         target_slots: list[int] = []
-        for index, part in enumerate(scheduled):
-            sequence = part.sequence
-            rows = logits[batch.logit_starts[index] : batch.logit_starts[index + 1]]
-            if sequence.wants_prompt_logprobs and sequence.num_computed < sequence.num_prompt_tokens:
-                rows = self._take_prompt_logprobs(part, rows)
-            if not part.samples:
-                self._keep_features(part, batch.row_starts[index], [])
-                self._advance(sequence, part.num_tokens)
+        for part, result in zip(scheduled, results, strict=True):
+            if result is None:
+                self._advance(part.sequence, part.num_tokens)
                 continue
-            tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
-            sources = part.draft.sources if part.draft is not None else None
-            result = sample_and_walk(
-                rows,
-                tree,
-                sequence.sampler,
-                sequence.num_prompt_tokens,
-                sequence.tokens[sequence.num_prompt_tokens :],
-                sequence.max_new_tokens,
-                sources=sources,
-            )
-            if self._simulator is not None:
-                result = self._simulator.replace(result, tree, sequence.sampler, sequence.max_new_tokens, sources)
-            self._keep_features(part, batch.row_starts[index], result.accepted_nodes)
-            moved = commit_slots(sequence, result.accepted_nodes, self._blocks.block_size)
+            moved = commit_slots(part.sequence, result.accepted_nodes, self._blocks.block_size)
             source_slots.extend(moved[0])
             target_slots.extend(moved[1])
             self._commit(part, result)
         if source_slots:
             self._runner.commit(np.array(source_slots, np.int32), np.array(target_slots, np.int32))
 
-    def _take_prompt_logprobs(self, part: Scheduled, rows: np.ndarray) -> np.ndarray:
-        """Store the prompt logprobs of a chunk; returns the rows that are left for sampling."""
+    def _take_prompt_logprobs(self, part: Scheduled, logits: torch.Tensor, first_row: int) -> int:
+        """Store the prompt logprobs of a chunk; returns the first of the rows that are left for sampling."""
         sequence = part.sequence
         first = sequence.num_computed
         known = min(part.num_tokens, sequence.num_prompt_tokens - 1 - first)
@@ -328,18 +317,29 @@ class Engine:
         assert wanted is not None
         if known > 0:
             following = sequence.tokens[first + 1 : first + 1 + known]
-            sequence.prompt_logprobs.extend(token_logprobs(rows[:known], following, wanted))
-        return rows[part.num_tokens - 1 :] if part.samples else rows[:0]
+            rows = logits[first_row : first_row + known].cpu().numpy()
+            sequence.prompt_logprobs.extend(token_logprobs(rows, following, wanted))
+        return first_row + part.num_tokens - 1
 
-    def _keep_features(self, part: Scheduled, row_start: int, accepted: list[int]) -> None:
-        """Keep the hidden rows of what a part computed, accepted nodes included, for the drafters to be told."""
-        if not self._captured or not self._speculator.wants_features(part.sequence):
+    def _keep_features(self, scheduled: list[Scheduled], batch: StepBatch, results: list[WalkResult | None]) -> None:
+        """Keep the hidden rows of what was computed, accepted nodes included, for the drafters to be told."""
+        if not self._captured:
             return
-        num_rows = part.num_rerun + part.num_tokens
-        # Nodes come behind the tokens, of which the root is the last one.
-        nodes = [row_start + num_rows - 1 + node for node in accepted]
-        rows = gathered(self._runner.features.numpy(), row_start, num_rows, nodes)
-        part.sequence.features.append(part.sequence.num_computed - part.num_rerun, rows)
+        kept: list[tuple[Scheduled, int]] = []
+        rows: list[int] = []
+        for part, row_start, result in zip(scheduled, batch.row_starts, results, strict=True):
+            if self._speculator.wants_features(part.sequence):
+                end = row_start + part.num_rerun + part.num_tokens
+                # Nodes come behind the tokens, of which the root is the last one.
+                nodes = [end - 1 + node for node in result.accepted_nodes] if result is not None else []
+                kept.append((part, len(rows)))
+                rows += [*range(row_start, end), *nodes]
+        if not kept:
+            return
+        features = self._runner.feature_rows(rows)
+        ends = [first for _, first in kept[1:]] + [len(rows)]
+        for (part, first), end in zip(kept, ends, strict=True):
+            part.sequence.features.append(part.sequence.num_computed - part.num_rerun, features[first:end])
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens as computed, and let others share the blocks that are full of them."""

@@ -58,13 +58,6 @@ class FeatureWindow:
         self._parts, self.start, self.end = [], 0, 0
 
 
-def gathered(features: Float32, row_start: int, num_rows: int, node_rows: list[int]) -> Float32:
-    """A copy of the rows [row_start, row_start + num_rows) and of ``node_rows``: the buffer is written over."""
-    if not node_rows:
-        return features[row_start : row_start + num_rows].copy()
-    return features[[*range(row_start, row_start + num_rows), *node_rows]]
-
-
 def columns_of(wanted: tuple[int, ...], captured: tuple[int, ...], hidden_size: int) -> slice | np.ndarray:
     """Where the features ``wanted`` stand in rows of the features ``captured``: a slice where they lie side by side."""
     places = [captured.index(feature) for feature in wanted]

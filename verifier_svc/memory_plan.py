@@ -17,6 +17,8 @@ class MemoryPlan:
     """Bytes of each part, and the cache size that follows."""
 
     weights_bytes: int
+    # On a GPU: of passes, logits, sampler and captured graphs.
+    buffers_bytes: int
     bytes_per_token: int
     block_size: int
     num_blocks: int
@@ -35,6 +37,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         rows = (
             ("weights", _mib(self.weights_bytes), ""),
+            *((("buffers", _mib(self.buffers_bytes), ""),) if self.buffers_bytes else ()),
             (
                 "KV cache",
                 _mib(self.cache_bytes),
@@ -51,17 +54,28 @@ class MemoryPlan:
 
 
 def make_plan(
-    settings: VerifierSettings, *, weights_bytes: int, bytes_per_token: int, max_model_len: int
+    settings: VerifierSettings,
+    *,
+    weights_bytes: int,
+    bytes_per_token: int,
+    max_model_len: int,
+    available: int | None = None,
+    buffers_bytes: int = 0,
 ) -> MemoryPlan:
     """The plan for these settings. Raises ConfigError naming the flag to change if the cache cannot hold one sequence.
 
-    ``max_model_len``: tokens of context. A sequence also needs room for the tree behind its last token.
+    Args:
+        max_model_len: tokens of context. A sequence also needs room for the tree behind its last token.
+        available: bytes that weights, buffers and cache may take; None: what this host has, of which a share is for
+            the cache.
     """
-    available = available_memory()
-    if settings.max_total_tokens and weights_bytes + settings.max_total_tokens * bytes_per_token > available:
+    share = CACHE_SHARE if available is None else 1.0
+    available = available_memory() if available is None else available
+    fixed_bytes = weights_bytes + buffers_bytes
+    if settings.max_total_tokens and fixed_bytes + settings.max_total_tokens * bytes_per_token > available:
         raise ConfigError(
             f"--max-total-tokens {settings.max_total_tokens} takes {_mib(settings.max_total_tokens * bytes_per_token)} "
-            f"beside {_mib(weights_bytes)} of weights; {_mib(available)} of memory are available"
+            f"beside {_mib(fixed_bytes)} of weights and buffers; {_mib(available)} of memory are available"
         )
     longest = max_model_len + settings.speculative_num_draft_tokens
     blocks_of_one = -(-longest // settings.block_size)
@@ -73,7 +87,7 @@ def make_plan(
                 "raise it or lower --context-length"
             )
     else:
-        affordable = int((available - weights_bytes) * CACHE_SHARE) // (bytes_per_token * settings.block_size)
+        affordable = int((available - fixed_bytes) * share) // (bytes_per_token * settings.block_size)
         num_blocks = min(affordable, blocks_of_one * settings.max_running_requests)
         if num_blocks < blocks_of_one:
             raise ConfigError(
@@ -82,6 +96,7 @@ def make_plan(
             )
     return MemoryPlan(
         weights_bytes=weights_bytes,
+        buffers_bytes=buffers_bytes,
         bytes_per_token=bytes_per_token,
         block_size=settings.block_size,
         num_blocks=num_blocks,

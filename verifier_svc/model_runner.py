@@ -1,4 +1,4 @@
-"""The target model of one verifier: loads it, runs it over flat batches, moves accepted keys and values.
+"""The target model of one verifier on the CPU: loads it, runs it over flat batches, moves accepted keys and values.
 
 Knows nothing of sequences, scheduling or sampling.
 """
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from foretoken.errors import ConfigError
 from foretoken.kv_cache import KVCache, kv_bytes_per_token
+from foretoken.models.backend import CPU, Backend, default_dtype
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.decoder_weights import Progress, load_decoder_weights
@@ -31,20 +32,21 @@ from foretoken.sampling import SAMPLER_VERSION
 from foretoken.shared_weights import SharedWeights
 from verifier_svc.grammar import LLGUIDANCE_VERSION
 
+DType = Literal["auto", "float32", "bfloat16"]
+
 _log = logging.getLogger(__name__)
 
 
-def _silent(_done: int, _total: int, _what: str) -> None:
+def silent(_done: int, _total: int, _what: str) -> None:
     """No progress shown."""
 
 
-class ModelRunner:
-    """The target model with its cache. One thread calls it, any thread may build it.
+class TargetModel:
+    """What a runner of the target is built from, whatever it runs on.
 
     Args:
         path: checkpoint folder in Hugging Face's layout.
-        dtype: element type of the matrices and the cache; "auto" is float32. Arithmetic is float32 in both.
-        threads: of a forward pass, the calling one counted; 0 is ``default_threads()``.
+        dtype: element type of the matrices and the cache; "auto" is float32 on a CPU, bfloat16 on a GPU.
         context_length: tokens of context; 0 is what the checkpoint says.
         progress: called with (done, total, what) while weights are loaded.
 
@@ -56,80 +58,126 @@ class ModelRunner:
         config: the model's sizes; ``config.vocab_size`` is the width of the logits, ``config.eos_token_ids`` ends text.
         max_model_len: tokens of context.
         mode: "strict" if a row's logits have the same bits in any batch, as ``warm_up`` has checked.
-        fingerprint: hex sha256 over checkpoint and tokenizer, dtype, mode, sampler version and llguidance's version.
+        weights: as loaded.
+        cache: one block more than ``num_blocks``: the last one is scratch, where rows that are run again write.
     """
 
     def __init__(
         self,
         path: Path,
         *,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        threads: int = 0,
+        dtype: DType = "auto",
+        backend: Backend = CPU,
         block_size: int = 16,
         num_blocks: int,
         context_length: int = 0,
-        progress: Progress = _silent,
+        progress: Progress = silent,
     ) -> None:
         self.config: ModelConfig = load_config(path)
         self.max_model_len = context_tokens(self.config, context_length)
-        self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-        self.threads = threads or default_threads()
-        # While a prompt is computed drafters wait, and the gateway has little to do.
-        self.wide_threads = threads or len(os.sched_getaffinity(0))
+        self.dtype = element_type(dtype, backend)
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.mode: Literal["strict", "fast"] = "strict"
+        self.mode: Literal["strict", "fast"] = "fast"
         with Checkpoint(path) as checkpoint:
-            weights = load_decoder_weights(self.config, checkpoint, self.dtype, progress)
+            self.weights = load_decoder_weights(self.config, checkpoint, self.dtype, progress, backend)
             # The tokenizer decides which ids may be sampled, and which ones a grammar allows.
             tokenizer = [file for file in (path / "tokenizer.json",) if file.is_file()]
             self._checkpoint_hash = hash_files([path / "config.json", *tokenizer, *checkpoint.files])
-        self.weights_bytes = weights.num_bytes
-        # Drafters on this host that use embedding or head read this copy.
-        self.shared_weights = SharedWeights(
-            TargetWeights(
-                self.config.vocab_size,
-                self.config.hidden_size,
-                self.config.tie_word_embeddings,
-                weights.bfloat16,
-                weights.embedding,
-                weights.head,
-            )
-        )
-        shared = self.shared_weights.weights
-        weights = replace(weights, embedding=shared.embedding, head=shared.head)
-        # The last block is scratch: rows that are run again write there.
-        self._cache = KVCache(
+        self.weights_bytes = self.weights.num_bytes
+        self.cache = KVCache(
             self.config.num_layers,
             num_blocks + 1,
             block_size,
             self.config.num_kv_heads,
             self.config.head_dim,
             self.dtype,
+            backend.device,
         )
-        self._planes = (
-            self._cache.data.view(_plain(self.dtype))
-            .numpy()
-            .reshape(2 * self.config.num_layers, self._cache.num_slots, -1)
-        )
-        self._model = Llama(self.config, weights, self._cache, self.max_model_len, self.threads, self.wide_threads)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the cache."""
-        return self._cache.num_bytes
+        return self.cache.num_bytes
 
     @property
     def fingerprint(self) -> str:
-        """Equal for runners whose text is the same; final once ``warm_up`` has returned."""
+        """Hex sha256 over checkpoint and tokenizer, dtype, mode, sampler version and llguidance's version.
+
+        Equal for runners whose text is the same; final once ``warm_up`` has returned.
+        """
         dtype = str(self.dtype).removeprefix("torch.")
         content = f"{self._checkpoint_hash} {dtype} {self.mode} {SAMPLER_VERSION} {LLGUIDANCE_VERSION}"
         return hashlib.sha256(content.encode()).hexdigest()
 
-    @property
-    def features(self) -> torch.Tensor:
-        """float32 [rows, captured * hidden_size] of the last pass; valid until the next one."""
-        return self._model.features
+    def check_slots(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
+        """Raise ValueError if the arrays differ in length or name a slot that is not there."""
+        if len(src_slots) != len(dst_slots):
+            raise ValueError("src_slots and dst_slots differ in length")
+        for slots in (src_slots, dst_slots):
+            if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_blocks * self.block_size:
+                raise ValueError(f"a slot is not in [0, {self.num_blocks * self.block_size})")
+
+
+class ModelRunner(TargetModel):
+    """The target model with its cache, on the CPU. One thread calls it, any thread may build it.
+
+    Arithmetic is float32 whatever ``dtype``. Other arguments, errors and attributes as TargetModel.
+
+    Args:
+        threads: of a forward pass, the calling one counted; 0 is ``default_threads()``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: DType = "auto",
+        threads: int = 0,
+        block_size: int = 16,
+        num_blocks: int,
+        context_length: int = 0,
+        progress: Progress = silent,
+    ) -> None:
+        super().__init__(
+            path,
+            dtype=dtype,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            context_length=context_length,
+            progress=progress,
+        )
+        self.threads = threads or default_threads()
+        # While a prompt is computed drafters wait, and the gateway has little to do.
+        self.wide_threads = threads or len(os.sched_getaffinity(0))
+        self.mode = "strict"
+        # Drafters on this host that use embedding or head read this copy.
+        self.shared_weights: SharedWeights | None = SharedWeights(
+            TargetWeights(
+                self.config.vocab_size,
+                self.config.hidden_size,
+                self.config.tie_word_embeddings,
+                self.weights.layout,
+                self.weights.embedding,
+                self.weights.head,
+            )
+        )
+        shared = self.shared_weights.weights
+        self.weights = replace(self.weights, embedding=shared.embedding, head=shared.head)
+        self._planes = (
+            self.cache.data.view(_plain(self.dtype))
+            .numpy()
+            .reshape(2 * self.config.num_layers, self.cache.num_slots, -1)
+        )
+        self._model = Llama(self.config, self.weights, self.cache, self.max_model_len, self.threads, self.wide_threads)
+
+    def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
+        """float32 [len(rows), captured * hidden_size] of the last pass: a copy."""
+        first, last = rows[0], rows[-1]
+        features: NDArray[np.float32] = self._model.features.numpy()
+        if last - first + 1 == len(rows):
+            return features[first : last + 1].copy()
+        return features[rows]
 
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
         """float32 [len(batch.logit_rows), vocab_size]; valid until the next call.
@@ -150,21 +198,17 @@ class ModelRunner:
         Raises:
             ValueError: the arrays differ in length or name a slot that is not there.
         """
-        if len(src_slots) != len(dst_slots):
-            raise ValueError("src_slots and dst_slots differ in length")
-        for slots in (src_slots, dst_slots):
-            if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_blocks * self.block_size:
-                raise ValueError(f"a slot is not in [0, {self.num_blocks * self.block_size})")
+        self.check_slots(src_slots, dst_slots)
         kv_commit(self._planes, src_slots, dst_slots)
 
-    def warm_up(self, progress: Progress = _silent) -> None:
+    def warm_up(self, progress: Progress = silent) -> None:
         """Compile what is not yet compiled, touch all buffers, and check that rows are independent.
 
         Leaves noise in the cache; call it before any sequence. Sets ``mode``.
         """
         start = time.perf_counter()
         independent = rows_are_independent(
-            self._model.forward, self.config, self.block_size, self._cache.num_slots, progress
+            self._model.forward, self.config, self.block_size, self.cache.num_slots, progress
         )
         self.mode = "strict" if independent else "fast"
         took = time.perf_counter() - start
@@ -182,9 +226,14 @@ def default_threads() -> int:
     return max(len(os.sched_getaffinity(0)) - 1, 1)
 
 
-def cache_bytes_per_token(config: ModelConfig, dtype: Literal["auto", "float32", "bfloat16"]) -> int:
-    """Bytes that one token takes in the cache of a ModelRunner built with ``dtype``; for the memory plan."""
-    element = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+def element_type(dtype: DType, backend: Backend) -> torch.dtype:
+    """Of the matrices and the cache of a model served with ``--dtype``."""
+    return default_dtype(backend) if dtype == "auto" else getattr(torch, dtype)
+
+
+def cache_bytes_per_token(config: ModelConfig, dtype: DType, backend: Backend = CPU) -> int:
+    """Bytes that one token takes in the cache of a TargetModel built with ``dtype``; for the memory plan."""
+    element = element_type(dtype, backend)
     return kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, element)
 
 

@@ -21,9 +21,8 @@ from foretoken import rpc
 from foretoken.drafting import Drafter, TargetInfo
 from foretoken.errors import ConfigError
 from foretoken.limits import MAX_DRAFTERS, ModelLimits
-from foretoken.models.config import load_config
+from foretoken.models.backend import choose_backend
 from foretoken.models.tokenizer_size import num_token_ids
-from foretoken.models.weights import Checkpoint
 from foretoken.tracing import make_tracer
 from protos import verifier_pb2_grpc
 from verifier_svc import verify
@@ -39,13 +38,12 @@ from verifier_svc.grammar import Vocabulary
 from verifier_svc.grammar_compiler import GrammarCompiler
 from verifier_svc.in_process_client import InProcessClient
 from verifier_svc.info import VerifierInfo
-from verifier_svc.memory_plan import MemoryPlan, make_plan
-from verifier_svc.model_runner import ModelRunner, cache_bytes_per_token, context_tokens
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.service import VerifierService
-from verifier_svc.simulated_acceptance import AcceptanceSimulator
+from verifier_svc.simulated_acceptance import SimulatingWalker
 from verifier_svc.speculator import Speculator
 from verifier_svc.step_costs import StepCosts
+from verifier_svc.target import load_target, memory_plan
 from verifier_svc.tree_shape import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -73,23 +71,9 @@ class ProgressLines:
             print(f"verifier: {what} {done * 100 // max(total, 1)}%", file=sys.stderr, flush=True)
 
 
-def memory_plan(settings: VerifierSettings) -> MemoryPlan:
-    """Where memory will go, without loading a weight. Raises ConfigError or CheckpointError."""
-    config = load_config(settings.model)
-    with Checkpoint(settings.model) as checkpoint:
-        stored = checkpoint.dtype(min(checkpoint.names)).itemsize
-        weights_bytes = checkpoint.num_bytes // stored * (2 if settings.dtype == "bfloat16" else 4)
-    return make_plan(
-        settings,
-        weights_bytes=weights_bytes,
-        bytes_per_token=cache_bytes_per_token(config, settings.dtype),
-        max_model_len=context_tokens(config, settings.context_length),
-    )
-
-
 def plan(settings: VerifierSettings) -> str:
     """The memory plan as text, for ``--dry-run``."""
-    return str(memory_plan(settings))
+    return str(memory_plan(settings, choose_backend(settings.device)))
 
 
 @dataclass(slots=True)
@@ -117,17 +101,9 @@ def build(
     """Load the model, warm it up, attach drafters, wire the engine. The engine is not started."""
     placed = in_process_drafters or {}
     progress = progress or ProgressLines()
-    budget = memory_plan(settings)
-    runner = ModelRunner(
-        settings.model,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        block_size=settings.block_size,
-        num_blocks=budget.num_blocks,
-        context_length=settings.context_length,
-        progress=progress,
-    )
-    runner.warm_up(progress)
+    backend = choose_backend(settings.device)
+    budget = memory_plan(settings, backend)
+    runner, walker, shared = load_target(settings, budget, backend, progress)
     verify.warm_up()
     names = (*(endpoint.name for endpoint in settings.drafters), *placed)
     if len(set(names)) != len(names):
@@ -156,9 +132,9 @@ def build(
         most_rows=max(max_nodes * 2, settings.max_running_requests),
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
-    make_source = partial(DrafterClient, target=target, epoch=epoch, weights=runner.shared_weights)
+    make_source = partial(DrafterClient, target=target, epoch=epoch, weights=shared)
     inside = [
-        InProcessClient(name, drafter, target, epoch, weights=runner.shared_weights.weights)
+        InProcessClient(name, drafter, target, epoch, weights=shared.weights if shared is not None else None)
         for name, drafter in placed.items()
     ]
     for client in inside:
@@ -183,11 +159,11 @@ def build(
     )
     eos_ids = frozenset(runner.config.eos_token_ids)
     token_limit = num_token_ids(settings.model, runner.config.vocab_size)
-    simulator, mode = None, str(runner.mode)
+    mode = str(runner.mode)
     if settings.simulate_accept_length is not None:
         length = settings.simulate_accept_length
         logger.warning("--simulate-accept-length %g: for benchmarks only; what is written means NOTHING", length)
-        simulator, mode = AcceptanceSimulator(length), f"{mode}, simulated acceptance of {length:g}"
+        walker, mode = SimulatingWalker(walker, length), f"{mode}, simulated acceptance of {length:g}"
     engine = Engine(
         runner,
         blocks,
@@ -196,7 +172,7 @@ def build(
         max_model_len=runner.max_model_len,
         eos_ids=eos_ids,
         token_limit=token_limit,
-        simulator=simulator,
+        walker=walker,
     )
     grammars = GrammarCompiler(partial(Vocabulary, settings.model, vocab_limit=token_limit, eos_ids=eos_ids))
     info = VerifierInfo(

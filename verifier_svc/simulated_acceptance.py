@@ -7,11 +7,33 @@ text means anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 
-from foretoken.tree import DraftTree, depths
+import torch
+
+from foretoken.tree import DraftTree
 from verifier_svc.messages import FinishReason
-from verifier_svc.verify import SamplingState, WalkResult
+from verifier_svc.verify import WalkResult
+from verifier_svc.walker import Walk, Walker
+
+
+class SimulatingWalker:
+    """A Walker whose results are another one's, replaced by an AcceptanceSimulator."""
+
+    def __init__(self, walker: Walker, mean_length: float) -> None:
+        self._walker = walker
+        self._simulator = AcceptanceSimulator(mean_length)
+
+    def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
+        results = self._walker.walk(walks, logits)
+        return [self._replaced(walk, result) for walk, result in zip(walks, results, strict=True)]
+
+    def _replaced(self, walk: Walk, result: WalkResult) -> WalkResult:
+        sequence = walk.sequence
+        replaced = self._simulator.replace(result, walk.tree, sequence.max_new_tokens, walk.sources)
+        # A sampler on the host has counted the tokens that it sampled.
+        sequence.sampler.num_output_tokens = sequence.num_output_tokens + len(replaced.tokens)
+        return replaced
 
 
 class AcceptanceSimulator:
@@ -35,14 +57,9 @@ class AcceptanceSimulator:
         return max(1, min(length, longest))
 
     def replace(
-        self,
-        result: WalkResult,
-        tree: DraftTree,
-        sampler: SamplingState,
-        max_new_tokens: int,
-        sources: Sequence[int] | None = None,
+        self, result: WalkResult, tree: DraftTree, max_new_tokens: int, sources: Items[int] | None = None
     ) -> WalkResult:
-        """The walk that is committed in place of ``result``; ``sampler`` then has seen as many tokens.
+        """The walk that is committed in place of ``result``.
 
         Arguments as of ``sample_and_walk``, which made ``result``. A tree of its root alone, and a sequence that cannot
         go on, are left as they are. The output ends by its length only, and has no logprobs.
@@ -56,7 +73,6 @@ class AcceptanceSimulator:
         assert sampled is not None, "a walk has at least one token"
         tokens = [*(int(tree.tokens[node]) for node in matched), sampled][:max_new_tokens]
         accepted = matched[: len(tokens)]
-        sampler.num_output_tokens += length - result.num_walked_tokens
         return WalkResult(
             tokens=tokens,
             accepted_nodes=accepted,
@@ -73,9 +89,13 @@ class AcceptanceSimulator:
 def deepest_path(tree: DraftTree) -> list[int]:
     """The nodes from below the root to the first of the deepest ones."""
     parents = tree.parents.tolist()
-    node = int(depths(tree.parents).argmax())
+    levels, deepest = [0] * len(parents), 0
+    for node in range(1, len(parents)):
+        level = levels[node] = levels[parents[node]] + 1
+        if level > levels[deepest]:
+            deepest = node
     path: list[int] = []
-    while node > 0:
-        path.append(node)
-        node = parents[node]
+    while deepest > 0:
+        path.append(deepest)
+        deepest = parents[deepest]
     return path[::-1]

@@ -1,16 +1,15 @@
-"""The weights of one decoder, packed for the kernels that will read them."""
+"""The weights of one decoder, laid out for the kernels that will read them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
-from foretoken_kernels.cpu.linear import pack, pack_gate_up
-from numpy.typing import NDArray
 
+from foretoken.models.backend import CPU, Backend
 from foretoken.models.config import ModelConfig
+from foretoken.models.weight_layout import WeightLayout, weight_layout
 from foretoken.models.weights import Checkpoint
 
 # Called with (done, total, what); done == total once at the end.
@@ -19,7 +18,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """Matrices are flat panels (see the kernels' linear), float32 or bfloat16 bits; vectors are float32.
+    """Matrices are as foretoken.models.weight_layout has them; vectors are float32.
 
     ``qkv_bias``, ``query_norm`` and ``key_norm`` are empty in models without.
     """
@@ -41,9 +40,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    """``embedding`` is [vocab_size, hidden_size], or the head's panels where the two are tied."""
+    """``embedding`` is a table, or the head where the two are tied."""
 
-    bfloat16: bool
+    layout: WeightLayout
     embedding: torch.Tensor
     head: torch.Tensor
     final_norm: torch.Tensor
@@ -84,19 +83,14 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_decoder_weights(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
+    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress, backend: Backend = CPU
 ) -> DecoderWeights:
-    """Read and pack all weights.
-
-    ``dtype`` is that of the model as served. Matrices are held as bfloat16 if it is bfloat16, and also where the
-    checkpoint stores all of them so: widened as they are read, they give what float32 copies would, from half
-    the memory.
-    """
+    """Read all weights. ``dtype`` is that of the model as served; see weight_layout."""
     shapes = tensor_shapes(config)
     _check_names(config, checkpoint, shapes)
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
-    bfloat16 = dtype == torch.bfloat16 or all(checkpoint.dtype(name) == torch.bfloat16 for name in matrices)
-    reader = TensorReader(checkpoint, bfloat16)
+    layout = weight_layout(backend, dtype, [checkpoint.dtype(name) for name in matrices])
+    reader = TensorReader(checkpoint, layout)
     layers = []
     for index in range(config.num_layers):
         progress(index, config.num_layers + 1, "loading weights")
@@ -104,7 +98,7 @@ def load_decoder_weights(
     progress(config.num_layers, config.num_layers + 1, "loading weights")
     embedding, head = load_embedding_and_head(config, reader)
     weights = DecoderWeights(
-        bfloat16=bfloat16,
+        layout=layout,
         embedding=embedding,
         head=head,
         final_norm=reader.vector("model.norm.weight", config.hidden_size),
@@ -115,13 +109,13 @@ def load_decoder_weights(
 
 
 def load_embedding_and_head(config: ModelConfig, reader: TensorReader) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both packed; where they are tied the same tensor twice."""
-    shape = (config.vocab_size, config.hidden_size)
-    embedding = reader.matrix("model.embed_tokens.weight", shape)
+    """Where they are tied the same tensor twice."""
+    shape, layout = (config.vocab_size, config.hidden_size), reader.layout
+    embedding = reader.read("model.embed_tokens.weight", shape)
     if config.tie_word_embeddings:
-        head = packed(pack(embedding))
+        head = layout.matrix(embedding)
         return head, head
-    return packed(embedding.reshape(-1)), packed(pack(reader.matrix("lm_head.weight", shape)))
+    return layout.table(embedding), layout.matrix(reader.read("lm_head.weight", shape))
 
 
 # Tensors of a checkpoint that belong to draft heads of its own (foretoken.models.draft_config).
@@ -140,26 +134,26 @@ def _check_names(config: ModelConfig, checkpoint: Checkpoint, shapes: dict[str, 
 
 
 class TensorReader:
-    """Tensors of a checkpoint in the types of the kernels: vectors as float32, matrices as that or as bfloat16.
+    """Tensors of a checkpoint, as they are stored or laid out.
 
     Args:
         stored: by name, how the tensor is called in the checkpoint; those without an entry are called as asked for.
     """
 
-    def __init__(self, checkpoint: Checkpoint, bfloat16: bool, stored: Mapping[str, str] | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, stored: Mapping[str, str] | None = None) -> None:
         self._checkpoint = checkpoint
         self._stored = stored or {}
-        self._bfloat16 = bfloat16
+        self.layout = layout
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> NDArray[np.generic]:
-        """[out_features, in_features], float32 or the bits of bfloat16."""
-        tensor = self._checkpoint.read(self._stored.get(name, name), shape)
-        if self._bfloat16:
-            return tensor.to(torch.bfloat16).view(torch.uint16).numpy()
-        return tensor.to(torch.float32).numpy()
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor as it is stored."""
+        return self._checkpoint.read(self._stored.get(name, name), shape)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        return self.layout.matrix(self.read(name, shape))
 
     def vector(self, name: str, size: int) -> torch.Tensor:
-        return self._checkpoint.read(self._stored.get(name, name), (size,)).to(torch.float32).contiguous()
+        return self.layout.vector(self.read(name, (size,)))
 
 
 def load_layer(
@@ -180,22 +174,17 @@ def load_layer(
     size, middle, features = config.hidden_size, config.intermediate_size, qkv_features or config.hidden_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = {"q": queries, "k": keys, "v": keys}
-    projections = [reader.matrix(f"{attention}.{name}_proj.weight", (out, features)) for name, out in widths.items()]
+    projections = [reader.read(f"{attention}.{name}_proj.weight", (out, features)) for name, out in widths.items()]
     biases = [reader.vector(f"{attention}.{name}_proj.bias", out) for name, out in widths.items() if config.qkv_bias]
-    gate, up = (reader.matrix(f"{mlp}.{name}_proj.weight", (middle, size)) for name in ("gate", "up"))
+    gate, up = (reader.read(f"{mlp}.{name}_proj.weight", (middle, size)) for name in ("gate", "up"))
     return LayerWeights(
         input_norm=reader.vector(f"{prefix}.{input_norm}.weight", size) if input_norm else none,
-        qkv=packed(pack(np.concatenate(projections))),
-        qkv_bias=torch.cat([none, *biases]),
+        qkv=reader.layout.matrix(*projections),
+        qkv_bias=torch.cat(biases) if biases else none,
         query_norm=reader.vector(f"{attention}.q_norm.weight", config.head_dim) if config.head_norm else none,
         key_norm=reader.vector(f"{attention}.k_norm.weight", config.head_dim) if config.head_norm else none,
-        output=packed(pack(reader.matrix(f"{attention}.o_proj.weight", (size, queries)))),
+        output=reader.matrix(f"{attention}.o_proj.weight", (size, queries)),
         post_attention_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", size),
-        gate_up=packed(pack_gate_up(gate, up)),
-        down=packed(pack(reader.matrix(f"{mlp}.down_proj.weight", (size, middle)))),
+        gate_up=reader.layout.gate_up(gate, up),
+        down=reader.matrix(f"{mlp}.down_proj.weight", (size, middle)),
     )
-
-
-def packed(panels: NDArray[np.generic]) -> torch.Tensor:
-    """A copy in memory of PyTorch's, which starts at a cache line: a vector load that straddles two costs double."""
-    return torch.from_numpy(panels).clone()

@@ -1,4 +1,4 @@
-"""Draft heads that go on from a target's hidden states: EAGLE, EAGLE-2, EAGLE-3 and MTP, on the CPU.
+"""Draft heads that go on from a target's hidden states: EAGLE, EAGLE-2, EAGLE-3 and MTP.
 
 All are one or more decoder layers over the embedding of a token and the hidden state of the position before it. The
 entry of token i, its embedding beside the state of position i - 1, is stored in slot i and turned by position i, so
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,13 +20,20 @@ from foretoken_kernels.cpu.linear import ADD
 from numpy.typing import NDArray
 
 from foretoken.kv_cache import KVCache
+from foretoken.models.backend import CPU, Backend
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
+from foretoken.models.device_sizes import PassSizes
 from foretoken.models.draft_config import HeadConfig, head_config, head_features
 from foretoken.models.draft_weights import HeadWeights, ModuleWeights, load_head_weights
-from foretoken.models.forward_pass import ForwardPass, LoadedProgram
-from foretoken.models.program import LayerShape, Program, Span
+from foretoken.models.executor import make_executor
+from foretoken.models.forward_pass import ForwardPass
+from foretoken.models.program import Attention, LayerShape, Program, Span
 from foretoken.models.target_weights import TargetWeights
+
+if TYPE_CHECKING:
+    from foretoken.models.device_batch import DeviceArrays
+    from foretoken.models.device_pass import DevicePass
 
 _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "MTP"}
 # MiMo is trained with zeros for the embedding in the pair of the target's first position, whose slot is 1.
@@ -64,6 +71,7 @@ class DraftHead:
         cache: KVCache,
         num_positions: int,
         num_threads: int,
+        sizes: PassSizes | None = None,
     ) -> None:
         self.config = config
         self.family: Literal["eagle", "eagle3", "mtp"] = config.family
@@ -78,11 +86,12 @@ class DraftHead:
         self.cache = cache
         self._weights = weights
         self._target_width = target_config.hidden_size
-        self._pass = ForwardPass(config.body, cache, target_config.vocab_size, num_positions, num_threads)
-        layers = [layer for module in weights.modules for layer in module.layers]
-        self._attention = [self._pass.attention_table(i, layer) for i, layer in enumerate(layers)]
-        self._programs: dict[tuple[int, bool], LoadedProgram] = {}
-        self._entries: LoadedProgram | None = None
+        self._executor = make_executor(
+            config.body, cache, target_config.vocab_size, num_positions, num_threads, sizes=sizes
+        )
+        self._num_layers = sum(len(module.layers) for module in weights.modules)
+        self._programs: dict[tuple[int, bool], Any] = {}
+        self._entries: Any = None
 
     @torch.inference_mode()
     def forward(
@@ -102,10 +111,27 @@ class DraftHead:
         if not 0 <= depth < self.num_depths:
             raise ValueError(f"there is no module {depth} in a head of {self.num_depths}")
         self._check_hidden(batch, hidden, self.feature_width if from_target else self.hidden_size)
-        self._pass.run(self._loaded(depth, from_target=from_target), batch, hidden)
+        self._executor.run(self._loaded(depth, from_target=from_target), batch, hidden)
         return HeadOutput(
-            self._pass.buffer(kernel.LOGITS, len(batch.logit_rows), self.draft_vocab_size),
-            self._pass.buffer(self._output.buffer, batch.num_rows, self.hidden_size),
+            self._executor.buffer(kernel.LOGITS, len(batch.logit_rows), self.draft_vocab_size),
+            self._executor.buffer(self._output.buffer, batch.num_rows, self.hidden_size),
+        )
+
+    def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> HeadOutput:
+        """A recurrent pass over arrays that are on the GPU; nothing waits for it, and it may be captured in a graph.
+
+        Args:
+            arrays: logits of all rows are wanted.
+            hidden: [any, hidden_size], on the GPU: may be what the last pass returned.
+            sources: int32 [rows]: row of ``hidden`` that each row is fed.
+        """
+        rows = len(arrays.token_ids)
+        executor = cast("DevicePass", self._executor)
+        executor.gather_given(hidden, sources)
+        executor.launch(self._loaded(depth, from_target=False).program, arrays)
+        return HeadOutput(
+            self._executor.buffer(kernel.LOGITS, rows, self.draft_vocab_size),
+            self._executor.buffer(self._output.buffer, rows, self.hidden_size),
         )
 
     @property
@@ -115,7 +141,7 @@ class DraftHead:
         Takes a batch without logit rows and float32 [rows, feature_width] of the target; raises ValueError as
         ``forward``. None for a head of several layers, whose entries depend on what it computes of earlier ones.
         """
-        return self._write_entries if len(self._attention) == 1 else None
+        return self._write_entries if self._num_layers == 1 else None
 
     def _write_entries(self, batch: ForwardBatch, features: NDArray[np.float32]) -> None:
         self._check_hidden(batch, features, self.feature_width)
@@ -123,8 +149,8 @@ class DraftHead:
             program, module = Program(), self._weights.modules[0]
             self._join(program, module, from_target=True)
             self._layers(program, module, 0, only_entries=True)
-            self._entries = self._pass.load(program)
-        self._pass.run(self._entries, batch, features)
+            self._entries = self._executor.load(program)
+        self._executor.run(self._entries, batch, features)
 
     def _check_hidden(self, batch: ForwardBatch, hidden: NDArray[np.float32], width: int) -> None:
         if hidden.shape != (batch.num_rows, width) or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
@@ -133,12 +159,13 @@ class DraftHead:
     def level_pass(self, num_rows: int, longest: int) -> LevelPass:
         """The passes over beams, of at most ``num_rows`` rows that attend to at most ``longest`` positions each."""
         programs = [self._loaded(depth, from_target=False) for depth in range(self.num_depths)]
-        return self._pass.level_pass(programs, num_rows, longest, self._output.buffer, self.hidden_size)
+        assert isinstance(self._executor, ForwardPass), "levels are compiled into one call on a CPU alone"
+        return self._executor.level_pass(programs, num_rows, longest, self._output.buffer, self.hidden_size)
 
-    def _loaded(self, depth: int, *, from_target: bool) -> LoadedProgram:
+    def _loaded(self, depth: int, *, from_target: bool) -> Any:
         key = (depth, from_target)
         if key not in self._programs:
-            self._programs[key] = self._pass.load(self._program(depth, from_target))
+            self._programs[key] = self._executor.load(self._program(depth, from_target))
         return self._programs[key]
 
     @property
@@ -230,7 +257,7 @@ class DraftHead:
             features = 2 * size if is_joined else size
             shape = LayerShape(size, body.intermediate_size, body.num_heads, body.num_kv_heads, body.head_dim, features)
             add = program.entries if only_entries else program.layer
-            add(shape, layer, self._attention[first_plane + index])
+            add(shape, Attention(first_plane + index, layer))
 
     def _finish(self, program: Program, module: ModuleWeights) -> None:
         hidden, normed = Span(kernel.HIDDEN, self.hidden_size), Span(kernel.NORMED, self.hidden_size)
@@ -255,6 +282,8 @@ def load_draft_head(
     num_threads: int = 1,
     token_map: NDArray[np.int32] | None = None,
     dtype: torch.dtype,
+    backend: Backend = CPU,
+    sizes: PassSizes | None = None,
 ) -> DraftHead:
     """The draft head in the folder ``path``, which for MTP is the target's.
 
@@ -264,13 +293,14 @@ def load_draft_head(
         num_positions: rotary positions that may occur.
         token_map: int32: draft only these target ids (FR-Spec); for heads that use the target's output head.
         dtype: of the cache; matrices are bfloat16 if it is, or if all of them are stored so.
+        backend, sizes: where it runs, and the largest passes there if that is a GPU.
 
     Raises:
         CheckpointError, ConfigError: the head cannot be loaded, or does not fit the target; by name.
     """
     config = head_config(path)
     num_features = len(head_features(config, target_config.num_layers))
-    loaded = load_head_weights(path, config, target_config, weights, num_features, token_map, dtype)
+    loaded = load_head_weights(path, config, target_config, weights, num_features, token_map, dtype, backend)
     body = config.body
-    cache = KVCache(body.num_layers, num_blocks, block_size, body.num_kv_heads, body.head_dim, dtype)
-    return DraftHead(config, target_config, loaded, cache, num_positions, num_threads)
+    cache = KVCache(body.num_layers, num_blocks, block_size, body.num_kv_heads, body.head_dim, dtype, backend.device)
+    return DraftHead(config, target_config, loaded, cache, num_positions, num_threads, sizes)

@@ -1,4 +1,4 @@
-"""The weights of one draft head, packed for the kernels; embedding and output head are mostly the target's."""
+"""The weights of one draft head, laid out for the kernels; embedding and output head are mostly the target's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from foretoken_kernels.cpu.linear import PANEL, pack
 from numpy.typing import NDArray
 
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.models.backend import Backend
 from foretoken.models.config import ModelConfig
-from foretoken.models.decoder_weights import LayerWeights, TensorReader, load_layer, packed
+from foretoken.models.decoder_weights import LayerWeights, TensorReader, load_layer
 from foretoken.models.draft_config import HeadConfig
 from foretoken.models.target_weights import TargetWeights, load_target_weights
+from foretoken.models.weight_layout import WeightLayout, weight_layout
 from foretoken.models.weights import Checkpoint
 
 _NONE = torch.empty(0)
@@ -26,7 +27,7 @@ class ModuleWeights:
     """One module: what joins embedding and hidden state, its layers and its last norm. Absent tensors are empty.
 
     Attributes:
-        joint: panels; from features to the hidden size for EAGLE-3, from both inputs side by side for the others.
+        joint: from features to the hidden size for EAGLE-3, from both inputs side by side for the others.
         feature_norms: one for each of the target's features, or a single one over all of them.
     """
 
@@ -53,8 +54,8 @@ class HeadWeights:
     """A whole draft head.
 
     Attributes:
-        embedding: of target ids: [vocabulary, hidden size], or panels if ``embedding_is_packed``.
-        head: panels of [draft_vocab_size, hidden size].
+        embedding: of target ids: a table, or a matrix if ``embedding_is_packed``.
+        head: from the hidden size to draft_vocab_size.
         target_ids: int32 [draft_vocab_size]: the target's id of each of the head's; None: the same.
         num_bytes: of what the head holds beside the target's tensors.
     """
@@ -76,19 +77,20 @@ def load_head_weights(
     num_features: int,
     token_map: NDArray[np.int32] | None,
     dtype: torch.dtype,
+    backend: Backend,
 ) -> HeadWeights:
-    """Read and pack the head in ``path``. Arguments as of foretoken.models.draft_head.load_draft_head.
+    """Read the head in ``path``. Arguments as of foretoken.models.draft_head.load_draft_head.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape or without a place.
         ConfigError: head and target do not fit, or a token map for a head that has its own vocabulary.
     """
     with Checkpoint(path) as checkpoint:
-        loader = _HeadLoader(path, checkpoint, config, target_config, num_features, dtype)
+        loader = _HeadLoader(path, checkpoint, config, target_config, num_features, dtype, backend)
         modules = loader.modules()
         loader.check_all_known()
         own = loader.own_vocabulary()
-    shared = _shared_weights(path, config, target_config, weights, own)
+    shared = _shared_weights(path, config, target_config, weights, own, dtype, backend)
     num_bytes = sum(tensor.nbytes for module in modules for tensor in module.tensors())
     num_bytes += sum(tensor.nbytes for tensor in (own.embedding, own.head) if tensor is not None)
     if own.embedding is not None:
@@ -110,7 +112,7 @@ def load_head_weights(
 
 
 def head_rows(weights: TargetWeights, token_map: NDArray[np.int32]) -> torch.Tensor:
-    """Panels of the output head's rows of these target ids alone (FR-Spec, arXiv 2502.14856).
+    """The output head's rows of these target ids alone (FR-Spec, arXiv 2502.14856).
 
     Raises:
         ConfigError: the map is empty, names an id twice, or one that is not there.
@@ -120,8 +122,7 @@ def head_rows(weights: TargetWeights, token_map: NDArray[np.int32]) -> torch.Ten
         raise ConfigError("a token map is a list of different token ids")
     if ids.min() < 0 or ids.max() >= weights.vocab_size:
         raise ConfigError(f"the token map names ids outside of the target's {weights.vocab_size}")
-    panels = weights.head.numpy().reshape(-1, weights.hidden_size, PANEL)
-    return packed(pack(panels[ids // PANEL, :, ids % PANEL]))
+    return weights.layout.select_rows(weights.head, ids, weights.hidden_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,14 +136,20 @@ class _OwnVocabulary:
 
 
 def _shared_weights(
-    path: Path, config: HeadConfig, target_config: ModelConfig, weights: TargetWeights | None, own: _OwnVocabulary
+    path: Path,
+    config: HeadConfig,
+    target_config: ModelConfig,
+    weights: TargetWeights | None,
+    own: _OwnVocabulary,
+    dtype: torch.dtype,
+    backend: Backend,
 ) -> TargetWeights | None:
     if own.embedding is not None and own.head is not None:
         return None
     if weights is None:
         if config.family != "mtp":
             raise ConfigError(f"{path}: this draft head uses the target's embedding or output head, which is not here")
-        weights = load_target_weights(path, target_config)
+        weights = load_target_weights(path, target_config, dtype, backend)
     if weights.hidden_size != config.body.hidden_size or weights.vocab_size != target_config.vocab_size:
         raise ConfigError(
             f"{path}: the head's hidden size {config.body.hidden_size} does not go with the target's embedding and "
@@ -162,13 +169,14 @@ class _HeadLoader:
         target: ModelConfig,
         num_features: int,
         dtype: torch.dtype,
+        backend: Backend,
     ) -> None:
         self._path, self._checkpoint, self._config, self._target = path, checkpoint, config, target
         self._num_features = num_features
         self._size = config.body.hidden_size
         matrices = [name for name in config.stored_names.values() if len(checkpoint.shape(name)) == 2]
-        bfloat16 = dtype == torch.bfloat16 or all(checkpoint.dtype(name) == torch.bfloat16 for name in matrices)
-        self._reader = _RememberingReader(checkpoint, bfloat16, config.stored_names)
+        layout = weight_layout(backend, dtype, [checkpoint.dtype(name) for name in matrices])
+        self._reader = _RememberingReader(checkpoint, layout, config.stored_names)
 
     def modules(self) -> tuple[ModuleWeights, ...]:
         layout = self._config.layout
@@ -187,7 +195,7 @@ class _HeadLoader:
         unknown = sorted(
             stored
             for name, stored in names.items()
-            if name not in self._reader.read | ignored and not name.endswith("rotary_emb.inv_freq")
+            if name not in self._reader.names_read | ignored and not name.endswith("rotary_emb.inv_freq")
         )
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
@@ -209,8 +217,8 @@ class _HeadLoader:
         named = config.target_hidden_size is not None and self._has("embed_tokens.weight")
         if config.family != "eagle3" or not (needed or named):
             return None
-        table = self._reader.matrix("embed_tokens.weight", (self._target.vocab_size, self._size))
-        return packed(table.reshape(-1))
+        table = self._reader.read("embed_tokens.weight", (self._target.vocab_size, self._size))
+        return self._reader.layout.table(table)
 
     def _output_head(self) -> tuple[torch.Tensor | None, int, NDArray[np.int32] | None]:
         config, target = self._config, self._target.vocab_size
@@ -219,7 +227,7 @@ class _HeadLoader:
             return None, target, None
         if config.body.tie_word_embeddings and not self._has("lm_head.weight"):
             raise ConfigError(f"{self._path}: draft_vocab_size beside tie_word_embeddings is not supported")
-        head = packed(pack(self._reader.matrix("lm_head.weight", (size, self._size))))
+        head = self._reader.matrix("lm_head.weight", (size, self._size))
         if not self._has("d2t"):
             if size != target:
                 raise CheckpointError(f"{self._path}: tensor d2t is missing: {size} draft tokens of {target}")
@@ -237,7 +245,7 @@ class _HeadLoader:
         return self._reader.vector(name, size) if self._has(name) else _NONE
 
     def _joint(self, name: str, features: int) -> torch.Tensor:
-        return packed(pack(self._reader.matrix(name, (self._size, features))))
+        return self._reader.matrix(name, (self._size, features))
 
     def _eagle(self) -> ModuleWeights:
         body = self._config.body
@@ -309,14 +317,10 @@ class _HeadLoader:
 class _RememberingReader(TensorReader):
     """A reader that knows which names it was asked for."""
 
-    def __init__(self, checkpoint: Checkpoint, bfloat16: bool, stored: dict[str, str]) -> None:
-        super().__init__(checkpoint, bfloat16, stored)
-        self.read: set[str] = set()
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, stored: dict[str, str]) -> None:
+        super().__init__(checkpoint, layout, stored)
+        self.names_read: set[str] = set()
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> NDArray[np.generic]:
-        self.read.add(name)
-        return super().matrix(name, shape)
-
-    def vector(self, name: str, size: int) -> torch.Tensor:
-        self.read.add(name)
-        return super().vector(name, size)
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self.names_read.add(name)
+        return super().read(name, shape)

@@ -1,4 +1,4 @@
-"""Runs programs over batches: buffers, addresses, and a look at every index before compiled code trusts it.
+"""Runs programs over batches on the CPU: buffers, addresses, and a look at every index before compiled code trusts it.
 
 Rows are independent: a row's results have the same bits whatever rows, chunks and trees run beside it, and on any
 number of threads.
@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
-from foretoken.models.decoder_weights import LayerWeights
-from foretoken.models.program import Program
+from foretoken.models.program import Attention, Operation, Program
 from foretoken.models.rope import cos_sin_table
 
 # Rows of a pass that is a prompt's: long enough that threads which wait for each other at its barriers lose little to
@@ -33,9 +32,13 @@ _PATH_MULTIPLE = 64
 
 @dataclass(slots=True, eq=False)
 class LoadedProgram:
-    """A program as compiled code reads it, and the largest (rows, wanted rows, path) that the buffers fit so far."""
+    """A program as compiled code reads it, and the largest (rows, wanted rows, path) that the buffers fit so far.
+
+    ``kept`` are the tensors whose addresses stand in ``table``.
+    """
 
     program: Program
+    kept: list[torch.Tensor]
     table: NDArray[np.int64]
     address: int
     fits: tuple[int, int, int] = (-1, -1, -1)
@@ -71,27 +74,58 @@ class ForwardPass:
         self._epsilon = torch.tensor([config.rms_norm_eps], dtype=torch.float32)
         self._args = self._fixed_table()
         self._args_address = _address(self._args)
+        self._attention_tables: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._all_rows = torch.empty(0, dtype=torch.int32)
         self._no_starts = np.zeros(0, np.int32)
 
     def load(self, program: Program) -> LoadedProgram:
         """A program ready to run here."""
-        table = program.table()
-        return LoadedProgram(program, table, _address(table))
+        kept: list[torch.Tensor] = []
+        table = np.array([self._entry(operation, kept) for operation in program.operations], np.int64)
+        table = table.reshape(-1, kernel.NUM_OPERATION_FIELDS)
+        return LoadedProgram(program, kept, table, _address(table))
 
-    def attention_table(self, layer: int, weights: LayerWeights) -> torch.Tensor:
-        """What a program's ``layer`` needs to run over plane ``layer`` of the cache. ``weights`` must outlive it."""
-        table = np.zeros(kernel.NUM_ATTENTION_FIELDS, np.int64)
-        for index, tensor in (
-            (kernel.QKV_BIAS, weights.qkv_bias),
-            (kernel.QUERY_NORM, weights.query_norm),
-            (kernel.KEY_NORM, weights.key_norm),
-            (kernel.KEYS, self._cache.keys(layer)),
-            (kernel.VALUES, self._cache.values(layer)),
+    def _entry(self, operation: Operation, kept: list[torch.Tensor]) -> list[int]:
+        """One operation as the kernel's table has it; ``kept`` gets the tensors that it names."""
+        x, out, weight = operation.x, operation.out, operation.weight
+        if operation.attention is not None:
+            weight = self._attention_table(operation.attention)
+        rows = operation.zero_position if operation.code == kernel.EMBED else operation.rows
+        entry = [0] * kernel.NUM_OPERATION_FIELDS
+        for index, value in (
+            (kernel.CODE, operation.code),
+            (kernel.OUT, out.buffer),
+            (kernel.OUT_STRIDE, out.width),
+            (kernel.OUT_OFFSET, out.offset),
+            (kernel.SIZE, x.size if x is not None else out.size),
+            (kernel.ROWS, rows),
+            (kernel.MODE, operation.mode),
         ):
-            table[index] = tensor.data_ptr() if tensor.numel() else 0
-        return torch.from_numpy(table)
+            entry[index] = value
+        if x is not None:
+            entry[kernel.X], entry[kernel.X_STRIDE], entry[kernel.X_OFFSET] = x.buffer, x.width, x.offset
+        if weight is not None:
+            entry[kernel.WEIGHT] = weight.data_ptr()
+            entry[kernel.BFLOAT16] = int(weight.dtype == torch.uint16)
+            kept.append(weight)
+        return entry
+
+    def _attention_table(self, attention: Attention) -> torch.Tensor:
+        """What ROPE and ATTEND read of a layer."""
+        plane, weights = attention
+        if plane not in self._attention_tables:
+            table = np.zeros(kernel.NUM_ATTENTION_FIELDS, np.int64)
+            for index, tensor in (
+                (kernel.QKV_BIAS, weights.qkv_bias),
+                (kernel.QUERY_NORM, weights.query_norm),
+                (kernel.KEY_NORM, weights.key_norm),
+                (kernel.KEYS, self._cache.keys(plane)),
+                (kernel.VALUES, self._cache.values(plane)),
+            ):
+                table[index] = tensor.data_ptr() if tensor.numel() else 0
+            self._attention_tables[plane] = torch.from_numpy(table)
+        return self._attention_tables[plane]
 
     def run(self, loaded: LoadedProgram, batch: ForwardBatch, given: NDArray[np.float32] | None = None) -> None:
         """Writes every row's keys and values to its slot first, so a tree's nodes see each other in the same pass.

@@ -1,6 +1,8 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3 and MiMo over a paged cache, on the CPU."""
+"""The decoder of Llama, Mistral, Qwen2, Qwen3 and MiMo over a paged cache."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from foretoken_kernels.cpu import decoder as kernel
@@ -11,9 +13,15 @@ from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import DecoderWeights
-from foretoken.models.forward_pass import ForwardPass, LoadedProgram
-from foretoken.models.program import LayerShape, Program, Span
+from foretoken.models.device_sizes import PassSizes
+from foretoken.models.executor import make_executor
+from foretoken.models.forward_pass import ForwardPass
+from foretoken.models.program import Attention, LayerShape, Program, Span
 from foretoken.models.target_weights import TargetWeights
+
+if TYPE_CHECKING:
+    from foretoken.models.device_batch import DeviceArrays
+    from foretoken.models.device_pass import DevicePass
 
 
 class Llama:
@@ -22,6 +30,7 @@ class Llama:
     Args:
         num_positions: rotary positions that may occur; at least the context length.
         num_threads, wide_threads: as ForwardPass.
+        sizes: of passes on a GPU, where weights and cache then are; None: on the CPU.
     """
 
     def __init__(
@@ -32,12 +41,14 @@ class Llama:
         num_positions: int,
         num_threads: int,
         wide_threads: int = 0,
+        sizes: PassSizes | None = None,
     ) -> None:
         self.config = config
         self._weights = weights
-        self._pass = ForwardPass(config, cache, config.vocab_size, num_positions, num_threads, wide_threads)
-        self._attention = [self._pass.attention_table(i, layer) for i, layer in enumerate(weights.layers)]
-        self._programs: dict[tuple[int, ...], LoadedProgram] = {}
+        self._executor = make_executor(
+            config, cache, config.vocab_size, num_positions, num_threads, wide_threads, sizes
+        )
+        self._programs: dict[tuple[int, ...], Any] = {}
         # Rows and width of the last pass's features.
         self._captured = (0, 0)
 
@@ -49,17 +60,20 @@ class Llama:
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             tied=config.tie_word_embeddings,
-            bfloat16=weights.bfloat16,
+            layout=weights.layout,
             embedding=weights.embedding,
             head=weights.head,
         )
 
     @property
     def features(self) -> torch.Tensor:
-        """float32 [rows, len(features) * hidden_size]: what the last pass was asked for; valid until the next call."""
+        """[rows, len(features) * hidden_size]: what the last pass was asked for; valid until the next call.
+
+        float32 on a CPU, as the cache on a GPU.
+        """
         if 0 in self._captured:
             return torch.empty(self._captured)
-        return self._pass.buffer(kernel.FEATURES, *self._captured)
+        return self._executor.buffer(kernel.FEATURES, *self._captured)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
@@ -74,17 +88,23 @@ class Llama:
         Raises:
             ValueError: an index of the batch is out of range, or there is no such hidden state; nothing was written.
         """
-        self._pass.run(self._loaded(features), batch)
+        self._executor.run(self._loaded(features), batch)
         self._captured = (batch.num_rows, len(features) * self.config.hidden_size)
-        return self._pass.buffer(kernel.LOGITS, len(batch.logit_rows), self.config.vocab_size)
+        return self._executor.buffer(kernel.LOGITS, len(batch.logit_rows), self.config.vocab_size)
+
+    def launch(self, arrays: DeviceArrays) -> torch.Tensor:
+        """As ``forward``, over arrays that are on the GPU; nothing waits for it, and it may be captured in a graph."""
+        cast("DevicePass", self._executor).launch(self._loaded(()).program, arrays)
+        return self._executor.buffer(kernel.LOGITS, len(arrays.logit_rows), self.config.vocab_size)
 
     def level_pass(self, num_rows: int, longest: int) -> LevelPass:
         """Passes over a draft tree's beams, of at most ``num_rows`` rows that attend to ``longest`` positions each."""
-        return self._pass.level_pass([self._loaded(())], num_rows, longest, NO_OUTPUT, 0)
+        assert isinstance(self._executor, ForwardPass), "levels are compiled into one call on a CPU alone"
+        return self._executor.level_pass([self._loaded(())], num_rows, longest, NO_OUTPUT, 0)
 
-    def _loaded(self, features: tuple[int, ...]) -> LoadedProgram:
+    def _loaded(self, features: tuple[int, ...]) -> Any:
         if features not in self._programs:
-            self._programs[features] = self._pass.load(self._program(features))
+            self._programs[features] = self._executor.load(self._program(features))
         return self._programs[features]
 
     def _program(self, features: tuple[int, ...]) -> Program:
@@ -104,7 +124,7 @@ class Llama:
             for span in kept.get(index, ()):
                 program.copy(hidden, span)
             program.norm(hidden, layer.input_norm, normed)
-            program.layer(shape, layer, self._attention[index])
+            program.layer(shape, Attention(index, layer))
         for span in kept.get(config.num_layers, ()):
             program.copy(hidden, span)
         for span in kept.get(FINAL_NORM, ()):

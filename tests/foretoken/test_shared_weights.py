@@ -12,6 +12,7 @@ import torch
 from foretoken.arena_layout import new_memory
 from foretoken.errors import PreconditionError
 from foretoken.models.target_weights import TargetWeights
+from foretoken.models.weight_layout import PanelLayout
 from foretoken.shared_weights import SharedWeights, map_weights
 
 
@@ -21,7 +22,7 @@ def weights(*, tied: bool, bfloat16: bool) -> TargetWeights:
     embedding = head if tied else head + 0.5
     if bfloat16:
         head, embedding = (each.to(torch.bfloat16).view(torch.uint16) for each in (head, embedding))
-    return TargetWeights(40, 16, tied, bfloat16, head if tied else embedding, head)
+    return TargetWeights(40, 16, tied, PanelLayout(bfloat16), head if tied else embedding, head)
 
 
 @pytest.mark.parametrize("tied", [True, False])

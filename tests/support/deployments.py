@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from drafter_svc.config import NgramSettings
 from drafter_svc.head_drafter import HeadDrafter
 from drafter_svc.ngram import NgramDrafter
+from drafter_svc.placement import ON_CPU, Placement
 from drafter_svc.standalone import StandaloneDrafter
 from foretoken.drafting import Drafter
 from foretoken.models.config import load_config
@@ -24,6 +25,7 @@ from tests.support.fitted_models import TARGET_STEPS, fit_head, fit_target, pert
 from tests.support.grammars import END, VOCAB, ids_of, write_tokenizer
 from tests.support.tiny_checkpoint import save_tokenizer
 from verifier_svc.draft import Draft
+from verifier_svc.engine import TargetRunner
 from verifier_svc.messages import SequenceKey
 from verifier_svc.model_runner import ModelRunner
 from verifier_svc.sequence import Sequence
@@ -126,13 +128,13 @@ class Target:
         self.references[name] = kind(folder, self.folder)
         self.head_folders[name] = folder
 
-    def drafter(self, algorithm: str) -> Drafter:
+    def drafter(self, algorithm: str, placement: Placement = ON_CPU) -> Drafter:
         if algorithm == "NGRAM":
             return NgramDrafter(NgramSettings(capacity=20_000))
         if algorithm == "STANDALONE":
-            return StandaloneDrafter(self.standalone)
-        folder = self.head_folders[algorithm]
-        return HeadDrafter(algorithm, None if algorithm == "MTP" else folder)  # type: ignore[arg-type]
+            return StandaloneDrafter(self.standalone, placement=placement)
+        folder = None if algorithm == "MTP" else self.head_folders[algorithm]
+        return HeadDrafter(algorithm, folder, placement=placement)  # type: ignore[arg-type]
 
     def runner(self, num_blocks: int) -> ModelRunner:
         """One for each size of the cache; what an earlier test left in it is no one's."""
@@ -143,7 +145,15 @@ class Target:
             self._runners[num_blocks] = runner
         return self._runners[num_blocks]
 
-    def harness(self, drafters: Mapping[str, Drafter], *, num_blocks: int = 256, **options: Any) -> SeenHarness:
+    def harness(
+        self,
+        drafters: Mapping[str, Drafter],
+        *,
+        num_blocks: int = 256,
+        runner: TargetRunner | None = None,
+        **options: Any,
+    ) -> SeenHarness:
+        """``runner``: of this target, elsewhere than on the CPU."""
         settings: dict[str, Any] = {
             "vocab_size": self.config.vocab_size,
             "token_limit": VOCAB,
@@ -154,7 +164,7 @@ class Target:
             **options,
         }
         return SeenHarness(
-            self.runner(num_blocks),
+            runner or self.runner(num_blocks),
             num_blocks=num_blocks,
             block_size=BLOCK,
             drafters=drafters,

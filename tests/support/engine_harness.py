@@ -25,10 +25,10 @@ from verifier_svc.messages import (
 )
 from verifier_svc.outbox import Outbox
 from verifier_svc.scheduler import Scheduler
-from verifier_svc.simulated_acceptance import AcceptanceSimulator
 from verifier_svc.speculator import Speculator
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.tree_shape import TreeShape
+from verifier_svc.walker import Walker
 
 EPOCH = 41
 # A node costs next to nothing here: the gate stays open, so that walks are exercised.
@@ -161,7 +161,7 @@ class Harness:
         num_layers: int = 0,
         checkpoint: str = "",
         weights: TargetWeights | None = None,
-        simulator: AcceptanceSimulator | None = None,
+        walker: Walker | None = None,
     ) -> None:
         """``sources``: beside ``drafters``, already started; ``clock``: by which waits for drafts are measured.
 
@@ -205,7 +205,7 @@ class Harness:
             max_model_len=max_model_len,
             eos_ids=eos_ids,
             token_limit=token_limit or vocab_size,
-            simulator=simulator,
+            walker=walker,
         )
         self.outbox = Outbox(lambda: None)
         self.session = self.engine.open_session(self.outbox)

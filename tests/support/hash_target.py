@@ -29,7 +29,7 @@ class HashTarget:
         self._num_slots = num_blocks * block_size
         self._tokens = np.full(self._num_slots + block_size, UNWRITTEN, np.int64)
         self._positions = np.full(self._num_slots + block_size, UNWRITTEN, np.int64)
-        self.features = torch.empty(0)
+        self._kept = np.empty((0, 0), np.float32)
         self.num_rows: list[int] = []
 
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
@@ -41,7 +41,7 @@ class HashTarget:
         out = np.stack([self._logits(batch, int(row)) for row in batch.logit_rows]) if len(batch.logit_rows) else None
         if features:
             rows = [self._features(batch, row, features) for row in range(batch.num_rows)]
-            self.features = torch.tensor(rows, dtype=torch.float32)
+            self._kept = np.array(rows, np.float32)
         if out is None:
             return torch.empty(0, self._vocab_size)
         return torch.from_numpy(out)
@@ -50,6 +50,9 @@ class HashTarget:
         for source, target in zip(source_slots, target_slots, strict=True):
             self._tokens[target] = self._tokens[source]
             self._positions[target] = self._positions[source]
+
+    def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
+        return self._kept[rows]
 
     def _features(self, batch: ForwardBatch, row: int, features: tuple[int, ...]) -> list[int]:
         """HIDDEN_SIZE numbers for each hidden state asked for; see ``feature_of``."""

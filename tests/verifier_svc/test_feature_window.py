@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_svc.feature_window import MAX_ROWS, FeatureWindow, columns_of, gathered
+from verifier_svc.feature_window import MAX_ROWS, FeatureWindow, columns_of
 
 
 def rows_of(start: int, count: int) -> np.ndarray:
@@ -55,13 +55,6 @@ def test_rows_of_another_width_begin_anew() -> None:
     window.append(3, rows_of(3, 4))
     window.append(7, np.zeros((2, 6), np.float32))
     assert (window.start, window.end) == (7, 9)
-
-
-def test_gathered_rows_are_copies() -> None:
-    buffer = rows_of(0, 8)
-    run, nodes = gathered(buffer, 1, 3, []), gathered(buffer, 1, 2, [5, 7])
-    buffer[:] = -1
-    assert run[:, 0].tolist() == [1, 2, 3] and nodes[:, 0].tolist() == [1, 2, 5, 7]
 
 
 def test_columns_are_found_in_any_order() -> None:

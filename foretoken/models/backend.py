@@ -1,0 +1,55 @@
+"""Which kernels run a model, and where its tensors lie."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, NamedTuple
+
+import torch
+
+from foretoken.errors import ConfigError
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+# Tensor cores with bfloat16, which the GPU kernels are written for.
+_MIN_CAPABILITY = (8, 0)
+
+
+class Backend(NamedTuple):
+    """``kernels`` and ``device`` are two things: tests run GPU kernels on CPU tensors, in Triton's interpreter."""
+
+    kernels: Literal["cpu", "gpu"]
+    device: torch.device
+
+
+CPU = Backend("cpu", torch.device("cpu"))
+
+
+def choose_backend(wanted: DeviceName) -> Backend:
+    """``auto`` is the first NVIDIA GPU that the kernels run on, else the CPU.
+
+    Raises:
+        ConfigError: ``cuda``, and there is no such GPU.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not os.path.exists("/dev/nvidiactl")):
+        return CPU
+    problem = _gpu_problem()
+    if problem is None:
+        return Backend("gpu", torch.device("cuda", torch.cuda.current_device()))
+    if wanted == "auto":
+        return CPU
+    raise ConfigError(f"--device cuda: {problem}")
+
+
+def _gpu_problem() -> str | None:
+    if not torch.cuda.is_available():
+        return "PyTorch finds no CUDA GPU here"
+    capability = torch.cuda.get_device_capability()
+    if capability < _MIN_CAPABILITY:
+        name = torch.cuda.get_device_name()
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; 8.0 or later is needed"
+    return None
+
+
+def default_dtype(backend: Backend) -> torch.dtype:
+    """What ``--dtype auto`` means."""
+    return torch.float32 if backend.kernels == "cpu" else torch.bfloat16

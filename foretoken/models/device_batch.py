@@ -1,0 +1,173 @@
+"""The arrays of a batch in device memory, at addresses that captured graphs know, and their way there: one copy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.device_twins import DeviceTwins
+
+# A slot that no kernel writes to: what rows are given that only fill a bucket.
+NO_SLOT = -1
+
+
+class BatchShape(NamedTuple):
+    """Sizes that a graph is captured for; a batch is filled up to them.
+
+    ``seqs`` are runs of rows of one sequence, ``max_seq_rows`` the most rows of one, ``blocks`` those of its table.
+    """
+
+    rows: int
+    wanted: int
+    seqs: int
+    max_seq_rows: int
+    blocks: int
+
+
+class Runs(NamedTuple):
+    """The rows of a batch as runs of one sequence each; a sequence may have several.
+
+    Attributes:
+        starts: int64 [runs + 1]; where each begins, and the number of rows.
+        seqs: int32 [runs]; indices into the batch's block tables.
+    """
+
+    starts: NDArray[np.int64]
+    seqs: NDArray[np.int32]
+
+
+def runs_of(batch: ForwardBatch) -> Runs:
+    changes = np.flatnonzero(np.diff(batch.row_seqs)) + 1
+    firsts = np.concatenate([np.zeros(1, np.int64), changes]) if batch.num_rows else changes
+    return Runs(np.append(firsts, batch.num_rows), batch.row_seqs[firsts])
+
+
+class DeviceArrays(NamedTuple):
+    """What kernels read of a batch (foretoken.models.batch), int32 unless said otherwise.
+
+    Attributes:
+        masks: int64 [rows, words]; the bits of ForwardBatch.masks.
+        token_ids, positions, slot_mapping, context_lens: [rows]; rows that only fill up have NO_SLOT.
+        logit_rows: [wanted].
+        row_starts: [seqs + 1]; where each run of rows begins; those from the last entry on belong to none.
+        tree_starts, context_starts: [seqs].
+        block_tables: [seqs, max_blocks].
+        max_seq_rows: a bound on the rows of one sequence.
+    """
+
+    masks: torch.Tensor
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    context_lens: torch.Tensor
+    logit_rows: torch.Tensor
+    row_starts: torch.Tensor
+    tree_starts: torch.Tensor
+    context_starts: torch.Tensor
+    block_tables: torch.Tensor
+    max_seq_rows: int
+
+
+class DeviceBatch:
+    """Batches of one shape: their arrays on the device, with their twins on the host.
+
+    Args:
+        mask_words: of a row.
+    """
+
+    def __init__(self, shape: BatchShape, mask_words: int, device: torch.device) -> None:
+        rows, wanted, seqs, max_seq_rows, max_blocks = shape
+        sizes = {
+            "masks": ((rows, mask_words), torch.int64),
+            "token_ids": ((rows,), torch.int32),
+            "positions": ((rows,), torch.int32),
+            "slot_mapping": ((rows,), torch.int32),
+            "context_lens": ((rows,), torch.int32),
+            "logit_rows": ((wanted,), torch.int32),
+            "row_starts": ((seqs + 1,), torch.int32),
+            "tree_starts": ((seqs,), torch.int32),
+            "context_starts": ((seqs,), torch.int32),
+            "block_tables": ((seqs, max_blocks), torch.int32),
+        }
+        self._twins = DeviceTwins(sizes, device)
+        self.arrays = DeviceArrays(**self._twins.device, max_seq_rows=max_seq_rows)
+
+    def upload(self, batch: ForwardBatch, runs: Runs) -> None:
+        """Copy a batch that fits the shape, filled up to it."""
+        rows, seqs, wanted = batch.num_rows, len(runs.seqs), len(batch.logit_rows)
+        self._twins.wait()
+        host = self._twins.host
+        masks, words = host["masks"], batch.masks.shape[1]
+        masks[rows:] = 0
+        masks[:rows, words:] = 0
+        masks[:rows, :words] = batch.masks.view(np.int64)
+        for name, values, filler in (
+            ("token_ids", batch.token_ids, 0),
+            ("positions", batch.positions, 0),
+            ("slot_mapping", batch.slot_mapping, NO_SLOT),
+            ("context_lens", batch.context_lens, 0),
+        ):
+            host[name][:rows] = values
+            host[name][rows:] = filler
+        host["logit_rows"][:wanted], host["logit_rows"][wanted:] = batch.logit_rows, 0
+        starts = host["row_starts"]
+        starts[: seqs + 1] = runs.starts
+        starts[seqs + 1 :] = rows
+        host["tree_starts"][:seqs] = batch.tree_starts[runs.seqs]
+        host["context_starts"][:seqs] = 0 if batch.context_starts is None else batch.context_starts[runs.seqs]
+        tables = host["block_tables"]
+        width = min(batch.block_tables.shape[1], tables.shape[1])
+        tables[:seqs, :width] = batch.block_tables[runs.seqs, :width]
+        self._twins.send()
+
+
+# Rows, wanted rows and sequences are filled up to one of these, then to multiples of _STEP.
+_STEP = 128
+_LEAST_BLOCKS = 32
+_BUCKETS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    10,
+    12,
+    14,
+    16,
+    20,
+    24,
+    28,
+    32,
+    40,
+    48,
+    56,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+)
+
+
+def table_bucket(blocks: int) -> int:
+    """The same for the blocks of a row's table: few sizes, since a growing context would meet them all."""
+    return max(1 << (blocks - 1).bit_length(), _LEAST_BLOCKS)
+
+
+def bucket(count: int) -> int:
+    """The smallest size of a captured graph that holds ``count``."""
+    for size in _BUCKETS:
+        if size >= count:
+            return size
+    return -(-count // _STEP) * _STEP

@@ -1,0 +1,57 @@
+"""CUDA graphs of launches: captured when a shape is first met, replayed from then on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceGraphs:
+    """Graphs by what they were captured for. Everything that they touch must stay where it is.
+
+    Args:
+        enabled: if not, every call launches its kernels one by one: the same code.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Hashable, launch: Callable[[], None]) -> None:
+        """Do what ``launch`` does, which must launch the same kernels on the same memory for the same ``key``."""
+        if not self._enabled:
+            launch()
+            return
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        # The first call does the work, compiles what is not yet compiled, and shows what cannot be captured.
+        launch()
+        self._graphs[key] = self._capture(key, launch)
+
+    def clear(self) -> None:
+        """Forget all graphs: memory that they know has moved."""
+        self._graphs.clear()
+
+    def _capture(self, key: Hashable, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        started = time.perf_counter()
+        torch.cuda.synchronize()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            launch()
+        _log.debug("captured %s in %.0f ms", key, (time.perf_counter() - started) * 1e3)
+        return graph

@@ -1,0 +1,262 @@
+"""Runs programs over batches on a GPU: static buffers, kernel launches, and CUDA graphs of them.
+
+No launch waits for the device. What a pass leaves in its buffers is valid, in the order of the stream, until the next
+pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu import decoder as kernel
+from foretoken_kernels.cpu.linear import ADD, SILU_AND_MULTIPLY
+from foretoken_kernels.gpu import matmul_choice
+from foretoken_kernels.gpu.embedding import copy_rows, embed, fill_rows
+from foretoken_kernels.gpu.matmul_choice import MatmulShape, MatmulTable
+from foretoken_kernels.gpu.matmul_timing import timed_table
+from foretoken_kernels.gpu.rms_norm import rms_norm
+from foretoken_kernels.gpu.rope_kv_write import rope_kv_write
+from foretoken_kernels.gpu.tree_attention import attention_workspace, tree_attention
+from numpy.typing import NDArray
+
+from foretoken.kv_cache import KVCache
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.config import ModelConfig
+from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch, Runs, bucket, runs_of, table_bucket
+from foretoken.models.device_graph import DeviceGraphs
+from foretoken.models.device_sizes import PassSizes
+from foretoken.models.program import Attention, Operation, Program, Span
+from foretoken.models.rope import cos_sin_table
+
+# The buffer between the gate's and the activation's kernel; the CPU has none, so its table has no name for it.
+_GATE_UP = kernel.NUM_FIELDS
+# Passes of more rows are a prompt's: their kernels take longer than their launches, and hardly two have one size.
+MAX_GRAPH_ROWS = 256
+
+
+@dataclass(slots=True, eq=False)
+class DeviceProgram:
+    """A program with its buffers there. ``number`` tells it from others in the keys of graphs."""
+
+    program: Program
+    number: int
+
+
+class DevicePass:
+    """The buffers of one model. Not for two threads at once.
+
+    Args:
+        config: of the model whose attention runs over ``cache``, on whose device all of this lives.
+        num_positions: rotary positions that may occur.
+    """
+
+    def __init__(self, config: ModelConfig, cache: KVCache, num_positions: int, sizes: PassSizes) -> None:
+        device = cache.data.device
+        self._config, self._cache, self._sizes = config, cache, sizes
+        self._device, self._dtype = device, cache.data.dtype
+        self._cos_sin = cos_sin_table(config.rope, config.head_dim, num_positions).contiguous().to(device)
+        self._batches: dict[BatchShape, DeviceBatch] = {}
+        self._graphs = DeviceGraphs(sizes.graphs and device.type == "cuda")
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._programs: list[Program] = []
+        self._matmuls = MatmulTable(device=device)
+        self._workspace = attention_workspace(
+            sizes.rows, config.num_heads, config.num_kv_heads, config.head_dim, device
+        )
+
+    @property
+    def graphs(self) -> DeviceGraphs:
+        return self._graphs
+
+    def load(self, program: Program) -> DeviceProgram:
+        """A program ready to run here."""
+        for field, width in program.row_widths.items():
+            self._reserve(field, self._sizes.rows * width)
+        for field, width in program.wanted_widths.items():
+            self._reserve(field, self._sizes.wanted * width)
+        for operation in program.operations:
+            if operation.x is not None and operation.x.buffer == kernel.GIVEN:
+                self._reserve(kernel.GIVEN, self._sizes.rows * operation.x.width)
+            if operation.code == kernel.LINEAR and operation.mode == SILU_AND_MULTIPLY:
+                self._reserve(_GATE_UP, self._sizes.rows * 2 * operation.out.size)
+        self._programs.append(program)
+        return DeviceProgram(program, len(self._programs))
+
+    def tune(self, path: Path | None) -> None:
+        """Time matmuls of the programs loaded so far, and take the fastest from now on.
+
+        ``path``: where the choices are kept for the next start.
+        """
+        weights: dict[MatmulShape, dict[int, torch.Tensor]] = {}
+        for program in self._programs:
+            for operation in program.operations:
+                if operation.code == kernel.LINEAR and operation.weight is not None:
+                    shape = self._matmul_shape(operation, operation.weight)
+                    weights.setdefault(shape, {})[operation.weight.data_ptr()] = operation.weight
+        self._matmuls = timed_table({shape: list(found.values()) for shape, found in weights.items()}, path)
+        self._graphs.clear()
+
+    def _matmul_shape(self, operation: Operation, weight: torch.Tensor) -> MatmulShape:
+        mode = {ADD: matmul_choice.ADD, SILU_AND_MULTIPLY: matmul_choice.GATE_UP}.get(
+            operation.mode, matmul_choice.STORE
+        )
+        return MatmulShape(weight.shape[0], weight.shape[1], mode, self._element_type(operation.out.buffer))
+
+    @torch.inference_mode()
+    def run(self, loaded: DeviceProgram, batch: ForwardBatch, given: NDArray[np.float32] | None = None) -> None:
+        """Writes every row's keys and values to its slot first, so a tree's nodes see each other in the same pass.
+
+        Args:
+            given: float32 [rows, any]: what the program reads as GIVEN.
+
+        Raises:
+            ValueError: the batch is larger than ``sizes``; nothing was written.
+        """
+        wanted = len(batch.logit_rows)
+        sizes = self._sizes
+        runs = runs_of(batch)
+        if batch.num_rows > sizes.rows or wanted > sizes.wanted or len(runs.seqs) > sizes.seqs:
+            raise ValueError(f"a batch of {batch.num_rows} rows, {wanted} of them wanted, is more than {sizes}")
+        shape = self._shape(batch, runs)
+        arrays = self._upload(batch, runs, shape)
+        if given is not None:
+            # A copy from memory that is not pinned has left the host when the call returns.
+            self.buffer(kernel.GIVEN, *given.shape).copy_(torch.from_numpy(given))
+        if shape.rows <= MAX_GRAPH_ROWS:
+            self._graphs.run((loaded.number, shape), lambda: self.launch(loaded.program, arrays))
+        else:
+            self.launch(loaded.program, arrays)
+
+    def _upload(self, batch: ForwardBatch, runs: Runs, shape: BatchShape) -> DeviceArrays:
+        sizes = self._sizes
+        if shape.rows > MAX_GRAPH_ROWS:
+            # No graph knows these addresses.
+            uploaded = DeviceBatch(shape, sizes.mask_words, self._device)
+        else:
+            if shape not in self._batches:
+                self._batches[shape] = DeviceBatch(shape, sizes.mask_words, self._device)
+            uploaded = self._batches[shape]
+        uploaded.upload(batch, runs)
+        return uploaded.arrays
+
+    def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
+        """[rows, width]: a buffer after a run; a view."""
+        return self._buffers[field][: rows * width].view(rows, width)
+
+    def launch(self, program: Program, arrays: DeviceArrays) -> None:
+        """Launch a program's kernels over arrays that are on the device."""
+        num_rows, num_wanted = len(arrays.token_ids), len(arrays.logit_rows)
+        for operation in program.operations:
+            rows = num_rows if operation.rows == kernel.EVERY_ROW else num_wanted
+            if rows > 0:
+                self._launch(operation, arrays, rows)
+
+    def _launch(self, operation: Operation, arrays: DeviceArrays, rows: int) -> None:
+        code, weight = operation.code, operation.weight
+        out = self._view(operation.out, rows)
+        gathered = arrays.logit_rows if operation.rows == kernel.GATHERED else None
+        if code == kernel.EMBED:
+            assert weight is not None
+            embed(arrays.token_ids, weight, out, arrays.positions, operation.zero_position)
+        elif code == kernel.FILL:
+            assert weight is not None
+            fill_rows(weight, out)
+        elif operation.attention is not None:
+            self._attend(operation, operation.attention, arrays, rows)
+        else:
+            assert operation.x is not None
+            x = self._view(operation.x, len(arrays.token_ids) if gathered is not None else rows)
+            if code == kernel.COPY:
+                copy_rows(x, out, gathered)
+            elif code == kernel.NORM:
+                assert weight is not None
+                rms_norm(x, weight, self._config.rms_norm_eps, out, gathered)
+            else:
+                assert weight is not None
+                self._linear(x, weight, out, operation.mode)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, mode: int) -> None:
+        if mode == SILU_AND_MULTIPLY:
+            gate_up = self._buffers[_GATE_UP][: len(x) * len(weight)].view(len(x), len(weight))
+            self._matmuls.gate_up(x, weight, gate_up, out)
+        else:
+            self._matmuls.matmul(x, weight, out, add=mode == ADD)
+
+    def _attend(self, operation: Operation, attention: Attention, arrays: DeviceArrays, rows: int) -> None:
+        config, weights = self._config, attention.weights
+        keys, values = (plane.flatten(0, 1) for plane in self._cache.data[attention.plane])
+        assert operation.x is not None
+        qkv = self._view(operation.x, rows)
+        if operation.code == kernel.ROPE:
+            rope_kv_write(
+                qkv,
+                _present(weights.qkv_bias),
+                _present(weights.query_norm),
+                _present(weights.key_norm),
+                config.rms_norm_eps,
+                self._cos_sin,
+                arrays.positions,
+                arrays.slot_mapping,
+                keys,
+                values,
+                config.num_heads,
+            )
+            return
+        width = config.num_heads * config.head_dim
+        tree_attention(
+            qkv[:, :width].view(rows, config.num_heads, config.head_dim),
+            keys,
+            values,
+            arrays.row_starts,
+            arrays.context_lens,
+            arrays.masks,
+            arrays.tree_starts,
+            arrays.block_tables,
+            arrays.context_starts,
+            self._cache.block_size,
+            arrays.max_seq_rows,
+            self._workspace,
+            self._view(operation.out, rows).view(rows, config.num_heads, config.head_dim),
+        )
+
+    def _view(self, span: Span, rows: int) -> torch.Tensor:
+        """[rows, span.size]; rows are ``span.width`` apart."""
+        whole = self._buffers[span.buffer][: rows * span.width].view(rows, span.width)
+        return whole[:, span.offset : span.offset + span.size]
+
+    def gather_given(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Let programs read the rows ``rows`` (int32) of ``x``, which may be another buffer, as GIVEN."""
+        copy_rows(x, self.buffer(kernel.GIVEN, len(rows), x.shape[1]), rows)
+
+    def _shape(self, batch: ForwardBatch, runs: Runs) -> BatchShape:
+        """The smallest captured size that holds a batch; a prompt's pass is run as it is."""
+        rows, wanted, seqs = batch.num_rows, len(batch.logit_rows), len(runs.seqs)
+        most = int(np.diff(runs.starts).max())
+        sizes = self._sizes
+        # A table may be wider than what its sequence has: a draft model's has room for the longest.
+        longest = int(batch.context_lens.max()) + 64 * sizes.mask_words
+        blocks = min(batch.block_tables.shape[1], -(-longest // self._cache.block_size))
+        blocks = min(table_bucket(blocks), sizes.blocks)
+        if rows > MAX_GRAPH_ROWS:
+            return BatchShape(rows, wanted, seqs, most, blocks)
+        wanted = wanted and min(bucket(wanted), sizes.wanted)
+        most = 1 << (most - 1).bit_length()
+        return BatchShape(min(bucket(rows), sizes.rows), wanted, min(bucket(seqs), sizes.seqs), most, blocks)
+
+    def _reserve(self, field: int, size: int) -> None:
+        """Room for a program; graphs that know the smaller buffer are forgotten."""
+        buffer = self._buffers.get(field)
+        if buffer is None or len(buffer) < size:
+            self._buffers[field] = torch.zeros(size, dtype=self._element_type(field), device=self._device)
+            self._graphs.clear()
+
+    def _element_type(self, field: int) -> torch.dtype:
+        """Logits are float32: rounded to bfloat16 the best two would often be equal."""
+        return torch.float32 if field == kernel.LOGITS else self._dtype
+
+
+def _present(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor if tensor.numel() else None

@@ -1,0 +1,64 @@
+"""Small arrays that one copy brings to a device, or back: a copy costs microseconds however little it carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+# Each array begins at a multiple of this: what a vector load wants.
+_ALIGNMENT = 16
+
+
+class DeviceTwins:
+    """Arrays in pinned memory with twins on the device, both at fixed addresses.
+
+    What the host is to say: fill ``host`` between ``wait`` and ``send``; kernels that are launched later see it in
+    ``device``. What it is to learn: kernels fill ``device``, ``receive`` waits for them.
+
+    Args:
+        arrays: by name: shape and element type.
+    """
+
+    def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+        spans: dict[str, tuple[int, int]] = {}
+        size = 0
+        for name, (shape, dtype) in arrays.items():
+            num_bytes = int(np.prod(shape)) * dtype.itemsize
+            spans[name] = (size, size + num_bytes)
+            size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, pin_memory=is_cuda)
+        self._device = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, device=device)
+        self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+        def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {
+                name: memory[low:high].view(arrays[name][1]).view(arrays[name][0])
+                for name, (low, high) in spans.items()
+            }
+
+        self.device: dict[str, torch.Tensor] = views(self._device)
+        self.host: dict[str, NDArray[Any]] = {name: view.numpy() for name, view in views(self._host).items()}
+
+    def wait(self) -> None:
+        """Until the last copy has read the host's arrays."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self) -> None:
+        """Copy all to the device, in the order of the stream."""
+        self._device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def receive(self) -> dict[str, NDArray[Any]]:
+        """``host``, as ``device`` is at this place in the stream; waits for it."""
+        self._host.copy_(self._device, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+            self._sent.synchronize()
+        return self.host

@@ -1,0 +1,116 @@
+"""How a checkpoint's tensors lie in memory for the kernels that read them: in panels on a CPU, as rows on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu.linear import PANEL, pack, pack_gate_up
+from numpy.typing import NDArray
+
+from foretoken.models.backend import Backend
+
+
+class WeightLayout(Protocol):
+    """Takes tensors as a checkpoint stores them. ``bfloat16``: whether matrices are held as that, or as float32."""
+
+    bfloat16: bool
+
+    def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
+        """[out_features, in_features] each: one below the other."""
+        ...
+
+    def gate_up(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Both [intermediate_size, hidden_size], for one product with SiLU-and-multiply behind it."""
+        ...
+
+    def table(self, rows: torch.Tensor) -> torch.Tensor:
+        """[vocabulary, size]: an embedding, of which rows are read."""
+        ...
+
+    def select_rows(self, matrix: torch.Tensor, ids: NDArray[np.int64], in_features: int) -> torch.Tensor:
+        """The rows ``ids`` of what ``matrix`` returned, laid out in the same way."""
+        ...
+
+    def vector(self, values: torch.Tensor) -> torch.Tensor:
+        """float32."""
+        ...
+
+
+class PanelLayout:
+    """The CPU kernels' (see foretoken_kernels.cpu.linear): flat panels, float32 or the bits of bfloat16 as uint16."""
+
+    def __init__(self, bfloat16: bool) -> None:
+        self.bfloat16 = bfloat16
+
+    def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
+        arrays = [self._array(part) for part in parts]
+        return _aligned(pack(np.concatenate(arrays) if len(arrays) > 1 else arrays[0]))
+
+    def gate_up(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return _aligned(pack_gate_up(self._array(gate), self._array(up)))
+
+    def table(self, rows: torch.Tensor) -> torch.Tensor:
+        return _aligned(self._array(rows).reshape(-1))
+
+    def select_rows(self, matrix: torch.Tensor, ids: NDArray[np.int64], in_features: int) -> torch.Tensor:
+        panels = matrix.numpy().reshape(-1, in_features, PANEL)
+        return _aligned(pack(panels[ids // PANEL, :, ids % PANEL]))
+
+    def vector(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(torch.float32).contiguous()
+
+    def _array(self, tensor: torch.Tensor) -> NDArray[np.generic]:
+        if self.bfloat16:
+            bits: NDArray[np.generic] = tensor.to(torch.bfloat16).view(torch.uint16).numpy()
+            return bits
+        floats: NDArray[np.generic] = tensor.to(torch.float32).numpy()
+        return floats
+
+
+class RowLayout:
+    """The GPU kernels': [out_features, in_features] on the device, gate above up, as ``dtype``."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.bfloat16 = dtype == torch.bfloat16
+        self._device = device
+        self._dtype = dtype
+
+    def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
+        rows = sum(len(part) for part in parts)
+        out = torch.empty((rows, parts[0].shape[1]), dtype=self._dtype, device=self._device)
+        first = 0
+        for part in parts:
+            out[first : first + len(part)].copy_(part)
+            first += len(part)
+        return out
+
+    def gate_up(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self.matrix(gate, up)
+
+    def table(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.matrix(rows)
+
+    def select_rows(self, matrix: torch.Tensor, ids: NDArray[np.int64], in_features: int) -> torch.Tensor:
+        return matrix[torch.from_numpy(ids).to(self._device)]
+
+    def vector(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._device, torch.float32)
+
+
+def weight_layout(backend: Backend, dtype: torch.dtype, stored: Sequence[torch.dtype]) -> WeightLayout:
+    """The layout for a model served as ``dtype``, of matrices that are stored as these types.
+
+    On a CPU matrices are bfloat16 also where all of them are stored so: widened as they are read, they give what
+    float32 copies would, from half the memory.
+    """
+    if backend.kernels == "gpu":
+        return RowLayout(backend.device, dtype)
+    return PanelLayout(dtype == torch.bfloat16 or all(kind == torch.bfloat16 for kind in stored))
+
+
+def _aligned(panels: NDArray[np.generic]) -> torch.Tensor:
+    """A copy in memory of PyTorch's, which starts at a cache line: a vector load that straddles two costs double."""
+    return torch.from_numpy(panels).clone()

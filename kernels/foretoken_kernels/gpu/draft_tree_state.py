@@ -1,0 +1,192 @@
+"""The device tensors of growing draft trees: what the host fills, what stays between levels, and what a level is fed.
+
+A tree's candidates have fixed places, so that a whole draft is one CUDA graph: of ``branches`` K, child j of the root
+is candidate j, and child j of beam k of level d >= 1 is candidate ``K + ((d - 1) * K + k) * K + j``. They stand in the
+order in which foretoken_kernels.cpu.draft_tree counts them; a place without a candidate has score -inf.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# Beams that one tree can run through the draft model: the bits of one mask word.
+MAX_BEAM_NODES = 64
+# Columns of DraftTrees.requests, an int32 matrix: one copy a draft sets it. TEMPERATURE, TOP_P and MIN_P hold the bits
+# of a float32; SEED_LOW and SEED_HIGH the words of the seed. A tree with less than two nodes, one level or one branch
+# is inert. Everything else of a tree's state is written anew by each draft.
+(
+    LENGTH,
+    MAX_NODES,
+    MAX_DEPTH,
+    MAX_BRANCHES,
+    CHOICE_INDEX,
+    TOP_K,
+    FIRST_SLOT,
+    ROOT_TOKEN,
+    SEED_LOW,
+    SEED_HIGH,
+    TEMPERATURE,
+    TOP_P,
+    MIN_P,
+) = range(13)
+NUM_COLUMNS = 16
+
+
+class DraftTrees(NamedTuple):
+    """State of a batch of trees of at most K branches and S levels, C = K + (S - 1) * K * K candidates each.
+
+    Attributes:
+        requests: int32 [trees, NUM_COLUMNS].
+        fed_counts: int32 [trees, S + 1]; beams of the levels before level d; level d's are those up to entry d + 1.
+        beam_nodes: int32 [trees, S * K]; the candidate that beam k of level d is, at (d - 1) * K + k.
+        masks: int64 [trees, MAX_BEAM_NODES]; of each beam in the order fed: its ancestors among them, and itself.
+        scores: float32 [trees, C]; cumulative; -inf: no candidate.
+        tokens: int32 [trees, C]; the target's ids.
+        places: int32 [trees, C]; node index in the final tree, or 0.
+        max_branches, max_depth: K and S.
+    """
+
+    requests: torch.Tensor
+    fed_counts: torch.Tensor
+    beam_nodes: torch.Tensor
+    masks: torch.Tensor
+    scores: torch.Tensor
+    tokens: torch.Tensor
+    places: torch.Tensor
+    max_branches: int
+    max_depth: int
+
+    def first(self, num_trees: int) -> DraftTrees:
+        """The same tensors, of fewer trees."""
+        return self._replace(
+            requests=self.requests[:num_trees],
+            fed_counts=self.fed_counts[:num_trees],
+            beam_nodes=self.beam_nodes[:num_trees],
+            masks=self.masks[:num_trees],
+            scores=self.scores[:num_trees],
+            tokens=self.tokens[:num_trees],
+            places=self.places[:num_trees],
+        )
+
+
+class DraftBeams(NamedTuple):
+    """The arrays of a level's pass; row ``b * K + k`` is beam k of tree b.
+
+    A row without a beam reads some row's state, writes to the scratch slot and attends to nothing.
+
+    Attributes:
+        token_ids, positions, slot_mapping, context_lens: int32 [trees * K].
+        masks: int64 [trees * K, 1].
+        sources: int32 [trees * K]; the row whose hidden state feeds it: of level 1 the tree, else a row of the last
+            pass.
+        row_starts: int32 [trees + 1]; K * b, whatever the level.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    context_lens: torch.Tensor
+    masks: torch.Tensor
+    sources: torch.Tensor
+    row_starts: torch.Tensor
+
+    def first(self, num_trees: int) -> DraftBeams:
+        """The same tensors, of fewer trees."""
+        rows = len(self.token_ids) // (len(self.row_starts) - 1) * num_trees
+        return DraftBeams(
+            token_ids=self.token_ids[:rows],
+            positions=self.positions[:rows],
+            slot_mapping=self.slot_mapping[:rows],
+            context_lens=self.context_lens[:rows],
+            masks=self.masks[:rows],
+            sources=self.sources[:rows],
+            row_starts=self.row_starts[: num_trees + 1],
+        )
+
+
+class DraftOutput(NamedTuple):
+    """The trees, ancestors before descendants, the root first; behind ``num_nodes``: token 0, parent -1, score 0.
+
+    Attributes:
+        tokens, parents: int32 [trees, nodes]; the root's parent is -1.
+        scores: float32 [trees, nodes]; cumulative, the root's 0.
+        num_nodes: int32 [trees].
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    scores: torch.Tensor
+    num_nodes: torch.Tensor
+
+
+class OfferWorkspace(NamedTuple):
+    """What the chunks of a row's vocabulary leave for the row.
+
+    Attributes:
+        keys: int64 [rows, chunks, K]; value and id of the best, ordered as one number.
+        largest, sums: float32 [rows, chunks]; the largest value, and the sum of exp of the others' distance from it.
+        cuts: float32 [rows]; what top-k, top-p and min-p leave.
+    """
+
+    keys: torch.Tensor
+    largest: torch.Tensor
+    sums: torch.Tensor
+    cuts: torch.Tensor
+
+
+def num_candidates(max_branches: int, max_depth: int) -> int:
+    return max_branches + (max_depth - 1) * max_branches * max_branches
+
+
+def new_draft_trees(max_trees: int, max_branches: int, max_depth: int, device: torch.device | str) -> DraftTrees:
+    """State of trees none of which wants anything yet.
+
+    Args:
+        max_branches: a power of two up to 16.
+        max_depth: levels of the deepest tree; 1 means children of the root only.
+    """
+    if max_branches not in (1, 2, 4, 8, 16) or max_depth < 1 or max_trees < 1:
+        raise ValueError(f"{max_trees} draft trees of {max_branches} branches and {max_depth} levels")
+    size = num_candidates(max_branches, max_depth)
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return DraftTrees(
+        requests=zeros(max_trees, NUM_COLUMNS),
+        fed_counts=zeros(max_trees, max_depth + 1),
+        beam_nodes=zeros(max_trees, max_depth * max_branches),
+        masks=zeros(max_trees, MAX_BEAM_NODES, dtype=torch.int64),
+        scores=zeros(max_trees, size, dtype=torch.float32),
+        tokens=zeros(max_trees, size),
+        places=zeros(max_trees, size),
+        max_branches=max_branches,
+        max_depth=max_depth,
+    )
+
+
+def new_draft_beams(max_trees: int, max_branches: int, device: torch.device | str) -> DraftBeams:
+    rows = max_trees * max_branches
+    token_ids, positions, slot_mapping, context_lens, sources = torch.zeros(
+        (5, rows), dtype=torch.int32, device=device
+    ).unbind(0)
+    return DraftBeams(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        context_lens=context_lens,
+        masks=torch.zeros((rows, 1), dtype=torch.int64, device=device),
+        sources=sources,
+        row_starts=torch.arange(max_trees + 1, dtype=torch.int32, device=device) * max_branches,
+    )
+
+
+def new_draft_output(max_trees: int, max_nodes: int, device: torch.device | str) -> DraftOutput:
+    return DraftOutput(
+        tokens=torch.zeros((max_trees, max_nodes), dtype=torch.int32, device=device),
+        parents=torch.zeros((max_trees, max_nodes), dtype=torch.int32, device=device),
+        scores=torch.zeros((max_trees, max_nodes), dtype=torch.float32, device=device),
+        num_nodes=torch.zeros(max_trees, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,183 @@
+"""Accepted nodes' keys and values move to the committed path: reference.kv_commit, its moves found on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_COMMIT_BLOCK = 256
+_MAX_DEPTHS = 16
+_COPY_BLOCK = 1024
+_NUM_WARPS = 4
+
+
+def _physical_slots(
+    logical: tl.tensor,
+    is_move: tl.tensor,
+    block_table: tl.tensor,
+    max_blocks: tl.tensor,
+    num_slots: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+) -> Any:
+    """The cache slots of a sequence's logical slots, or -1 where there is none."""
+    is_inside = is_move & (logical >= 0) & (logical < max_blocks.to(tl.int64) * BLOCK_SIZE)
+    block = tl.load(block_table + logical // BLOCK_SIZE, mask=is_inside, other=-1).to(tl.int64)
+    slot = block * BLOCK_SIZE + logical % BLOCK_SIZE
+    return tl.where((block >= 0) & (slot < num_slots), slot, -1)
+
+
+_physical: Any = triton.jit(_physical_slots)
+
+
+def _kv_commit_kernel(
+    cache: tl.tensor,
+    accepted: tl.tensor,
+    num_accepted: tl.tensor,
+    root_positions: tl.tensor,
+    block_tables: tl.tensor,
+    depth: tl.tensor,
+    max_blocks: tl.tensor,
+    num_slots: tl.tensor,
+    slot_size: tl.tensor,
+    plane_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    accepted_stride: tl.tensor,
+    table_stride: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # A program owns a piece of every slot in one plane, for one sequence, and makes DEPTHS moves at once, in order from
+    # the root: all are read, then all are written. That equals one move after the other, because no move reads what an
+    # earlier one wrote: nodes ascend along a path and none is below its depth, so for e > d move e reads slot
+    # root + node[e], where node[e] > node[d] >= d, and move d wrote root + d. What an earlier move read may be written
+    # by a later one: hence the barrier, since other threads may do the one than the other. Other programs have other
+    # pieces, planes or sequences, and sequences share no slots behind their roots.
+    plane = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    piece = cache + plane * plane_stride + columns[None, :]
+    root = tl.load(root_positions + seq).to(tl.int64)
+    moves = tl.minimum(tl.load(num_accepted + seq), depth)
+    table = block_tables + seq * table_stride
+    for first in range(0, moves, DEPTHS):
+        move = first + tl.arange(0, DEPTHS)
+        is_move = move < moves
+        node = tl.load(accepted + seq * accepted_stride + move, mask=is_move, other=0).to(tl.int64)
+        src = _physical(root + node, is_move, table, max_blocks, num_slots, BLOCK_SIZE)
+        dst = _physical(root + move + 1, is_move, table, max_blocks, num_slots, BLOCK_SIZE)
+        # Nothing is moved onto itself, from nowhere, or to nowhere.
+        mask = ((src >= 0) & (dst >= 0) & (src != dst))[:, None] & (columns < slot_size)[None, :]
+        value = tl.load(piece + src[:, None] * slot_stride, mask=mask)
+        tl.debug_barrier()
+        tl.store(piece + dst[:, None] * slot_stride, value, mask=mask)
+
+
+def _copy_slots_kernel(
+    cache: tl.tensor,
+    src_slots: tl.tensor,
+    dst_slots: tl.tensor,
+    moves: tl.tensor,
+    num_slots: tl.tensor,
+    slot_size: tl.tensor,
+    plane_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    plane = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = cache + plane * plane_stride + columns
+    for i in range(moves):
+        src = tl.load(src_slots + i).to(tl.int64)
+        dst = tl.load(dst_slots + i).to(tl.int64)
+        is_inside = (src >= 0) & (src < num_slots) & (dst >= 0) & (dst < num_slots) & (src != dst)
+        size = tl.where(is_inside, slot_size, 0)
+        value = tl.load(start + tl.maximum(src, 0) * slot_stride, mask=columns < size)
+        tl.store(start + tl.maximum(dst, 0) * slot_stride, value, mask=columns < size)
+        # A later move may read what this one wrote, whichever thread that was.
+        tl.debug_barrier()
+
+
+_kv_commit: Any = triton.jit(_kv_commit_kernel, do_not_specialize=["depth", "max_blocks", "num_slots"])
+_copy_slots: Any = triton.jit(_copy_slots_kernel, do_not_specialize=["moves", "num_slots"])
+
+
+def kv_commit(
+    cache: torch.Tensor,
+    accepted: torch.Tensor,
+    num_accepted: torch.Tensor,
+    root_positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+) -> None:
+    """Make each sequence's accepted path contiguous behind its root: node ``accepted[d - 1]`` moves to depth d.
+
+    Tree node i of a sequence lies at logical slot ``root + i``. A move from or to a slot that does not exist is left
+    out.
+
+    Args:
+        cache: [planes, slots, slot_size], bfloat16 or float32; a plane is the keys or the values of one layer. The
+            elements of a slot are contiguous. Written in place.
+        accepted: int32 [seqs, depth]: the nodes of the accepted path in order, ascending, without the root.
+        num_accepted: int32 [seqs]: how many of them count.
+        root_positions: int32 [seqs]: the root's logical slot.
+        block_tables: int32 [seqs, max_blocks].
+    """
+    planes, num_slots, slot_size = cache.shape
+    seqs, depth = accepted.shape
+    if cache.stride(2) != 1 or (depth and accepted.stride(1) != 1) or block_tables.stride(1) != 1:
+        raise ValueError("kv_commit needs contiguous slots, paths and block tables")
+    if min(len(num_accepted), len(root_positions), len(block_tables)) < seqs:
+        raise ValueError(f"{seqs} paths, but fewer counts, roots or block tables")
+    if seqs == 0 or depth == 0:
+        return
+    _kv_commit[(planes, seqs, triton.cdiv(slot_size, _COMMIT_BLOCK))](
+        cache,
+        accepted,
+        num_accepted,
+        root_positions,
+        block_tables,
+        depth,
+        block_tables.shape[1],
+        num_slots,
+        slot_size,
+        cache.stride(0),
+        cache.stride(1),
+        accepted.stride(0),
+        block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        DEPTHS=min(triton.next_power_of_2(depth), _MAX_DEPTHS),
+        BLOCK=_COMMIT_BLOCK,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def copy_slots(cache: torch.Tensor, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
+    """Copy slot ``src_slots[i]`` to ``dst_slots[i]`` in every plane, one after the other in ascending i, in place.
+
+    A move from or to a slot that does not exist is left out.
+
+    Args:
+        cache: [planes, slots, slot_size], as for kv_commit.
+        src_slots, dst_slots: int32 or int64 [moves].
+    """
+    planes, num_slots, slot_size = cache.shape
+    if cache.stride(2) != 1 or src_slots.shape != dst_slots.shape:
+        raise ValueError("copy_slots needs contiguous slots, and a target for each source")
+    if len(src_slots) == 0:
+        return
+    _copy_slots[(planes, triton.cdiv(slot_size, _COPY_BLOCK))](
+        cache,
+        src_slots,
+        dst_slots,
+        len(src_slots),
+        num_slots,
+        slot_size,
+        cache.stride(0),
+        cache.stride(1),
+        BLOCK=_COPY_BLOCK,
+        num_warps=_NUM_WARPS,
+    )

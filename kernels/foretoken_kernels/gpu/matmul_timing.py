@@ -1,0 +1,184 @@
+"""Which matmul is fastest on this GPU: found once, at a start, and kept in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from foretoken_kernels.gpu.matmul_choice import ADD, GATE_UP, ROW_BUCKETS, STORE, Choices, MatmulShape, MatmulTable
+from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, candidates
+
+logger = logging.getLogger(__name__)
+
+_ROTATED_BYTES = 200 << 20  # several times the cache that would otherwise hold a weight from call to call
+_REPLAYS = 5
+_SPARE_SHARED_MEMORY = 8 << 10
+
+# Microseconds of a call with one of the weights.
+Measure = Callable[[Callable[[torch.Tensor], None], Sequence[torch.Tensor]], float]
+
+
+def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Path | None = None) -> MatmulTable:
+    """The fastest matmuls for ``weights``, each timed on the GPU that it is on; without a GPU, PyTorch's throughout.
+
+    Args:
+        weights: matrices of each shape, best of all layers: calls take turns on them, so that none is in the cache.
+            Where they are too few for that, copies help out for as long as it takes. Only bfloat16 is timed. A GATE_UP
+            shape's matrices are timed unfused as well, as that is what fusing has to beat.
+        path: results are read from this JSON file where they are of this GPU and these versions, and written to it.
+    """
+    timed = {shape: list(w) for shape, w in weights.items() if w and w[0].is_cuda and w[0].dtype == torch.bfloat16}
+    if not timed:
+        return MatmulTable()
+    device = next(iter(timed.values()))[0].device
+    for shape in [shape for shape in timed if shape.mode == GATE_UP]:
+        timed.setdefault(shape._replace(mode=STORE, out_dtype=torch.bfloat16), timed[shape])
+    machine = _machine(device)
+    kept = read_choices(path, machine) if path is not None else {}
+    missing = {shape: matrices for shape, matrices in timed.items() if shape.key not in kept}
+    choices = {shape: kept[shape.key] for shape in timed if shape.key in kept}
+    if missing:
+        choices |= choose(missing, choices, device, _limits(device), graph_microseconds)
+        if path is not None:
+            write_choices(path, machine, kept | {shape.key: by_rows for shape, by_rows in choices.items()})
+    return MatmulTable(choices, device)
+
+
+def choose(
+    weights: Mapping[MatmulShape, Sequence[torch.Tensor]],
+    known: Mapping[MatmulShape, Choices],
+    device: torch.device | str,
+    limits: Device,
+    measure: Measure,
+) -> dict[MatmulShape, Choices]:
+    """The fastest of PyTorch's matmul and the candidates for each shape and row bucket."""
+    table = MatmulTable(known, device)
+    table.reserve(max(_split_features(shape, limits) for shape in weights))
+    found: dict[MatmulShape, Choices] = {}
+    # Plain matmuls first: the best of them is a fused gate_up's rival.
+    for shape in sorted(weights, key=lambda shape: shape.mode == GATE_UP):
+        matrices = list(weights[shape][: -(-_ROTATED_BYTES // weights[shape][0].nbytes)])
+        if device != "cpu":
+            missing = _ROTATED_BYTES - sum(matrix.nbytes for matrix in matrices)
+            matrices += [matrices[0].clone() for _ in range(-(-missing // matrices[0].nbytes))]
+        found[shape] = {rows: _fastest(table, shape, rows, matrices, limits, measure) for rows in ROW_BUCKETS}
+        table.choose(shape, found[shape])
+    return found
+
+
+def _fastest(
+    table: MatmulTable,
+    shape: MatmulShape,
+    rows: int,
+    weights: Sequence[torch.Tensor],
+    limits: Device,
+    measure: Measure,
+) -> SkinnyConfig | None:
+    dtype, device = weights[0].dtype, weights[0].device
+    x = torch.randn(rows, shape.in_features, device=device).to(dtype)
+    wide = torch.zeros(
+        rows, shape.out_features, device=device, dtype=dtype if shape.mode == GATE_UP else shape.out_dtype
+    )
+    out = torch.zeros(rows, shape.out_features // 2, device=device, dtype=shape.out_dtype)
+
+    def run(config: SkinnyConfig | None, weight: torch.Tensor) -> None:
+        if shape.mode == GATE_UP:
+            table.gate_up_by(config, x, weight, wide, out)
+        else:
+            table.matmul_by(config, x, weight, wide, shape.mode == ADD)
+
+    times = {}
+    configs: list[SkinnyConfig | None] = [None, *_candidates(shape, rows, limits)]
+    for config in configs:
+        # Another compiler may want more registers or shared memory than there are. Then it is no choice.
+        with contextlib.suppress(triton.runtime.OutOfResources):
+            times[config] = measure(functools.partial(run, config), weights)
+    best = min(times, key=times.__getitem__)
+    logger.debug("%s, %d rows: %.1f us, by PyTorch %.1f us, %s", shape.key, rows, times[best], times[None], best)
+    return best
+
+
+def _candidates(shape: MatmulShape, rows: int, limits: Device) -> list[SkinnyConfig]:
+    fused = shape.mode == GATE_UP
+    return candidates(rows, shape.out_features // 2 if fused else shape.out_features, shape.in_features, fused, limits)
+
+
+def _split_features(shape: MatmulShape, limits: Device) -> int:
+    """Features whose sums may come in parts."""
+    splits = [config.split_k for rows in ROW_BUCKETS for config in _candidates(shape, rows, limits)]
+    return shape.out_features if max(splits, default=1) > 1 else 0
+
+
+def graph_microseconds(call: Callable[[torch.Tensor], None], weights: Sequence[torch.Tensor]) -> float:
+    """Median time of one call out of a CUDA graph of one for each weight."""
+    stream = torch.cuda.Stream(weights[0].device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(weights[0].device))
+    with torch.cuda.stream(stream):
+        call(weights[0])  # compiles, and lets libraries allocate
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Not by torch.cuda.graph(), which also collects garbage: hundreds of graphs are captured here.
+        graph.capture_begin()
+        try:
+            for weight in weights:
+                call(weight)
+        finally:
+            graph.capture_end()
+        graph.replay()
+        times: list[float] = []
+        for _ in range(_REPLAYS):
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2] * 1e3 / len(weights)
+
+
+def _limits(device: torch.device) -> Device:
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return Device(properties["multiprocessor_count"], properties["max_shared_mem"] - _SPARE_SHARED_MEMORY)
+
+
+def _machine(device: torch.device) -> str:
+    """Times of another GPU, library or compiler say nothing."""
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def read_choices(path: Path, machine: str) -> dict[str, Choices]:
+    """What write_choices wrote for ``machine``, by MatmulShape.key; nothing where there is no file.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = {
+            key: {int(rows): None if config is None else SkinnyConfig(*map(int, config)) for rows, config in by_rows}
+            for key, by_rows in json.loads(path.read_text()).get(machine, {}).items()
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no table of matmuls; delete it and they are timed again") from error
+    # Choices for other row counts, of another version, are made anew.
+    return {key: by_rows for key, by_rows in found.items() if tuple(by_rows) == ROW_BUCKETS}
+
+
+def write_choices(path: Path, machine: str, choices: Mapping[str, Choices]) -> None:
+    """Put ``machine``'s choices into the file, beside those of others. Readers see the old file or the new one."""
+    tables = json.loads(path.read_text()) if path.exists() else {}
+    tables[machine] = {key: list(by_rows.items()) for key, by_rows in choices.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(tables, indent=1))
+    temporary.replace(path)

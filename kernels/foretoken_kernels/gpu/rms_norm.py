@@ -1,0 +1,82 @@
+"""RMSNorm of rows: foretoken_kernels.reference.rms_norm. One program holds one row, so it is read once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_SIZE = 16384
+_ELEMENTS_PER_WARP = 512  # sixteen a lane: two 16-byte loads of bfloat16
+
+
+def _rms_norm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    num_x_rows: tl.tensor,
+    size: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    epsilon: tl.tensor,
+    HAS_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if HAS_ROWS:
+        source = tl.load(rows + row).to(tl.int64)
+        source = tl.minimum(tl.maximum(source, 0), num_x_rows - 1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    # Before the sum, so that both loads are on their way at once.
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + source * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(value * value, axis=0) / size
+    result = value * tl.rsqrt(mean + epsilon) * scale
+    tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+_rms_norm: Any = triton.jit(_rms_norm_kernel, do_not_specialize=["num_x_rows"])
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    out: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """``out[i] = x[rows[i]] / sqrt(mean(x^2) + epsilon) * weight`` (arXiv 1910.07467).
+
+    Args:
+        x: [num_rows, size], bfloat16 or float32; rows may be apart, columns may not. size is at most 16384.
+        weight: float32 [size].
+        out: [n, size], bfloat16 or float32; as x. May be x itself where ``rows`` is None.
+        rows: int32 [n], clamped to x's rows; None means all rows in order.
+    """
+    num_rows, size = out.shape
+    if size > MAX_SIZE or x.shape[1] != size or weight.shape != (size,):
+        raise ValueError(f"rms_norm of {tuple(x.shape)} with a weight {tuple(weight.shape)} to {tuple(out.shape)}")
+    if x.stride(1) != 1 or out.stride(1) != 1 or (rows is None and len(x) < num_rows):
+        raise ValueError("rms_norm needs contiguous columns, and a row of x for each row of out")
+    if num_rows == 0:
+        return
+    block = triton.next_power_of_2(size)
+    _rms_norm[(num_rows,)](
+        x,
+        weight,
+        out,
+        rows if rows is not None else x,
+        len(x),
+        size,
+        x.stride(0),
+        out.stride(0),
+        epsilon,
+        HAS_ROWS=rows is not None,
+        BLOCK=block,
+        num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), 16),
+    )

@@ -1,0 +1,106 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""A row's logits after every operation that looks at one token alone: bias, penalties, masks, temperature."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from foretoken_kernels.sampler_state import SampleBatch, SamplerState
+
+
+class SampleSizes(NamedTuple):
+    """The extents of a SampleBatch and a SamplerState, as numbers for kernels."""
+
+    num_rows: int
+    num_seqs: int
+    max_slots: int
+    vocab_size: int
+    vocab_limit: int
+    max_bias: int
+    max_stops: int
+    row_stride: int
+
+
+def sample_sizes(batch: SampleBatch, state: SamplerState) -> SampleSizes:
+    """The extents of both."""
+    return SampleSizes(
+        num_rows=batch.tokens.shape[0],
+        num_seqs=batch.slots.shape[0],
+        max_slots=state.counts.shape[0],
+        vocab_size=state.counts.shape[1],
+        vocab_limit=min(batch.vocab_limit, state.counts.shape[1]),
+        max_bias=state.bias_ids.shape[1],
+        max_stops=state.stop_ids.shape[1],
+        row_stride=batch.logits.stride(0),
+    )
+
+
+@triton.jit
+def slot_of(batch, sizes, seq):
+    """int64: where the sequence's rules stand."""
+    return tl.minimum(tl.maximum(tl.load(batch.slots + seq), 0), sizes.max_slots - 1).to(tl.int64)
+
+
+@triton.jit
+def parent_of(batch, start, node):
+    """The parent of a node other than the root, of the tree whose root is row ``start``; always a lower index."""
+    return tl.minimum(tl.maximum(tl.load(batch.parents + start + node), 0), node - 1)
+
+
+@triton.jit
+def is_penalized(state, slot):
+    """Whether the slot's penalties change anything."""
+    repetition = tl.load(state.repetition + slot)
+    return (repetition != 1.0) | (tl.load(state.frequency + slot) != 0.0) | (tl.load(state.presence + slot) != 0.0)
+
+
+@triton.jit
+def row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
+    """float32 [TOKENS]: ids from ``first_id`` on, -inf from ``vocab_limit`` on; divided by a temperature above 0.
+
+    Args:
+        row, start: the node's row and its root's.
+        masks_stops: whether too few tokens are out for a stop token.
+    """
+    ids = first_id + tl.arange(0, TOKENS)
+    inside = ids < sizes.vocab_limit
+    logits = batch.logits + row.to(tl.int64) * sizes.row_stride
+    values = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    values = tl.where(values == values, values, float("-inf"))
+
+    num_bias = tl.minimum(tl.load(state.num_bias + slot), sizes.max_bias)
+    for index in range(num_bias):
+        biased = tl.load(state.bias_ids + slot * sizes.max_bias + index)
+        if (biased >= first_id) & (biased < first_id + TOKENS):
+            bias = tl.load(state.bias_values + slot * sizes.max_bias + index)
+            values = tl.where(ids == biased, values + bias, values)
+
+    if is_penalized(state, slot):
+        counts = tl.load(state.counts + slot * sizes.vocab_size + ids, mask=inside, other=0)
+        seen = tl.load(state.seen + slot * sizes.vocab_size + ids, mask=inside, other=0).to(tl.int32)
+        # The node's own token is on its path; the root's is in prompt or output already.
+        node = row - start
+        while node > 0:
+            counts += (ids == tl.load(batch.tokens + start + node)).to(tl.int32)
+            node = parent_of(batch, start, node)
+        repetition = tl.load(state.repetition + slot)
+        repeated = tl.where(values > 0.0, tl.div_rn(values, repetition), values * repetition)
+        values = tl.where((seen != 0) | (counts > 0), repeated, values)
+        frequency = tl.load(state.frequency + slot)
+        penalized = (values - frequency * counts.to(tl.float32)) - tl.load(state.presence + slot)
+        values = tl.where(counts > 0, penalized, values)
+
+    if masks_stops:
+        num_stops = tl.minimum(tl.load(state.num_stops + slot), sizes.max_stops)
+        for index in range(num_stops):
+            stop = tl.load(state.stop_ids + slot * sizes.max_stops + index)
+            values = tl.where(ids == stop, float("-inf"), values)
+
+    temperature = tl.load(state.temperature + slot)
+    if temperature > 0.0:
+        values = tl.div_rn(values, temperature)
+    # Whatever garbage was added: what is not a number cannot be sampled.
+    return tl.where(inside & (values == values), values, float("-inf"))

@@ -1,0 +1,194 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The plain sampler on the device: one token for every node row of every tree at once.
+
+Three kernels: what each row keeps (a depth, and a cut value where top-k, top-p or min-p ask for one), the best token
+of each piece of the vocabulary, the best of those. Logits are never written back: each pass processes them anew.
+Divisions round to nearest and products are not fused with sums, so that a logit has the bits that the definition gives.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from foretoken_kernels.gpu.noise import ESTIMATE_ERROR, gumbel_estimate, gumbel_from_words, token_words
+from foretoken_kernels.gpu.row_cut import NO_TOKEN, row_cut
+from foretoken_kernels.gpu.row_logits import parent_of, row_logits, sample_sizes, slot_of
+from foretoken_kernels.sampler_state import SampleBatch, SamplerState
+
+CHUNK_TOKENS = 2048
+# So many tokens that may still win have their noise computed one by one; from more on all of the piece have.
+_MAX_RIVALS: tl.constexpr = tl.constexpr(8)
+
+
+class SampleWorkspace(NamedTuple):
+    """What the kernels of one step hand on.
+
+    Attributes:
+        depths: int32 [rows]; edges between the root and the row's node.
+        cut_values: float32 [rows]; processed logits below it are cut.
+        cut_ids: int32 [rows]; of those equal to it the ids above this one are cut.
+        chunk_values: float32 [rows, chunks]; each piece's best value, with its noise.
+        chunk_ids: int32 [rows, chunks]; the id that has it.
+        chunk_tokens: ids a piece.
+    """
+
+    depths: torch.Tensor
+    cut_values: torch.Tensor
+    cut_ids: torch.Tensor
+    chunk_values: torch.Tensor
+    chunk_ids: torch.Tensor
+    chunk_tokens: int
+
+
+def sample_workspace(
+    max_rows: int, vocab_size: int, device: torch.device | str, chunk_tokens: int = CHUNK_TOKENS
+) -> SampleWorkspace:
+    """Room for ``max_rows`` rows; ``chunk_tokens`` is a power of two, at least 16."""
+    num_chunks = -(-vocab_size // chunk_tokens)
+
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return SampleWorkspace(
+        depths=empty(torch.int32, max_rows),
+        cut_values=empty(torch.float32, max_rows),
+        cut_ids=empty(torch.int32, max_rows),
+        chunk_values=empty(torch.float32, max_rows, num_chunks),
+        chunk_ids=empty(torch.int32, max_rows, num_chunks),
+        chunk_tokens=chunk_tokens,
+    )
+
+
+@triton.jit
+def _cut_kernel(batch, state, workspace, sizes, TOKENS: tl.constexpr):
+    row = tl.program_id(0)
+    seq = tl.load(batch.row_seqs + row)
+    if (seq < 0) | (seq >= sizes.num_seqs):
+        return
+    slot = slot_of(batch, sizes, seq)
+    start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), row)
+    depth = start * 0
+    node = row - start
+    while node > 0:
+        depth += 1
+        node = parent_of(batch, start, node)
+    cut = tl.full([], float("-inf"), tl.float32)
+    cut_id = tl.full([], NO_TOKEN, tl.int32)
+    top_k = tl.load(state.top_k + slot)
+    is_cut = ((top_k > 0) & (top_k < sizes.vocab_limit)) | (tl.load(state.top_p + slot) < 1.0)
+    is_cut = is_cut | (tl.load(state.min_p + slot) > 0.0)
+    if is_cut & (tl.load(state.temperature + slot) > 0.0):
+        masks_stops = tl.load(batch.num_outputs + seq) + depth < tl.load(state.min_tokens + slot)
+        cut, cut_id = row_cut(batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+    tl.store(workspace.depths + row, depth)
+    tl.store(workspace.cut_values + row, cut)
+    tl.store(workspace.cut_ids + row, cut_id)
+
+
+@triton.jit
+def _noised_best(values, ids, first_id, position, state, slot, TOKENS: tl.constexpr):
+    """Largest value with its noise and the lowest id that has it; at least one value is above -inf.
+
+    An estimate of the noise tells which tokens can win at all: nearly always one or two.
+    """
+    key_low = tl.load(state.seed_low + slot)
+    key_high = tl.load(state.seed_high + slot)
+    words = token_words(first_id // 4, position, tl.load(state.choice + slot), key_low, key_high, TOKENS)
+    estimates = values + gumbel_estimate(words)
+    top = tl.max(estimates, axis=0)
+    # Twice the error of one: the estimate's, and two roundings of a sum of this size.
+    margin = tl.abs(top) * 1e-6 + 2.0 * ESTIMATE_ERROR
+    rivals = estimates >= top - margin
+    num_rivals = tl.sum(rivals.to(tl.int32), axis=0)
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.full([], NO_TOKEN, tl.int32)
+    if (num_rivals >= 1) & (num_rivals <= _MAX_RIVALS):
+        rival = tl.full([], -1, tl.int32)
+        for _ in range(num_rivals):
+            rival = tl.min(tl.where(rivals & (ids > rival), ids, NO_TOKEN), axis=0)
+            value = tl.max(tl.where(ids == rival, values, float("-inf")), axis=0)
+            word = tl.sum(tl.where(ids == rival, words, 0).to(tl.int32, bitcast=True), axis=0)
+            noised = value + gumbel_from_words(word.to(tl.uint32, bitcast=True))
+            # Ids ascend, so the first of equal values stays.
+            is_better = noised > best
+            best = tl.where(is_better, noised, best)
+            best_id = tl.where(is_better, rival, best_id)
+    else:
+        all_noised = values + gumbel_from_words(words)
+        best = tl.max(all_noised, axis=0)
+        best_id = tl.min(tl.where(all_noised == best, ids, NO_TOKEN), axis=0)
+    return best, best_id
+
+
+@triton.jit
+def _chunk_kernel(batch, state, workspace, sizes, num_chunks, TOKENS: tl.constexpr):
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    seq = tl.load(batch.row_seqs + row)
+    if (seq < 0) | (seq >= sizes.num_seqs):
+        return
+    slot = slot_of(batch, sizes, seq)
+    start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), row)
+    depth = tl.load(workspace.depths + row)
+    masks_stops = tl.load(batch.num_outputs + seq) + depth < tl.load(state.min_tokens + slot)
+    first_id = chunk * TOKENS
+    values = row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+    ids = first_id + tl.arange(0, TOKENS)
+    cut = tl.load(workspace.cut_values + row)
+    cut_id = tl.load(workspace.cut_ids + row)
+    values = tl.where((values > cut) | ((values == cut) & (ids <= cut_id)), values, float("-inf"))
+    best = tl.max(values, axis=0)
+    best_id = tl.min(tl.where(values == best, ids, NO_TOKEN), axis=0)
+    if (tl.load(state.temperature + slot) > 0.0) & (best > float("-inf")):
+        position = tl.load(batch.positions + seq) + depth
+        best, best_id = _noised_best(values, ids, first_id, position, state, slot, TOKENS)
+    out = row.to(tl.int64) * num_chunks + chunk
+    tl.store(workspace.chunk_values + out, best)
+    tl.store(workspace.chunk_ids + out, best_id)
+
+
+@triton.jit
+def _best_chunk_kernel(batch, workspace, sizes, sampled_ptr, num_chunks, CHUNKS: tl.constexpr):
+    row = tl.program_id(0)
+    seq = tl.load(batch.row_seqs + row)
+    if (seq < 0) | (seq >= sizes.num_seqs):
+        tl.store(sampled_ptr + row, -1)
+        return
+    chunks = tl.arange(0, CHUNKS)
+    inside = chunks < num_chunks
+    at = row.to(tl.int64) * num_chunks + chunks
+    values = tl.load(workspace.chunk_values + at, mask=inside, other=float("-inf"))
+    ids = tl.load(workspace.chunk_ids + at, mask=inside, other=NO_TOKEN)
+    best = tl.max(values, axis=0)
+    best_id = tl.min(tl.where(values == best, ids, NO_TOKEN), axis=0)
+    tl.store(sampled_ptr + row, tl.minimum(best_id, sizes.vocab_size - 1))
+
+
+def sample_rows(batch: SampleBatch, state: SamplerState, workspace: SampleWorkspace, sampled: torch.Tensor) -> None:
+    """Sample one token for each row, as reference_sampling.sample_rows_reference does.
+
+    Args:
+        sampled: int32 [rows], written; -1 for rows that belong to no sequence.
+    """
+    num_rows, vocab_size = batch.logits.shape
+    if num_rows == 0:
+        return
+    num_chunks = workspace.chunk_values.shape[1]
+    chunk_tokens = workspace.chunk_tokens
+    assert batch.logits.stride(1) == 1 and vocab_size == state.counts.shape[1]
+    assert num_chunks * chunk_tokens >= vocab_size and len(workspace.depths) >= num_rows
+    sizes = sample_sizes(batch, state)
+    _cut_kernel[(num_rows,)](
+        batch, state, workspace, sizes, TOKENS=2 * chunk_tokens, num_warps=16, enable_fp_fusion=False
+    )
+    _chunk_kernel[(num_chunks, num_rows)](
+        batch, state, workspace, sizes, num_chunks, TOKENS=chunk_tokens, num_warps=8, enable_fp_fusion=False
+    )
+    chunks = triton.next_power_of_2(num_chunks)
+    _best_chunk_kernel[(num_rows,)](
+        batch, workspace, sizes, sampled, num_chunks, CHUNKS=chunks, num_warps=1, enable_fp_fusion=False
+    )

@@ -1,0 +1,98 @@
+"""How a skinny matmul may be cut up, and the few ways that are worth timing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+MAX_ROWS = 64
+MAX_SPLIT_K = 4
+_MIN_PROGRAMS, _MAX_PROGRAMS = 64, 2200
+_MAX_SPLIT_TILES = 4  # of an SM: sums of more tiles are long enough in flight, and their parts would take much memory
+# An H200, roughly; they only rank. Bytes a microsecond from memory and from the cache that all SMs share, bytes that
+# an SM must have under way to get its part of the former, and the microseconds that a tile's programs wait for each
+# other.
+_MEMORY_RATE = 4.2e6
+_CACHE_RATE = 8e6
+_BYTES_UNDER_WAY = 48 << 10
+_WAIT = 1.5
+
+
+class SkinnyConfig(NamedTuple):
+    """A program's tile of the weight, how many programs share a sum, and the compiler's two knobs."""
+
+    block_n: int
+    block_k: int
+    split_k: int
+    num_stages: int
+    num_warps: int
+
+
+class Device(NamedTuple):
+    """What a GPU has: streaming multiprocessors, and the bytes of shared memory of one that programs can use."""
+
+    num_sms: int = 132
+    shared_memory: int = 220_000
+
+
+def block_rows(rows: int) -> int:
+    """Rows of a tile: 16, 32 or 64, as tensor cores want them."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def shared_memory(config: SkinnyConfig, rows: int, gate_up: bool) -> int:
+    """Bytes of a program's pipeline in bfloat16."""
+    width = config.block_n * (2 if gate_up else 1) + block_rows(rows)
+    return width * config.block_k * 2 * config.num_stages
+
+
+def candidates(
+    rows: int,
+    out_features: int,
+    in_features: int,
+    gate_up: bool = False,
+    device: Device | None = None,
+    limit: int = 6,
+) -> list[SkinnyConfig]:
+    """At most ``limit`` configurations for x [rows, in_features], the most promising first; none for tiny matrices.
+
+    For ``gate_up``, ``out_features`` counts the features of the result. Only what differs in ``block_n`` or ``split_k``
+    is returned, since those two decide most. Row counts of one tile have the same candidates, compiled once.
+    """
+    device = device or Device()
+    best: dict[tuple[int, int], tuple[float, SkinnyConfig]] = {}
+    for block_n, block_k, split_k, stages in itertools.product((32, 64, 128), (128, 256), (1, 2, 4), (3, 4, 5)):
+        wide = block_n * (2 if gate_up else 1) >= 128
+        config = SkinnyConfig(block_n, block_k, split_k, stages, 8 if wide else 4)
+        programs = math.ceil(out_features / block_n) * split_k
+        if not _MIN_PROGRAMS <= programs <= _MAX_PROGRAMS or in_features % (block_k * split_k):
+            continue
+        if split_k > 1 and programs // split_k > _MAX_SPLIT_TILES * device.num_sms:
+            continue
+        if shared_memory(config, rows, gate_up) > device.shared_memory:
+            continue
+        found = _estimate(config, block_rows(rows), out_features, in_features, gate_up, device), config
+        best[block_n, split_k] = min(found, best.get((block_n, split_k), found))
+    return [config for _, config in sorted(best.values())[:limit]]
+
+
+def _estimate(
+    config: SkinnyConfig, rows: int, out_features: int, in_features: int, gate_up: bool, device: Device
+) -> float:
+    """Microseconds, good enough to leave the hopeless out."""
+    matrices = 2 if gate_up else 1
+    programs = math.ceil(out_features / config.block_n) * config.split_k
+    resident = max(1, min(device.shared_memory // shared_memory(config, rows, gate_up), 64 // config.num_warps))
+    waves = programs / (device.num_sms * resident)
+    # SMs without a program in the last wave read nothing.
+    idle = math.ceil(waves) / waves
+    on_sm = min(resident, math.ceil(programs / device.num_sms))
+    under_way = on_sm * config.block_n * matrices * config.block_k * 2 * (config.num_stages - 1)
+    reading = matrices * out_features * in_features * 2 / _MEMORY_RATE * max(1.0, _BYTES_UNDER_WAY / under_way)
+    inputs = programs * rows * in_features / config.split_k * 2 / _CACHE_RATE
+    waiting = 0.0
+    if config.split_k > 1:
+        waiting = _WAIT + 2 * config.split_k * matrices * rows * out_features * 4 / _CACHE_RATE
+    # Inputs come while weights come, though not for nothing.
+    return reading * min(idle, 2.0) + inputs / 2 + waiting

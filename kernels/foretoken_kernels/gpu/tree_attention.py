@@ -1,0 +1,447 @@
+"""Attention of ragged token rows over paged keys and values, tree nodes included: foretoken_kernels.reference has the
+definition.
+
+A program takes a tile of one sequence's rows, the query heads that share one key head, and a share (split) of the keys
+that the tile sees; the softmax is kept up to date as keys go by (FlashAttention-2, arXiv 2307.08691). Few sequences
+would leave most of a GPU idle, so long contexts are split over programs; the program that finishes last adds up what
+the splits of its tile found (Flash-Decoding's second kernel, without the second launch). It adds them in the order of
+the splits, whoever is last: equal launches give equal bits.
+
+The keys of a tile are numbered so that the tree comes first: key k < bits is logical slot tree_start + k, any other
+is logical slot context_start + (k - bits). Bits of the masks then stand at fixed places of a block of keys, only the
+blocks that hold them pay for the bit test, and a small tree shares its block with the first keys of the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+# Enough programs to fill a GPU of 132 multiprocessors about twice. More splits than that buy nothing.
+_PROGRAMS = 256
+# The splits of at most this many rows have room in a workspace at the largest number of splits; more rows have fewer.
+_SPLIT_ROWS = 64
+# A split of fewer keys takes less time than adding it up.
+_LEAST_KEYS = 128
+_LOG2_E = 1.4426950408889634
+
+jit: Callable[[Any], Any] = triton.jit
+# They differ from batch to batch; whether one of them is 1 or a multiple of 16 is not worth another compilation.
+jit_kernel: Callable[[Any], Any] = triton.jit(do_not_specialize=["rows", "max_blocks", "seq_tiles"])
+
+
+class Workspace(NamedTuple):
+    """What the splits of one launch leave for each other. Launches that may overlap need one each.
+
+    Attributes:
+        sums: float32 [splits, split_rows, num_heads, head_dim]; values weighted by exp2(score - maximum).
+        maxima: float32 [splits, split_rows, num_heads]; scores are in units of log 2.
+        weights: float32 [splits, split_rows, num_heads]; the sum of the weights.
+        arrived: int32 [max_rows, num_kv_heads]; how many splits of the tile that begins at this row are done. Zero
+            between launches.
+    """
+
+    sums: torch.Tensor
+    maxima: torch.Tensor
+    weights: torch.Tensor
+    arrived: torch.Tensor
+
+
+class _Tile(NamedTuple):
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(max_seq_rows: int, group: int, head_dim: int, wide: bool) -> _Tile:
+    """How many rows and keys a program takes at a time.
+
+    The left operand of a matrix product is (rows x query heads of one key head), and a tensor core takes no fewer than
+    16 of them: one decode row of four heads costs what four rows do. More rows than the sequence has would only cost
+    registers, and 128 at 128 columns are what eight warps hold. With few rows time goes into waiting for memory, so a
+    block of 128 keys is asked for at once: the whole share of a split, if the context is short. Many rows come with
+    many blocks: five stages, two of them for table entries, load two blocks ahead. float32 (`wide`) goes without
+    tensor cores, so its tiles are small.
+    """
+    heads = triton.next_power_of_2(group)
+    long_heads = head_dim > 128
+    most = 16 if wide else 64 if long_heads else 128
+    products = max(min(triton.next_power_of_2(max_seq_rows) * heads, most), 16)
+    rows = max(products // heads, 1)
+    if wide:
+        return _Tile(rows, 32, 4, 1)
+    if rows * heads <= 32:
+        return _Tile(rows, 64 if long_heads else 128, 4, 3)
+    return _Tile(rows, 64, 8, 3 if long_heads else 5)
+
+
+def _num_splits(rows: int, programs: int, workspace: Workspace) -> int:
+    """A power of two: how many programs may share the keys of a tile, if a launch without splits has `programs`."""
+    most, split_rows = workspace.sums.shape[:2]
+    splits = 1
+    while splits * 2 <= most and splits * programs < _PROGRAMS and splits * 2 * rows <= most * split_rows:
+        splits *= 2
+    return splits
+
+
+def _constants(
+    tile: _Tile,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    half_words: int,
+    splits: int,
+    wide: bool,
+) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    group = num_heads // num_kv_heads
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "HALF_WORDS": half_words,
+        "SPLITS": splits,
+        "LEAST_KEYS": _LEAST_KEYS,
+        "TILE_ROWS": tile.rows,
+        "BLOCK_GROUP": triton.next_power_of_2(group),
+        "BLOCK_KEYS": tile.keys,
+        "BLOCK_DIM": max(triton.next_power_of_2(head_dim), 16),
+        "WIDE": wide,
+    }
+
+
+@jit
+def _bit_length(word):  # type: ignore[no-untyped-def]
+    """Of int32 read as unsigned."""
+    length = tl.where(word > 0, 1, 0)
+    rest = word
+    for step in tl.static_range(5):
+        shift = 16 >> step
+        upper = rest >> shift
+        length = tl.where(upper > 0, length + shift, length)
+        rest = tl.where(upper > 0, upper, rest)
+    return tl.where(word < 0, 32, length)
+
+
+@jit
+def _slots_of(logical, live, table, max_blocks, slots, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int64 cache slots of logical slots, and which of those are in the table at all."""
+    block = logical // BLOCK_SIZE
+    live = live & (logical >= 0) & (block < max_blocks)
+    entry = tl.load(table + block, mask=live, other=0).to(tl.int64)
+    slot = entry * BLOCK_SIZE + logical % BLOCK_SIZE
+    return tl.minimum(tl.maximum(slot, 0), slots - 1), live
+
+
+@jit
+def _gather(plane, slot, live, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[keys, BLOCK_DIM] of the cache, zero where not live: what is never referenced may be anything, NaN too."""
+    column = tl.arange(0, BLOCK_DIM)
+    mask = live[:, None]
+    if BLOCK_DIM != HEAD_DIM:
+        mask = mask & (column < HEAD_DIM)[None, :]
+    return tl.load(plane + (slot * slot_stride)[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@jit
+def _attend(query, key, value, visible, scale, sums, maxima, weights, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One more block of keys under the running softmax."""
+    if WIDE:
+        key = key.to(tl.float32)
+        value = value.to(tl.float32)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.maximum(maxima, tl.max(scores, 1))
+    # A row that has seen nothing yet has no finite maximum to subtract.
+    finite = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(scores - finite[:, None])
+    decay = tl.exp2(maxima - finite)
+    weights = weights * decay + tl.sum(weight, 1)
+    sums = sums * decay[:, None]
+    sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="ieee")
+    return sums, highest, weights
+
+
+@jit
+def _write(out, sums, weights, offset, mask):  # type: ignore[no-untyped-def]
+    """A row that sees nothing is zero."""
+    result = sums / tl.where(weights > 0, weights, 1.0)[:, None]
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)
+
+
+@jit_kernel
+def _tree_attention(  # type: ignore[no-untyped-def]
+    query,
+    query_stride,
+    query_head_stride,
+    keys,
+    values,
+    row_starts,
+    context_lens,
+    masks,
+    mask_stride,
+    tree_starts,
+    block_tables,
+    table_stride,
+    context_starts,
+    out,
+    out_stride,
+    out_head_stride,
+    part_sums,
+    part_maxima,
+    part_weights,
+    arrived,
+    rows,
+    max_blocks,
+    slots,
+    seq_tiles,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HALF_WORDS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    seq = tile // seq_tiles
+    # Within 0 and rows, whatever is in row_starts.
+    seq_row = tl.minimum(tl.maximum(tl.load(row_starts + seq), 0), rows)
+    first_row = seq_row + tile % seq_tiles * TILE_ROWS
+    end_row = tl.minimum(tl.load(row_starts + seq + 1), rows)
+    if first_row >= end_row:
+        return
+
+    # Entry m of the left operand is query head m % BLOCK_GROUP of the group, of row m // BLOCK_GROUP of the tile.
+    BLOCK_M: tl.constexpr = TILE_ROWS * BLOCK_GROUP
+    entry = tl.arange(0, BLOCK_M)
+    row = first_row + entry // BLOCK_GROUP
+    member = entry % BLOCK_GROUP
+    row_live = row < end_row
+    entry_live = row_live & (member < GROUP)
+    head = kv_head * GROUP + member
+
+    # How many keys the tile has: bits of the tree, then the context of its row that sees most of it.
+    length = tl.load(context_lens + row, mask=row_live, other=0)
+    row_bits = tl.zeros([BLOCK_M], tl.int32)
+    for half in tl.static_range(HALF_WORDS):
+        word = tl.load(masks + row.to(tl.int64) * mask_stride + half, mask=row_live, other=0)
+        row_bits = tl.where(word != 0, half * 32 + _bit_length(word), row_bits)
+    bits = tl.max(row_bits, 0)
+    tree_start = tl.load(tree_starts + seq)
+    context_start = tl.maximum(tl.load(context_starts + seq), 0)
+    context_end = tl.minimum(tl.max(length, 0), max_blocks * BLOCK_SIZE)
+    num_keys = bits + tl.maximum(context_end - context_start, 0)
+    table = block_tables + seq.to(tl.int64) * table_stride
+
+    # Splits work side by side, but one program adds them all up: with c keys in each of n / c splits, reading c keys
+    # and then n / c times BLOCK_M partial sums takes least at c = sqrt(n * BLOCK_M), two planes of bfloat16 against
+    # one of float32.
+    if SPLITS > 1:
+        balanced = tl.sqrt(num_keys.to(tl.float32) * BLOCK_M).to(tl.int32)
+        share = tl.maximum(tl.maximum((num_keys + SPLITS - 1) // SPLITS, balanced), LEAST_KEYS)
+        share = (share + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
+        used = tl.maximum((num_keys + share - 1) // share, 1)
+        if split >= used:
+            return
+        begin = split * share
+        end = tl.minimum(begin + share, num_keys)
+    else:
+        used: tl.constexpr = 1  # type: ignore[no-redef]
+        begin = 0
+        end = num_keys
+
+    column = tl.arange(0, BLOCK_DIM)
+    out_mask = entry_live[:, None] & (column < HEAD_DIM)[None, :]
+    query_offset = row.to(tl.int64) * query_stride + head * query_head_stride
+    q = tl.load(query + query_offset[:, None] + column[None, :], mask=out_mask, other=0.0)
+    if WIDE:
+        q = q.to(tl.float32)
+    slot_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    head_keys = keys + kv_head * HEAD_DIM
+    head_values = values + kv_head * HEAD_DIM
+    sums = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
+    maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weights = tl.zeros([BLOCK_M], tl.float32)
+    place = tl.arange(0, BLOCK_KEYS)
+
+    # Blocks of keys with the tree's among them: one or two, so nothing is gained by loading ahead.
+    tree_end = (bits + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
+    for first in tl.range(begin, tl.minimum(end, tree_end), BLOCK_KEYS, num_stages=1):
+        key_index = first + place
+        in_tree = key_index < bits
+        logical = tl.where(in_tree, tree_start + key_index, context_start + key_index - bits)
+        slot, live = _slots_of(logical, key_index < num_keys, table, max_blocks, slots, BLOCK_SIZE)
+        words = tl.zeros([BLOCK_M, BLOCK_KEYS], tl.int32)
+        for half in tl.static_range(BLOCK_KEYS // 32):
+            # Past the last word there are no keys of the tree, so any word will do.
+            index = tl.minimum(first // 32 + half, HALF_WORDS - 1)
+            word = tl.load(masks + row.to(tl.int64) * mask_stride + index, mask=row_live, other=0)
+            words = tl.where((place // 32 == half)[None, :], word[:, None], words)
+        on_path = ((words >> (place % 32)[None, :]) & 1) != 0
+        visible = tl.where(in_tree[None, :], on_path, logical[None, :] < length[:, None]) & live[None, :]
+        # A bit that no row of the tile has set may stand for a slot that was never written.
+        live = tl.max(visible.to(tl.int32), 0) != 0
+        key = _gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+        value = _gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+        sums, maxima, weights = _attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
+
+    for first in range(tl.maximum(begin, tree_end), end, BLOCK_KEYS):
+        logical = context_start - bits + first + place
+        slot, live = _slots_of(logical, logical < context_end, table, max_blocks, slots, BLOCK_SIZE)
+        visible = (logical[None, :] < length[:, None]) & live[None, :]
+        key = _gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+        value = _gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+        sums, maxima, weights = _attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
+
+    out_offset = (row.to(tl.int64) * out_stride + head * out_head_stride)[:, None] + column[None, :]
+    if used == 1:
+        _write(out, sums, weights, out_offset, out_mask)
+    else:
+        num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
+        part = row.to(tl.int64) * num_heads + head
+        split_stride = rows.to(tl.int64) * num_heads
+        mine = split * split_stride + part
+        tl.store(part_maxima + mine, maxima, mask=entry_live)
+        tl.store(part_weights + mine, weights, mask=entry_live)
+        tl.store(part_sums + (mine * HEAD_DIM)[:, None] + column[None, :], sums, mask=out_mask)
+        # All threads have stored before the one that speaks for them counts this split as done.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + first_row.to(tl.int64) * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
+        tl.debug_barrier()
+        if before == used - 1:
+            tl.store(arrived + first_row.to(tl.int64) * NUM_KV_HEADS + kv_head, 0)
+            other = tl.arange(0, SPLITS)
+            offset = (other * split_stride)[:, None] + part[None, :]
+            mask = (other < used)[:, None] & entry_live[None, :]
+            # From the second-level cache (.cg), where other multiprocessors' stores are.
+            found = tl.load(part_maxima + offset, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            highest = tl.max(found, 0)
+            highest = tl.where(highest == float("-inf"), 0.0, highest)
+            found_weights = tl.load(part_weights + offset, mask=mask, other=0.0, cache_modifier=".cg")
+            weights = tl.sum(found_weights * tl.exp2(found - highest[None, :]), 0)
+            sums = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
+            # Four at a time, so that their loads are under way together.
+            for first_split in range(0, used, 4):
+                for step in tl.static_range(4):
+                    index = first_split + step
+                    there = index * split_stride + part
+                    valid = entry_live & (tl.full([BLOCK_M], index, tl.int32) < used)
+                    found_maxima = tl.load(part_maxima + there, mask=valid, other=float("-inf"), cache_modifier=".cg")
+                    found_sums = tl.load(
+                        part_sums + (there * HEAD_DIM)[:, None] + column[None, :],
+                        mask=out_mask & valid[:, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    sums += found_sums * tl.exp2(found_maxima - highest)[:, None]
+            _write(out, sums, weights, out_offset, out_mask)
+
+
+def attention_workspace(
+    max_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+    num_splits: int = 32,
+) -> Workspace:
+    """Room for launches of up to max_rows rows whose contexts are shared by up to num_splits programs."""
+    shape = num_splits, min(max_rows, _SPLIT_ROWS), num_heads
+    return Workspace(
+        torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def tree_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    row_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    masks: torch.Tensor,
+    tree_starts: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_starts: torch.Tensor,
+    block_size: int,
+    max_seq_rows: int,
+    workspace: Workspace,
+    out: torch.Tensor,
+) -> None:
+    """foretoken_kernels.reference.tree_attention, up to the order of its sums.
+
+    Lengths and tables are read on the device alone: a graph of launches may be replayed over other values. A slot that
+    one row of a tile sees must not hold NaN if another row of the sequence is to be free of it.
+
+    Args:
+        query: [rows, num_heads, head_dim], bfloat16 or float32, last dimension contiguous.
+        keys, values: [slots, num_kv_heads, head_dim], contiguous, of query's dtype.
+        row_starts: int32 [seqs + 1], ascending; rows row_starts[s] up to row_starts[s + 1] belong to sequence s, those
+            from row_starts[seqs] on are padding and left alone.
+        context_lens: int32 [rows].
+        masks: int64 [rows, words]; the bits of the reference's uint64. Last dimension contiguous.
+        tree_starts, context_starts: int32 [seqs].
+        block_tables: int32 [seqs, max_blocks], last dimension contiguous; slots past its end are seen by no row.
+        max_seq_rows: no sequence has more rows.
+        workspace: of these head counts and at least this many rows.
+        out: query's shape and dtype, last dimension contiguous; written in place, zero where a row sees no slot.
+    """
+    rows, num_heads, head_dim = query.shape
+    slots, num_kv_heads, _ = keys.shape
+    if rows > len(workspace.arrived):
+        raise ValueError(f"the workspace is for {len(workspace.arrived)} rows, not for {rows}")
+    # Triton's interpreter, which alone takes tensors that are not on a GPU, does not multiply bfloat16.
+    wide = query.dtype == torch.float32 or not query.is_cuda
+    tile = _tile(max_seq_rows, num_heads // num_kv_heads, head_dim, wide)
+    seq_tiles = triton.cdiv(max_seq_rows, tile.rows)
+    tiles = len(tree_starts) * seq_tiles
+    splits = _num_splits(rows, tiles * num_kv_heads, workspace)
+    halves = masks.view(torch.int32)
+    _tree_attention[(tiles, num_kv_heads, splits)](
+        query,
+        query.stride(0),
+        query.stride(1),
+        keys,
+        values,
+        row_starts,
+        context_lens,
+        halves,
+        halves.stride(0),
+        tree_starts,
+        block_tables,
+        block_tables.stride(0),
+        context_starts,
+        out,
+        out.stride(0),
+        out.stride(1),
+        workspace.sums,
+        workspace.maxima,
+        workspace.weights,
+        workspace.arrived,
+        rows,
+        block_tables.shape[1],
+        slots,
+        seq_tiles,
+        head_dim**-0.5 * _LOG2_E,
+        **_constants(tile, num_heads, num_kv_heads, head_dim, block_size, halves.shape[1], splits, wide),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

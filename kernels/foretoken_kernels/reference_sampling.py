@@ -1,0 +1,221 @@
+"""The sampler and the walk of a batch of draft trees, in plain PyTorch. Slow, runs anywhere, defines the GPU kernels.
+
+Each row's logits go through these operations, in this order: bias, penalties, mask of stop tokens, mask of the ids
+beyond the vocabulary, temperature, top-k, top-p, min-p, keyed noise, argmax. Logits are float32 and each operation
+rounds to float32; probabilities are float64. NaN counts as -inf; if nothing is left, token 0 is sampled.
+
+The noise of a token is the Gumbel noise of a word of Philox4x32-10 (Salmon et al., SC 2011): the key is the seed, the
+counter is (token id // 4, position, choice index, 0), token id % 4 picks the word.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from foretoken_kernels.sampler_state import (
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    SampleBatch,
+    SamplerState,
+    WalkResult,
+)
+
+_WORD = 0xFFFFFFFF
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+_NEVER = float("-inf")
+
+
+def token_words(token_ids: torch.Tensor, position: int, choice: int, key_low: int, key_high: int) -> torch.Tensor:
+    """int64 words in [0, 2**32) of int64 token ids at a position of prompt + output."""
+    zeros = torch.zeros_like(token_ids)
+    c0, c1, c2, c3 = token_ids // 4, zeros + position, zeros + choice, zeros
+    for _ in range(_ROUNDS):
+        # int64 products wrap, which leaves all 64 bits right; the mask undoes the arithmetic shift.
+        even, odd = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1 = ((odd >> 32) & _WORD) ^ c1 ^ key_low, odd & _WORD
+        c2, c3 = ((even >> 32) & _WORD) ^ c3 ^ key_high, even & _WORD
+        key_low, key_high = (key_low + _INCREMENTS[0]) & _WORD, (key_high + _INCREMENTS[1]) & _WORD
+    lanes = token_ids % 4
+    return torch.where(lanes < 2, torch.where(lanes == 0, c0, c1), torch.where(lanes == 2, c2, c3))
+
+
+def gumbel_from_words(words: torch.Tensor) -> torch.Tensor:
+    """float32 noise: -log(-log u) in float64 of u = (the word's top 23 bits + 0.5) / 2**23."""
+    uniform = ((words >> 9).double() + 0.5) / 2**23
+    return (-(-uniform.log()).log()).float()
+
+
+def row_parents(batch: SampleBatch, row: int) -> tuple[int, list[int]]:
+    """First row of the row's tree, and the nodes from the row's own up to the root, which is left out."""
+    start = int(batch.row_starts[batch.row_seqs[row]])
+    path = []
+    node = row - start
+    while node > 0:
+        path.append(node)
+        node = min(max(int(batch.parents[start + node]), 0), node - 1)
+    return start, path
+
+
+def row_logits(batch: SampleBatch, state: SamplerState, row: int) -> torch.Tensor:
+    """float32 [vocab]: a row's logits after every operation up to the temperature; what is masked is -inf."""
+    seq = int(batch.row_seqs[row])
+    slot = int(batch.slots[seq])
+    start, path = row_parents(batch, row)
+    values = batch.logits[row].float()
+    values = torch.where(values.isnan(), _NEVER, values)
+    num_bias = int(state.num_bias[slot])
+    values[state.bias_ids[slot, :num_bias].long()] += state.bias_values[slot, :num_bias]
+
+    repetition, frequency, presence = state.repetition[slot], state.frequency[slot], state.presence[slot]
+    if (float(repetition), float(frequency), float(presence)) != (1, 0, 0):
+        counts = state.counts[slot].clone()
+        for node in path:
+            counts[batch.tokens[start + node]] += 1
+        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where((state.seen[slot] != 0) | (counts > 0), repeated, values)
+        values = torch.where(counts > 0, (values - frequency * counts.float()) - presence, values)
+
+    if int(batch.num_outputs[seq]) + len(path) < int(state.min_tokens[slot]):
+        values[state.stop_ids[slot, : int(state.num_stops[slot])].long()] = _NEVER
+    values[batch.vocab_limit :] = _NEVER
+    temperature = state.temperature[slot]
+    return values / temperature if temperature > 0 else values
+
+
+def relative_weights(values: torch.Tensor) -> torch.Tensor:
+    """float64 probabilities, unnormalised: 1 for the largest value, 0 for -inf."""
+    largest = values.max().double()
+    return torch.where(values > _NEVER, (values.double() - largest).exp(), 0.0)
+
+
+def row_cut(values: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[float, int]:
+    """The least likely token that top-k, top-p and min-p keep, as its value and id; -inf and the last id: all stay.
+
+    Top-k keeps the k largest values and all that equal the k-th; top-p of what is left the shortest run of the most
+    likely tokens that holds the mass, of equal values the lower id first; min-p what has this share of the best one.
+    """
+    cut, cut_id = _NEVER, len(values) - 1
+    if values.max() == _NEVER:
+        return cut, cut_id
+    if 0 < top_k < len(values):
+        cut = float(values.sort(descending=True).values[top_k - 1])
+        values = torch.where(values >= cut, values, _NEVER)
+    if top_p < 1:
+        weights = relative_weights(values)
+        order = values.sort(dim=0, descending=True, stable=True).indices
+        wanted = top_p * weights.sum()
+        last = int((weights[order].cumsum(0) < wanted).sum().clamp(max=len(values) - 1))
+        # Sums in another order may miss the mass by a rounding; a token without weight never helps.
+        last = min(last, int((weights > 0).sum()) - 1)
+        cut, cut_id = float(values[order[last]]), int(order[last])
+        ids = torch.arange(len(values), device=values.device)
+        values = torch.where((values > cut) | ((values == cut) & (ids <= cut_id)), values, _NEVER)
+    if min_p > 0:
+        least = float(values[relative_weights(values) >= min_p].min())
+        cut, cut_id = (least, len(values) - 1) if least > cut else (cut, cut_id)
+    return cut, cut_id
+
+
+def sample_row(batch: SampleBatch, state: SamplerState, row: int) -> int:
+    """The token sampled at one node."""
+    seq = int(batch.row_seqs[row])
+    slot = int(batch.slots[seq])
+    values = row_logits(batch, state, row)
+    if float(state.temperature[slot]) > 0:
+        ids = torch.arange(len(values), device=values.device)
+        cut, cut_id = row_cut(values, int(state.top_k[slot]), float(state.top_p[slot]), float(state.min_p[slot]))
+        values = torch.where((values > cut) | ((values == cut) & (ids <= cut_id)), values, _NEVER)
+        position = int(batch.positions[seq]) + len(row_parents(batch, row)[1])
+        key = int(state.seed_low[slot]), int(state.seed_high[slot])
+        values = values + gumbel_from_words(token_words(ids, position, int(state.choice[slot]), *key))
+    return int((values == values.max()).int().argmax())
+
+
+def sample_rows_reference(batch: SampleBatch, state: SamplerState, sampled: torch.Tensor) -> None:
+    """Sample every row; int32 [rows], -1 for rows that belong to no sequence."""
+    for row, seq in enumerate(batch.row_seqs.tolist()):
+        sampled[row] = sample_row(batch, state, row) if 0 <= seq < len(batch.slots) else -1
+
+
+def walk_reference(
+    batch: SampleBatch, sampled: torch.Tensor, state: SamplerState, result: WalkResult, update_state: bool = True
+) -> None:
+    """From each root to the child that holds the sampled token, of equal siblings the first, until there is none.
+
+    A stop token ends the walk. It is not emitted, nor is what lies past ``max_new``; LENGTH is the end where the
+    tokens before a stop token fill ``max_new``.
+    """
+    starts, slots = batch.row_starts.tolist(), batch.slots.clamp(0, len(state.counts) - 1).tolist()
+    for seq, slot in enumerate(slots):
+        start, num_nodes = starts[seq], starts[seq + 1] - starts[seq]
+        stops = set(state.stop_ids[slot, : int(state.num_stops[slot])].tolist())
+        held = batch.tokens[start : start + num_nodes].tolist()
+        parents = [min(max(parent, 0), node - 1) for node, parent in enumerate(batch.parents[start:].tolist())]
+        tokens: list[int] = []
+        nodes: list[int] = []
+        matched: list[int] = []
+        node: int | None = 0 if num_nodes > 0 else None
+        while node is not None and len(tokens) < result.tokens.shape[1]:
+            token = int(sampled[start + node])
+            tokens.append(token)
+            nodes.append(node)
+            children = (i for i in range(1, num_nodes) if parents[i] == node and held[i] == token)
+            node = next(children, None)
+            matched += [] if node is None else [node]
+            if token in stops:
+                break
+        is_stopped = bool(tokens) and tokens[-1] in stops
+        emitted = tokens[:-1] if is_stopped else tokens
+        max_new = int(batch.max_new[seq])
+        is_full = bool(tokens) and len(emitted) >= max_new
+        emitted = emitted[:max_new]
+        result.num_walked[seq], result.num_tokens[seq] = len(tokens), len(emitted)
+        result.num_matched[seq], result.num_accepted[seq] = len(matched), min(len(matched), len(emitted))
+        result.finish[seq] = FINISH_LENGTH if is_full else FINISH_STOP if is_stopped else FINISH_NONE
+        for out, entries in ((result.tokens, tokens), (result.nodes, nodes), (result.accepted, matched)):
+            out[seq, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
+        penalties = (float(state.repetition[slot]), float(state.frequency[slot]), float(state.presence[slot]))
+        if update_state and penalties != (1, 0, 0):
+            for token in emitted:
+                state.counts[slot, token] += 1
+                state.seen[slot, token] = 1
+
+
+def row_logprobs(
+    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row: the log of the sum of exp, the token's log-probability (float64 [n]) and its rank (int32 [n]).
+
+    Rank 1 is the most likely token; of equal logits the lower id comes first. On any device, without synchronising.
+
+    Args:
+        logits: float32 or bfloat16 [num_rows, vocab], raw.
+        rows, tokens: int32 or int64 [n].
+    """
+    values = logits[rows.long()].float()
+    values = torch.where(values.isnan(), _NEVER, values)
+    log_sums = values.double().logsumexp(-1)
+    chosen = values.gather(1, tokens.long()[:, None])
+    ids = torch.arange(values.shape[1], device=values.device)
+    ahead = (values > chosen) | ((values == chosen) & (ids < tokens[:, None]))
+    return log_sums, chosen[:, 0].double() - log_sums, (ahead.sum(-1) + 1).int()
+
+
+def top_logprobs(
+    logits: torch.Tensor, rows: torch.Tensor, log_sums: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (int32 [n, count]) and log-probabilities (float64) of each row's best tokens; of equal logits the lower id.
+
+    Sorts whole rows, because ``torch.topk`` says nothing about the order of equal values.
+
+    Args:
+        log_sums: float64 [n], of ``row_logprobs``.
+    """
+    values = logits[rows.long()].float()
+    # Adding 0 makes -0.0 equal to 0.0 for a sort that looks at bits.
+    values = torch.where(values.isnan(), _NEVER, values) + 0.0
+    best, ids = values.sort(dim=-1, descending=True, stable=True)
+    return ids[:, :count].int(), best[:, :count].double() - log_sums[:, None]

@@ -1,0 +1,178 @@
+"""What the device sampler and the walk read and write: one request's rules a slot, one step's rows, one step's result.
+
+All of it lives on the device and is allocated once, so that a step can be captured as a graph. The operations are
+defined in reference_sampling.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# WalkResult.finish
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
+
+
+class SamplerState(NamedTuple):
+    """The rules of the requests in their slots, and the counts that penalties need.
+
+    Attributes:
+        temperature: float32 [slots]; 0 is greedy.
+        top_k: int32 [slots]; 0 is off.
+        top_p: float64 [slots]; 1 is off. Not float32: what is compared with it is a sum in float64.
+        min_p: float64 [slots]; 0 is off.
+        repetition, frequency, presence: float32 [slots]; 1, 0 and 0 together switch the counts off.
+        seed_low, seed_high: int64 [slots]; the noise key's words, in [0, 2**32).
+        choice: int32 [slots]; the choice index.
+        min_tokens: int32 [slots].
+        num_bias: int32 [slots].
+        bias_ids, bias_values: int32, float32 [slots, max_bias]; the first ``num_bias`` of distinct ids count.
+        num_stops: int32 [slots].
+        stop_ids: int32 [slots, max_stops]; the model's stop tokens among them, unless the request ignores those.
+        counts: int32 [slots, vocab]; how often a token stands in the output.
+        seen: int8 [slots, vocab]; 1 for the tokens of prompt and output.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    seed_low: torch.Tensor
+    seed_high: torch.Tensor
+    choice: torch.Tensor
+    min_tokens: torch.Tensor
+    num_bias: torch.Tensor
+    bias_ids: torch.Tensor
+    bias_values: torch.Tensor
+    num_stops: torch.Tensor
+    stop_ids: torch.Tensor
+    counts: torch.Tensor
+    seen: torch.Tensor
+
+
+class SampleBatch(NamedTuple):
+    """One step's node rows: a sequence's nodes are contiguous, its root comes first.
+
+    Attributes:
+        logits: float32 or bfloat16 [rows, vocab], raw; a row is contiguous.
+        row_seqs: int32 [rows]; the row's sequence in this step, -1 for a row to be skipped.
+        row_starts: int32 [seqs + 1]; a sequence without rows is skipped.
+        tokens: int32 [rows]; each node's token, the root's is the last committed one.
+        parents: int32 [rows]; node index within the sequence, less than the node's own; the root's is -1.
+        slots: int32 [seqs]; row of the SamplerState.
+        positions: int32 [seqs]; index in prompt + output of the token that is sampled at the root.
+        num_outputs: int32 [seqs]; output tokens before that one.
+        max_new: int32 [seqs]; tokens that may still be emitted, at least 1.
+        vocab_limit: ids below it may be sampled.
+    """
+
+    logits: torch.Tensor
+    row_seqs: torch.Tensor
+    row_starts: torch.Tensor
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    num_outputs: torch.Tensor
+    max_new: torch.Tensor
+    vocab_limit: int
+
+
+class WalkResult(NamedTuple):
+    """What a step commits, one row a sequence. Entries beyond the counts are left as they were.
+
+    Attributes:
+        num_walked: int32 [seqs]; tokens sampled on the way, before trimming.
+        num_tokens: int32 [seqs]; the leading ones that are emitted: neither a stop token nor past ``max_new``.
+        tokens: int32 [seqs, depth]; all ``num_walked``: after a stop the last one is the stop token.
+        nodes: int32 [seqs, depth]; the node whose row gave the token.
+        num_matched: int32 [seqs]; tree nodes that hold the leading tokens, before trimming.
+        num_accepted: int32 [seqs]; the leading ones of them that are committed.
+        accepted: int32 [seqs, depth]; all ``num_matched`` nodes.
+        finish: int32 [seqs]; FINISH_NONE, FINISH_STOP or FINISH_LENGTH.
+    """
+
+    num_walked: torch.Tensor
+    num_tokens: torch.Tensor
+    tokens: torch.Tensor
+    nodes: torch.Tensor
+    num_matched: torch.Tensor
+    num_accepted: torch.Tensor
+    accepted: torch.Tensor
+    finish: torch.Tensor
+
+
+def new_sampler_state(
+    max_slots: int, vocab_size: int, max_bias: int, max_stops: int, device: torch.device | str
+) -> SamplerState:
+    """Slots that sample with temperature 1 and nothing else, and have seen no token."""
+
+    def full(value: float, dtype: torch.dtype, *width: int) -> torch.Tensor:
+        return torch.full((max_slots, *width), value, dtype=dtype, device=device)
+
+    return SamplerState(
+        temperature=full(1, torch.float32),
+        top_k=full(0, torch.int32),
+        top_p=full(1, torch.float64),
+        min_p=full(0, torch.float64),
+        repetition=full(1, torch.float32),
+        frequency=full(0, torch.float32),
+        presence=full(0, torch.float32),
+        seed_low=full(0, torch.int64),
+        seed_high=full(0, torch.int64),
+        choice=full(0, torch.int32),
+        min_tokens=full(0, torch.int32),
+        num_bias=full(0, torch.int32),
+        bias_ids=full(0, torch.int32, max_bias),
+        bias_values=full(0, torch.float32, max_bias),
+        num_stops=full(0, torch.int32),
+        stop_ids=full(0, torch.int32, max_stops),
+        counts=full(0, torch.int32, vocab_size),
+        seen=full(0, torch.int8, vocab_size),
+    )
+
+
+def new_walk_result(max_seqs: int, max_tokens: int, device: torch.device | str) -> WalkResult:
+    """Room for ``max_tokens`` sampled tokens a sequence: the deepest node's depth and one more."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    return WalkResult(
+        num_walked=zeros(max_seqs),
+        num_tokens=zeros(max_seqs),
+        tokens=zeros(max_seqs, max_tokens),
+        nodes=zeros(max_seqs, max_tokens),
+        num_matched=zeros(max_seqs),
+        num_accepted=zeros(max_seqs),
+        accepted=zeros(max_seqs, max_tokens),
+        finish=zeros(max_seqs),
+    )
+
+
+def reset_slots(
+    state: SamplerState,
+    slots: torch.Tensor,
+    prompt_ids: torch.Tensor,
+    prompt_slots: torch.Tensor,
+    output_ids: torch.Tensor,
+    output_slots: torch.Tensor,
+) -> None:
+    """Make ``counts`` and ``seen`` of some slots those of their prompts and outputs.
+
+    Args:
+        slots: int64 [n].
+        prompt_ids, prompt_slots: int64 [prompt tokens of all]; each token and the slot that it belongs to.
+        output_ids, output_slots: int64 [output tokens of all].
+    """
+    vocab_size = state.counts.shape[1]
+    state.counts.index_fill_(0, slots, 0)
+    state.seen.index_fill_(0, slots, 0)
+    outputs = output_slots * vocab_size + output_ids
+    state.counts.view(-1).scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
+    state.seen.view(-1).index_fill_(0, outputs, 1)
+    state.seen.view(-1).index_fill_(0, prompt_slots * vocab_size + prompt_ids, 1)

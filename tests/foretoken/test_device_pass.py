@@ -1,0 +1,121 @@
+"""A model's pass on a GPU (or in Triton's interpreter) against the CPU's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from foretoken.drafting import FINAL_NORM
+from foretoken.kv_cache import KVCache
+from foretoken.models.backend import CPU, Backend
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.config import load_config
+from foretoken.models.decoder_weights import load_decoder_weights
+from foretoken.models.device_batch import bucket
+from foretoken.models.device_sizes import PassSizes
+from foretoken.models.llama import Llama
+from foretoken.models.weights import Checkpoint
+from foretoken.tree import ancestor_mask, depths
+from tests.references import head_files
+
+BLOCK, NUM_BLOCKS = 4, 24
+SIZES = PassSizes(rows=40, wanted=40, seqs=4, blocks=12)
+FEATURES = (1, 2, FINAL_NORM)
+
+
+def llama(folder: Path, backend: Backend, sizes: PassSizes | None, dtype: torch.dtype = torch.float32) -> Llama:
+    config = load_config(folder)
+    with Checkpoint(folder) as checkpoint:
+        weights = load_decoder_weights(config, checkpoint, dtype, lambda *_: None, backend)
+    cache = KVCache(config.num_layers, NUM_BLOCKS, BLOCK, config.num_kv_heads, config.head_dim, dtype, backend.device)
+    return Llama(config, weights, cache, 64, 1, sizes=sizes)
+
+
+def prompt(tokens: list[int], seq_blocks: list[int], first: int = 0) -> dict[str, np.ndarray]:
+    positions = np.arange(first, first + len(tokens), dtype=np.int32)
+    table = np.array(seq_blocks, np.int32)
+    return {
+        "token_ids": np.array(tokens, np.int32),
+        "positions": positions,
+        "slot_mapping": table[positions // BLOCK] * BLOCK + positions % BLOCK,
+        "context_lens": positions + 1,
+        "masks": np.zeros((len(tokens), 1), np.uint64),
+    }
+
+
+def tree(tokens: list[int], parents: list[int], seq_blocks: list[int], root: int) -> dict[str, np.ndarray]:
+    """The rows of a tree whose root is at position ``root``."""
+    table = np.array(seq_blocks, np.int32)
+    logical = root + np.arange(len(tokens), dtype=np.int32)
+    parent_ids = np.array(parents, np.int32)
+    masks = ancestor_mask(parent_ids)
+    masks[:, 0] &= ~np.uint64(1)
+    return {
+        "token_ids": np.array(tokens, np.int32),
+        "positions": root + depths(parent_ids),
+        "slot_mapping": table[logical // BLOCK] * BLOCK + logical % BLOCK,
+        "context_lens": np.full(len(tokens), root + 1, np.int32),
+        "masks": masks,
+    }
+
+
+def batch(parts: list[dict[str, np.ndarray]], tables: list[list[int]], tree_starts: list[int]) -> ForwardBatch:
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    width = max(map(len, tables))
+    counts = [len(part["token_ids"]) for part in parts]
+    return ForwardBatch(
+        **joined,
+        row_seqs=np.repeat(np.arange(len(parts), dtype=np.int32), counts),
+        tree_starts=np.array(tree_starts, np.int32),
+        block_tables=np.array([table + [0] * (width - len(table)) for table in tables], np.int32),
+        logit_rows=np.arange(sum(counts), dtype=np.int32),
+    )
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    make = head_files.random_target if request.param == "llama" else head_files.qwen3_mtp_target
+    make(folder)
+    return folder
+
+
+def run_both(folder: Path, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logits and features of a prompt, of chunks, and of a mixed batch with trees; from the CPU and from the device."""
+    found = []
+    for backend, sizes in ((CPU, None), (Backend("gpu", torch.device(device)), SIZES)):
+        model = llama(folder, backend, sizes)
+        first, second = [3, 7, 1, 12], [2, 9, 5]
+        results = []
+
+        def keep(chunk: ForwardBatch, model: Llama = model, results: list[torch.Tensor] = results) -> None:
+            results.append(model.forward(chunk, FEATURES).float().cpu().clone())
+            results.append(model.features.float().cpu().clone())
+
+        text = [int(token) for token in np.arange(1, 12) * 5 % 30]
+        keep(batch([prompt(text[:6], first)], [first], [0]))
+        keep(batch([prompt(text[6:], first, 6), prompt(text[:9], second)], [first, second], [0, 0]))
+        keep(
+            batch(
+                [tree([4, 8, 9, 8, 2], [-1, 0, 0, 1, 2], first, 10), prompt([6], second, 9)],
+                [first, second],
+                [10, 0],
+            )
+        )
+        found.append(results)
+    return found[0], found[1]
+
+
+def test_the_device_computes_what_the_cpu_computes(folder: Path, device: str) -> None:
+    ours, theirs = run_both(folder, device)
+    for expected, found in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_buckets_hold_what_they_are_asked_to() -> None:
+    sizes = [bucket(count) for count in range(1, 700)]
+    assert all(size >= count for count, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
+    assert max(size / count for count, size in enumerate(sizes, 1)) <= 1.5

@@ -1,0 +1,83 @@
+"""On a GPU in float32: every drafter and sampling field writes what plain decode on the CPU writes.
+
+Matrix products there round in another order, so the models' near-ties could differ; those of the fitted targets are
+far apart. Without a GPU a short case of each kind runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from tests.matrix.test_same_text import FIELDS, TEMPERATURES, cases, finish, submit
+from tests.support import on_device
+from tests.support.deployments import KINDS, Target, Targets
+from tests.support.engine_harness import Request, Result
+from tests.support.fitted_models import text
+
+
+@pytest.fixture(scope="session")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    return Targets(tmp_path_factory.mktemp("targets"))
+
+
+def plain_on_cpu(target: Target, request: Request) -> Result:
+    harness = target.harness({}, prefix_cache=False)
+    result = harness.run([request.plain()])[0]
+    harness.drain()
+    return result
+
+
+def assert_same(expected: Result, got: Result, case: str) -> None:
+    assert got.error is None and got.finished is not None and expected.finished is not None, case
+    assert got.token_ids == expected.token_ids, case
+    assert got.finished.reason == expected.finished.reason, case
+    assert len(got.logprobs) == len(expected.logprobs), case
+    for have, want in zip(got.logprobs, expected.logprobs, strict=True):
+        assert have.logprob == pytest.approx(want.logprob, abs=1e-4), case
+
+
+@pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE", "NGRAM"])
+def test_a_short_text_is_that_of_the_cpu(targets: Targets, kind: str, device: str) -> None:
+    target = targets[KINDS[kind][0]]
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=10, presence_penalty=0.1, top_k=20, logprobs=1)
+    request = Request(text(1, 30), params)
+    expected = plain_on_cpu(target, request)
+    harness = on_device.harness(target, KINDS[kind][1], device)
+    got = harness.run([request, replace(request, choice_index=1, sampling=replace(params, temperature=0.0))])
+    assert_same(expected, got[0], kind)
+    assert got[0].finished is not None and got[0].finished.speculation.num_accepted_tokens > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("temperature", list(TEMPERATURES))
+def test_the_text_is_that_of_the_cpu(targets: Targets, kind: str, temperature: str, device: str) -> None:
+    """All fields at once in one batch, and each alone."""
+    target = targets[KINDS[kind][0]]
+    made = cases(target, TEMPERATURES[temperature], kind)
+    assert {case.field for case in made} == set(FIELDS)
+    expected = {case.field: [plain_on_cpu(target, request) for request in case.requests] for case in made}
+    harness = on_device.harness(target, KINDS[kind][1], device)
+    keys = {case.field: submit(harness, case) for case in made}
+    for case in made:
+        for want, have in zip(expected[case.field], finish(harness, keys[case.field]), strict=True):
+            assert_same(want, have, f"{case.field} in a batch")
+    for case in made[:4]:
+        for want, have in zip(expected[case.field], finish(harness, submit(harness, case)), strict=True):
+            assert_same(want, have, f"{case.field} alone, on a prefix hit")
+    if kind != "none":
+        assert sum(walks.num_accepted for walks in harness.walks.values()) > 0
+
+
+@pytest.mark.gpu
+def test_graphs_change_nothing(targets: Targets, device: str) -> None:
+    target = targets["llama"]
+    request = Request(text(2, 40), SamplingParams(temperature=0.0, max_tokens=48), SpeculationOptions())
+    texts = [
+        on_device.harness(target, ("EAGLE3",), device, graphs=graphs).run([request])[0].token_ids
+        for graphs in (True, False)
+    ]
+    assert texts[0] == texts[1]

@@ -1,0 +1,43 @@
+"""Compile the device sampler and the walk for a GPU that need not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from foretoken_kernels.gpu import sample, walk
+from foretoken_kernels.gpu.row_logits import SampleSizes
+from foretoken_kernels.sampler_state import SampleBatch, SamplerState, WalkResult
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+STATE = SamplerState(
+    *("*fp32", "*i32", "*fp64", "*fp64", "*fp32", "*fp32", "*fp32", "*i64", "*i64", "*i32", "*i32", "*i32", "*i32"),
+    *("*fp32", "*i32", "*i32", "*i32", "*i8"),
+)
+WORKSPACE = sample.SampleWorkspace("*i32", "*fp32", "*i32", "*fp32", "*i32", "i32")
+SIZES = SampleSizes(*["i32"] * 8)
+RESULT = WalkResult(*["*i32"] * 8)
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], num_warps: int) -> None:
+    signature = arguments | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    # A fused multiply-add would give a penalized logit other bits than the definition's.
+    assert "fma.rn.f32" not in ptx and "div.full.f32" not in ptx
+
+
+def compile_all(logits: str) -> None:
+    """As the engine launches them for a vocabulary of 128256; ``logits`` is the element type, as in "*bf16"."""
+    batch = SampleBatch(logits, *["*i32"] * 8, "i32")
+    step = {"batch": batch, "state": STATE, "workspace": WORKSPACE, "sizes": SIZES}
+    compile_kernel(sample._cut_kernel, step, {"TOKENS": 2 * sample.CHUNK_TOKENS}, 16)
+    compile_kernel(sample._chunk_kernel, step | {"num_chunks": "i32"}, {"TOKENS": sample.CHUNK_TOKENS}, 8)
+    best = {"batch": batch, "workspace": WORKSPACE, "sizes": SIZES, "sampled_ptr": "*i32", "num_chunks": "i32"}
+    compile_kernel(sample._best_chunk_kernel, best, {"CHUNKS": 64}, 1)
+    steps = {"batch": batch, "state": STATE, "result": RESULT, "sizes": SIZES, "sampled_ptr": "*i32"}
+    for update_state in (True, False):
+        constants = {"UPDATE_STATE": update_state, "STOPS": 64, "NODES": 128}
+        compile_kernel(walk._walk_kernel, steps | {"max_tokens": "i32"}, constants, 4)

@@ -1,0 +1,224 @@
+"""Whole drafts over a draft model of a table, by the device's functions, by the reference and by the CPU's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from foretoken_kernels import reference_draft_tree as reference
+from foretoken_kernels.cpu import draft_tree as cpu
+from foretoken_kernels.gpu import draft_tree as gpu
+from foretoken_kernels.gpu import draft_tree_state as state
+
+BLOCK = 16
+SCALE = 0.8
+NUM_SLOTS = 4096
+SCRATCH = NUM_SLOTS - 1
+
+
+@dataclass
+class Wish:
+    """What one request asks of its tree."""
+
+    max_nodes: int = 8
+    max_depth: int = 3
+    max_branches: int = 2
+    length: int = 9
+    temperature: float = 0.0
+    seed: int = 11
+    choice: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+class Head:
+    """A draft model of a table: logits of a state, which is a function of the states and tokens before it.
+
+    A node's state is its source's and its token, so a wrong source gives another tree.
+    """
+
+    def __init__(self, vocab: int, num_states: int = 97, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.num_states = num_states
+        self.table = torch.randn((num_states, vocab), generator=generator) * 3.0
+
+    def roots(self, count: int) -> torch.Tensor:
+        return torch.arange(count) * 7 % self.num_states
+
+    def step(self, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return (states * 31 + token_ids.long() * 17 + 5) % self.num_states
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self.table[states]
+
+
+def set_requests(trees: state.DraftTrees, wishes: list[Wish]) -> None:
+    rows = np.zeros((len(wishes), state.NUM_COLUMNS), np.int32)
+    for tree, wish in enumerate(wishes):
+        rows[tree, state.LENGTH] = wish.length
+        rows[tree, state.MAX_NODES], rows[tree, state.MAX_DEPTH] = wish.max_nodes, wish.max_depth
+        rows[tree, state.MAX_BRANCHES], rows[tree, state.CHOICE_INDEX] = wish.max_branches, wish.choice
+        rows[tree, state.FIRST_SLOT] = -(-wish.length // BLOCK) * BLOCK
+        rows[tree, state.ROOT_TOKEN] = 100 + tree
+        seed = np.array([wish.seed], np.uint64).view(np.int32)
+        rows[tree, state.SEED_LOW], rows[tree, state.SEED_HIGH] = seed
+        rows.view(np.float32)[tree, state.TEMPERATURE] = wish.temperature
+        rows[tree, state.TOP_K] = wish.top_k
+        rows.view(np.float32)[tree, state.TOP_P] = wish.top_p
+        rows.view(np.float32)[tree, state.MIN_P] = wish.min_p
+    trees.requests.copy_(torch.from_numpy(rows))
+
+
+def block_tables(num_trees: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randperm(num_trees * 8, generator=generator).reshape(num_trees, 8).int()
+
+
+@dataclass
+class Course:
+    """A whole draft: the wishes, the shapes, and the head."""
+
+    wishes: list[Wish]
+    branches: int
+    depth: int
+    head: Head
+    nodes: int = 64
+    target_ids: torch.Tensor | None = None
+    vocab_limit: int = 0
+    scale: float = SCALE
+    dtype: torch.dtype = torch.float32
+    filtered: bool = True
+    modules: int = 1
+
+    def logits(self, states: torch.Tensor, trees: list[int], level: int, is_clipped: bool) -> torch.Tensor:
+        """The head's, of beams of ``level``.
+
+        With the sampler's noise the CPU leaves what has less than e**-MARGIN of the best one's chance out of a sum.
+        Where it is compared with, such logits are -inf, so that nobody counts them.
+        """
+        logits = self.head.logits(states).to(self.dtype)
+        if not is_clipped or self.scale == 0.0:
+            return logits
+        tokens = torch.arange(logits.shape[1]) if self.target_ids is None else self.target_ids.long()
+        for row, tree in zip(logits, trees, strict=True):
+            wish = self.wishes[tree]
+            if wish.temperature > 0.0:
+                words = (wish.seed & 0xFFFFFFFF, wish.seed >> 32)
+                values = row.float() / wish.temperature
+                values += reference.token_noise(tokens, wish.length + level, wish.choice, words)
+                values = values.nan_to_num(-math.inf, math.inf, -math.inf)
+                values[self.limit :] = -math.inf
+                row[values < values.max() - (cpu.MARGIN - 0.01) * self.scale / wish.temperature] = -math.inf
+        return logits
+
+    @property
+    def limit(self) -> int:
+        return self.vocab_limit or self.head.table.shape[1]
+
+    def run(
+        self, functions: Any, device: str, is_clipped: bool = False
+    ) -> tuple[state.DraftOutput, list[state.DraftBeams], state.DraftTrees]:
+        """The draft by the functions of ``gpu`` or of ``reference``, and the beams of each level."""
+        count, vocab = len(self.wishes), self.head.table.shape[1]
+        trees = state.new_draft_trees(count + 2, self.branches, self.depth, device).first(count)
+        beams = state.new_draft_beams(count + 1, self.branches, device).first(count)
+        out = state.new_draft_output(count, self.nodes, device)
+        # Garbage of an earlier draft must not matter.
+        for tensor in trees[1:7]:
+            tensor.fill_(3)
+        set_requests(trees, self.wishes)
+        tables = block_tables(count).to(device)
+        target_ids = None if self.target_ids is None else self.target_ids.to(device)
+        extra = ()
+        if functions is gpu:
+            extra = (gpu.offer_workspace(count, self.branches, vocab, device),)
+        options = {"vocab_limit": self.limit, "target_ids": target_ids, "scale": self.scale, "filtered": self.filtered}
+        states = self.head.roots(count)
+        logits = self.logits(states, list(range(count)), 0, is_clipped).to(device)
+        functions.offer_children(trees, logits, 0, *extra, **options)
+        rows = [row // self.branches for row in range(count * self.branches)]
+        levels = []
+        for level in range(1, self.depth):
+            first_depth = min(level, self.modules - 1)
+            functions.choose_beams(
+                trees, level, tables, BLOCK, beams, num_slots=NUM_SLOTS, scratch_slot=SCRATCH, first_depth=first_depth
+            )
+            levels.append(state.DraftBeams(*(tensor.clone().cpu() for tensor in beams)))
+            states = self.head.step(states[beams.sources.cpu().long()], beams.token_ids.cpu())
+            logits = self.logits(states, rows, level, is_clipped).to(device)
+            functions.offer_children(trees, logits, level, *extra, **options)
+        functions.emit_trees(trees, out)
+        return state.DraftOutput(*(tensor.cpu() for tensor in out)), levels, trees
+
+    def run_cpu(self) -> tuple[list[tuple[list[int], list[int], list[float]]], list[cpu.Beams]]:
+        """The draft by the CPU's compiled functions: tokens, parents and scores of each tree, beams of each level."""
+        count, vocab = len(self.wishes), self.head.table.shape[1]
+        trees = cpu.new_trees(count, max(self.nodes, self.branches + 1), vocab)
+        for tree, wish in enumerate(self.wishes):
+            branches = min(wish.max_branches, self.branches)
+            depth = min(wish.max_depth, wish.max_nodes - 1)
+            trees.shapes[tree] = (wish.length, wish.max_nodes, depth, branches, wish.choice, wish.top_k)
+            trees.filters[tree] = (wish.temperature, wish.top_p, wish.min_p)
+            trees.seeds[tree] = wish.seed
+            trees.counts[tree, cpu.FIRST_SLOT] = -(-wish.length // BLOCK) * BLOCK
+        target_ids = np.empty(0, np.int32) if self.target_ids is None else self.target_ids.numpy()
+        rows = np.array([i for i, w in enumerate(self.wishes) if min(w.max_nodes - 1, w.max_depth) > 0], np.int32)
+        beams = cpu.new_beams(count * self.branches * 2)
+        tables = block_tables(count).numpy()
+
+        def offer(states: torch.Tensor, trees_of: Any, nodes: Any, level: int) -> None:
+            logits = self.logits(states, trees_of.tolist(), level, True).float().reshape(-1).numpy()
+            cpu.offer_children(trees, logits, vocab, self.limit, target_ids, trees_of, nodes, 0, self.scale)
+
+        levels = []
+        states = self.head.roots(count)[rows.astype(np.int64)]
+        if len(rows):
+            offer(states, rows, np.full(len(rows), -1, np.int32), 0)
+        for level in range(1, self.depth):
+            found = cpu.choose_beams(trees, rows, level, tables, BLOCK, beams)
+            cpu.keep_module_ancestors(trees, beams, found, min(level, self.modules - 1))
+            levels.append(cpu.Beams(*(array[:found].copy() for array in beams)))
+            if not found:
+                break
+            sources, tokens = torch.from_numpy(beams.sources[:found].copy()), torch.from_numpy(beams.token_ids[:found])
+            states = self.head.step(states[sources.long()], tokens)
+            offer(states, beams.rows[:found].copy(), beams.nodes[:found].copy(), level)
+        starts, most = np.zeros(count + 1, np.int32), sum(max(w.max_nodes, 1) for w in self.wishes)
+        tokens, parents, scores = np.zeros(most, np.int32), np.zeros(most, np.int32), np.zeros(most, np.float32)
+        cpu.emit_trees(trees, np.arange(100, 100 + count, dtype=np.int32), starts, tokens, parents, scores)
+        found_trees = [
+            (tokens[low:high].tolist(), parents[low:high].tolist(), scores[low:high].tolist())
+            for low, high in pairwise(starts)
+        ]
+        return found_trees, levels
+
+    def check(self, device: str, *, against_cpu: bool = True) -> state.DraftOutput:
+        got, beams, trees = self.run(gpu, device, against_cpu)
+        expected, expected_beams, expected_trees = self.run(reference, "cpu", against_cpu)
+        for name in ("tokens", "parents", "num_nodes"):
+            torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(got.scores, expected.scores, rtol=1e-5, atol=1e-5)
+        for level, expected_level in zip(beams, expected_beams, strict=True):
+            for name, tensor in level._asdict().items():
+                torch.testing.assert_close(tensor, getattr(expected_level, name), rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(trees.fed_counts[:, 1:].cpu(), expected_trees.fed_counts[:, 1:])
+        if against_cpu:
+            found_trees, levels = self.run_cpu()
+            for level, of_cpu in zip(beams, levels, strict=False):
+                run = level.context_lens > 0
+                assert level.token_ids[run].tolist() == of_cpu.token_ids.tolist()
+                assert level.positions[run].tolist() == of_cpu.positions.tolist()
+                assert level.slot_mapping[run].tolist() == of_cpu.slots.tolist()
+                assert level.context_lens[run].tolist() == of_cpu.context_lens.tolist()
+                assert level.masks[run].tolist() == of_cpu.masks.astype(np.int64).tolist()
+                assert (run.nonzero()[:, 0] // self.branches).tolist() == of_cpu.rows.tolist()
+            for tree, (tokens, parents, scores) in enumerate(found_trees):
+                size = int(got.num_nodes[tree])
+                assert (got.tokens[tree, :size].tolist(), got.parents[tree, :size].tolist()) == (tokens, parents)
+                np.testing.assert_allclose(got.scores[tree, :size].numpy(), scores, rtol=0, atol=1e-5)
+        return got

@@ -1,0 +1,164 @@
+"""Batches for the device sampler: requests and trees as the rest of foretoken knows them, and as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from foretoken_kernels.sampler_state import SampleBatch, SamplerState, new_sampler_state, reset_slots
+
+from foretoken.sampling import SamplingParams, is_greedy, noise_key, stop_token_ids
+from foretoken.tree import DraftTree
+
+MAX_BIAS, MAX_STOPS = 4, 3
+
+
+@dataclass
+class Sequence:
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+    tree: DraftTree
+    logits: np.ndarray
+    eos_ids: frozenset[int] = frozenset()
+    choice: int = 0
+    max_new: int = 100
+
+
+def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
+    """All operations in all combinations, extremes among them."""
+
+    def pick(*values):
+        return values[rng.integers(len(values))]
+
+    return SamplingParams(
+        temperature=pick(0.0, 1.0, 0.7, 1e-4, 2.0),
+        top_k=int(pick(0, 0, -1, 1, 3, 40, vocab - 1, vocab, 10 * vocab)),
+        top_p=pick(1.0, 1.0, 0.9, 0.5, 1e-9, 0.999),
+        min_p=pick(0.0, 0.0, 0.05, 0.5, 1.0),
+        repetition_penalty=pick(1.0, 1.0, 1.3, 0.6),
+        frequency_penalty=pick(0.0, 0.0, 0.7, -1.1),
+        presence_penalty=pick(0.0, 0.0, 1.9, -0.3),
+        seed=int(rng.integers(-(2**63), 2**63 - 1)),
+        logit_bias={int(i): float(pick(-100.0, 3.3, 100.0)) for i in rng.integers(vocab, size=pick(0, 0, MAX_BIAS))},
+        min_tokens=int(pick(0, 0, 3, 6)),
+        stop_token_ids=tuple(int(i) for i in set(rng.integers(vocab, size=pick(0, 2)).tolist())),
+    )
+
+
+def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    logits = rng.normal(0, 3, (rows, vocab))
+    if rng.random() < 0.5:
+        logits = np.round(logits)  # ties
+    if rng.random() < 0.3:
+        logits[rng.random((rows, vocab)) < 0.2] = np.nan
+        logits[rng.random((rows, vocab)) < 0.2] = -np.inf
+    if rng.random() < 0.1:
+        logits[:] = pick_constant(rng)
+    return logits.astype(np.float32)
+
+
+def pick_constant(rng: np.random.Generator) -> float:
+    return [0.0, -np.inf, 1e30, np.nan][rng.integers(4)]
+
+
+def random_tree(rng: np.random.Generator, nodes: int, vocab: int, root: int) -> DraftTree:
+    """Any shape; few distinct tokens, so that siblings and ancestors repeat them."""
+    parents = [-1] + [int(rng.integers(node)) for node in range(1, nodes)]
+    tokens = [root] + [int(token) for token in rng.integers(min(vocab, 6), size=nodes - 1)]
+    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32))
+
+
+def random_sequence(rng: np.random.Generator, vocab: int, nodes: int, pull: float = 0.0) -> Sequence:
+    """``pull`` is added to the logits of the tokens that trees hold, so that walks go deep."""
+    prompt = rng.integers(min(vocab, 20), size=rng.integers(1, 6)).tolist()
+    output = rng.integers(min(vocab, 12), size=rng.integers(0, 6)).tolist()
+    logits = random_logits(rng, nodes, vocab)
+    logits[:, :6] += np.float32(pull)
+    return Sequence(
+        random_params(rng, vocab),
+        prompt,
+        output,
+        random_tree(rng, nodes, vocab, (prompt + output)[-1]),
+        logits,
+        eos_ids=frozenset({int(rng.integers(6))}),
+        choice=int(rng.integers(16)),
+        max_new=int(rng.integers(1, 6)),
+    )
+
+
+def new_state(sequences: list[Sequence], slots: list[int], vocab: int, max_slots: int, device: str) -> SamplerState:
+    """A state that holds each sequence in its slot."""
+    state = new_sampler_state(max_slots, vocab, MAX_BIAS, MAX_STOPS, device)
+    # What an earlier request left behind.
+    state.counts.fill_(7)
+    state.seen.fill_(1)
+    for slot, sequence in zip(slots, sequences, strict=True):
+        params = sequence.params
+        state.temperature[slot] = 0.0 if is_greedy(params) else params.temperature
+        state.top_k[slot] = params.top_k
+        state.top_p[slot] = params.top_p
+        state.min_p[slot] = params.min_p
+        state.repetition[slot] = params.repetition_penalty
+        state.frequency[slot] = params.frequency_penalty
+        state.presence[slot] = params.presence_penalty
+        state.seed_low[slot], state.seed_high[slot] = noise_key(params.seed)
+        state.choice[slot] = sequence.choice
+        state.min_tokens[slot] = params.min_tokens
+        for index, (token, bias) in enumerate(params.logit_bias.items()):
+            state.bias_ids[slot, index], state.bias_values[slot, index] = token, bias
+        state.num_bias[slot] = len(params.logit_bias)
+        stops = sorted(stop_token_ids(params, sequence.eos_ids))
+        state.stop_ids[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int32)
+        state.num_stops[slot] = len(stops)
+
+    def ids(lists: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = [(token, slot) for slot, tokens in zip(slots, lists, strict=True) for token in tokens]
+        flat = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2)
+        return flat[:, 0], flat[:, 1]
+
+    prompts, outputs = ids([s.prompt for s in sequences]), ids([s.output for s in sequences])
+    reset_slots(state, torch.tensor(slots, device=device), *prompts, *outputs)
+    return state
+
+
+def new_batch(
+    sequences: list[Sequence],
+    slots: list[int],
+    vocab: int,
+    device: str,
+    *,
+    vocab_limit: int | None = None,
+    padding_rows: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> SampleBatch:
+    """One step of these sequences; padding rows and one sequence without rows come last."""
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    sizes = [s.tree.num_nodes for s in sequences]
+    starts = np.cumsum([0, *sizes]).tolist()
+    logits = np.concatenate([s.logits for s in sequences] + [np.full((padding_rows, vocab), np.nan, np.float32)])
+    return SampleBatch(
+        logits=torch.from_numpy(logits).to(device, dtype),
+        row_seqs=ints([seq for seq, size in enumerate(sizes) for _ in range(size)] + [-1] * padding_rows),
+        row_starts=ints([*starts, starts[-1]]),
+        tokens=ints([t for s in sequences for t in s.tree.tokens.tolist()] + [123456789] * padding_rows),
+        parents=ints([p for s in sequences for p in s.tree.parents.tolist()] + [987654321] * padding_rows),
+        slots=ints([*slots, -5]),
+        positions=ints([len(s.prompt) + len(s.output) for s in sequences] + [0]),
+        num_outputs=ints([len(s.output) for s in sequences] + [0]),
+        max_new=ints([s.max_new for s in sequences] + [0]),
+        vocab_limit=vocab if vocab_limit is None else vocab_limit,
+    )
+
+
+def path_tokens(tree: DraftTree, node: int) -> list[int]:
+    """Tokens from the root's child to the node."""
+    path = []
+    while node > 0:
+        path.append(int(tree.tokens[node]))
+        node = int(tree.parents[node])
+    return path[::-1]

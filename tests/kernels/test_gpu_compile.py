@@ -1,0 +1,121 @@
+"""The kernels compile for compute capability 9.0, with the shapes of Llama-3.1-8B. The interpreter accepts much
+that the compiler does not, and the compiler needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import foretoken_kernels
+import pytest
+
+# A type for each argument that is no constant; 16 behind an integer says that it is a multiple of that.
+Case = tuple[str, str, dict[str, Any], dict[str, int]]
+LLAMA = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HALF_BLOCK": 64, "HEADS": 4}
+CASES: dict[str, list[Case]] = {
+    "rms_norm": [
+        (
+            "_rms_norm",
+            f"*{x} *fp32 *{out} *i32 i32 i32:16 i32:16 i32:16 fp32",
+            {"HAS_ROWS": rows, "BLOCK": 4096},
+            {"num_warps": 8},
+        )
+        for x, out, rows in (("bf16", "bf16", False), ("bf16", "bf16", True), ("fp32", "bf16", False))
+    ],
+    "activation": [("_silu_and_multiply", "*bf16 *bf16 i32:16 i32:16 i32:16", {"BLOCK": 512}, {"num_warps": 2})],
+    "embedding": [
+        (
+            "_gather_rows",
+            f"*{x} *i32 *i32 *{out} i32 i32:16 i32:16 i32:16 i32",
+            {"HAS_ROWS": rows, "HAS_POSITIONS": positions, "BLOCK": 1024},
+            {"num_warps": 4},
+        )
+        for x, out, rows, positions in (
+            ("bf16", "bf16", True, True),
+            ("bf16", "bf16", False, False),
+            ("fp32", "bf16", False, False),
+        )
+    ],
+    "rope_kv_write": [
+        (
+            "_rope_kv_write",
+            "*bf16 *bf16 *bf16 *bf16 *fp32 *i32 *i32 *bf16 *bf16 fp32 i32 i32 i32:16 i32:16 i32:16",
+            {**LLAMA, "HAS_BIAS": bias, "HAS_NORM": norm},
+            {"num_warps": 4},
+        )
+        for bias, norm in ((False, False), (True, True))
+    ],
+    "kv_commit": [
+        (
+            "_kv_commit",
+            "*bf16 *i32 *i32 *i32 *i32 i32 i32 i32 i32:16 i64:16 i32:16 i32 i32",
+            {"BLOCK_SIZE": 16, "DEPTHS": depths, "BLOCK": 256},
+            {"num_warps": 4},
+        )
+        for depths in (1, 8, 16)
+    ]
+    + [
+        ("_copy_slots", "*bf16 *i32 *i32 i32 i32 i32:16 i64:16 i32:16", {"BLOCK": 1024}, {"num_warps": 4}),
+    ],
+}
+CASES["skinny_matmul"] = [
+    (
+        "_skinny_matmul",
+        f"*{x} *{x} *{out} *fp32 *i32 i32 i32:16 i32:16 i32:16 i32:16 i32:16",
+        {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLIT_K": split, "EVEN_N": even, "EVEN_K": even}
+        | {"ADD": mode == "add", "GATE_UP": mode == "gate_up"},
+        {"num_stages": stages, "num_warps": warps},
+    )
+    for x, out, m, (n, k, split, stages, warps), mode, even in (
+        ("bf16", "bf16", 16, (64, 128, 4, 3, 4), "store", True),
+        ("bf16", "bf16", 16, (32, 256, 1, 5, 4), "add", True),
+        ("bf16", "fp32", 16, (128, 128, 1, 3, 8), "store", True),
+        ("bf16", "bf16", 32, (64, 128, 2, 5, 4), "add", True),
+        ("bf16", "bf16", 32, (32, 128, 2, 5, 4), "gate_up", True),
+        ("bf16", "bf16", 64, (128, 128, 4, 3, 8), "add", True),
+        ("bf16", "bf16", 64, (64, 128, 1, 3, 8), "gate_up", True),
+        ("bf16", "bf16", 64, (64, 128, 2, 4, 4), "store", False),
+        ("fp32", "fp32", 16, (32, 16, 2, 2, 4), "gate_up", False),
+    )
+]
+_COMPILE = """
+import importlib, json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for name, types, constants, options in json.load(sys.stdin):
+    kernel = getattr(importlib.import_module("foretoken_kernels.gpu." + sys.argv[1]), name)
+    types = types.split()
+    arguments = [a for a in kernel.arg_names if a not in constants]
+    assert len(arguments) == len(types) and set(constants) <= set(kernel.arg_names), (kernel.arg_names, types)
+    signature = {a: "constexpr" for a in constants} | {a: t.split(":")[0] for a, t in zip(arguments, types)}
+    aligned = [a for a, t in zip(arguments, types) if t.startswith("*") or t.endswith(":16")]
+    source = ASTSource(
+        fn=kernel,
+        signature={a: signature[a] for a in kernel.arg_names},
+        constexprs=constants,
+        attrs={(kernel.arg_names.index(a),): [["tt.divisibility", 16]] for a in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["cubin"]
+    if len(sys.argv) > 2:
+        with open(sys.argv[2], "a") as out:
+            out.write(compiled.asm["ptx"])
+    print(name, constants, options, "shared memory", compiled.metadata.shared)
+"""
+
+
+@pytest.mark.parametrize("module", CASES)
+def test_compiles(module: str, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(foretoken_kernels.__file__).parents[1])
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", _COMPILE, module]
+    result = subprocess.run(command, input=json.dumps(CASES[module]), env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == len(CASES[module])

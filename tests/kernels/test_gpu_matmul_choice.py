@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from foretoken_kernels import reference
+from foretoken_kernels.gpu import matmul_timing
+from foretoken_kernels.gpu.matmul_choice import ADD, GATE_UP, ROW_BUCKETS, STORE, MatmulShape, MatmulTable
+from foretoken_kernels.gpu.matmul_timing import choose, read_choices, timed_table, write_choices
+from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, candidates
+
+SKINNY = SkinnyConfig(16, 16, 2, 2, 4)
+
+
+def by_rows(**chosen: SkinnyConfig) -> dict[int, SkinnyConfig | None]:
+    """SKINNY for rows given as e.g. ``r4=SKINNY``, PyTorch for the rest."""
+    return {rows: chosen.get(f"r{rows}") for rows in ROW_BUCKETS}
+
+
+def check(table: MatmulTable, rows: int, out_dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 40, device=device)[:, :32], torch.randn(48, 32, device=device)
+    buffer = torch.randn(rows, 60, device=device).to(out_dtype)
+    out, before = buffer[:, :48], buffer.clone()
+    expected = reference.linear(x, weight)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if out_dtype == torch.float32 else {"rtol": 2e-2, "atol": 0.3}
+    table.matmul(x, weight, out)
+    torch.testing.assert_close(out.float(), expected, **tolerance)
+    table.matmul(x, weight, out, add=True)
+    torch.testing.assert_close(out.float(), 2 * expected, **tolerance)
+    half = torch.empty(rows, 24, device=device, dtype=out_dtype)
+    table.gate_up(x, weight, torch.empty(rows, 48, device=device), half)
+    torch.testing.assert_close(half.float(), reference.silu_and_multiply(*expected.chunk(2, dim=1)), **tolerance)
+    assert torch.equal(buffer[:, 48:], before[:, 48:])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 70])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_every_choice_gives_the_matmul(rows: int, out_dtype: torch.dtype, device: str) -> None:
+    if device == "cpu" or out_dtype == torch.float32:
+        check(MatmulTable(), rows, out_dtype, device)
+    shapes = [MatmulShape(48, 32, mode, out_dtype) for mode in (STORE, ADD, GATE_UP)]
+    everywhere = dict.fromkeys(ROW_BUCKETS, SKINNY)
+    if rows <= 64:
+        check(MatmulTable(dict.fromkeys(shapes, everywhere), device), rows, out_dtype, device)
+
+
+def test_row_counts_are_rounded_up_to_a_bucket() -> None:
+    shape = MatmulShape(48, 32, STORE)
+    table = MatmulTable({shape: by_rows(r4=SKINNY, r64=SKINNY)})
+    skinny = [rows for rows in range(100) if table.choice(shape, rows)]
+    assert skinny == [3, 4, *range(33, 65)]
+    assert table.choice(shape._replace(mode=ADD), 4) is None
+    assert table.choice(shape._replace(out_dtype=torch.float32), 4) is None
+
+
+def test_choices_are_for_all_buckets() -> None:
+    with pytest.raises(ValueError, match="rows, not for"):
+        MatmulTable({MatmulShape(48, 32, STORE): {1: SKINNY}})
+
+
+def test_the_fastest_is_chosen(device: str) -> None:
+    limits = Device(132, 220_000)
+    weights = {
+        shape: [torch.randn(shape.out_features, shape.in_features, device=device).bfloat16()]
+        for shape in (MatmulShape(4096, 128, GATE_UP), MatmulShape(4096, 128, STORE), MatmulShape(2048, 256, ADD))
+    }
+    prices = itertools.cycle([5.0, 7.0, 3.0])
+    asked: list[float] = []
+
+    def measure(call: Callable[[torch.Tensor], None], matrices: Sequence[torch.Tensor]) -> float:
+        asked.append(next(prices))
+        return asked[-1]
+
+    found = choose(weights, {}, "cpu", limits, measure)
+    prices = itertools.cycle([5.0, 7.0, 3.0])
+    assert list(found) == [MatmulShape(4096, 128, STORE), MatmulShape(2048, 256, ADD), MatmulShape(4096, 128, GATE_UP)]
+    for shape, chosen in found.items():
+        fused = shape.mode == GATE_UP
+        for rows in ROW_BUCKETS:
+            ways = [None, *candidates(rows, shape.out_features // (1 + fused), shape.in_features, fused, limits)]
+            assert len(ways) > 1
+            times = [next(prices) for _ in ways]
+            assert chosen[rows] == ways[times.index(min(times))]
+    assert len(set(chosen for choices in found.values() for chosen in choices.values())) > 2
+
+
+def test_without_a_gpu_nothing_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul_timing, "graph_microseconds", None)
+    shape = MatmulShape(4096, 128, STORE)
+    table = timed_table({shape: [torch.zeros(4096, 128, dtype=torch.bfloat16)]}, tmp_path / "table.json")
+    assert not any(table.choice(shape, rows) for rows in range(1, 65)) and not list(tmp_path.iterdir())
+
+
+def test_choices_are_kept_by_machine(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "table.json"
+    first, second = by_rows(r4=SKINNY), by_rows(r1=SkinnyConfig(128, 256, 1, 4, 8))
+    assert read_choices(path, "a") == {}
+    write_choices(path, "a", {"shape": first})
+    write_choices(path, "b", {"shape": second})
+    assert read_choices(path, "a") == {"shape": first}
+    assert read_choices(path, "b") == {"shape": second}
+    assert read_choices(path, "c") == {}
+    assert [entry.name for entry in path.parent.iterdir()] == ["table.json"]
+
+
+def test_choices_for_other_row_counts_are_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    write_choices(path, "a", {"shape": {1: SKINNY}, "other": by_rows()})
+    assert read_choices(path, "a") == {"other": by_rows()}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 3}', '{"a": {"shape": [[1, [1, 2]]]}}', '{"a": {"shape": 1}}'])
+def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is no table of matmuls; delete it"):
+        read_choices(path, "a")
+
+
+@pytest.mark.gpu
+def test_timed_once_and_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    path = tmp_path / "table.json"
+    weights = {
+        shape: [torch.randn(shape.out_features, shape.in_features, device=device).bfloat16() * 0.02]
+        for shape in (
+            MatmulShape(6144, 4096, STORE),
+            MatmulShape(4096, 4096, ADD),
+            MatmulShape(28672, 4096, GATE_UP),
+            MatmulShape(32000, 4096, STORE, torch.float32),
+        )
+    }
+    first = timed_table(weights, path)
+    (tables,) = json.loads(path.read_text()).values()
+    assert set(tables) == {shape.key for shape in weights} | {"28672x4096 store bfloat16"}
+    monkeypatch.setattr(matmul_timing, "graph_microseconds", None)
+    second = timed_table(weights, path)
+    for shape, (weight,) in weights.items():
+        for rows in (1, 16, 33, 65):
+            assert first.choice(shape, rows) == second.choice(shape, rows)
+            x = torch.randn(rows, shape.in_features, device=device).bfloat16()
+            expected = reference.linear(x.float(), weight.float())
+            wide = torch.ones(rows, shape.out_features, device=device, dtype=shape.out_dtype)
+            if shape.mode == GATE_UP:
+                out = torch.empty(rows, shape.out_features // 2, device=device, dtype=shape.out_dtype)
+                second.gate_up(x, weight, wide, out)
+                expected = reference.silu_and_multiply(*expected.chunk(2, dim=1))
+            else:
+                out = wide
+                second.matmul(x, weight, out, shape.mode == ADD)
+                expected += shape.mode == ADD
+            torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from foretoken_kernels import reference
+from foretoken_kernels.gpu.rope_kv_write import rope_kv_write
+
+
+def check(
+    rows: int,
+    heads: tuple[int, int, int],
+    has_bias: bool,
+    has_norm: bool,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: str,
+    joined: bool = True,
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    dtype, cache_dtype = dtypes
+    torch.manual_seed(head_dim)
+    all_heads = num_heads + 2 * num_kv_heads
+    wide = torch.randn(rows, all_heads * head_dim + 32, device=device).to(dtype)
+    qkv = wide[:, 32:] if joined else wide[:, 32:].reshape(rows, all_heads, head_dim)
+    bias = torch.randn(all_heads, head_dim, device=device) if has_bias else None
+    norms = torch.rand(2, head_dim, device=device) + 0.5 if has_norm else (None, None)
+    cos_sin = torch.randn(20, 2, head_dim // 2, device=device)
+    num_slots = rows + 4
+    positions = torch.randint(20, (rows,), dtype=torch.int32, device=device)
+    slots = torch.randperm(num_slots, device=device)[:rows].int()
+    # A cache whose slots lie apart: one layer's slice of a wider pool.
+    pool = torch.full((2, num_slots, num_kv_heads + 1, head_dim), 7.0, device=device).to(cache_dtype)
+    keys, values = pool[0, :, :num_kv_heads], pool[1, :, :num_kv_heads]
+    expected_pool = pool.clone()
+    before = qkv.clone()
+    expected = reference.rope_kv_write(
+        before.float().view(rows, all_heads, head_dim),
+        bias,
+        norms[0],
+        norms[1],
+        1e-6,
+        cos_sin,
+        positions,
+        slots,
+        expected_pool[0, :, :num_kv_heads],
+        expected_pool[1, :, :num_kv_heads],
+    )
+    rope_kv_write(qkv, bias, norms[0], norms[1], 1e-6, cos_sin, positions, slots, keys, values, num_heads)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
+    width = num_heads * head_dim
+    found = qkv.reshape(rows, -1)
+    torch.testing.assert_close(
+        found[:, :width], expected.reshape(rows, width).to(dtype), rtol=tolerance[dtype], atol=1e-5
+    )
+    torch.testing.assert_close(pool, expected_pool, rtol=tolerance[cache_dtype], atol=1e-5)
+    assert torch.equal(found[:, width:], before.reshape(rows, -1)[:, width:])
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 128), (2, 1, 20), (5, 5, 96)])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rope_kv_write(heads: tuple[int, int, int], has_bias: bool, has_norm: bool, device: str) -> None:
+    check(3, heads, has_bias, has_norm, (torch.float32, torch.float32), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("joined", [False, True])
+def test_element_types(dtype: torch.dtype, cache_dtype: torch.dtype, joined: bool, device: str) -> None:
+    check(3, (4, 2, 64), True, True, (dtype, cache_dtype), device, joined)
+
+
+def test_bad_positions_are_clamped_and_bad_slots_not_written(device: str) -> None:
+    torch.manual_seed(0)
+    cos_sin = torch.randn(5, 2, 8, device=device)
+    qkv = torch.randn(5, 4, 16, device=device)
+    expected = reference.rotate(qkv[:, :2], cos_sin, torch.tensor([0, 4, 4, 0, 1], device=device))
+    key = reference.rotate(qkv[:, 2:3], cos_sin, torch.tensor([0, 4, 4, 0, 1], device=device))
+    positions = torch.tensor([-7, 5, 2**31 - 1, 0, 1], dtype=torch.int32, device=device)
+    slots = torch.tensor([-1, 3, 2**31 - 1, 2, 1], dtype=torch.int32, device=device)
+    pool = torch.full((2, 5, 1, 16), 7.0, device=device)  # two slots behind the three that the kernel is told of
+    rope_kv_write(qkv, None, None, None, 1e-6, cos_sin, positions, slots, pool[0, :3], pool[1, :3], 2)
+    torch.testing.assert_close(qkv[:, :2], expected)
+    torch.testing.assert_close(pool[0, [1, 2]], key[[4, 3]])
+    assert torch.equal(pool[1, [1, 2]], qkv[[4, 3], 3:])
+    assert (pool[:, [0, 3, 4]] == 7).all()
+
+
+def test_refuses_other_shapes(device: str) -> None:
+    qkv = torch.zeros(1, 4, 16, device=device)
+    index = torch.zeros(1, dtype=torch.int32, device=device)
+    cache = torch.zeros(3, 1, 16, device=device)
+    cos_sin = torch.zeros(5, 2, 8, device=device)
+    norm = torch.ones(16, device=device)
+    with pytest.raises(ValueError, match="3 query heads"):
+        rope_kv_write(qkv, None, None, None, 1e-6, cos_sin, index, index, cache, cache, 3)
+    with pytest.raises(ValueError, match="both normed"):
+        rope_kv_write(qkv, None, norm, None, 1e-6, cos_sin, index, index, cache, cache, 2)
+    with pytest.raises(ValueError, match="a bias"):
+        rope_kv_write(qkv, norm, None, None, 1e-6, cos_sin, index, index, cache, cache, 2)
+    with pytest.raises(ValueError, match="0 slots for 1 rows"):
+        rope_kv_write(qkv, None, None, None, 1e-6, cos_sin, index, index[:0], cache, cache, 2)
+
+
+@pytest.mark.gpu
+def test_rope_kv_write_of_real_sizes(device: str) -> None:
+    for rows in (1, 33, 512):
+        check(rows, (32, 8, 128), False, False, (torch.bfloat16, torch.bfloat16), device)
+        check(rows, (32, 8, 128), True, True, (torch.bfloat16, torch.bfloat16), device)

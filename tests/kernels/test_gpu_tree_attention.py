@@ -1,0 +1,402 @@
+"""The GPU's attention against its definition; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from foretoken_kernels import reference
+from foretoken_kernels.gpu.tree_attention import Workspace, attention_workspace, tree_attention
+
+from foretoken.tree import ancestor_mask
+
+Heads = tuple[int, int, int]
+
+
+@dataclass
+class Case:
+    """A batch over a cache in which every slot that no row references is NaN, and unused table entries are garbage."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    row_starts: torch.Tensor
+    context_lens: torch.Tensor
+    masks: torch.Tensor
+    tree_starts: torch.Tensor
+    block_tables: torch.Tensor
+    context_starts: torch.Tensor
+    block_size: int
+    max_seq_rows: int
+
+    def attend(self, workspace: Workspace | None = None) -> torch.Tensor:
+        """Rows of padding, if any, keep the NaN that out begins with."""
+        rows, num_heads, head_dim = self.query.shape
+        if workspace is None:
+            workspace = attention_workspace(rows, num_heads, self.keys.shape[1], head_dim, self.query.device)
+        wide = torch.full((rows, num_heads + 1, head_dim), torch.nan, dtype=self.query.dtype, device=self.query.device)
+        out = wide[:, :num_heads]
+        tree_attention(
+            self.query,
+            self.keys,
+            self.values,
+            self.row_starts,
+            self.context_lens,
+            self.masks,
+            self.tree_starts,
+            self.block_tables,
+            self.context_starts,
+            self.block_size,
+            self.max_seq_rows,
+            workspace,
+            out,
+        )
+        assert not workspace.arrived.any()
+        assert wide[:, num_heads:].isnan().all()
+        return out
+
+    def defined(self) -> torch.Tensor:
+        """In float64, of the rows that are no padding."""
+        counts = self.row_starts.cpu().diff()
+        rows = int(self.row_starts[-1])
+        return reference.tree_attention(
+            self.query[:rows].double(),
+            self.keys,
+            self.values,
+            torch.arange(len(counts)).repeat_interleave(counts),
+            self.context_lens.cpu(),
+            self.masks.cpu(),
+            self.tree_starts.cpu(),
+            self.block_tables.cpu(),
+            self.block_size,
+            self.context_starts.cpu(),
+        )
+
+
+@dataclass
+class Rows:
+    """One sequence of a case: rows of (context_len, mask as a Python int)."""
+
+    rows: list[tuple[int, int]]
+    tree_start: int = 0
+    context_start: int = 0
+
+
+def prefill(start: int, length: int, context_start: int = 0) -> Rows:
+    return Rows([(start + i + 1, 0) for i in range(length)], start, context_start)
+
+
+def tree(root: int, nodes: int, generator: np.random.Generator, context_start: int = 0) -> Rows:
+    """A random tree behind `root` tokens, its root a node like the others."""
+    parents = np.array([-1] + [generator.integers(0, i) for i in range(1, nodes)], np.int32)
+    masks = [sum(int(word) << 64 * i for i, word in enumerate(words)) for words in ancestor_mask(parents)]
+    return Rows([(root, mask) for mask in masks], root, context_start)
+
+
+def rooted(rows: Rows) -> Rows:
+    """The same tree with its root counted as context: bit 0 is clear then."""
+    return replace(rows, rows=[(context + 1, mask & ~1) for context, mask in rows.rows])
+
+
+def case(
+    seqs: list[Rows],
+    heads: Heads,
+    block_size: int,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    words: int = 1,
+    padding: int = 0,
+    seed: int = 0,
+    slack: int = 3,
+) -> Case:
+    num_heads, num_kv_heads, head_dim = heads
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def integers(data: list[int]) -> torch.Tensor:
+        return torch.tensor(data, dtype=torch.int32, device=device)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    used = []
+    for rows in seqs:
+        slots = set(range(rows.context_start, max(context for context, _ in rows.rows)))
+        for _, mask in rows.rows:
+            slots |= {rows.tree_start + i for i in range(mask.bit_length()) if mask >> i & 1}
+        used.append(sorted(slots))
+    blocks = [max(slots, default=-1) // block_size + 1 for slots in used]
+    total = sum(blocks) + slack
+    order = torch.randperm(total, generator=generator, device=device)
+    tables = torch.full((len(seqs), max(blocks) + 2), 2**31 - 1, device=device)
+    keys, values = torch.full((2, total * block_size, num_kv_heads, head_dim), torch.nan, device=device)
+    taken = 0
+    for seq, (slots, count) in enumerate(zip(used, blocks, strict=True)):
+        tables[seq, :count] = order[taken : taken + count]
+        taken += count
+        logical = torch.tensor(slots, dtype=torch.int64, device=device)
+        where = tables[seq, logical // block_size] * block_size + logical % block_size
+        keys[where] = noise(len(slots), num_kv_heads, head_dim)
+        values[where] = noise(len(slots), num_kv_heads, head_dim)
+    rows = sum(len(s.rows) for s in seqs)
+    # A view into wider rows, as the queries are one into the product with the stacked weights.
+    wide = noise(rows + padding, num_heads + 2 * num_kv_heads, head_dim)
+    bits = np.array([[m >> 64 * i & 2**64 - 1 for i in range(words)] for s in seqs for _, m in s.rows], np.uint64)
+    lens = [context for s in seqs for context, _ in s.rows]
+    return Case(
+        (2 * wide).to(dtype)[:, :num_heads],
+        keys.to(dtype),
+        values.to(dtype),
+        integers(np.cumsum([0, *(len(s.rows) for s in seqs)]).tolist()),
+        integers(lens + [2**31 - 1] * padding),
+        torch.from_numpy(np.pad(bits.view(np.int64), ((0, padding), (0, 0)), constant_values=-1)).to(device),
+        integers([s.tree_start for s in seqs]),
+        tables.int(),
+        integers([s.context_start for s in seqs]),
+        block_size,
+        max(len(s.rows) for s in seqs),
+    )
+
+
+def assert_defined(batch: Case, workspace: Workspace | None = None) -> torch.Tensor:
+    out, expected = batch.attend(workspace), batch.defined()
+    rows = len(expected)
+    assert out[rows:].isnan().all()
+    found = out[:rows].double()
+    if batch.query.dtype == torch.float32:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    else:
+        assert found.isfinite().all()
+        error = (found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+        assert error.max() < 5e-3
+    return out[:rows]
+
+
+def ragged(generator: np.random.Generator) -> list[Rows]:
+    return [
+        prefill(11, 9),
+        Rows([(38, 0)], 38),
+        tree(70, 13, generator, context_start=21),
+        rooted(tree(33, 5, generator)),
+        prefill(0, 1),
+        replace(prefill(40, 3, context_start=39), tree_start=0),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "block_size"),
+    [
+        ((2, 2, 16), 16),
+        ((6, 2, 64), 1),
+        ((8, 2, 32), 24),
+        ((7, 1, 32), 16),
+        ((8, 1, 80), 24),
+    ],
+)
+def test_equals_its_definition(heads: Heads, block_size: int, dtype: torch.dtype, device: str) -> None:
+    """Prefill chunks, root-only rows and trees side by side, and padding behind them."""
+    seqs = ragged(np.random.default_rng(heads[0] * block_size))
+    assert_defined(case(seqs, heads, block_size, device, dtype, padding=3))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_trees(seed: int, device: str) -> None:
+    """More nodes than a word has bits, on more tiles than one."""
+    generator = np.random.default_rng(seed)
+    seqs = [tree(int(generator.integers(0, 90)), int(generator.integers(1, 100)), generator) for _ in range(2)]
+    seqs[0] = rooted(seqs[0])
+    assert_defined(case(seqs, (2, 1, 16), (1, 16, 24)[seed % 3], device, words=2, seed=seed))
+
+
+def test_rows_of_one_sequence_may_be_of_all_kinds(device: str) -> None:
+    """A tree and a prefill chunk over the same slots in one tile: a bit to one row, context to another."""
+    nodes = tree(37, 5, np.random.default_rng(1))
+    mixed = replace(nodes, rows=nodes.rows + prefill(37, 5).rows)
+    assert_defined(case([mixed], (4, 2, 16), 8, device))
+
+
+def test_beams_have_any_bits(device: str) -> None:
+    """Beams of a draft see scattered slots, the highest bit of a word among them."""
+    masks = [1 << 63 | 1 << 31 | 1, 1 << 62 | 1 << 32, 1 << 64, 1 << 127 | 1 << 5, 0, 1 << 31]
+    beams = Rows([(20, mask) for mask in masks], tree_start=22, context_start=7)
+    assert_defined(case([beams, prefill(3, 2)], (6, 2, 16), 16, device, words=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+def test_splits_add_up(num_splits: int, dtype: torch.dtype, device: str) -> None:
+    """One workspace for all launches: what a launch leaves in it is of no concern to the next one."""
+    heads = (2, 1, 16)
+    generator = np.random.default_rng(num_splits)
+    workspace = attention_workspace(16, *heads, device, num_splits)
+    for part in (workspace.sums, workspace.maxima, workspace.weights):
+        part.fill_(torch.nan)
+    for context in (1000, 129, 400):
+        seqs = [tree(context, 6, generator, context_start=3), prefill(context - 100, 3), prefill(2, 1)]
+        batch = case(seqs, heads, 24, device, dtype, padding=2)
+        assert torch.equal(assert_defined(batch, workspace), batch.attend(workspace)[:10])
+    assert workspace.sums.isfinite().any() == (num_splits > 1)
+
+
+def test_large_scores_of_one_split_do_not_drown_the_others(device: str) -> None:
+    """Splits differ in their maxima by more than float32 can hold as a factor, in either direction."""
+    batch = case([prefill(599, 1)], (1, 1, 16), 16, device)
+    for low, high, sign in ((0, 200, 1.0), (400, 600, 1.0), (0, 200, -1.0)):
+        keys = batch.keys.clone()
+        logical = torch.arange(low, high, device=device)
+        slots = batch.block_tables[0, logical // 16].long() * 16 + logical % 16
+        keys[slots, 0] = sign * 40 * batch.query[0, 0]
+        assert_defined(replace(batch, keys=keys))
+
+
+def test_a_row_that_sees_nothing_is_zero(device: str) -> None:
+    nothing = Rows([(5, 0), (6, 0), (0, 0), (0, 2)], tree_start=9, context_start=5)
+    out = case([nothing], (4, 2, 16), 16, device).attend()
+    assert not out[[0, 2]].any()
+    assert out[[1, 3]].all()
+
+
+def test_a_bit_of_another_tile_does_not_matter(device: str) -> None:
+    """A sequence of more rows than a tile has: every tile has its own keys."""
+    chain = [(9, (2 << i) - 1) for i in range(60)]
+    assert_defined(case([Rows(chain, 9)], (8, 1, 16), 16, device))
+
+
+def test_garbage_makes_no_illegal_address(device: str) -> None:
+    """Rows of a batch that is no batch are padding or garbage, and nothing else."""
+    batch = case([prefill(20, 3), prefill(30, 2)], (4, 2, 16), 16, device)
+    sane = batch.attend()
+    lowest, highest = -(2**31), 2**31 - 1
+    wild = replace(
+        batch,
+        context_lens=torch.tensor([21, 22, 23, highest, lowest], dtype=torch.int32, device=device),
+        tree_starts=torch.tensor([20, highest], dtype=torch.int32, device=device),
+        context_starts=torch.tensor([0, lowest], dtype=torch.int32, device=device),
+        masks=torch.tensor([[0], [0], [0], [-1], [-1]], device=device),
+        block_tables=batch.block_tables.clone(),
+    )
+    wild.block_tables[1] = torch.tensor([highest, lowest, -1, 2**30], device=device)[: wild.block_tables.shape[1]]
+    assert torch.equal(wild.attend()[:3], sane[:3])
+    late = replace(batch, row_starts=torch.tensor([0, 3, highest], dtype=torch.int32, device=device))
+    assert torch.equal(late.attend(), sane)
+    early = replace(batch, row_starts=torch.tensor([lowest, 3, 5], dtype=torch.int32, device=device))
+    assert torch.equal(early.attend(), sane)
+    descending = replace(batch, row_starts=torch.tensor([0, highest, 3], dtype=torch.int32, device=device))
+    descending.attend()
+
+
+def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
+    batch = case([prefill(4, 3)], (4, 2, 16), 16, device)
+    with pytest.raises(ValueError, match="2 rows, not for 3"):
+        batch.attend(attention_workspace(2, 4, 2, 16, device))
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from foretoken_kernels.gpu import tree_attention as module
+
+dtype = sys.argv[1]
+heads, kv_heads, head_dim, rows, splits, block_size, words = map(int, sys.argv[2:])
+tile = module._tile(rows, heads // kv_heads, head_dim, dtype == "fp32")
+constants = module._constants(tile, heads, kv_heads, head_dim, block_size, 2 * words, splits, dtype == "fp32")
+types = dict.fromkeys(("query", "keys", "values", "out"), "*" + dtype)
+types |= dict.fromkeys(("part_sums", "part_maxima", "part_weights"), "*fp32") | {"scale": "fp32"}
+integers = "row_starts", "context_lens", "masks", "tree_starts", "block_tables", "context_starts", "arrived"
+types |= dict.fromkeys(integers, "*i32") | dict.fromkeys(constants, "constexpr")
+signature = {name: types.get(name, "i32") for name in module._tree_attention.arg_names}
+aligned = [i for i, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name.endswith("_stride")]
+source = ASTSource(
+    module._tree_attention, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned}
+)
+options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+"""
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ("bf16", 32, 8, 128, 1, 32, 16, 1),
+        ("bf16", 32, 8, 128, 6, 4, 16, 1),
+        ("bf16", 32, 8, 128, 64, 1, 16, 2),
+        ("bf16", 28, 4, 128, 16, 8, 1, 1),
+        ("bf16", 8, 2, 256, 64, 2, 24, 1),
+        ("fp32", 6, 2, 64, 8, 16, 16, 1),
+    ],
+    ids=str,
+)
+def test_compiles_for_a_gpu(shape: tuple[str | int, ...]) -> None:
+    """What the interpreter lets pass, a compiler may not; it needs no GPU. A program's shared memory is 227 KiB."""
+    kernels = Path(reference.__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *map(str, shape)],
+        env=environment | {"PYTHONPATH": str(kernels)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 227 * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [1, 63, 320, 1025, 4096, 16384])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (1, 6), (1, 64), (4, 16), (16, 6), (64, 1), (64, 8)])
+def test_the_shapes_of_an_engine(batch: int, rows: int, context: int) -> None:
+    """Eight thousand million parameters' worth of heads, against PyTorch's own attention in float32."""
+    generator = np.random.default_rng(context + batch)
+    seqs = [tree(max(context - 7 * seq, 1), rows, generator) for seq in range(batch)]
+    made = case(seqs, (32, 8, 128), 16, "cuda", torch.bfloat16, padding=1)
+    found = made.attend()
+    for seq in {0, batch // 2, batch - 1}:
+        first, end = made.row_starts[seq : seq + 2].tolist()
+        total = seqs[seq].tree_start + rows
+        logical = torch.arange(total, device="cuda")
+        slots = made.block_tables[seq, logical // 16].long() * 16 + logical % 16
+        index = logical - seqs[seq].tree_start
+        seen = (index < 0) | ((made.masks[first:end] >> index.clamp(min=0)) & 1).bool()
+        shared = [plane[slots].float().repeat_interleave(4, 1).transpose(0, 1) for plane in (made.keys, made.values)]
+        scores = made.query[first:end].float().transpose(0, 1) @ shared[0].mT * 128**-0.5
+        expected = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ shared[1]).transpose(0, 1)
+        error = (found[first:end].float() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+        assert error.max() < 5e-3
+
+
+@pytest.mark.gpu
+def test_a_long_prefill_on_a_gpu() -> None:
+    assert_defined(case([prefill(300, 500), prefill(0, 77)], (32, 8, 128), 16, "cuda", torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_over_other_lengths() -> None:
+    """Grids come from shapes alone, and the counters of splits are zero again at the end of every launch."""
+    heads = (32, 8, 128)
+    generator = np.random.default_rng(0)
+    long = case([tree(3000, 6, generator), tree(900, 6, generator)], heads, 16, "cuda", torch.bfloat16, seed=1)
+    short = case([tree(700, 6, generator), tree(3, 6, generator)], heads, 16, "cuda", torch.bfloat16, seed=2)
+    workspace = attention_workspace(12, *heads, "cuda")
+    expected = [batch.attend(workspace) for batch in (long, short)]
+    # In the order of the function's parameters.
+    names = [name for name, value in vars(long).items() if isinstance(value, torch.Tensor)]
+    static = [getattr(long, name).clone() for name in names]
+    out = torch.empty_like(static[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tree_attention(*static, 16, 6, workspace, out)
+    for turn in range(6):
+        batch = (long, short)[turn % 2]
+        for target, source in zip(static, [getattr(batch, name) for name in names], strict=True):
+            target[tuple(slice(size) for size in source.shape)] = source
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected[turn % 2])
+        assert not workspace.arrived.any()

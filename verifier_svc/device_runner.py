@@ -1,0 +1,100 @@
+"""The target model of one verifier on a GPU: loads it, runs it over flat batches, moves accepted keys and values.
+
+No call waits for the device but those that return values to the host. Knows nothing of sequences, scheduling or
+sampling.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from foretoken_kernels.gpu.kv_commit import copy_slots
+from numpy.typing import NDArray
+
+from foretoken.models.backend import Backend
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.decoder_weights import Progress
+from foretoken.models.device_sizes import PassSizes
+from foretoken.models.llama import Llama
+from verifier_svc.model_runner import TargetModel, silent
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceRunner(TargetModel):
+    """The target model with its cache on a GPU. One thread calls it, any thread may build it.
+
+    Args:
+        sizes: of the largest batch.
+        Others, errors and attributes as TargetModel.
+    """
+
+    def __init__(self, path: Path, *, backend: Backend, sizes: PassSizes, **options: Any) -> None:
+        super().__init__(path, backend=backend, **options)
+        self._device = backend.device
+        self._model = Llama(self.config, self.weights, self.cache, self.max_model_len, 0, sizes=sizes)
+        self._planes = self.cache.data.view(2 * self.config.num_layers, self.cache.num_slots, -1)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
+        """float32 [len(rows), captured * hidden_size] of the last pass, fetched."""
+        features = self._model.features
+        if len(rows) < len(features):
+            features = features[torch.tensor(rows, device=self._device)]
+        fetched: NDArray[np.float32] = features.to(torch.float32).cpu().numpy()
+        return fetched
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
+        """float32 [len(batch.logit_rows), vocab_size] on the device; valid until the next call.
+
+        All rows' keys and values are written before any row attends. ``features``: hidden states to capture for all
+        rows (foretoken.drafting.FINAL_NORM). Raises ValueError for a batch larger than ``sizes``.
+        """
+        return self._model.forward(batch, features)
+
+    @torch.inference_mode()
+    def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
+        """Copy keys and values of slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, in ascending i.
+
+        Raises:
+            ValueError: the arrays differ in length or name a slot that is not there.
+        """
+        self.check_slots(src_slots, dst_slots)
+        moves = torch.from_numpy(np.stack([src_slots, dst_slots])).to(self._device, non_blocking=True)
+        copy_slots(self._planes, moves[0], moves[1])
+
+    def warm_up(self, progress: Progress = silent) -> None:
+        """Compile the kernels of a prompt's pass and of a decode step. Leaves noise in the cache."""
+        start = time.perf_counter()
+        most = min(64, self.max_model_len, self.cache.num_slots)
+        for done, rows in enumerate((most, 1)):
+            progress(done, 2, "compiling kernels")
+            self.forward(_prompt(rows, self.block_size))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        progress(2, 2, "compiling kernels")
+        _log.info("numerics: fast; kernels ready in %.2f s", time.perf_counter() - start)
+
+
+def _prompt(rows: int, block_size: int) -> ForwardBatch:
+    positions = np.arange(rows, dtype=np.int32)
+    return ForwardBatch(
+        token_ids=np.zeros(rows, np.int32),
+        positions=positions,
+        slot_mapping=positions.copy(),
+        row_seqs=np.zeros(rows, np.int32),
+        context_lens=positions + 1,
+        masks=np.zeros((rows, 1), np.uint64),
+        tree_starts=np.zeros(1, np.int32),
+        block_tables=np.arange(-(-rows // block_size), dtype=np.int32)[None],
+        logit_rows=np.array([rows - 1], np.int32),
+    )

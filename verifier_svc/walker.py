@@ -1,0 +1,55 @@
+"""Who samples and walks: the step's trees with their logits go in, what each sequence commits comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple, Protocol
+
+import torch
+
+from foretoken.tree import DraftTree
+from verifier_svc.sequence import Sequence
+from verifier_svc.verify import WalkResult, sample_and_walk
+
+
+class Walk(NamedTuple):
+    """One sequence's walk: row ``first_row + i`` of the step's logits follows node i of ``tree``.
+
+    ``sources``: per node the number of the drafter that it is from; None: 1.
+    """
+
+    sequence: Sequence
+    tree: DraftTree
+    first_row: int
+    sources: Items[int] | None
+
+
+class Walker(Protocol):
+    def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
+        """Sample along each tree and say what it commits; advances the sequences' samplers.
+
+        ``logits``: [rows, vocab], raw, as the runner returned them.
+        """
+        ...
+
+
+class HostWalker:
+    """Row by row on the CPU, along the path alone: rows off it cannot be reached."""
+
+    def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
+        return [walk_on_host(walk, logits) for walk in walks]
+
+
+def walk_on_host(walk: Walk, logits: torch.Tensor) -> WalkResult:
+    """``logits`` are on the CPU, or this sequence's rows are fetched."""
+    sequence = walk.sequence
+    rows = logits[walk.first_row : walk.first_row + walk.tree.num_nodes].cpu().numpy()
+    return sample_and_walk(
+        rows,
+        walk.tree,
+        sequence.sampler,
+        sequence.num_prompt_tokens,
+        sequence.tokens[sequence.num_prompt_tokens :],
+        sequence.max_new_tokens,
+        sources=walk.sources,
+    )
