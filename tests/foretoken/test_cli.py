@@ -195,7 +195,7 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
         disable_radix_cache=True,
         speculative_num_draft_tokens=6,
         speculative_max_batch_size=3,
-            simulate_accept_length=2.5,
+        simulate_accept_length=2.5,
         drafters=(DrafterEndpoint(name="ngram", address=drafter.address),),
     )
     assert in_process == {}
