@@ -40,7 +40,7 @@ from verifier_svc.in_process_client import InProcessClient
 from verifier_svc.info import VerifierInfo
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.service import VerifierService
-from verifier_svc.simulated_acceptance import SimulatingWalker
+from verifier_svc.simulated_acceptance import AcceptanceSimulator, SimulatedWalker
 from verifier_svc.speculator import Speculator
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.target import load_target, memory_plan
@@ -103,7 +103,8 @@ def build(
     progress = progress or ProgressLines()
     backend = choose_backend(settings.device)
     budget = memory_plan(settings, backend)
-    runner, walker, shared = load_target(settings, budget, backend, progress)
+    target_model = load_target(settings, budget, backend, progress)
+    runner, walker, shared = target_model.runner, target_model.walker, target_model.shared_weights
     verify.warm_up()
     names = (*(endpoint.name for endpoint in settings.drafters), *placed)
     if len(set(names)) != len(names):
@@ -163,7 +164,10 @@ def build(
     if settings.simulate_accept_length is not None:
         length = settings.simulate_accept_length
         logger.warning("--simulate-accept-length %g: for benchmarks only; what is written means NOTHING", length)
-        walker, mode = SimulatingWalker(walker, length), f"{mode}, simulated acceptance of {length:g}"
+        walker, mode = (
+            SimulatedWalker(walker, AcceptanceSimulator(length)),
+            f"{mode}, simulated acceptance of {length:g}",
+        )
     engine = Engine(
         runner,
         blocks,

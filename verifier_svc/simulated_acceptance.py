@@ -17,15 +17,14 @@ from verifier_svc.verify import WalkResult
 from verifier_svc.walker import Walk, Walker
 
 
-class SimulatingWalker:
-    """A Walker whose results are another one's, replaced by an AcceptanceSimulator."""
+class SimulatedWalker:
+    """A ``verifier_svc.walker.Walker`` whose walks have the lengths of a simulator; ``inner`` does the work."""
 
-    def __init__(self, walker: Walker, mean_length: float) -> None:
-        self._walker = walker
-        self._simulator = AcceptanceSimulator(mean_length)
+    def __init__(self, inner: Walker, simulator: AcceptanceSimulator) -> None:
+        self._inner, self._simulator = inner, simulator
 
     def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
-        results = self._walker.walk(walks, logits)
+        results = self._inner.walk(walks, logits)
         return [self._replaced(walk, result) for walk, result in zip(walks, results, strict=True)]
 
     def _replaced(self, walk: Walk, result: WalkResult) -> WalkResult:

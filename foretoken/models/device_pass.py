@@ -35,6 +35,8 @@ from foretoken.models.rope import cos_sin_table
 _GATE_UP = kernel.NUM_FIELDS
 # Passes of more rows are a prompt's: their kernels take longer than their launches, and hardly two have one size.
 MAX_GRAPH_ROWS = 256
+# Programs that share the keys of a tile of rows, at most.
+_NUM_SPLITS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +65,10 @@ class DevicePass:
         self._buffers: dict[int, torch.Tensor] = {}
         self._programs: list[Program] = []
         self._matmuls = MatmulTable(device=device)
-        self._workspace = attention_workspace(
-            sizes.rows, config.num_heads, config.num_kv_heads, config.head_dim, device
-        )
+        # The interpreter runs programs one after the other: it would gain nothing by splits.
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        num_splits = _NUM_SPLITS if device.type == "cuda" else 1
+        self._workspace = attention_workspace(sizes.rows, *heads, device, num_splits)
 
     @property
     def graphs(self) -> DeviceGraphs:

@@ -15,8 +15,8 @@ STATE = SamplerState(
     *("*fp32", "*i32", "*fp64", "*fp64", "*fp32", "*fp32", "*fp32", "*i64", "*i64", "*i32", "*i32", "*i32", "*i32"),
     *("*fp32", "*i32", "*i32", "*i32", "*i8"),
 )
-WORKSPACE = sample.SampleWorkspace("*i32", "*fp32", "*i32", "*fp32", "*i32", "i32")
-SIZES = SampleSizes(*["i32"] * 8)
+WORKSPACE = sample.SampleWorkspace("*i32", "*fp32", "*i32", "*fp32", "*i32", "*fp32", "*i32", "i32")
+SIZES = SampleSizes(*["i32"] * 6)
 RESULT = WalkResult(*["*i32"] * 8)
 
 
@@ -32,12 +32,13 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, 
 def compile_all(logits: str) -> None:
     """As the engine launches them for a vocabulary of 128256; ``logits`` is the element type, as in "*bf16"."""
     batch = SampleBatch(logits, *["*i32"] * 8, "i32")
-    step = {"batch": batch, "state": STATE, "workspace": WORKSPACE, "sizes": SIZES}
+    step = {"batch": batch, "state": STATE, "workspace": WORKSPACE, "sizes": SIZES, "num_seqs": "i32"}
     compile_kernel(sample._cut_kernel, step, {"TOKENS": 2 * sample.CHUNK_TOKENS}, 16)
     compile_kernel(sample._chunk_kernel, step | {"num_chunks": "i32"}, {"TOKENS": sample.CHUNK_TOKENS}, 8)
-    best = {"batch": batch, "workspace": WORKSPACE, "sizes": SIZES, "sampled_ptr": "*i32", "num_chunks": "i32"}
+    best = {"batch": batch, "workspace": WORKSPACE, "sizes": SIZES, "sampled_ptr": "*i32"}
+    best |= {"num_seqs": "i32", "num_chunks": "i32"}
     compile_kernel(sample._best_chunk_kernel, best, {"CHUNKS": 64}, 1)
-    steps = {"batch": batch, "state": STATE, "result": RESULT, "sizes": SIZES, "sampled_ptr": "*i32"}
+    steps = {"batch": batch, "state": STATE, "result": RESULT, "sizes": SIZES, "sampled_ptr": "*i32", "num_rows": "i32"}
     for update_state in (True, False):
         constants = {"UPDATE_STATE": update_state, "STOPS": 64, "NODES": 128}
         compile_kernel(walk._walk_kernel, steps | {"max_tokens": "i32"}, constants, 4)

@@ -193,6 +193,18 @@ def test_top_k_keeps_what_equals_the_kth_and_zeros_of_both_signs_are_equal(devic
     assert {40, 90} <= set(sampled)
 
 
+@pytest.mark.parametrize(
+    "options", [{"top_k": 300}, {"top_p": 0.8}, {"top_k": 300, "top_p": 0.8}, {"top_p": 0.8, "min_p": 0.6}]
+)
+@pytest.mark.parametrize("spread", [0.3, 300.0])
+def test_cuts_with_many_and_with_few_values_above_them(options, spread, device):
+    # Flat rows have more values near the largest than are gathered; of wide ones a few hold all of the mass.
+    rng = np.random.default_rng(8)
+    rows = np.round(rng.normal(0, spread, (3, 400)), 1)
+    sequences = [one_row(row, SamplingParams(seed=index, **options)) for index, row in enumerate(rows)]
+    assert run(sequences, device) == [expected_tokens(s)[0] for s in sequences]
+
+
 def test_a_token_does_not_depend_on_the_batch(device):
     rng = np.random.default_rng(11)
     sequences = [random_sequence(rng, 130, 2) for _ in range(4)]

@@ -55,5 +55,7 @@ def harness(
         max_running=MAX_RUNNING,
         max_model_len=MAX_LEN,
         max_nodes=max_nodes,
+        # The interpreter takes seconds for a draft.
+        timeout_s=600.0,
         **options,
     )

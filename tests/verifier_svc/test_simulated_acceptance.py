@@ -21,7 +21,7 @@ from tests.support.scripted_drafter import ScriptedDrafter
 from verifier_svc.config import VerifierSettings
 from verifier_svc.messages import FinishReason
 from verifier_svc.server import build
-from verifier_svc.simulated_acceptance import AcceptanceSimulator, SimulatingWalker, deepest_path
+from verifier_svc.simulated_acceptance import AcceptanceSimulator, SimulatedWalker, deepest_path
 from verifier_svc.verify import SamplingState, WalkResult, sample_and_walk
 from verifier_svc.walker import HostWalker
 
@@ -113,7 +113,7 @@ def test_the_engine_commits_what_is_simulated(mean: float, least: float, most: f
         num_blocks=200,
         block_size=4,
         drafters={"wrong": _WrongDrafter()},
-        walker=SimulatingWalker(HostWalker(), mean),
+        walker=SimulatedWalker(HostWalker(), AcceptanceSimulator(mean)),
     )
     results = run.run([Request([1, 2, 3 + i], SamplingParams(temperature=1.0, max_tokens=81)) for i in range(3)])
     steps = drafted = 0

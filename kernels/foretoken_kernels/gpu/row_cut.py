@@ -1,7 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Top-k, top-p and min-p of one row as one cut: a value, and an id among those that equal it.
 
-Exact and without sorting: each cut value is found by bisection over the integers that order as float32 values do.
+Exact and without sorting: each cut value is found by bisection over the integers that order as float32 values do. A
+few passes over the vocabulary find how far below the best value the cut can lie; where not too many values lie above
+that they are gathered, and all further passes read them alone.
 """
 
 from __future__ import annotations
@@ -35,22 +37,47 @@ def _weights_of(values, largest):
 
 
 @triton.jit
+def _piece(first, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
+    """Values and ids, ascending, of a piece of what was gathered, or of the vocabulary if ``num_gathered`` is -1."""
+    at = first + tl.arange(0, TOKENS)
+    values = tl.full([TOKENS], float("-inf"), tl.float32)
+    ids = at
+    if num_gathered >= 0:
+        inside = at < num_gathered
+        gathered = row.to(tl.int64) * TOKENS + at
+        values = tl.load(workspace.gathered_values + gathered, mask=inside, other=float("-inf"))
+        ids = tl.load(workspace.gathered_ids + gathered, mask=inside, other=NO_TOKEN)
+    else:
+        values = row_logits(first, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+    return values, ids
+
+
+@triton.jit
 def _tally(
-    threshold, largest, batch, state, sizes, row, start, slot, masks_stops, KIND: tl.constexpr, TOKENS: tl.constexpr
+    threshold,
+    largest,
+    num_gathered,
+    batch,
+    state,
+    workspace,
+    sizes,
+    row,
+    start,
+    slot,
+    masks_stops,
+    MASS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Of the row's values from ``threshold`` on the largest, the number or the mass; float64."""
-    total = tl.full([], 0.0, tl.float64)
-    if KIND == "largest":
-        total = tl.full([], float("-inf"), tl.float64)
-    for first_id in range(0, sizes.vocab_limit, TOKENS):
-        values = row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
-        if KIND == "largest":
-            total = tl.maximum(total, tl.max(values, axis=0).to(tl.float64))
-        elif KIND == "number":
-            total += tl.sum((values >= threshold).to(tl.int32), axis=0).to(tl.float64)
-        else:
-            total += tl.sum(tl.where(values >= threshold, _weights_of(values, largest), 0.0), axis=0)
-    return total
+    """Number (float64) and mass, if asked for, of the values above -inf from ``threshold`` on."""
+    number = tl.full([], 0.0, tl.float64)
+    mass = tl.full([], 0.0, tl.float64)
+    for first in range(0, tl.where(num_gathered >= 0, num_gathered, sizes.vocab_limit), TOKENS):
+        values, _ = _piece(first, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS)
+        counted = (values >= threshold) & (values > float("-inf"))
+        number += tl.sum(counted.to(tl.int32), axis=0).to(tl.float64)
+        if MASS:
+            mass += tl.sum(tl.where(counted, _weights_of(values, largest), 0.0), axis=0)
+    return number, mass
 
 
 @triton.jit
@@ -59,105 +86,252 @@ def _bisect(
     high,
     wanted,
     largest,
+    num_gathered,
     batch,
     state,
+    workspace,
     sizes,
     row,
     start,
     slot,
     masks_stops,
-    KIND: tl.constexpr,
+    MASS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Largest order in [low, high] from whose value on the tally is at least ``wanted``; ``low`` if none is."""
+    """Largest order in [low, high] from whose value on number or mass is ``wanted`` at least; ``low`` if none is."""
     while low < high:
         middle = low + (high - low + 1) // 2
-        tally = _tally(_value_of(middle), largest, batch, state, sizes, row, start, slot, masks_stops, KIND, TOKENS)
-        is_enough = tally >= wanted
+        number, mass = _tally(
+            _value_of(middle),
+            largest,
+            num_gathered,
+            batch,
+            state,
+            workspace,
+            sizes,
+            row,
+            start,
+            slot,
+            masks_stops,
+            MASS,
+            TOKENS,
+        )
+        is_enough = number >= wanted
+        if MASS:
+            is_enough = mass >= wanted
         low = tl.where(is_enough, middle, low)
         high = tl.where(is_enough, high, middle - 1)
     return low
 
 
 @triton.jit
-def _nth_equal(value, wanted, batch, state, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
+def _gather(threshold, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
+    """Write the row's values above -inf from ``threshold`` on and their ids; at most TOKENS of them."""
+    count = tl.full([], 0, tl.int32)
+    for first_id in range(0, sizes.vocab_limit, TOKENS):
+        values = row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+        kept = (values >= threshold) & (values > float("-inf"))
+        place = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        out = row.to(tl.int64) * TOKENS + place
+        tl.store(workspace.gathered_values + out, values, mask=kept & (place < TOKENS))
+        tl.store(workspace.gathered_ids + out, first_id + tl.arange(0, TOKENS), mask=kept & (place < TOKENS))
+        count += tl.sum(kept.to(tl.int32), axis=0)
+    # Threads read what other threads wrote.
+    tl.debug_barrier()
+    return tl.minimum(count, TOKENS)
+
+
+@triton.jit
+def _nth_equal(
+    value, wanted, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr
+):
     """The id of the ``wanted``-th (from 1) token whose value this is, in id order."""
     found = tl.full([], NO_TOKEN, tl.int32)
     before = wanted * 0
-    for first_id in range(0, sizes.vocab_limit, TOKENS):
-        values = row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+    for first in range(0, tl.where(num_gathered >= 0, num_gathered, sizes.vocab_limit), TOKENS):
+        values, ids = _piece(first, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS)
         equal = (values == value).to(tl.int32)
         rank = before + tl.cumsum(equal, axis=0)
-        ids = first_id + tl.arange(0, TOKENS)
         found = tl.minimum(found, tl.min(tl.where((equal > 0) & (rank == wanted), ids, NO_TOKEN), axis=0))
         before += tl.sum(equal, axis=0)
     return found
 
 
 @triton.jit
-def row_cut(batch, state, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
-    """Cut value and cut id: what is kept lies above the value, or equals it and has no larger id.
-
-    Top-k first, then top-p over what it kept, then min-p over what that kept, as reference_sampling.row_cut does.
-    """
+def _top_cut(
+    largest, top_k, top_p, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr
+):
+    """Cut value and cut id of top-k (0: off), then top-p (1: off); one of them is on."""
+    # How far below the largest the first cut can lie. Where top-k is on it decides, and top-p cuts what it kept.
+    all_values = tl.full([], -1, tl.int32)
     never = tl.full([], float("-inf"), tl.float32)
-    largest = _tally(never, never, batch, state, sizes, row, start, slot, masks_stops, "largest", TOKENS).to(tl.float32)
-    cut = never
-    cut_id = tl.full([], NO_TOKEN, tl.int32)
-    if largest > float("-inf"):
-        high = _order_of(largest)
-        top_k = tl.load(state.top_k + slot)
-        if (top_k > 0) & (top_k < sizes.vocab_limit):
-            wanted = top_k.to(tl.float64)
-            order = _bisect(
-                _order_of(never),
-                high,
-                wanted,
+    wanted = top_k.to(tl.float64)
+    if top_k == 0:
+        _, total = _tally(
+            never, largest, all_values, batch, state, workspace, sizes, row, start, slot, masks_stops, True, TOKENS
+        )
+        wanted = top_p * total
+    gap = tl.full([], 1.0, tl.float32)
+    high = _order_of(largest)
+    threshold = largest
+    number = tl.full([], 0.0, tl.float64)
+    is_enough = wanted <= 0.0
+    while (is_enough == 0) & (threshold > float("-inf")):
+        gap = gap * 1.5
+        threshold = tl.where(gap < 1000.0, largest - gap, never)
+        mass = number * 0.0
+        if top_k == 0:
+            number, mass = _tally(
+                threshold,
                 largest,
+                all_values,
                 batch,
                 state,
+                workspace,
                 sizes,
                 row,
                 start,
                 slot,
                 masks_stops,
-                "number",
+                True,
                 TOKENS,
             )
-            cut = _value_of(order)
-
-        top_p = tl.load(state.top_p + slot)
-        if top_p < 1.0:
-            low = _order_of(cut)
-            wanted = top_p * _tally(cut, largest, batch, state, sizes, row, start, slot, masks_stops, "mass", TOKENS)
-            order = _bisect(
-                low, high, wanted, largest, batch, state, sizes, row, start, slot, masks_stops, "mass", TOKENS
+            is_enough = mass >= wanted
+        else:
+            number, mass = _tally(
+                threshold,
+                largest,
+                all_values,
+                batch,
+                state,
+                workspace,
+                sizes,
+                row,
+                start,
+                slot,
+                masks_stops,
+                False,
+                TOKENS,
             )
-            cut = _value_of(order)
-            # Of the values at the cut only as many as the mass needs.
-            above = tl.full([], 0.0, tl.float64)
-            if order < high:
-                above = _tally(
-                    _value_of(order + 1), largest, batch, state, sizes, row, start, slot, masks_stops, "mass", TOKENS
-                )
-            weight = _weights_of(cut, largest)
-            if weight > 0.0:
-                needed = tl.maximum(tl.ceil((wanted - above) / weight), 1.0)
-                needed = tl.where((needed > 1.0) & (above + (needed - 1.0) * weight >= wanted), needed - 1.0, needed)
-                needed = tl.where(above + needed * weight < wanted, needed + 1.0, needed)
-                cut_id = _nth_equal(
-                    cut, needed.to(tl.int32), batch, state, sizes, row, start, slot, masks_stops, TOKENS
-                )
+            is_enough = number >= wanted
+        high = tl.where(is_enough, high, _order_of(threshold))
+    num_gathered = all_values
+    if number <= TOKENS:
+        num_gathered = _gather(threshold, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS)
 
+    order = _order_of(threshold)
+    if top_k > 0:
+        order = _bisect(
+            order,
+            high,
+            wanted,
+            largest,
+            num_gathered,
+            batch,
+            state,
+            workspace,
+            sizes,
+            row,
+            start,
+            slot,
+            masks_stops,
+            False,
+            TOKENS,
+        )
+        high = _order_of(largest)
+    cut = _value_of(order)
+    cut_id = tl.full([], NO_TOKEN, tl.int32)
+    if top_p < 1.0:
+        if top_k > 0:
+            _, total = _tally(
+                cut, largest, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, True, TOKENS
+            )
+            wanted = top_p * total
+        order = _bisect(
+            order,
+            high,
+            wanted,
+            largest,
+            num_gathered,
+            batch,
+            state,
+            workspace,
+            sizes,
+            row,
+            start,
+            slot,
+            masks_stops,
+            True,
+            TOKENS,
+        )
+        cut = _value_of(order)
+        # Of the values at the cut only as many as the mass needs.
+        _, above = _tally(
+            _value_of(order + 1),
+            largest,
+            num_gathered,
+            batch,
+            state,
+            workspace,
+            sizes,
+            row,
+            start,
+            slot,
+            masks_stops,
+            True,
+            TOKENS,
+        )
+        weight = _weights_of(cut, largest)
+        if weight > 0.0:
+            needed = tl.maximum(tl.ceil((wanted - above) / weight), 1.0)
+            needed = tl.where((needed > 1.0) & (above + (needed - 1.0) * weight >= wanted), needed - 1.0, needed)
+            needed = tl.where(above + needed * weight < wanted, needed + 1.0, needed)
+            cut_id = _nth_equal(
+                cut,
+                needed.to(tl.int32),
+                num_gathered,
+                batch,
+                state,
+                workspace,
+                sizes,
+                row,
+                start,
+                slot,
+                masks_stops,
+                TOKENS,
+            )
+    return cut, cut_id
+
+
+@triton.jit
+def row_cut(batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
+    """Cut value and cut id: what is kept lies above the value, or equals it and has no larger id.
+
+    Top-k first, then top-p over what it kept, then min-p over what that kept, as reference_sampling.row_cut does.
+    """
+    largest = tl.full([], float("-inf"), tl.float32)
+    for first_id in range(0, sizes.vocab_limit, TOKENS):
+        values = row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+        largest = tl.maximum(largest, tl.max(values, axis=0))
+    cut = tl.full([], float("-inf"), tl.float32)
+    cut_id = tl.full([], NO_TOKEN, tl.int32)
+    if largest > float("-inf"):
+        top_k = tl.load(state.top_k + slot)
+        top_k = tl.where((top_k > 0) & (top_k < sizes.vocab_limit), top_k, 0)
+        top_p = tl.load(state.top_p + slot)
+        if (top_k > 0) | (top_p < 1.0):
+            cut, cut_id = _top_cut(
+                largest, top_k, top_p, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS
+            )
         min_p = tl.load(state.min_p + slot)
         if min_p > 0.0:
             low = _order_of(cut)
-            top = high
+            high = _order_of(largest)
             # Smallest order whose weight is enough; the largest value's is 1.
-            while low < top:
-                middle = low + (top - low) // 2
+            while low < high:
+                middle = low + (high - low) // 2
                 is_enough = _weights_of(_value_of(middle), largest) >= min_p
-                top = tl.where(is_enough, middle, top)
+                high = tl.where(is_enough, middle, high)
                 low = tl.where(is_enough, low, middle + 1)
             # A cut that stays where it was keeps its id.
             cut_id = tl.where(_value_of(low) > cut, NO_TOKEN, cut_id)

@@ -12,10 +12,11 @@ from foretoken_kernels.sampler_state import SampleBatch, SamplerState
 
 
 class SampleSizes(NamedTuple):
-    """The extents of a SampleBatch and a SamplerState, as numbers for kernels."""
+    """Numbers for kernels that are the same in each step: a kernel is compiled anew for other ones.
 
-    num_rows: int
-    num_seqs: int
+    Rows and sequences are not among them.
+    """
+
     max_slots: int
     vocab_size: int
     vocab_limit: int
@@ -25,10 +26,8 @@ class SampleSizes(NamedTuple):
 
 
 def sample_sizes(batch: SampleBatch, state: SamplerState) -> SampleSizes:
-    """The extents of both."""
+    """The sizes of both."""
     return SampleSizes(
-        num_rows=batch.tokens.shape[0],
-        num_seqs=batch.slots.shape[0],
         max_slots=state.counts.shape[0],
         vocab_size=state.counts.shape[1],
         vocab_limit=min(batch.vocab_limit, state.counts.shape[1]),

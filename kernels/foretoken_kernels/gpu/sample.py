@@ -33,6 +33,7 @@ class SampleWorkspace(NamedTuple):
         cut_ids: int32 [rows]; of those equal to it the ids above this one are cut.
         chunk_values: float32 [rows, chunks]; each piece's best value, with its noise.
         chunk_ids: int32 [rows, chunks]; the id that has it.
+        gathered_values, gathered_ids: float32, int32 [rows, 2 * chunk_tokens]; what top-k and top-p may still cut.
         chunk_tokens: ids a piece.
     """
 
@@ -41,6 +42,8 @@ class SampleWorkspace(NamedTuple):
     cut_ids: torch.Tensor
     chunk_values: torch.Tensor
     chunk_ids: torch.Tensor
+    gathered_values: torch.Tensor
+    gathered_ids: torch.Tensor
     chunk_tokens: int
 
 
@@ -59,15 +62,17 @@ def sample_workspace(
         cut_ids=empty(torch.int32, max_rows),
         chunk_values=empty(torch.float32, max_rows, num_chunks),
         chunk_ids=empty(torch.int32, max_rows, num_chunks),
+        gathered_values=empty(torch.float32, max_rows, 2 * chunk_tokens),
+        gathered_ids=empty(torch.int32, max_rows, 2 * chunk_tokens),
         chunk_tokens=chunk_tokens,
     )
 
 
-@triton.jit
-def _cut_kernel(batch, state, workspace, sizes, TOKENS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_seqs"])
+def _cut_kernel(batch, state, workspace, sizes, num_seqs, TOKENS: tl.constexpr):
     row = tl.program_id(0)
     seq = tl.load(batch.row_seqs + row)
-    if (seq < 0) | (seq >= sizes.num_seqs):
+    if (seq < 0) | (seq >= num_seqs):
         return
     slot = slot_of(batch, sizes, seq)
     start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), row)
@@ -83,7 +88,7 @@ def _cut_kernel(batch, state, workspace, sizes, TOKENS: tl.constexpr):
     is_cut = is_cut | (tl.load(state.min_p + slot) > 0.0)
     if is_cut & (tl.load(state.temperature + slot) > 0.0):
         masks_stops = tl.load(batch.num_outputs + seq) + depth < tl.load(state.min_tokens + slot)
-        cut, cut_id = row_cut(batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+        cut, cut_id = row_cut(batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS)
     tl.store(workspace.depths + row, depth)
     tl.store(workspace.cut_values + row, cut)
     tl.store(workspace.cut_ids + row, cut_id)
@@ -124,12 +129,12 @@ def _noised_best(values, ids, first_id, position, state, slot, TOKENS: tl.conste
     return best, best_id
 
 
-@triton.jit
-def _chunk_kernel(batch, state, workspace, sizes, num_chunks, TOKENS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_seqs"])
+def _chunk_kernel(batch, state, workspace, sizes, num_seqs, num_chunks, TOKENS: tl.constexpr):
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     seq = tl.load(batch.row_seqs + row)
-    if (seq < 0) | (seq >= sizes.num_seqs):
+    if (seq < 0) | (seq >= num_seqs):
         return
     slot = slot_of(batch, sizes, seq)
     start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), row)
@@ -151,11 +156,11 @@ def _chunk_kernel(batch, state, workspace, sizes, num_chunks, TOKENS: tl.constex
     tl.store(workspace.chunk_ids + out, best_id)
 
 
-@triton.jit
-def _best_chunk_kernel(batch, workspace, sizes, sampled_ptr, num_chunks, CHUNKS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_seqs"])
+def _best_chunk_kernel(batch, workspace, sizes, sampled_ptr, num_seqs, num_chunks, CHUNKS: tl.constexpr):
     row = tl.program_id(0)
     seq = tl.load(batch.row_seqs + row)
-    if (seq < 0) | (seq >= sizes.num_seqs):
+    if (seq < 0) | (seq >= num_seqs):
         tl.store(sampled_ptr + row, -1)
         return
     chunks = tl.arange(0, CHUNKS)
@@ -182,13 +187,14 @@ def sample_rows(batch: SampleBatch, state: SamplerState, workspace: SampleWorksp
     assert batch.logits.stride(1) == 1 and vocab_size == state.counts.shape[1]
     assert num_chunks * chunk_tokens >= vocab_size and len(workspace.depths) >= num_rows
     sizes = sample_sizes(batch, state)
+    num_seqs = batch.slots.shape[0]
     _cut_kernel[(num_rows,)](
-        batch, state, workspace, sizes, TOKENS=2 * chunk_tokens, num_warps=16, enable_fp_fusion=False
+        batch, state, workspace, sizes, num_seqs, TOKENS=2 * chunk_tokens, num_warps=16, enable_fp_fusion=False
     )
     _chunk_kernel[(num_chunks, num_rows)](
-        batch, state, workspace, sizes, num_chunks, TOKENS=chunk_tokens, num_warps=8, enable_fp_fusion=False
+        batch, state, workspace, sizes, num_seqs, num_chunks, TOKENS=chunk_tokens, num_warps=8, enable_fp_fusion=False
     )
     chunks = triton.next_power_of_2(num_chunks)
     _best_chunk_kernel[(num_rows,)](
-        batch, workspace, sizes, sampled, num_chunks, CHUNKS=chunks, num_warps=1, enable_fp_fusion=False
+        batch, workspace, sizes, sampled, num_seqs, num_chunks, CHUNKS=chunks, num_warps=1, enable_fp_fusion=False
     )

@@ -23,13 +23,14 @@ _STOP: tl.constexpr = tl.constexpr(FINISH_STOP)
 _LENGTH: tl.constexpr = tl.constexpr(FINISH_LENGTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _walk_kernel(
     batch,
     state,
     result,
     sizes,
     sampled_ptr,
+    num_rows,
     max_tokens,
     UPDATE_STATE: tl.constexpr,
     STOPS: tl.constexpr,
@@ -37,8 +38,8 @@ def _walk_kernel(
 ):
     seq = tl.program_id(0)
     slot = slot_of(batch, sizes, seq)
-    start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), sizes.num_rows)
-    end = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq + 1), start), sizes.num_rows)
+    start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), num_rows)
+    end = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq + 1), start), num_rows)
     num_nodes = end - start
     max_new = tl.load(batch.max_new + seq)
     num_stops = tl.minimum(tl.load(state.num_stops + slot), sizes.max_stops)
@@ -108,6 +109,7 @@ def walk(
         result,
         sizes,
         sampled,
+        batch.tokens.shape[0],
         result.tokens.shape[1],
         UPDATE_STATE=update_state,
         STOPS=triton.next_power_of_2(max(sizes.max_stops, 1)),
