@@ -7,14 +7,32 @@ text means anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 
 import torch
 
-from foretoken.tree import DraftTree, depths
+from foretoken.tree import DraftTree
 from verifier_svc.messages import FinishReason
-from verifier_svc.verify import SamplingState, WalkResult
+from verifier_svc.verify import WalkResult
 from verifier_svc.walker import Walk, Walker
+
+
+class SimulatedWalker:
+    """A ``verifier_svc.walker.Walker`` whose walks have the lengths of a simulator; ``inner`` does the work."""
+
+    def __init__(self, inner: Walker, simulator: AcceptanceSimulator) -> None:
+        self._inner, self._simulator = inner, simulator
+
+    def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
+        results = self._inner.walk(walks, logits)
+        return [self._replaced(walk, result) for walk, result in zip(walks, results, strict=True)]
+
+    def _replaced(self, walk: Walk, result: WalkResult) -> WalkResult:
+        sequence = walk.sequence
+        replaced = self._simulator.replace(result, walk.tree, sequence.max_new_tokens, walk.sources)
+        # A sampler on the host has counted the tokens that it sampled.
+        sequence.sampler.num_output_tokens = sequence.num_output_tokens + len(replaced.tokens)
+        return replaced
 
 
 class AcceptanceSimulator:
@@ -38,14 +56,9 @@ class AcceptanceSimulator:
         return max(1, min(length, longest))
 
     def replace(
-        self,
-        result: WalkResult,
-        tree: DraftTree,
-        sampler: SamplingState,
-        max_new_tokens: int,
-        sources: Sequence[int] | None = None,
+        self, result: WalkResult, tree: DraftTree, max_new_tokens: int, sources: Items[int] | None = None
     ) -> WalkResult:
-        """The walk that is committed in place of ``result``; ``sampler`` then has seen as many tokens.
+        """The walk that is committed in place of ``result``.
 
         Arguments as of ``sample_and_walk``, which made ``result``. A tree of its root alone, and a sequence that cannot
         go on, are left as they are. The output ends by its length only, and has no logprobs.
@@ -59,7 +72,6 @@ class AcceptanceSimulator:
         assert sampled is not None, "a walk has at least one token"
         tokens = [*(int(tree.tokens[node]) for node in matched), sampled][:max_new_tokens]
         accepted = matched[: len(tokens)]
-        sampler.num_output_tokens += length - result.num_walked_tokens
         return WalkResult(
             tokens=tokens,
             accepted_nodes=accepted,
@@ -73,27 +85,16 @@ class AcceptanceSimulator:
         )
 
 
-class SimulatedWalker:
-    """A ``verifier_svc.walker.Walker`` whose walks have the lengths of a simulator; ``inner`` does the work."""
-
-    def __init__(self, inner: Walker, simulator: AcceptanceSimulator) -> None:
-        self._inner, self._simulator = inner, simulator
-
-    def walk(self, walks: Sequence[Walk], logits: torch.Tensor) -> list[WalkResult]:
-        results = self._inner.walk(walks, logits)
-        return [self._replaced(each, result) for each, result in zip(walks, results, strict=True)]
-
-    def _replaced(self, each: Walk, result: WalkResult) -> WalkResult:
-        sequence = each.sequence
-        return self._simulator.replace(result, each.tree, sequence.sampler, sequence.max_new_tokens, each.sources)
-
-
 def deepest_path(tree: DraftTree) -> list[int]:
     """The nodes from below the root to the first of the deepest ones."""
     parents = tree.parents.tolist()
-    node = int(depths(tree.parents).argmax())
+    levels, deepest = [0] * len(parents), 0
+    for node in range(1, len(parents)):
+        level = levels[node] = levels[parents[node]] + 1
+        if level > levels[deepest]:
+            deepest = node
     path: list[int] = []
-    while node > 0:
-        path.append(node)
-        node = parents[node]
+    while deepest > 0:
+        path.append(deepest)
+        deepest = parents[deepest]
     return path[::-1]

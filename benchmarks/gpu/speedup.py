@@ -119,7 +119,7 @@ def main() -> None:
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(
         f"{figures['tree']}, temperature {figures['temperature']:g}, {figures['mode']} mode: "
-        f"{figures['speedup']:.2f}x, {figures['drafted_tokens_per_s']:.0f} / "
+        f"{figures['speedup']:.2f}x: {figures['drafted_tokens_per_s']:.0f} / "
         f"{figures['plain_tokens_per_s']:.0f} tok/s; "
         f"{figures['tokens_per_step']:.2f} tokens a step of {figures['drafted_ms_per_step']:.2f} ms against "
         f"{figures['plain_ms_per_step']:.2f} ms; {figures['num_other_texts']} of {figures['num_outputs']} texts differ"

@@ -32,13 +32,13 @@ TREE = DraftTree(np.array([9, 1, 2, 3, 4, 5, 6], np.int32), np.array([-1, 0, 0, 
 
 def walk(
     simulator: AcceptanceSimulator, tree: DraftTree = TREE, *, best: int = 7, max_new_tokens: int = 100
-) -> tuple[WalkResult, SamplingState]:
+) -> WalkResult:
     """What is committed where the target samples ``best`` everywhere, which no node holds."""
     state = SamplingState(GREEDY, (9,), eos_ids=frozenset({0}), choice_index=0)
     logits = np.eye(10, dtype=np.float32)[[best] * tree.num_nodes]
     sources = [0, *([3] * (tree.num_nodes - 1))]
     result = sample_and_walk(logits, tree, state, 1, (), max_new_tokens, sources=sources)
-    return simulator.replace(result, tree, state, max_new_tokens, sources), state
+    return simulator.replace(result, tree, max_new_tokens, sources)
 
 
 @given(st.floats(1.0, 7.0))
@@ -57,42 +57,40 @@ def test_a_step_is_no_longer_than_its_tree_and_not_made_up_for() -> None:
 
 def test_the_deepest_path_is_taken_and_the_sampled_token_comes_last() -> None:
     assert deepest_path(TREE) == [2, 4, 5]
-    result, state = walk(AcceptanceSimulator(3.0))
+    result = walk(AcceptanceSimulator(3.0))
     assert result == WalkResult([2, 4, 7], [2, 4], [3, 3, 0], None, None, [], 3, [2, 4])
-    assert state.num_output_tokens == 3
-    result, _ = walk(AcceptanceSimulator(9.0))
+    result = walk(AcceptanceSimulator(9.0))
     assert result.tokens == [2, 4, 5, 7] and result.num_walked_tokens == 4
 
 
 def test_a_length_of_one_accepts_nothing() -> None:
-    result, state = walk(AcceptanceSimulator(1.0))
-    assert (result.tokens, result.accepted_nodes, state.num_output_tokens) == ([7], [], 1)
+    result = walk(AcceptanceSimulator(1.0))
+    assert (result.tokens, result.accepted_nodes) == ([7], [])
 
 
 def test_what_the_target_would_have_accepted_does_not_matter() -> None:
-    result, state = walk(AcceptanceSimulator(2.0), best=1)
-    assert (result.tokens, result.matched_nodes, state.num_output_tokens) == ([2, 1], [2], 2)
+    result = walk(AcceptanceSimulator(2.0), best=1)
+    assert (result.tokens, result.matched_nodes) == ([2, 1], [2])
 
 
 def test_a_stop_token_ends_nothing_and_the_length_does() -> None:
-    result, _ = walk(AcceptanceSimulator(2.0), best=0)
+    result = walk(AcceptanceSimulator(2.0), best=0)
     assert (result.tokens, result.finish, result.stop_token_id) == ([2, 0], None, None)
-    result, _ = walk(AcceptanceSimulator(4.0), max_new_tokens=2)
+    result = walk(AcceptanceSimulator(4.0), max_new_tokens=2)
     assert (result.tokens, result.finish) == ([2, 4], FinishReason.LENGTH)
     assert (result.accepted_nodes, result.sources, result.num_walked_tokens) == ([2, 4], [3, 3], 4)
 
 
 def test_a_step_without_a_draft_is_left_alone() -> None:
     simulator = AcceptanceSimulator(2.5)
-    result, state = walk(simulator, DraftTree.root_only(9))
-    assert (result.tokens, state.num_output_tokens) == ([7], 1)
+    result = walk(simulator, DraftTree.root_only(9))
+    assert (result.tokens, result.num_walked_tokens) == ([7], 1)
     assert simulator.next_length(9) == 2
 
 
 def test_a_sequence_that_cannot_go_on_is_left_alone() -> None:
     broken = WalkResult([7], [], [0], None, None, [], 1, [], InvalidRequestError("no", field="x"))
-    state = SamplingState(GREEDY, (9,), eos_ids=frozenset(), choice_index=0)
-    assert AcceptanceSimulator(2.0).replace(broken, TREE, state, 9) is broken
+    assert AcceptanceSimulator(2.0).replace(broken, TREE, 9) is broken
 
 
 class _WrongDrafter(ScriptedDrafter):
