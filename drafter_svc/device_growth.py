@@ -165,7 +165,7 @@ class DeviceGrowth:
             min(bucket(len(rows)), self._target.max_slots),
             _branches(int(shapes[:, kernel.MAX_BRANCHES].max())),
             max(int(shapes[:, kernel.MAX_DEPTH].max()), 1),
-            int(shapes[:, kernel.MAX_NODES].max()),
+            self._target.max_nodes,
             min(table_bucket(-(-longest // places.block_size)), self._max_blocks),
         )
         if shape not in self._stages:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,7 +13,11 @@ from drafter_svc.draft_passes import PASS_ROWS, DraftModel, cache_blocks, scratc
 from drafter_svc.growth import MAX_BRANCHES, ROWS_PER_SLOT, GrowthMaker
 from foretoken.drafting import TargetInfo
 from foretoken.models.backend import CPU, Backend, choose_backend, default_dtype
-from foretoken.models.device_sizes import PassSizes
+from foretoken.models.device_sizes import PassSizes, choices_file
+
+
+class TunableModel(Protocol):
+    def tune(self, path: Path | None) -> None: ...
 
 
 class Placement(NamedTuple):
@@ -42,6 +47,11 @@ class Placement(NamedTuple):
             blocks=self._table_blocks(target),
             graphs=self.graphs,
         )
+
+    def tune(self, model: TunableModel) -> None:
+        """On a GPU, take the fastest matmuls for a model."""
+        if self.backend.device.type == "cuda":
+            model.tune(choices_file())
 
     def growth_maker(self, model: DraftModel, target: TargetInfo) -> GrowthMaker | None:
         """What grows trees there; None: what DraftPasses takes by itself, on the CPU."""

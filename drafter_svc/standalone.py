@@ -121,6 +121,7 @@ class StandaloneDrafter(ModelDrafter):
         # Beyond the positions that it was trained for a model drafts badly, never wrongly.
         num_positions, sizes = target.max_model_len + target.max_nodes, placement.pass_sizes(target)
         llama = Llama(config, self._weights, cache, num_positions, self._threads, sizes=sizes)
+        placement.tune(llama)
         rows = DraftRows(target, first_position=0, needs_features=False)
         model = StandaloneModel(llama)
         growth = placement.growth_maker(model, target)

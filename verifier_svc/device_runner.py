@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from foretoken.models.backend import Backend
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.decoder_weights import Progress
-from foretoken.models.device_sizes import PassSizes
+from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.llama import Llama
 from verifier_svc.model_runner import TargetModel, silent
 
@@ -72,16 +72,23 @@ class DeviceRunner(TargetModel):
         moves = torch.from_numpy(np.stack([src_slots, dst_slots])).to(self._device, non_blocking=True)
         copy_slots(self._planes, moves[0], moves[1])
 
+    def tune(self, path: Path | None) -> None:
+        """Time matmuls and take the fastest from now on; ``path`` keeps the choices for the next start."""
+        self._model.tune(path)
+
     def warm_up(self, progress: Progress = silent) -> None:
         """Compile the kernels of a prompt's pass and of a decode step. Leaves noise in the cache."""
         start = time.perf_counter()
+        if self._device.type == "cuda":
+            progress(0, 3, "timing matmuls")
+            self.tune(choices_file())
         most = min(64, self.max_model_len, self.cache.num_slots)
         for done, rows in enumerate((most, 1)):
-            progress(done, 2, "compiling kernels")
+            progress(1 + done, 3, "compiling kernels")
             self.forward(_prompt(rows, self.block_size))
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        progress(2, 2, "compiling kernels")
+        progress(3, 3, "compiling kernels")
         _log.info("numerics: fast; kernels ready in %.2f s", time.perf_counter() - start)
 
 

@@ -127,7 +127,7 @@ class DeviceBatch:
 
 # Rows, wanted rows and sequences are filled up to one of these, then to multiples of _STEP.
 _STEP = 128
-_LEAST_BLOCKS = 32
+_LEAST_BLOCKS = 256
 _BUCKETS = (
     1,
     2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -21,3 +22,8 @@ class PassSizes(NamedTuple):
     blocks: int
     mask_words: int = 1
     graphs: bool = True
+
+
+def choices_file() -> Path:
+    """Where the fastest matmuls of this user's GPUs are kept from one start to the next."""
+    return Path.home() / ".cache" / "foretoken" / "matmuls.json"

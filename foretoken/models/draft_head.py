@@ -117,6 +117,13 @@ class DraftHead:
             self._executor.buffer(self._output.buffer, batch.num_rows, self.hidden_size),
         )
 
+    def tune(self, path: Path | None) -> None:
+        """On a GPU: time its matmuls and take the fastest from now on; ``path`` keeps the choices."""
+        for depth in range(self.num_depths):
+            self._loaded(depth, from_target=True)
+            self._loaded(depth, from_target=False)
+        cast("DevicePass", self._executor).tune(path)
+
     def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> HeadOutput:
         """A recurrent pass over arrays that are on the GPU; nothing waits for it, and it may be captured in a graph.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -91,6 +92,11 @@ class Llama:
         self._executor.run(self._loaded(features), batch)
         self._captured = (batch.num_rows, len(features) * self.config.hidden_size)
         return self._executor.buffer(kernel.LOGITS, len(batch.logit_rows), self.config.vocab_size)
+
+    def tune(self, path: Path | None) -> None:
+        """On a GPU: time its matmuls and take the fastest from now on; ``path`` keeps the choices."""
+        self._loaded(())
+        cast("DevicePass", self._executor).tune(path)
 
     def launch(self, arrays: DeviceArrays) -> torch.Tensor:
         """As ``forward``, over arrays that are on the GPU; nothing waits for it, and it may be captured in a graph."""

@@ -1,0 +1,220 @@
+"""What the GPU itself takes for the parts of a step: the target's pass, sampling and walk, and a draft.
+
+    python -m benchmarks.gpu.checkpoint --output DIR
+    python -m benchmarks.gpu.passes --model DIR/target --drafter-head DIR/eagle3 [--profile]
+
+In one process and without services. A pass's time is that of launches one behind the other, so that the host's work is
+hidden by the device's; a draft's is that of a whole call, since it waits for its trees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from drafter_svc.head_drafter import HeadDrafter
+from drafter_svc.placement import Placement
+from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, TargetInfo
+from foretoken.models.backend import Backend, choose_backend, default_dtype
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.config import load_config
+from foretoken.models.device_sizes import PassSizes
+from verifier_svc.device_runner import DeviceRunner
+
+CONTEXT = 320
+BLOCK = 16
+MAX_MODEL_LEN = 2048
+MAX_BATCH = 16
+BATCHES = (1, 4, 16)
+# Rows of one sequence: plain decode, chains, trees.
+ROWS = (1, 2, 4, 6, 32, 64)
+# Steps, branches, nodes, and tokens accepted a step.
+SHAPES = ((1, 1, 2, 2), (3, 1, 4, 3), (5, 1, 6, 4), (5, 8, 32, 4), (5, 8, 64, 4))
+REPEATS = 30
+BLOCKS_PER_SEQ = -(-(CONTEXT + 80) // BLOCK) + 1
+
+
+def verify_batch(batch: int, rows: int) -> ForwardBatch:
+    """``rows`` nodes of a bushy tree for each of ``batch`` sequences: node i stands below node (i - 1) // 2."""
+    parents = (np.arange(rows) - 1) // 2
+    masks = np.zeros(rows, np.uint64)
+    depths = np.zeros(rows, np.int32)
+    for node in range(1, rows):
+        masks[node] = masks[parents[node]] | (np.uint64(1) << np.uint64(node))
+        depths[node] = depths[parents[node]] + 1
+    tables = np.arange(batch * BLOCKS_PER_SEQ, dtype=np.int32).reshape(batch, -1)
+    logical = CONTEXT + np.arange(rows)
+    slots = tables[:, logical // BLOCK] * BLOCK + logical % BLOCK
+    return ForwardBatch(
+        token_ids=np.arange(batch * rows, dtype=np.int32) % 8000,
+        positions=np.tile(CONTEXT + depths, batch).astype(np.int32),
+        slot_mapping=slots.reshape(-1).astype(np.int32),
+        row_seqs=np.repeat(np.arange(batch, dtype=np.int32), rows),
+        context_lens=np.full(batch * rows, CONTEXT + 1, np.int32),
+        masks=np.tile(masks, batch)[:, None],
+        tree_starts=np.full(batch, CONTEXT, np.int32),
+        block_tables=tables,
+        logit_rows=np.arange(batch * rows, dtype=np.int32),
+    )
+
+
+def draft_request(
+    batch: int, shape: tuple[int, int, int, int], step: int, width: int, *, is_first: bool
+) -> DraftRequest:
+    """The request behind a step that accepted as many tokens as the shape says; the first tells the prompts."""
+    steps, branches, nodes, accepted = shape
+    new = CONTEXT if is_first else accepted
+    length = CONTEXT + step * accepted
+    tables = np.arange(batch * BLOCKS_PER_SEQ, dtype=np.int32).reshape(batch, -1)
+    first_block = (length - new) // BLOCK
+    blocks = tables[:, first_block : -(-length // BLOCK)]
+    random = np.random.default_rng(step)
+    told = new - is_first
+    constants = {
+        "lengths": length,
+        "prompt_lengths": CONTEXT,
+        "max_nodes": nodes,
+        "max_depths": steps,
+        "max_branches": branches,
+        "generations": 1,
+        "top_ps": 1,
+    }
+    columns = {name: np.full(batch, constants.get(name, 0), dtype) for name, dtype in ROW_COLUMNS.items()}
+    columns["slots"] = np.arange(batch, dtype=np.int32)
+    ragged = {
+        "new_tokens": random.integers(0, 8000, (batch, new), np.int32),
+        "hidden": random.standard_normal((batch, told, width)).astype(np.float32),
+        "block_ids": blocks,
+        "prediction": np.empty((batch, 0), np.int32),
+    }
+    for name, starts in RAGGED_COLUMNS.items():
+        columns[starts] = np.arange(batch + 1, dtype=np.int32) * ragged[name].shape[1]
+        columns[name] = ragged[name].reshape(-1, width) if name == "hidden" else ragged[name].reshape(-1)
+    return DraftRequest.of_columns(1, step + 1, columns)
+
+
+def device_ms(launch: Callable[[], object]) -> float:
+    """Milliseconds of one call among REPEATS that follow each other without a wait."""
+    launch()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    for _ in range(3):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record()
+        for _ in range(REPEATS):
+            launch()
+        ended.record()
+        ended.synchronize()
+        times.append(float(began.elapsed_time(ended)) / REPEATS)
+    return min(times)
+
+
+def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path) -> tuple[int, int]:
+    """Prints the passes' times; returns the number of layers and the hidden size."""
+    rows = MAX_BATCH * max(ROWS)
+    sizes = PassSizes(rows, rows, MAX_BATCH, BLOCKS_PER_SEQ)
+    began = time.perf_counter()
+    runner = DeviceRunner(
+        model,
+        backend=backend,
+        sizes=sizes,
+        block_size=BLOCK,
+        num_blocks=MAX_BATCH * BLOCKS_PER_SEQ,
+        context_length=MAX_MODEL_LEN,
+    )
+    torch.nn.init.normal_(runner.cache.data, std=0.5)
+    print(f"loaded in {time.perf_counter() - began:.1f} s", flush=True)
+    for tuned in (False, True):
+        if tuned:
+            began = time.perf_counter()
+            runner.tune(matmuls)
+            print(f"matmuls timed in {time.perf_counter() - began:.1f} s", flush=True)
+        for batch in BATCHES:
+            found = []
+            for count in ROWS:
+                if batch * count <= rows:
+                    made = verify_batch(batch, count)
+                    found.append(f"{count}: {device_ms(partial(runner.forward, made)):.3f}")
+            print(f"target{' tuned' if tuned else ''}, batch {batch}, ms by rows  " + "  ".join(found), flush=True)
+    if profile:
+        for batch, count in ((1, 1), (1, 32), (16, 6)):
+            made = verify_batch(batch, count)
+            show_profile(f"target, batch {batch}, {count} rows", partial(runner.forward, made))
+    return runner.config.num_layers, runner.config.hidden_size
+
+
+def measure_draft(model: Path, head: Path, backend: Backend, size: tuple[int, int], profile: bool) -> None:
+    num_layers, hidden_size = size
+    for shape in SHAPES:
+        found = []
+        for batch in BATCHES:
+            drafter = HeadDrafter("EAGLE3", head, placement=Placement(backend, default_dtype(backend)))
+            drafter.attach(_info(model, num_layers, hidden_size, shape[2]), None)
+            drafter.draft(draft_request(batch, shape, 0, 3 * hidden_size, is_first=True))
+            times = []
+            # As many steps as the blocks of a sequence hold.
+            steps = min(REPEATS, 60 // shape[3])
+            for step in range(1, steps):
+                request = draft_request(batch, shape, step, 3 * hidden_size, is_first=False)
+                began = time.perf_counter()
+                drafter.draft(request)
+                times.append((time.perf_counter() - began) * 1e3)
+            found.append(f"{batch}: {statistics.median(times):.3f}")
+            if profile and shape[2] in (6, 32) and batch != 4:
+                request = draft_request(batch, shape, steps, 3 * hidden_size, is_first=False)
+                title = f"draft {shape}, batch {batch}"
+                show_profile(title, partial(drafter.draft, request), 1)
+        print(f"draft {shape}, ms by batch  " + "  ".join(found), flush=True)
+
+
+def _info(model: Path, num_layers: int, hidden_size: int, nodes: int) -> TargetInfo:
+    return TargetInfo(
+        model_fingerprint="benchmark",
+        vocab_size=load_config(model).vocab_size,
+        max_model_len=MAX_MODEL_LEN,
+        max_slots=MAX_BATCH,
+        max_nodes=nodes,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        block_size=BLOCK,
+        num_blocks=MAX_BATCH * BLOCKS_PER_SEQ,
+        checkpoint=str(model),
+    )
+
+
+def show_profile(title: str, launch: Callable[[], object], repeats: int = 5) -> None:
+    """Print the kernels that take longest, microseconds a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(repeats):
+            launch()
+        torch.cuda.synchronize()
+    events = sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in events) / repeats
+    print(f"{title}: {total:.0f} us on the device")
+    for event in events[:12]:
+        print(f"    {event.self_device_time_total / repeats:8.1f} us  {event.count / repeats:6.1f} x  {event.key[:90]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="the target's folder")
+    parser.add_argument("--drafter-head", type=Path, required=True, help="the EAGLE-3 head's folder")
+    parser.add_argument("--matmuls", type=Path, default=None, help="file that keeps the choice of matmuls")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of some passes")
+    args = parser.parse_args()
+    backend = choose_backend("cuda")
+    size = measure_target(args.model, backend, args.profile, args.matmuls)
+    measure_draft(args.model, args.drafter_head, backend, size, args.profile)
+
+
+if __name__ == "__main__":
+    main()
