@@ -50,20 +50,22 @@ class LaunchingModel(VocabularyOwner, Protocol):
 
 
 class _Shape(NamedTuple):
-    """What a graph is captured for: trees, branches of a node, levels, nodes of a tree, and blocks of a row's table."""
+    """What a graph is captured for: trees, branches of a node, levels, nodes of a tree, blocks of a row's table, and
+    whether any row has top-k, top-p or min-p."""
 
     trees: int
     branches: int
     depth: int
     nodes: int
     blocks: int
+    filtered: bool
 
 
 class _Stage:
     """The memory of one shape's graph: what the host says, the trees, and what the host learns."""
 
     def __init__(self, shape: _Shape, num_modules: int, draft_vocab_size: int, device: torch.device) -> None:
-        trees, branches, depth, nodes, num_blocks = shape
+        trees, branches, depth, nodes, num_blocks, self.filtered = shape
         self.asked = DeviceTwins(
             {
                 "requests": ((trees, NUM_COLUMNS), torch.int32),
@@ -167,6 +169,7 @@ class DeviceGrowth:
             max(int(shapes[:, kernel.MAX_DEPTH].max()), 1),
             self._target.max_nodes,
             min(table_bucket(-(-longest // places.block_size)), self._max_blocks),
+            self._is_filtered(rows),
         )
         if shape not in self._stages:
             self._stages[shape] = _Stage(shape, self._model.num_depths, self._vocabulary.size, self._device)
@@ -195,6 +198,27 @@ class DeviceGrowth:
                 scores[low + 1 : low + count] = found["scores"][tree, 1:count]
         self._stage, self._rows = None, np.empty(0, np.int32)
         return DraftBatch(request.epoch, request.step_id, node_starts, tokens, parents, scores)
+
+    def warm_up(self, output: PassOutput, scratch_block: int, block_size: int) -> None:
+        """Compile the kernels of all shapes of trees, so that no request waits for a compiler.
+
+        Args:
+            output: of a pass of one row.
+            scratch_block: of the cache; written to.
+        """
+        trees, row = self.trees, np.zeros(1, np.int32)
+        tables = np.full((1, self._max_blocks), scratch_block, np.int32)
+        places = Places(tables, row.copy(), np.ones((self._model.num_depths, 1), np.int32), block_size)
+        branches = 1
+        while branches <= min(MAX_BRANCHES, max(self._target.max_nodes - 1, 1)):
+            trees.shapes[0] = 0
+            trees.shapes[0, [kernel.LENGTH, kernel.MAX_NODES]] = 1, self._target.max_nodes
+            # Three levels run all kinds of launches: roots, the first level, a later one.
+            trees.shapes[0, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = 3, branches
+            self.offer_roots(output, row, [0], 0)
+            self.grow(row, places)
+            branches *= 2
+        self._stage, self._rows = None, np.empty(0, np.int32)
 
     def _ask(self, stage: _Stage, rows: Int32, places: Places) -> None:
         """Bring over what the rows want; trees that only fill up the shape want nothing."""
@@ -262,7 +286,14 @@ class DeviceGrowth:
             vocab_limit=self._vocabulary.limit,
             target_ids=self._target_ids,
             scale=self._scale,
+            filtered=stage.filtered,
         )
+
+    def _is_filtered(self, rows: Int32) -> bool:
+        """Whether logits are to be cut: only where there is a temperature."""
+        filters, top_ks = self.trees.filters[rows], self.trees.shapes[rows, kernel.TOP_K]
+        cut = (top_ks > 0) | (filters[:, kernel.TOP_P] < 1) | (filters[:, kernel.MIN_P] > 0)
+        return bool((cut & (filters[:, kernel.TEMPERATURE] > 0)).any())
 
 
 def _branches(wanted: int) -> int:

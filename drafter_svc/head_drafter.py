@@ -102,7 +102,6 @@ class HeadDrafter(ModelDrafter):
                 sizes=placement.pass_sizes(target),
             )
         self._check_head(head, target)
-        placement.tune(head)
         rows = DraftRows(target, first_position=FIRST_POSITION, num_depths=head.num_depths)
         growth = placement.growth_maker(head, target)
         self._begin(rows, DraftPasses(head, target, rows, coupled=self._coupled, make_growth=growth))

@@ -6,17 +6,24 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from drafter_svc.config import DrafterSettings
 from drafter_svc.draft_passes import PASS_ROWS, DraftModel, cache_blocks, scratch_blocks_per_row
-from drafter_svc.growth import MAX_BRANCHES, ROWS_PER_SLOT, GrowthMaker
+from drafter_svc.growth import MAX_BRANCHES, ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput
 from foretoken.drafting import TargetInfo
 from foretoken.models.backend import CPU, Backend, choose_backend, default_dtype
+from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_sizes import PassSizes, choices_file
 
+# A pass of so many rows runs the kernels of longer ones too.
+_WARM_ROWS = 128
 
-class TunableModel(Protocol):
+
+class LaunchedModel(DraftModel, Protocol):
+    """A model that may be on a GPU."""
+
     def tune(self, path: Path | None) -> None: ...
 
 
@@ -48,19 +55,16 @@ class Placement(NamedTuple):
             graphs=self.graphs,
         )
 
-    def tune(self, model: TunableModel) -> None:
-        """On a GPU, take the fastest matmuls for a model."""
-        if self.backend.device.type == "cuda":
-            model.tune(choices_file())
-
-    def growth_maker(self, model: DraftModel, target: TargetInfo) -> GrowthMaker | None:
-        """What grows trees there; None: what DraftPasses takes by itself, on the CPU."""
+    def growth_maker(self, model: LaunchedModel, target: TargetInfo) -> GrowthMaker | None:
+        """What grows trees there, warm; None: what DraftPasses takes by itself, on the CPU."""
         if not self.is_gpu:
             return None
+        if self.backend.device.type == "cuda":
+            model.tune(choices_file())
         # Triton is imported where there is a GPU alone.
         from drafter_svc.device_growth import DeviceGrowth
 
-        return partial(
+        make = partial(
             DeviceGrowth,
             model,
             target,
@@ -71,10 +75,44 @@ class Placement(NamedTuple):
             graphs=self.graphs,
         )
 
+        def make_warm(scale: float) -> Growth:
+            growth = make(scale)
+            growth.warm_up(self._run_prompts(model, target), target.num_blocks, target.block_size)
+            return growth
+
+        return make_warm
+
+    @staticmethod
+    def _run_prompts(model: LaunchedModel, target: TargetInfo) -> PassOutput:
+        """Passes as those that write new tokens' entries, over scratch; returns the last one's output, of one row."""
+        rows = 1 << (min(PASS_ROWS, _WARM_ROWS, target.max_model_len).bit_length() - 1)
+        while True:
+            batch = _scratch_batch(rows, target)
+            output = model.forward(batch, np.zeros((rows, model.feature_width), np.float32), from_target=True)
+            if rows == 1:
+                return output
+            rows //= 2
+
     @staticmethod
     def _table_blocks(target: TargetInfo) -> int:
         """Blocks of one row: of the longest sequence, and of its tree."""
         return -(-target.max_model_len // target.block_size) + scratch_blocks_per_row(target)
+
+
+def _scratch_batch(rows: int, target: TargetInfo) -> ForwardBatch:
+    """Rows of one sequence whose entries all go to the first slot of scratch."""
+    positions = np.arange(rows, dtype=np.int32)
+    return ForwardBatch(
+        token_ids=np.zeros(rows, np.int32),
+        positions=positions,
+        slot_mapping=np.full(rows, target.num_blocks * target.block_size, np.int32),
+        row_seqs=np.zeros(rows, np.int32),
+        context_lens=positions + 1,
+        masks=np.zeros((rows, 1), np.uint64),
+        tree_starts=np.zeros(1, np.int32),
+        block_tables=np.full((1, -(-rows // target.block_size)), target.num_blocks, np.int32),
+        logit_rows=np.array([rows - 1], np.int32),
+    )
 
 
 ON_CPU = Placement()

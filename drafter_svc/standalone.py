@@ -60,6 +60,9 @@ class StandaloneModel:
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> _Output:
         return _Output(self._llama.forward(batch), self._no_hidden)
 
+    def tune(self, path: Path | None) -> None:
+        self._llama.tune(path)
+
     def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> _Output:
         return _Output(self._llama.launch(arrays), self._no_hidden)
 
@@ -121,7 +124,6 @@ class StandaloneDrafter(ModelDrafter):
         # Beyond the positions that it was trained for a model drafts badly, never wrongly.
         num_positions, sizes = target.max_model_len + target.max_nodes, placement.pass_sizes(target)
         llama = Llama(config, self._weights, cache, num_positions, self._threads, sizes=sizes)
-        placement.tune(llama)
         rows = DraftRows(target, first_position=0, needs_features=False)
         model = StandaloneModel(llama)
         growth = placement.growth_maker(model, target)

@@ -25,6 +25,9 @@ from verifier_svc.model_runner import TargetModel, silent
 
 _log = logging.getLogger(__name__)
 
+# A prompt's pass of so many rows runs the kernels of longer ones too.
+_PROMPT_ROWS = 128
+
 
 class DeviceRunner(TargetModel):
     """The target model with its cache on a GPU. One thread calls it, any thread may build it.
@@ -76,19 +79,22 @@ class DeviceRunner(TargetModel):
         """Time matmuls and take the fastest from now on; ``path`` keeps the choices for the next start."""
         self._model.tune(path)
 
-    def warm_up(self, progress: Progress = silent) -> None:
-        """Compile the kernels of a prompt's pass and of a decode step. Leaves noise in the cache."""
+    def warm_up(self, progress: Progress = silent, *, max_nodes: int = 1) -> None:
+        """Choose matmuls, compile the kernels of prompts' passes and of trees up to ``max_nodes``, so that no request
+        waits for a compiler. Leaves noise in the cache."""
         start = time.perf_counter()
         if self._device.type == "cuda":
-            progress(0, 3, "timing matmuls")
+            progress(0, 1, "timing matmuls")
             self.tune(choices_file())
-        most = min(64, self.max_model_len, self.cache.num_slots)
-        for done, rows in enumerate((most, 1)):
-            progress(1 + done, 3, "compiling kernels")
+        room = min(self.max_model_len, self.cache.num_slots - self.block_size)
+        # The attention's kernel is another one for each power of two of a sequence's rows.
+        counts = [1 << power for power in range(max(max_nodes, _PROMPT_ROWS).bit_length())]
+        for done, rows in enumerate(count for count in counts if count <= room):
+            progress(done, len(counts), "compiling kernels")
             self.forward(_prompt(rows, self.block_size))
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        progress(3, 3, "compiling kernels")
+        progress(1, 1, "compiling kernels")
         _log.info("numerics: fast; kernels ready in %.2f s", time.perf_counter() - start)
 
 

@@ -147,6 +147,14 @@ class DeviceWalker:
                 results[id(each)] = walk_on_host(each, logits)
         return [results[id(each)] for each in walks]
 
+    @torch.inference_mode()
+    def warm_up(self, vocab_size: int) -> None:
+        """Compile the kernels: so far no row belongs to a sequence."""
+        stage = _Stage(_Shape(1, 1), self._max_tokens, self._device)
+        stage.asked.host["row_seqs"][:] = -1
+        stage.asked.send()
+        self._sample_and_walk(stage, torch.zeros((1, vocab_size), dtype=torch.float32, device=self._device))
+
     def _launch(self, walks: list[Walk], logits: torch.Tensor) -> _Stage:
         rows = max(each.first_row + each.tree.num_nodes for each in walks)
         # Rows of logits past those of this step hold what an earlier one left.

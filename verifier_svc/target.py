@@ -95,7 +95,7 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
         context_length=settings.context_length,
         progress=progress,
     )
-    on_device.warm_up(progress)
+    on_device.warm_up(progress, max_nodes=settings.speculative_num_draft_tokens)
     walker = DeviceWalker(
         vocab_size=on_device.config.vocab_size,
         token_limit=num_token_ids(settings.model, on_device.config.vocab_size),
@@ -105,6 +105,7 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
         device=backend.device,
         graphs=not settings.disable_cuda_graph,
     )
+    walker.warm_up(on_device.config.vocab_size)
     return Target(on_device, walker, None)
 
 

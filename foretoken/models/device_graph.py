@@ -44,6 +44,8 @@ class DeviceGraphs:
     def clear(self) -> None:
         """Forget all graphs: memory that they know has moved."""
         self._graphs.clear()
+        # A pool ends with the last graph that has memory of it.
+        self._pool = None
 
     def _capture(self, key: Hashable, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()

@@ -33,8 +33,9 @@ from foretoken.models.rope import cos_sin_table
 
 # The buffer between the gate's and the activation's kernel; the CPU has none, so its table has no name for it.
 _GATE_UP = kernel.NUM_FIELDS
-# Passes of more rows are a prompt's: their kernels take longer than their launches, and hardly two have one size.
-MAX_GRAPH_ROWS = 256
+# Passes of more rows, not all of them wanted, are a prompt's: their kernels take longer than their launches, and hardly
+# two have one size.
+MAX_PROMPT_GRAPH_ROWS = 64
 # Programs that share the keys of a tile of rows, at most.
 _NUM_SPLITS = 32
 
@@ -128,14 +129,14 @@ class DevicePass:
         if given is not None:
             # A copy from memory that is not pinned has left the host when the call returns.
             self.buffer(kernel.GIVEN, *given.shape).copy_(torch.from_numpy(given))
-        if shape.rows <= MAX_GRAPH_ROWS:
+        if _has_graph(batch):
             self._graphs.run((loaded.number, shape), lambda: self.launch(loaded.program, arrays))
         else:
             self.launch(loaded.program, arrays)
 
     def _upload(self, batch: ForwardBatch, runs: Runs, shape: BatchShape) -> DeviceArrays:
         sizes = self._sizes
-        if shape.rows > MAX_GRAPH_ROWS:
+        if not _has_graph(batch):
             # No graph knows these addresses.
             uploaded = DeviceBatch(shape, sizes.mask_words, self._device)
         else:
@@ -243,7 +244,7 @@ class DevicePass:
         longest = int(batch.context_lens.max()) + 64 * sizes.mask_words
         blocks = min(batch.block_tables.shape[1], -(-longest // self._cache.block_size))
         blocks = min(table_bucket(blocks), sizes.blocks)
-        if rows > MAX_GRAPH_ROWS:
+        if not _has_graph(batch):
             return BatchShape(rows, wanted, seqs, most, blocks)
         wanted = wanted and min(bucket(wanted), sizes.wanted)
         most = 1 << (most - 1).bit_length()
@@ -259,6 +260,11 @@ class DevicePass:
     def _element_type(self, field: int) -> torch.dtype:
         """Logits are float32: rounded to bfloat16 the best two would often be equal."""
         return torch.float32 if field == kernel.LOGITS else self._dtype
+
+
+def _has_graph(batch: ForwardBatch) -> bool:
+    """Whether a batch is of a kind that comes again: decode steps, whatever their size."""
+    return batch.num_rows <= MAX_PROMPT_GRAPH_ROWS or len(batch.logit_rows) == batch.num_rows
 
 
 def _present(tensor: torch.Tensor) -> torch.Tensor | None:
