@@ -65,25 +65,23 @@ def verify_batch(batch: int, rows: int) -> ForwardBatch:
     )
 
 
-def draft_request(
-    batch: int, shape: tuple[int, int, int, int], step: int, width: int, *, is_first: bool
-) -> DraftRequest:
-    """The request behind a step that accepted as many tokens as the shape says; the first tells the prompts."""
+def draft_request(batch: int, shape: tuple[int, int, int, int], width: int, generation: int, step: int) -> DraftRequest:
+    """The request behind a step that accepted as many tokens as the shape says; step 0 tells the prompts."""
     steps, branches, nodes, accepted = shape
-    new = CONTEXT if is_first else accepted
+    new = accepted if step else CONTEXT
     length = CONTEXT + step * accepted
     tables = np.arange(batch * BLOCKS_PER_SEQ, dtype=np.int32).reshape(batch, -1)
     first_block = (length - new) // BLOCK
     blocks = tables[:, first_block : -(-length // BLOCK)]
     random = np.random.default_rng(step)
-    told = new - is_first
+    told = new - (step == 0)
     constants = {
         "lengths": length,
         "prompt_lengths": CONTEXT,
         "max_nodes": nodes,
         "max_depths": steps,
         "max_branches": branches,
-        "generations": 1,
+        "generations": generation,
         "top_ps": 1,
     }
     columns = {name: np.full(batch, constants.get(name, 0), dtype) for name, dtype in ROW_COLUMNS.items()}
@@ -152,35 +150,38 @@ def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path) 
 
 def measure_draft(model: Path, head: Path, backend: Backend, size: tuple[int, int], profile: bool) -> None:
     num_layers, hidden_size = size
+    began = time.perf_counter()
+    drafter = HeadDrafter("EAGLE3", head, placement=Placement(backend, default_dtype(backend)))
+    drafter.attach(_info(model, num_layers, hidden_size), None)
+    print(f"head attached in {time.perf_counter() - began:.1f} s", flush=True)
+    generation = 0
     for shape in SHAPES:
         found = []
         for batch in BATCHES:
-            drafter = HeadDrafter("EAGLE3", head, placement=Placement(backend, default_dtype(backend)))
-            drafter.attach(_info(model, num_layers, hidden_size, shape[2]), None)
-            drafter.draft(draft_request(batch, shape, 0, 3 * hidden_size, is_first=True))
-            times = []
+            generation += 1
+            request = partial(draft_request, batch, shape, 3 * hidden_size, generation)
+            drafter.draft(request(0))
             # As many steps as the blocks of a sequence hold.
             steps = min(REPEATS, 60 // shape[3])
+            times = []
             for step in range(1, steps):
-                request = draft_request(batch, shape, step, 3 * hidden_size, is_first=False)
+                asked = request(step)
                 began = time.perf_counter()
-                drafter.draft(request)
+                drafter.draft(asked)
                 times.append((time.perf_counter() - began) * 1e3)
             found.append(f"{batch}: {statistics.median(times):.3f}")
             if profile and shape[2] in (6, 32) and batch != 4:
-                request = draft_request(batch, shape, steps, 3 * hidden_size, is_first=False)
-                title = f"draft {shape}, batch {batch}"
-                show_profile(title, partial(drafter.draft, request), 1)
+                show_profile(f"draft {shape}, batch {batch}", partial(drafter.draft, request(steps)), 1)
         print(f"draft {shape}, ms by batch  " + "  ".join(found), flush=True)
 
 
-def _info(model: Path, num_layers: int, hidden_size: int, nodes: int) -> TargetInfo:
+def _info(model: Path, num_layers: int, hidden_size: int) -> TargetInfo:
     return TargetInfo(
         model_fingerprint="benchmark",
         vocab_size=load_config(model).vocab_size,
         max_model_len=MAX_MODEL_LEN,
         max_slots=MAX_BATCH,
-        max_nodes=nodes,
+        max_nodes=max(ROWS),
         hidden_size=hidden_size,
         num_layers=num_layers,
         block_size=BLOCK,
