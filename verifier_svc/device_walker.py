@@ -164,7 +164,9 @@ class DeviceWalker:
         stage = self._stages[shape]
         stage.asked.wait()
         host = stage.asked.host
-        host["row_seqs"][:], host["parents"][:] = -1, -1
+        # Rows between those of two sequences (a grammar's, prompt logprobs) count as the former's nodes: they hold no
+        # token that a walk could go to.
+        host["row_seqs"][:], host["parents"][:], host["tokens"][:] = -1, -1, -1
         host["row_starts"][:] = rows
         for index, (sequence, tree, first_row, _) in enumerate(walks):
             end = first_row + tree.num_nodes

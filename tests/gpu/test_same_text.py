@@ -73,7 +73,7 @@ def test_the_text_is_that_of_the_cpu(targets: Targets, kind: str, temperature: s
 @pytest.mark.gpu
 def test_graphs_change_nothing(targets: Targets, device: str) -> None:
     target = targets["llama"]
-    request = Request(text(2, 40), SamplingParams(temperature=0.0, max_tokens=48), SpeculationOptions())
+    request = Request(text(2, 40), SamplingParams(temperature=0.0, max_tokens=48))
     texts = [
         on_device.harness(target, ("EAGLE3",), device, graphs=graphs).run([request])[0].token_ids
         for graphs in (True, False)

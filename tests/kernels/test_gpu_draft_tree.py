@@ -219,10 +219,9 @@ def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocab", [32000, 128256])
-def test_a_draft_is_one_graph(device: str, vocab: int) -> None:
+def test_a_draft_is_one_graph(device: str) -> None:
     """Captured once, replayed for other requests: the trees are those of the reference."""
-    count, branches, depth = 16, 8, 5
+    count, branches, depth, vocab = 4, 8, 5, 2048
     head = Head(vocab, num_states=count * branches)
     target_ids = torch.randperm(200000, generator=torch.Generator().manual_seed(5))[:vocab].int().to(device)
     tables = block_tables(count).to(device)
