@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from foretoken.models.batch import ForwardBatch
+from foretoken.models.batch import ForwardBatch, chain_batch
 from verifier_svc.engine import TargetRunner
 
 # Tokens of context behind the measured rows: short, since what counts is the difference that rows make.
@@ -32,7 +32,7 @@ def measure_step_costs(runner: TargetRunner, *, num_tokens: int, block_size: int
     context = min(CONTEXT, num_tokens - most)
     costs = {}
     for rows in row_counts(most):
-        batch = _chain(context, rows, block_size)
+        batch = chain_batch(np.zeros(rows, np.int32), context, block_size)
         _run(runner, batch)
         times = []
         for _ in range(REPEATS):
@@ -46,20 +46,3 @@ def measure_step_costs(runner: TargetRunner, *, num_tokens: int, block_size: int
 def _run(runner: TargetRunner, batch: ForwardBatch) -> None:
     """A pass, waited for: on a GPU a logit is there when all of them are."""
     runner.forward(batch)[0, 0].item()
-
-
-def _chain(context: int, rows: int, block_size: int) -> ForwardBatch:
-    """A chain of ``rows`` tokens behind ``context`` slots of the first blocks."""
-    positions = np.arange(context, context + rows, dtype=np.int32)
-    num_blocks = -(-(context + rows) // block_size)
-    return ForwardBatch(
-        token_ids=np.zeros(rows, np.int32),
-        positions=positions,
-        slot_mapping=positions.copy(),
-        row_seqs=np.zeros(rows, np.int32),
-        context_lens=positions + 1,
-        masks=np.zeros((rows, 1), np.uint64),
-        tree_starts=np.zeros(1, np.int32),
-        block_tables=np.arange(num_blocks, dtype=np.int32)[None],
-        logit_rows=np.arange(rows, dtype=np.int32),
-    )

@@ -17,7 +17,7 @@ from foretoken_kernels.gpu.kv_commit import copy_slots
 from numpy.typing import NDArray
 
 from foretoken.models.backend import Backend
-from foretoken.models.batch import ForwardBatch
+from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.llama import Llama
@@ -91,23 +91,9 @@ class DeviceRunner(TargetModel):
         counts = [1 << power for power in range(max(max_nodes, _PROMPT_ROWS).bit_length())]
         for done, rows in enumerate(count for count in counts if count <= room):
             progress(done, len(counts), "compiling kernels")
-            self.forward(_prompt(rows, self.block_size))
+            last = np.array([rows - 1], np.int32)
+            self.forward(chain_batch(np.zeros(rows, np.int32), 0, self.block_size, last))
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         progress(1, 1, "compiling kernels")
         _log.info("numerics: fast; kernels ready in %.2f s", time.perf_counter() - start)
-
-
-def _prompt(rows: int, block_size: int) -> ForwardBatch:
-    positions = np.arange(rows, dtype=np.int32)
-    return ForwardBatch(
-        token_ids=np.zeros(rows, np.int32),
-        positions=positions,
-        slot_mapping=positions.copy(),
-        row_seqs=np.zeros(rows, np.int32),
-        context_lens=positions + 1,
-        masks=np.zeros((rows, 1), np.uint64),
-        tree_starts=np.zeros(1, np.int32),
-        block_tables=np.arange(-(-rows // block_size), dtype=np.int32)[None],
-        logit_rows=np.array([rows - 1], np.int32),
-    )

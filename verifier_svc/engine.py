@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from foretoken.errors import DeadlineError, ForetokenError, PreconditionError, Q
 from foretoken.models.batch import ForwardBatch
 from foretoken.tree import DraftTree
 from verifier_svc.block_manager import BlockManager
+from verifier_svc.inbox import Inbox
 from verifier_svc.messages import (
     Abort,
     AttachDrafter,
@@ -113,11 +113,8 @@ class Engine:
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._token_limit = token_limit
-        self._inbox: deque[InboxMessage] = deque()
-        # Of the messages in the inbox: sequences that want a place in the queue, and ends that may free one.
-        self._num_submits = 0
-        self._num_ends = 0
-        self._wake = threading.Condition()
+        self._inbox = Inbox()
+        self._sessions_lock = threading.Lock()
         self._outboxes: dict[int, Outbox] = {}
         self._next_session = 0
         self._sequences: dict[SequenceKey, Sequence] = {}
@@ -134,7 +131,7 @@ class Engine:
 
     def open_session(self, outbox: Outbox) -> int:
         """Register where a session's events go; returns its id."""
-        with self._wake:
+        with self._sessions_lock:
             self._next_session += 1
             self._outboxes[self._next_session] = outbox
             return self._next_session
@@ -145,10 +142,7 @@ class Engine:
 
     def send(self, message: InboxMessage) -> None:
         """Queue a message for the next step."""
-        with self._wake:
-            self._inbox.append(message)
-            self._count(message, 1)
-            self._wake.notify()
+        self._inbox.put(message)
 
     @property
     def queue_room(self) -> int:
@@ -156,14 +150,7 @@ class Engine:
 
         Steps may take long; with this, refusals need not wait for one. Where there is room, the step has the last word.
         """
-        with self._wake:
-            return max(self._scheduler.room - self._num_submits, self._num_ends, 0)
-
-    def _count(self, message: InboxMessage, change: int) -> None:
-        if isinstance(message, Submit):
-            self._num_submits += change
-        elif isinstance(message, Abort | CloseSession):
-            self._num_ends += change
+        return self._inbox.room(lambda: self._scheduler.room)
 
     def drain(self) -> None:
         """Refuse new sequences from now on; running ones finish."""
@@ -192,9 +179,8 @@ class Engine:
 
     def stop(self) -> None:
         """Stop after the step that runs; sequences that still run are dropped."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._stopping = True
+        self._inbox.wake()
         if self._thread is not None:
             self._thread.join()
 
@@ -204,11 +190,9 @@ class Engine:
     def _run(self) -> None:
         try:
             while True:
-                with self._wake:
-                    while not self._stopping and not self._inbox and not self._scheduler.has_work:
-                        self._wake.wait()
-                    if self._stopping:
-                        return
+                self._inbox.wait(lambda: self._stopping or self._scheduler.has_work)
+                if self._stopping:
+                    return
                 self.run_step()
         except BaseException as error:
             # The engine's state is unknown from here on. The server sees the dead thread and ends the process, and
@@ -441,10 +425,7 @@ class Engine:
     # Messages.
 
     def _take_inbox(self, now: float) -> None:
-        while self._inbox:
-            with self._wake:
-                message = self._inbox.popleft()
-                self._count(message, -1)
+        while (message := self._inbox.take()) is not None:
             match message:
                 case Submit():
                     self._submit(message, now)
@@ -483,7 +464,7 @@ class Engine:
         for sequence in [s for s in self._sequences.values() if s.key.session_id == session_id]:
             self._remove(sequence)
         self._pending.pop(session_id, None)
-        with self._wake:
+        with self._sessions_lock:
             self._outboxes.pop(session_id, None)
 
     def _end_overdue(self, now: float) -> None:

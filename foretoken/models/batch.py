@@ -49,3 +49,23 @@ class ForwardBatch:
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
+
+
+def chain_batch(token_ids: Int32, first: int, block_size: int, logit_rows: Int32 | None = None) -> ForwardBatch:
+    """Consecutive tokens of one sequence, from position ``first`` on, whose cache is the first blocks there are.
+
+    ``logit_rows``: rows whose logits are wanted; None: all.
+    """
+    rows = len(token_ids)
+    positions = np.arange(first, first + rows, dtype=np.int32)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=positions.copy(),
+        row_seqs=np.zeros(rows, np.int32),
+        context_lens=positions + 1,
+        masks=np.zeros((rows, 1), np.uint64),
+        tree_starts=np.zeros(1, np.int32),
+        block_tables=np.arange(-(-(first + rows) // block_size), dtype=np.int32)[None],
+        logit_rows=np.arange(rows, dtype=np.int32) if logit_rows is None else logit_rows,
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from foretoken.models.batch import ForwardBatch
+from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import Progress
 
@@ -30,27 +30,14 @@ def rows_are_independent(
     length = min(_ROW_COUNTS[-1], num_slots, config.max_position_embeddings)
     tokens = (np.arange(length, dtype=np.int64) * 7919 % config.vocab_size).astype(np.int32)
     counts = [count for count in _ROW_COUNTS if count <= length]
-    expected = torch.stack([forward(_chunk(tokens, row, row + 1, block_size))[0].clone() for row in range(length)])
+    expected = torch.stack(
+        [forward(chain_batch(tokens[row : row + 1], row, block_size))[0].clone() for row in range(length)]
+    )
     for done, count in enumerate(counts):
         progress(done, len(counts), "checking numerics")
         for first in range(0, length - count + 1, count):
-            logits = forward(_chunk(tokens, first, first + count, block_size))
+            logits = forward(chain_batch(tokens[first : first + count], first, block_size))
             if not torch.equal(logits, expected[first : first + count]):
                 return False
     progress(len(counts), len(counts), "checking numerics")
     return True
-
-
-def _chunk(tokens: np.ndarray[tuple[int], np.dtype[np.int32]], first: int, end: int, block_size: int) -> ForwardBatch:
-    positions = np.arange(first, end, dtype=np.int32)
-    return ForwardBatch(
-        token_ids=tokens[first:end],
-        positions=positions,
-        slot_mapping=positions,
-        row_seqs=np.zeros(end - first, np.int32),
-        context_lens=positions + 1,
-        masks=np.zeros((end - first, 1), np.uint64),
-        tree_starts=np.zeros(1, np.int32),
-        block_tables=np.arange(-(-end // block_size), dtype=np.int32)[None],
-        logit_rows=np.arange(end - first, dtype=np.int32),
-    )

@@ -23,8 +23,8 @@ from foretoken_kernels.gpu.draft_keys import (
     temperature_of,
     values_of_keys,
 )
-from foretoken_kernels.gpu.draft_tree_noise import run_noise, token_noise
 from foretoken_kernels.gpu.draft_tree_state import DraftTrees, OfferWorkspace
+from foretoken_kernels.gpu.noise import gumbel_from_words, scattered_noise, token_words
 
 # Ids of one program; a multiple of four.
 CHUNK = 1024
@@ -91,9 +91,10 @@ def _offer_chunk(
             seed_low, seed_high = tl.load(request + _SEED_LOW), tl.load(request + _SEED_HIGH)
             if HAS_MAP:
                 tokens = tl.load(target_ids + ids, mask=is_id, other=0)
-                values += token_noise(tokens, position, choice_index, seed_low, seed_high)
+                values += scattered_noise(tokens, position, choice_index, seed_low, seed_high)
             else:
-                values += run_noise(chunk * (CHUNK // 4), CHUNK // 4, position, choice_index, seed_low, seed_high)
+                words = token_words(chunk * (CHUNK // 4), position, choice_index, seed_low, seed_high, CHUNK)
+                values += gumbel_from_words(words)
     factor = _score_factor(temperature, scale, COUPLED)
     largest = tl.max(values, axis=0)
     # Without values to compare there is nothing to add: a row that holds +inf has no children.

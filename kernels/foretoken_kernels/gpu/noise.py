@@ -61,6 +61,22 @@ def gumbel_from_words(words):
 
 
 @triton.jit
+def scattered_noise(token_ids, position, choice, key_low, key_high):
+    """float32 noise of any int32 token ids, for the stream of sampled tokens."""
+    zeros = (token_ids * 0).to(tl.uint32)
+    w0, w1, w2, w3 = philox4x32(
+        (token_ids >> 2).to(tl.uint32),
+        zeros + position.to(tl.uint32),
+        zeros + choice.to(tl.uint32),
+        zeros,
+        zeros + key_low.to(tl.uint32),
+        zeros + key_high.to(tl.uint32),
+    )
+    lane = token_ids & 3
+    return gumbel_from_words(tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3))))
+
+
+@triton.jit
 def gumbel_estimate(words):
     """float32 noise to within ESTIMATE_ERROR, without float64.
 
