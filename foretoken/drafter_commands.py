@@ -64,4 +64,8 @@ def _client(url: str, key_file: Path) -> DraftersClient:
 def _show(drafters: list[DrafterOf]) -> None:
     for drafter in drafters:
         kind = f" {drafter.algorithm}" if drafter.algorithm else ""
-        print(f"{drafter.name}: {drafter.state},{kind} over {drafter.transport}, to the verifier at {drafter.verifier}")
+        place = f" at {drafter.address}" if drafter.address else ""
+        print(
+            f"{drafter.name}{place}: {drafter.state},{kind} over {drafter.transport}, to the verifier at "
+            f"{drafter.verifier}"
+        )

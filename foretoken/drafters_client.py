@@ -14,6 +14,7 @@ class DrafterOf(NamedTuple):
     name: str
     algorithm: str
     transport: str
+    address: str
     state: str
 
 

@@ -159,6 +159,8 @@ class DrafterInfo:
     name: str
     algorithm: str
     transport: str
+    # Where it listens; empty: in the verifier's process.
+    address: str
     state: str
     num_attaches: int
     num_drafts: int

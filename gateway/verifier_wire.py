@@ -50,6 +50,7 @@ _DRAFTER_NUMBERS_AND_TEXTS = (
     "name",
     "algorithm",
     "transport",
+    "address",
     "state",
     "num_attaches",
     "num_drafts",

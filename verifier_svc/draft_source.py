@@ -33,6 +33,11 @@ class DraftSource(Protocol):
     def name(self) -> str: ...
 
     @property
+    def address(self) -> str:
+        """Where the drafter listens; empty: in this process."""
+        ...
+
+    @property
     def algorithm(self) -> str:
         """NGRAM, EAGLE3, ...; empty before the first attachment."""
         ...

@@ -101,6 +101,10 @@ class DrafterClient:
         return self._endpoint.name
 
     @property
+    def address(self) -> str:
+        return self._endpoint.address
+
+    @property
     def algorithm(self) -> str:
         return self._algorithm
 

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 class InProcessClient:
     """A ``DraftSource`` around a drafter in this process. Once the engine runs, its thread makes all calls to it."""
 
+    # No one else reaches it.
+    address = ""
+
     def __init__(
         self,
         name: str,

@@ -65,6 +65,7 @@ def drafter_state(link: DraftLink) -> verifier_pb2.DrafterState:
         name=link.name,
         algorithm=source.algorithm,
         transport=source.transport_name,
+        address=source.address,
         state=link.state,
         num_attaches=link.num_attaches,
         num_drafts=counters.num_drafts,

@@ -47,7 +47,9 @@ class ChangingVerifier(ScriptedVerifier):
         return {drafter.name: drafter.state for drafter in self.info.drafters}
 
     def add(self, name: str) -> verifier_pb2.DrafterState:
-        drafter = verifier_pb2.DrafterState(name=name, transport="shared-memory", state="connecting")
+        drafter = verifier_pb2.DrafterState(
+            name=name, transport="shared-memory", address="unix:/run/late", state="connecting"
+        )
         self.info.drafters.append(drafter)
         return drafter
 
@@ -125,7 +127,7 @@ async def test_a_key_is_needed(operated: Operated, method: str, url: str, header
 async def test_attach_list_detach_on_all_verifiers(operated: Operated) -> None:
     answer = await operated.http.post(URL, json={**BODY, "transport": "grpc"}, headers=AUTH)
     entry = {"object": "drafter", "name": "late", "algorithm": "", "transport": "shared-memory"}
-    entry |= {"state": "connecting", "num_attaches": 0}
+    entry |= {"address": "unix:/run/late", "state": "connecting", "num_attaches": 0}
     assert answer.json() == {"object": "list", "data": [{**entry, "verifier": a} for a in operated.addresses]}
     assert [v.attached for v in operated.verifiers] == [[("late", "unix:/run/late", "grpc")]] * 2
     listed = (await operated.http.get(URL, headers=AUTH)).json()["data"]
@@ -233,7 +235,8 @@ async def test_commands(operated: Operated) -> None:
 
     first, second = operated.addresses
     attached = await run("attach", "late", "unix:/run/late", "--transport", "grpc", "--verifier", second)
-    assert attached.output == f"late: connecting, over shared-memory, to the verifier at {second}\n", attached.output
+    late = f"late at unix:/run/late: connecting, over shared-memory, to the verifier at {second}\n"
+    assert attached.output == late, attached.output
     assert [v.attached for v in operated.verifiers] == [[], [("late", "unix:/run/late", "grpc")]]
     listed = await run("list")
     ngram = "ngram: attached, NGRAM over shared-memory, to the verifier at"

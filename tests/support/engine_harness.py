@@ -46,6 +46,7 @@ class TestSource:
         self.algorithm = drafter.algorithm
         self.needs = DrafterNeeds()
         self.transport_name = "in-process"
+        self.address = ""
         self._drafter = drafter
         self._target = target
         self.transport: InProcessTransport | None = None

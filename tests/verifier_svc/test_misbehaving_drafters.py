@@ -258,6 +258,7 @@ class SlowSource:
     """An in-process drafter to wait for: each awaited draft takes ``delay_s`` of the clock, scouted ones are late."""
 
     transport_name = "in-process"
+    address = ""
 
     def __init__(self, drafter: ScriptedDrafter, clock: Clock, timeout_s: float) -> None:
         self._inside = InProcessClient("slow", drafter, TARGET, EPOCH, clock=clock)
