@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from foretoken.errors import ConfigError
+from foretoken.models.backend import CPU
 from verifier_svc.config import VerifierSettings
 from verifier_svc.memory_plan import make_plan
-from verifier_svc.server import ProgressLines, memory_plan
+from verifier_svc.server import ProgressLines
+from verifier_svc.target import memory_plan
 
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 
@@ -19,7 +21,7 @@ def settings(**fields: int) -> VerifierSettings:
 
 
 def test_the_demo_fits_and_says_where_memory_goes() -> None:
-    plan = memory_plan(settings())
+    plan = memory_plan(settings(), CPU)
     assert plan.max_model_len == 2048
     assert plan.num_blocks * plan.block_size >= 2048
     text = str(plan)
@@ -36,12 +38,23 @@ def test_the_demo_fits_and_says_where_memory_goes() -> None:
 )
 def test_what_cannot_start_is_refused_by_flag(fields: dict[str, int], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
-        memory_plan(settings(**fields))
+        memory_plan(settings(**fields), CPU)
 
 
 def test_weights_that_leave_no_room_name_the_way_out() -> None:
     with pytest.raises(ConfigError, match="--context-length"):
         make_plan(settings(), weights_bytes=10**15, bytes_per_token=8192, max_model_len=2048)
+
+
+def test_a_gpu_plan_is_of_its_own_memory_and_names_its_buffers() -> None:
+    room, buffers = 2**30, 2**20
+    sizes = {"weights_bytes": 2**28, "bytes_per_token": 8192, "max_model_len": 2048}
+    plan = make_plan(settings(max_running_requests=1024), **sizes, available=room, buffers_bytes=buffers)
+    left = room - 2**28 - buffers
+    assert left - plan.block_size * 8192 < plan.cache_bytes <= left
+    assert "buffers" in str(plan) and "1.0 MiB" in str(plan)
+    with pytest.raises(ConfigError, match="--max-total-tokens"):
+        make_plan(settings(), **sizes, available=room, buffers_bytes=room)
 
 
 def test_progress_is_shown_for_what_takes_long_only(capsys: pytest.CaptureFixture[str]) -> None:
