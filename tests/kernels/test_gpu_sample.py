@@ -133,7 +133,7 @@ def test_words_of_token_ids_are_those_of_the_definition(seed, position, choice, 
     assert words.tolist() == reference_sampling.token_words(ids, position, choice, *noise_key(seed)).tolist()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_every_operation_together_gives_the_defined_tokens(seed, device):
     rng = np.random.default_rng(seed)
     vocab = int(rng.choice([97, 200, 333]))
