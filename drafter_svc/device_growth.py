@@ -141,6 +141,7 @@ class DeviceGrowth:
         self.trees = kernel.new_trees(ROWS_PER_SLOT * target.max_slots, 2, 1)
         self._root_logits = torch.zeros((target.max_slots, model.draft_vocab_size), dtype=torch.float32, device=device)
         self._root_hidden = torch.zeros((target.max_slots, max(model.hidden_size, 1)), dtype=dtype, device=device)
+        self._ends = DeviceTwins({"ends": ((target.max_slots,), torch.int32)}, device)
         self._stages: dict[_Shape, _Stage] = {}
         self._graphs = DeviceGraphs(graphs and device.type == "cuda")
         # Of the request of the moment: its drafted rows, and the stage that holds their trees.
@@ -153,10 +154,11 @@ class DeviceGrowth:
         last = first + len(rows)
         self._root_logits[first:last].copy_(output.logits[: len(rows)])
         if self._model.hidden_size:
-            hidden = output.hidden
-            contiguous = ends[-1] - ends[0] + 1 == len(ends)
-            picked = hidden[ends[0] : ends[-1] + 1] if contiguous else hidden[torch.tensor(ends, device=self._device)]
-            self._root_hidden[first:last].copy_(picked)
+            self._ends.wait()
+            self._ends.host["ends"][: len(ends)] = ends
+            self._ends.send()
+            device_ends = self._ends.device["ends"][: len(ends)]
+            torch.index_select(output.hidden, 0, device_ends, out=self._root_hidden[first:last])
 
     @torch.inference_mode()
     def grow(self, rows: Int32, places: Places) -> None:

@@ -32,7 +32,8 @@ PASS_ROWS = 512
 # Entries that a row may write although the request's budget is spent, so that one long prompt stops no other row.
 SMALL_EXTENSION = 64
 # Rows of which nothing but their entries is wanted that pay for a pass of their own: fewer are bound by the weights.
-ENTRY_ROWS = 24
+# That is where a CPU, and a GPU, is bound by them no more.
+ENTRY_ROWS, GPU_ENTRY_ROWS = 24, 256
 # Scale of the coupled score, in logits. Were a drafter's logits off by Gumbel errors of scale s, the chance that a
 # token wins at temperature T would be exactly the softmax of its noised value times T / s (the Gumbel-max trick), at
 # any T; normal errors of deviation 1 have the variance of s = sqrt(6) / pi = 0.78. With draft models that are the demo
@@ -94,6 +95,7 @@ class DraftPasses:
         budget: entries that long rows of one request write at most; a row that waits for the rest is not drafted for.
         coupled: whether drafts for temperatures above zero use the sampler's noise.
         make_growth: of a scale of the coupled score; None: on the CPU.
+        entry_rows: of which nothing but their entries is wanted, that pay for a pass of their own.
     """
 
     def __init__(
@@ -105,11 +107,13 @@ class DraftPasses:
         budget: int | None = None,
         coupled: bool = True,
         make_growth: GrowthMaker | None = None,
+        entry_rows: int = ENTRY_ROWS,
     ) -> None:
         self._model = model
         self._target = target
         self._rows = rows
         self._budget = budget
+        self._entry_rows = entry_rows
         self.figures = PassFigures()
         self._block_size = target.block_size
         max_rows = ROWS_PER_SLOT * target.max_slots
@@ -247,7 +251,7 @@ class DraftPasses:
         features = self._gather_features(request, pieces, used)
         self.figures.extend_tokens += used
         write_entries = self._model.write_entries
-        if write_entries is not None and used - len(ends) >= ENTRY_ROWS:
+        if write_entries is not None and used - len(ends) >= self._entry_rows:
             # First the rows of which nothing but their entries is wanted.
             is_end = np.zeros(used, np.bool_)
             is_end[ends] = True
@@ -279,8 +283,11 @@ class DraftPasses:
             return self._features[:used]
         if request.hidden.shape[1:] != (self._model.feature_width,):
             raise ValueError(f"hidden rows of {request.hidden.shape[1:]}, expected {self._model.feature_width} wide")
-        for extension, start, stop, at in pieces:
-            first = extension.first_feature + start - extension.start
+        firsts = [extension.first_feature + start - extension.start for extension, start, _, _ in pieces]
+        if all(first - piece.first == firsts[0] for first, piece in zip(firsts, pieces, strict=True)):
+            # As in most requests: all rows' features, one row behind the other.
+            return request.hidden[firsts[0] : firsts[0] + used]
+        for first, (_, start, stop, at) in zip(firsts, pieces, strict=True):
             self._features[at : at + stop - start] = request.hidden[first : first + stop - start]
         return self._features[:used]
 
