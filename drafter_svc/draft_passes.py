@@ -17,7 +17,7 @@ from foretoken_kernels.cpu.decoder import NUM_FIELDS, forward_function
 from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Vocabulary, growth_function
 from numpy.typing import NDArray
 
-from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension
+from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension, told_rows
 from drafter_svc.growth import ROWS_PER_SLOT, Growth, GrowthMaker, HostGrowth, PassOutput
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
@@ -119,6 +119,8 @@ class DraftPasses:
         max_rows = ROWS_PER_SLOT * target.max_slots
         self._tree_blocks = scratch_blocks_per_row(target)
         self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)
+        # Blocks of each tree.
+        self._scratch = np.arange(target.num_blocks, cache_blocks(target), dtype=np.int32).reshape(target.max_slots, -1)
         self._tree_starts = np.zeros(max_rows, np.int32)
         self._context_starts = np.zeros(max_rows, np.int32)
         scale = COUPLING_SCALE if coupled else 0.0
@@ -171,16 +173,18 @@ class DraftPasses:
         waiting: list[Extension] = []
         drafted: list[int] = []
         order, may_clash = _order(request, num_rows)
+        rows = told_rows(request)
         for row in order:
-            last = request.new_token_starts[row + 1] - 1
-            if last >= request.new_token_starts[row]:
-                roots[row] = request.new_tokens[last]
-            sequence = self._rows.learn(request, row)
+            told = rows[row]
+            if told.tokens:
+                roots[row] = told.tokens[-1]
+            sequence = self._rows.learn(told)
             if sequence is None:
                 continue
-            roots[row] = sequence.tokens[sequence.length - 1]
+            if not told.tokens:
+                roots[row] = sequence.tokens[sequence.length - 1]
             most = self._target.max_model_len if left is None else max(left, SMALL_EXTENSION)
-            extension = self._rows.extend(request, row, sequence, most)
+            extension = self._rows.extend(told, sequence, most)
             if extension is None:
                 continue
             if left is not None:
@@ -232,18 +236,17 @@ class DraftPasses:
             self._run_pieces(request, pieces, used, drafted)
 
     def _run_pieces(self, request: DraftRequest, pieces: list[_Piece], used: int, drafted: list[int]) -> None:
-        tokens, positions = np.empty(used, np.int32), np.empty(used, np.int32)
-        seqs = np.empty(used, np.int32)
+        tokens = np.concatenate([extension.sequence.tokens[start:stop] for extension, start, stop, _ in pieces])
+        sizes = [piece.stop - piece.start for piece in pieces]
+        seqs = np.repeat(np.array([piece.extension.row for piece in pieces], np.int32), sizes)
+        offsets = np.array([piece.start - piece.first for piece in pieces], np.int32)
+        positions = np.repeat(offsets, sizes) + np.arange(used, dtype=np.int32)
         ends: list[int] = []
         rows: list[int] = []
-        for piece in pieces:
-            end = piece.first + piece.stop - piece.start
-            tokens[piece.first : end] = piece.extension.sequence.tokens[piece.start : piece.stop]
-            positions[piece.first : end] = np.arange(piece.start, piece.stop, dtype=np.int32)
-            seqs[piece.first : end] = piece.extension.row
+        for piece, size in zip(pieces, sizes, strict=True):
             row, sequence = piece.extension.row, piece.extension.sequence
             if piece.stop == sequence.length and self._wants_tree(row, len(drafted) + len(rows)):
-                ends.append(end - 1)
+                ends.append(piece.first + size - 1)
                 rows.append(row)
         slots = self._slots(seqs, positions)
         logit_rows = np.array(ends, np.int32)
@@ -272,9 +275,8 @@ class DraftPasses:
         """Whether a row is to be drafted for, and there is room in the scratch blocks; gives it its blocks there."""
         if self._growth.trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_slots:
             return False
-        first = self._target.num_blocks + num_before * self._tree_blocks
         block = int(self._tree_starts[row]) // self._block_size
-        self._tables[row, block : block + self._tree_blocks] = np.arange(first, first + self._tree_blocks)
+        self._tables[row, block : block + self._tree_blocks] = self._scratch[num_before]
         self.figures.window_rows += int(self._context_starts[row] > self._rows.first_position)
         return True
 
