@@ -185,7 +185,8 @@ class DeviceGrowth:
         found = None
         if self._stage is not None:
             found = self._stage.found.receive()
-            counts[self._rows] = np.clip(found["num_nodes"][: len(self._rows)], 1, found["tokens"].shape[1])
+            sizes = found["num_nodes"][: len(self._rows)]
+            counts[self._rows] = np.maximum(np.minimum(sizes, found["tokens"].shape[1]), 1)
         node_starts = np.zeros(request.num_rows + 1, np.int32)
         np.cumsum(counts, out=node_starts[1:])
         total = int(node_starts[-1])
@@ -193,11 +194,11 @@ class DeviceGrowth:
         scores = np.zeros(total, np.float32)
         tokens[node_starts[:-1]] = roots
         if found is not None:
-            for tree, row in enumerate(self._rows.tolist()):
-                low, count = int(node_starts[row]), int(counts[row])
-                tokens[low + 1 : low + count] = found["tokens"][tree, 1:count]
-                parents[low + 1 : low + count] = found["parents"][tree, 1:count]
-                scores[low + 1 : low + count] = found["scores"][tree, 1:count]
+            pairs = [(tokens, found["tokens"]), (parents, found["parents"]), (scores, found["scores"])]
+            lows, ends = node_starts[self._rows].tolist(), node_starts[self._rows + 1].tolist()
+            for tree, (low, end) in enumerate(zip(lows, ends, strict=True)):
+                for values, trees in pairs:
+                    values[low + 1 : end] = trees[tree, 1 : end - low]
         self._stage, self._rows = None, np.empty(0, np.int32)
         return DraftBatch(request.epoch, request.step_id, node_starts, tokens, parents, scores)
 

@@ -240,7 +240,8 @@ class DraftPasses:
         sizes = [piece.stop - piece.start for piece in pieces]
         seqs = np.repeat(np.array([piece.extension.row for piece in pieces], np.int32), sizes)
         offsets = np.array([piece.start - piece.first for piece in pieces], np.int32)
-        positions = np.repeat(offsets, sizes) + np.arange(used, dtype=np.int32)
+        positions: Int32 = np.repeat(offsets, sizes)
+        positions += np.arange(used, dtype=np.int32)
         ends: list[int] = []
         rows: list[int] = []
         for piece, size in zip(pieces, sizes, strict=True):

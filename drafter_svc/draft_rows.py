@@ -91,16 +91,21 @@ def told_rows(request: DraftRequest) -> list[ToldRow]:
         starts.tolist() for starts in (request.new_token_starts, request.hidden_starts, request.block_starts)
     )
     columns = (request.slots, request.generations, request.salts, request.lengths, request.max_nodes)
+    values = zip(*(column.tolist() for column in columns), strict=True)
     return [
         ToldRow(
             row,
-            *values,
+            slot,
+            generation,
+            salt,
+            length,
+            max_nodes,
             tokens[token_starts[row] : token_starts[row + 1]],
             blocks[block_starts[row] : block_starts[row + 1]],
             hidden_starts[row],
             hidden_starts[row + 1] - hidden_starts[row],
         )
-        for row, values in enumerate(zip(*(column.tolist() for column in columns), strict=True))
+        for row, (slot, generation, salt, length, max_nodes) in enumerate(values)
     ]
 
 

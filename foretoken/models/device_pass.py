@@ -242,7 +242,7 @@ class DevicePass:
     def _shape(self, batch: ForwardBatch, runs: Runs) -> BatchShape:
         """The smallest captured size that holds a batch; a prompt's pass is run as it is."""
         rows, wanted, seqs = batch.num_rows, len(batch.logit_rows), len(runs.seqs)
-        most = int(np.diff(runs.starts).max())
+        most = int((runs.starts[1:] - runs.starts[:-1]).max())
         sizes = self._sizes
         # A table may be wider than what its sequence has: a draft model's has room for the longest.
         longest = int(batch.context_lens.max()) + 64 * sizes.mask_words

@@ -1,4 +1,4 @@
-"""Pinned memory, and what lies in it: small arrays that one copy brings to a device, or back, and rows on their way there.
+"""Pinned memory: small arrays that one copy brings to a device, or back, and rows of numbers on their way there.
 
 A copy costs microseconds however little it carries; one from other memory waits for all that the stream has to do.
 """
