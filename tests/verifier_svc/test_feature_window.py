@@ -64,14 +64,14 @@ def test_columns_are_found_in_any_order() -> None:
 
 
 def test_rows_of_one_array_are_joined_without_a_copy() -> None:
-    step = np.arange(24, dtype=np.float32).reshape(8, 3)
+    step = np.arange(24, dtype=np.float32).reshape(8, 3).copy()
     view = joined([step[1:3][:], step[3:4], step[4:7][:, 0:3]])
     assert np.shares_memory(view, step)
     assert np.array_equal(view, step[1:7])
 
 
 def test_rows_that_do_not_lie_one_behind_the_other_are_copied() -> None:
-    step = np.arange(24, dtype=np.float32).reshape(8, 3)
+    step = np.arange(24, dtype=np.float32).reshape(8, 3).copy()
     other = step + 100
     for parts in (
         [step[0:2], step[3:5]],
