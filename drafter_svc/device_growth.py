@@ -141,6 +141,7 @@ class DeviceGrowth:
         self.trees = kernel.new_trees(ROWS_PER_SLOT * target.max_slots, 2, 1)
         self._root_logits = torch.zeros((target.max_slots, model.draft_vocab_size), dtype=torch.float32, device=device)
         self._root_hidden = torch.zeros((target.max_slots, max(model.hidden_size, 1)), dtype=dtype, device=device)
+        self._ends = DeviceTwins({"ends": ((target.max_slots,), torch.int32)}, device)
         self._stages: dict[_Shape, _Stage] = {}
         self._graphs = DeviceGraphs(graphs and device.type == "cuda")
         # Of the request of the moment: its drafted rows, and the stage that holds their trees.
@@ -153,10 +154,11 @@ class DeviceGrowth:
         last = first + len(rows)
         self._root_logits[first:last].copy_(output.logits[: len(rows)])
         if self._model.hidden_size:
-            hidden = output.hidden
-            contiguous = ends[-1] - ends[0] + 1 == len(ends)
-            picked = hidden[ends[0] : ends[-1] + 1] if contiguous else hidden[torch.tensor(ends, device=self._device)]
-            self._root_hidden[first:last].copy_(picked)
+            self._ends.wait()
+            self._ends.host["ends"][: len(ends)] = ends
+            self._ends.send()
+            device_ends = self._ends.device["ends"][: len(ends)]
+            torch.index_select(output.hidden, 0, device_ends, out=self._root_hidden[first:last])
 
     @torch.inference_mode()
     def grow(self, rows: Int32, places: Places) -> None:
@@ -183,7 +185,8 @@ class DeviceGrowth:
         found = None
         if self._stage is not None:
             found = self._stage.found.receive()
-            counts[self._rows] = np.clip(found["num_nodes"][: len(self._rows)], 1, found["tokens"].shape[1])
+            sizes = found["num_nodes"][: len(self._rows)]
+            counts[self._rows] = np.maximum(np.minimum(sizes, found["tokens"].shape[1]), 1)
         node_starts = np.zeros(request.num_rows + 1, np.int32)
         np.cumsum(counts, out=node_starts[1:])
         total = int(node_starts[-1])
@@ -191,11 +194,11 @@ class DeviceGrowth:
         scores = np.zeros(total, np.float32)
         tokens[node_starts[:-1]] = roots
         if found is not None:
-            for tree, row in enumerate(self._rows.tolist()):
-                low, count = int(node_starts[row]), int(counts[row])
-                tokens[low + 1 : low + count] = found["tokens"][tree, 1:count]
-                parents[low + 1 : low + count] = found["parents"][tree, 1:count]
-                scores[low + 1 : low + count] = found["scores"][tree, 1:count]
+            pairs = [(tokens, found["tokens"]), (parents, found["parents"]), (scores, found["scores"])]
+            lows, ends = node_starts[self._rows].tolist(), node_starts[self._rows + 1].tolist()
+            for tree, (low, end) in enumerate(zip(lows, ends, strict=True)):
+                for values, trees in pairs:
+                    values[low + 1 : end] = trees[tree, 1 : end - low]
         self._stage, self._rows = None, np.empty(0, np.int32)
         return DraftBatch(request.epoch, request.step_id, node_starts, tokens, parents, scores)
 

@@ -17,7 +17,7 @@ from foretoken_kernels.cpu.decoder import NUM_FIELDS, forward_function
 from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Vocabulary, growth_function
 from numpy.typing import NDArray
 
-from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension
+from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension, told_rows
 from drafter_svc.growth import ROWS_PER_SLOT, Growth, GrowthMaker, HostGrowth, PassOutput
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
@@ -32,7 +32,8 @@ PASS_ROWS = 512
 # Entries that a row may write although the request's budget is spent, so that one long prompt stops no other row.
 SMALL_EXTENSION = 64
 # Rows of which nothing but their entries is wanted that pay for a pass of their own: fewer are bound by the weights.
-ENTRY_ROWS = 24
+# That is where a CPU, and a GPU, is bound by them no more.
+ENTRY_ROWS, GPU_ENTRY_ROWS = 24, 256
 # Scale of the coupled score, in logits. Were a drafter's logits off by Gumbel errors of scale s, the chance that a
 # token wins at temperature T would be exactly the softmax of its noised value times T / s (the Gumbel-max trick), at
 # any T; normal errors of deviation 1 have the variance of s = sqrt(6) / pi = 0.78. With draft models that are the demo
@@ -94,6 +95,7 @@ class DraftPasses:
         budget: entries that long rows of one request write at most; a row that waits for the rest is not drafted for.
         coupled: whether drafts for temperatures above zero use the sampler's noise.
         make_growth: of a scale of the coupled score; None: on the CPU.
+        entry_rows: of which nothing but their entries is wanted, that pay for a pass of their own.
     """
 
     def __init__(
@@ -105,16 +107,20 @@ class DraftPasses:
         budget: int | None = None,
         coupled: bool = True,
         make_growth: GrowthMaker | None = None,
+        entry_rows: int = ENTRY_ROWS,
     ) -> None:
         self._model = model
         self._target = target
         self._rows = rows
         self._budget = budget
+        self._entry_rows = entry_rows
         self.figures = PassFigures()
         self._block_size = target.block_size
         max_rows = ROWS_PER_SLOT * target.max_slots
         self._tree_blocks = scratch_blocks_per_row(target)
         self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)
+        # Blocks of each tree.
+        self._scratch = np.arange(target.num_blocks, cache_blocks(target), dtype=np.int32).reshape(target.max_slots, -1)
         self._tree_starts = np.zeros(max_rows, np.int32)
         self._context_starts = np.zeros(max_rows, np.int32)
         scale = COUPLING_SCALE if coupled else 0.0
@@ -167,16 +173,18 @@ class DraftPasses:
         waiting: list[Extension] = []
         drafted: list[int] = []
         order, may_clash = _order(request, num_rows)
+        rows = told_rows(request)
         for row in order:
-            last = request.new_token_starts[row + 1] - 1
-            if last >= request.new_token_starts[row]:
-                roots[row] = request.new_tokens[last]
-            sequence = self._rows.learn(request, row)
+            told = rows[row]
+            if told.tokens:
+                roots[row] = told.tokens[-1]
+            sequence = self._rows.learn(told)
             if sequence is None:
                 continue
-            roots[row] = sequence.tokens[sequence.length - 1]
+            if not told.tokens:
+                roots[row] = sequence.tokens[sequence.length - 1]
             most = self._target.max_model_len if left is None else max(left, SMALL_EXTENSION)
-            extension = self._rows.extend(request, row, sequence, most)
+            extension = self._rows.extend(told, sequence, most)
             if extension is None:
                 continue
             if left is not None:
@@ -228,18 +236,18 @@ class DraftPasses:
             self._run_pieces(request, pieces, used, drafted)
 
     def _run_pieces(self, request: DraftRequest, pieces: list[_Piece], used: int, drafted: list[int]) -> None:
-        tokens, positions = np.empty(used, np.int32), np.empty(used, np.int32)
-        seqs = np.empty(used, np.int32)
+        tokens = np.concatenate([extension.sequence.tokens[start:stop] for extension, start, stop, _ in pieces])
+        sizes = [piece.stop - piece.start for piece in pieces]
+        seqs = np.repeat(np.array([piece.extension.row for piece in pieces], np.int32), sizes)
+        offsets = np.array([piece.start - piece.first for piece in pieces], np.int32)
+        positions: Int32 = np.repeat(offsets, sizes)
+        positions += np.arange(used, dtype=np.int32)
         ends: list[int] = []
         rows: list[int] = []
-        for piece in pieces:
-            end = piece.first + piece.stop - piece.start
-            tokens[piece.first : end] = piece.extension.sequence.tokens[piece.start : piece.stop]
-            positions[piece.first : end] = np.arange(piece.start, piece.stop, dtype=np.int32)
-            seqs[piece.first : end] = piece.extension.row
+        for piece, size in zip(pieces, sizes, strict=True):
             row, sequence = piece.extension.row, piece.extension.sequence
             if piece.stop == sequence.length and self._wants_tree(row, len(drafted) + len(rows)):
-                ends.append(end - 1)
+                ends.append(piece.first + size - 1)
                 rows.append(row)
         slots = self._slots(seqs, positions)
         logit_rows = np.array(ends, np.int32)
@@ -247,7 +255,7 @@ class DraftPasses:
         features = self._gather_features(request, pieces, used)
         self.figures.extend_tokens += used
         write_entries = self._model.write_entries
-        if write_entries is not None and used - len(ends) >= ENTRY_ROWS:
+        if write_entries is not None and used - len(ends) >= self._entry_rows:
             # First the rows of which nothing but their entries is wanted.
             is_end = np.zeros(used, np.bool_)
             is_end[ends] = True
@@ -268,9 +276,8 @@ class DraftPasses:
         """Whether a row is to be drafted for, and there is room in the scratch blocks; gives it its blocks there."""
         if self._growth.trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_slots:
             return False
-        first = self._target.num_blocks + num_before * self._tree_blocks
         block = int(self._tree_starts[row]) // self._block_size
-        self._tables[row, block : block + self._tree_blocks] = np.arange(first, first + self._tree_blocks)
+        self._tables[row, block : block + self._tree_blocks] = self._scratch[num_before]
         self.figures.window_rows += int(self._context_starts[row] > self._rows.first_position)
         return True
 
@@ -279,8 +286,11 @@ class DraftPasses:
             return self._features[:used]
         if request.hidden.shape[1:] != (self._model.feature_width,):
             raise ValueError(f"hidden rows of {request.hidden.shape[1:]}, expected {self._model.feature_width} wide")
-        for extension, start, stop, at in pieces:
-            first = extension.first_feature + start - extension.start
+        firsts = [extension.first_feature + start - extension.start for extension, start, _, _ in pieces]
+        if all(first - piece.first == firsts[0] for first, piece in zip(firsts, pieces, strict=True)):
+            # As in most requests: all rows' features, one row behind the other.
+            return request.hidden[firsts[0] : firsts[0] + used]
+        for first, (_, start, stop, at) in zip(firsts, pieces, strict=True):
             self._features[at : at + stop - start] = request.hidden[first : first + stop - start]
         return self._features[:used]
 

@@ -66,6 +66,49 @@ class DraftSequence:
         self.keys: list[bytes] = []
 
 
+class ToldRow(NamedTuple):
+    """What a row of a request tells of its sequence, as plain numbers: columns are slow to read one by one.
+
+    ``first_feature``: index of its first features in the request's ``hidden``; there are ``num_features``.
+    """
+
+    row: int
+    slot: int
+    generation: int
+    salt: int
+    length: int
+    max_nodes: int
+    tokens: list[int]
+    block_ids: list[int]
+    first_feature: int
+    num_features: int
+
+
+def told_rows(request: DraftRequest) -> list[ToldRow]:
+    """Of all rows, in their order."""
+    tokens, blocks = request.new_tokens.tolist(), request.block_ids.tolist()
+    token_starts, hidden_starts, block_starts = (
+        starts.tolist() for starts in (request.new_token_starts, request.hidden_starts, request.block_starts)
+    )
+    columns = (request.slots, request.generations, request.salts, request.lengths, request.max_nodes)
+    values = zip(*(column.tolist() for column in columns), strict=True)
+    return [
+        ToldRow(
+            row,
+            slot,
+            generation,
+            salt,
+            length,
+            max_nodes,
+            tokens[token_starts[row] : token_starts[row + 1]],
+            blocks[block_starts[row] : block_starts[row + 1]],
+            hidden_starts[row],
+            hidden_starts[row + 1] - hidden_starts[row],
+        )
+        for row, (slot, generation, salt, length, max_nodes) in enumerate(values)
+    ]
+
+
 class Extension(NamedTuple):
     """Entries to be written: slots [start, stop) of a sequence, for row ``row`` of the request.
 
@@ -122,54 +165,50 @@ class DraftRows:
         """Whether entries before the valid range are missing."""
         return sequence.valid_start > self.first_position
 
-    def learn(self, request: DraftRequest, row: int) -> DraftSequence | None:
+    def learn(self, told: ToldRow) -> DraftSequence | None:
         """Take a row's new tokens and blocks, and accept what the cache holds of them; None for a row that is none.
 
         A length that is not what was told before plus the new tokens starts the sequence anew at the gap. A row
         without any token is that of a prediction.
         """
-        slot, length = int(request.slots[row]), int(request.lengths[row])
-        low, high = int(request.new_token_starts[row]), int(request.new_token_starts[row + 1])
-        start = length - (high - low)
-        blocks = request.block_ids[request.block_starts[row] : request.block_starts[row + 1]].tolist()
-        tokens = request.new_tokens[low:high].tolist()
+        length = told.length
+        start = length - len(told.tokens)
         if length == 0:
             return None
-        if not self._is_sound(slot, start, length, tokens, blocks):
-            self.release(slot)
+        if not self._is_sound(told, start):
+            self.release(told.slot)
             return None
-        sequence = self._find(slot, int(request.generations[row]), int(request.salts[row]), start, length)
+        sequence = self._find(told, start)
         if sequence is None:
             return None
-        sequence.tokens[start:length] = tokens
+        sequence.tokens[start:length] = told.tokens
         first_block = start // self._target.block_size
-        sequence.table[first_block : first_block + len(blocks)] = blocks
+        sequence.table[first_block : first_block + len(told.block_ids)] = told.block_ids
         sequence.length = length
-        num_features = int(request.hidden_starts[row + 1]) - int(request.hidden_starts[row])
-        self._accept_blocks(sequence, length - num_features)
+        self._accept_blocks(sequence, length - told.num_features)
         return sequence
 
-    def _find(self, slot: int, generation: int, salt: int, start: int, length: int) -> DraftSequence | None:
+    def _find(self, told: ToldRow, start: int) -> DraftSequence | None:
         """The sequence that was told up to ``start``, or a new one.
 
         None for one that its successor has replaced, and for one of which no token is known.
         """
-        known = self._sequences.setdefault(slot, [])
+        known, generation = self._sequences.setdefault(told.slot, []), told.generation
         for sequence in known:
-            if (sequence.generation, sequence.salt, sequence.length) == (generation, salt, start):
+            if (sequence.generation, sequence.salt, sequence.length) == (generation, told.salt, start):
                 return sequence
-        if start == length or (known and generation < known[0].generation):
+        if start == told.length or (known and generation < known[0].generation):
             return None
         self._num_sequences += 1
-        sequence = DraftSequence(self._num_sequences, generation, salt, start, self.first_position, self._capacity)
+        sequence = DraftSequence(self._num_sequences, generation, told.salt, start, self.first_position, self._capacity)
         # One of the same generation is the same sequence after a gap.
         before = known[:1] if known and known[0].generation != generation else known[1:]
-        self._sequences[slot] = [sequence, *before]
+        self._sequences[told.slot] = [sequence, *before]
         return sequence
 
-    def _is_sound(self, slot: int, start: int, length: int, tokens: list[int], blocks: list[int]) -> bool:
-        target = self._target
-        if not 0 <= slot < target.max_slots or not 0 <= start <= length <= target.max_model_len:
+    def _is_sound(self, told: ToldRow, start: int) -> bool:
+        target, length, tokens, blocks = self._target, told.length, told.tokens, told.block_ids
+        if not 0 <= told.slot < target.max_slots or not 0 <= start <= length <= target.max_model_len:
             return False
         expected = self.num_blocks(length) - start // target.block_size if tokens else 0
         if len(blocks) != expected:
@@ -198,15 +237,14 @@ class DraftRows:
             elif sequence.valid_end < low and self._needs_features:
                 sequence.valid_start, sequence.valid_end = low, high
 
-    def extend(self, request: DraftRequest, row: int, sequence: DraftSequence, budget: int) -> Extension | None:
+    def extend(self, told: ToldRow, sequence: DraftSequence, budget: int) -> Extension | None:
         """The entries that a row can write now, at most ``budget``; None if there are none. They count as written.
 
         A draft model writes the last token's again where that is the only way to its logits.
         """
         num_features, first = 0, 0
         if self._needs_features:
-            first = int(request.hidden_starts[row])
-            num_features = int(request.hidden_starts[row + 1]) - first
+            first, num_features = told.first_feature, told.num_features
             start = max(sequence.length - num_features, sequence.told_start, self.first_position)
             if sequence.valid_end < start < sequence.length:
                 sequence.valid_start = sequence.valid_end = start
@@ -215,14 +253,14 @@ class DraftRows:
         start = sequence.valid_end
         if self._lost_block(sequence, start):
             return None
-        if start == sequence.length > sequence.valid_start and not self._needs_features and request.max_nodes[row] > 1:
+        if start == sequence.length > sequence.valid_start and not self._needs_features and told.max_nodes > 1:
             start -= 1
         stop = min(sequence.length, start + budget)
         if start >= stop:
             return None
         self._mark_written(sequence, start, stop)
         sequence.valid_end = max(stop, sequence.valid_end)
-        return Extension(row, sequence, start, stop, first + num_features - (sequence.length - start))
+        return Extension(told.row, sequence, start, stop, first + num_features - (sequence.length - start))
 
     def _lost_block(self, sequence: DraftSequence, start: int) -> bool:
         """Whether another sequence has written into the block that this one has begun: it ended, and is told late."""

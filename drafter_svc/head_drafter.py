@@ -103,8 +103,15 @@ class HeadDrafter(ModelDrafter):
             )
         self._check_head(head, target)
         rows = DraftRows(target, first_position=FIRST_POSITION, num_depths=head.num_depths)
-        growth = placement.growth_maker(head, target)
-        self._begin(rows, DraftPasses(head, target, rows, coupled=self._coupled, make_growth=growth))
+        passes = DraftPasses(
+            head,
+            target,
+            rows,
+            coupled=self._coupled,
+            make_growth=placement.growth_maker(head, target),
+            entry_rows=placement.entry_rows,
+        )
+        self._begin(rows, passes)
 
     def _weights(self, target: TargetInfo, config: ModelConfig) -> TargetWeights:
         """The target's, read for this drafter alone: what the verifier shares is laid out for a CPU."""

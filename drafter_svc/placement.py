@@ -10,7 +10,14 @@ import numpy as np
 import torch
 
 from drafter_svc.config import DrafterSettings
-from drafter_svc.draft_passes import PASS_ROWS, DraftModel, cache_blocks, scratch_blocks_per_row
+from drafter_svc.draft_passes import (
+    ENTRY_ROWS,
+    GPU_ENTRY_ROWS,
+    PASS_ROWS,
+    DraftModel,
+    cache_blocks,
+    scratch_blocks_per_row,
+)
 from drafter_svc.growth import MAX_BRANCHES, ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput
 from foretoken.drafting import TargetInfo
 from foretoken.models.backend import CPU, Backend, choose_backend, default_dtype
@@ -37,6 +44,11 @@ class Placement(NamedTuple):
     @property
     def is_gpu(self) -> bool:
         return self.backend.kernels == "gpu"
+
+    @property
+    def entry_rows(self) -> int:
+        """As DraftPasses takes it."""
+        return GPU_ENTRY_ROWS if self.is_gpu else ENTRY_ROWS
 
     def cache_blocks(self, target: TargetInfo) -> int:
         """Blocks of the drafter's own cache; on a GPU one more, which rows write to that only fill up a graph."""

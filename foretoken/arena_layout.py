@@ -201,6 +201,8 @@ class RequestBuffer:
             dtype = np.float32 if name == "hidden" else np.int32
             self._ragged[name] = cursor.array(dtype, layout.ragged_capacity(name))
         self._ragged["hidden"] = self._ragged["hidden"].reshape(-1, layout.hidden_width or 1)
+        # Memory is touched when it is first read to, on the drafter's side alone.
+        self._hidden_copy = np.empty((len(self._ragged["hidden"]), layout.hidden_width), np.float32)
 
     def write(self, request: DraftRequest) -> None:
         """The request fits: RequestQueue has split it."""
@@ -219,7 +221,11 @@ class RequestBuffer:
         self._rows["slots"][: len(slots)] = slots
 
     def read(self) -> DraftRequest | tuple[int, ...]:
-        """A private copy: a request, or slots to release. Raises ValueError for counts beyond the layout."""
+        """A private copy: a request, or slots to release. Raises ValueError for counts beyond the layout.
+
+        Its hidden rows are valid until this buffer is read again: megabytes of fresh memory would take longer to come
+        by than to copy to.
+        """
         kind, epoch, step_id, rows, *counts = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
         room = [len(values) for values in self._ragged.values()]
         if rows > self._layout.max_rows or any(count > most for count, most in zip(counts, room, strict=True)):
@@ -228,9 +234,13 @@ class RequestBuffer:
             return tuple(self._rows["slots"][:rows].tolist())
         if kind != KIND_DRAFT:
             raise ValueError(f"a request of unknown kind {kind}")
-        ragged = {name: room[:count].copy() for (name, room), count in zip(self._ragged.items(), counts, strict=True)}
-        if not self._layout.hidden_width:
-            ragged["hidden"] = np.zeros((0, 0), np.float32)
+        ragged: dict[str, NDArray[Any]] = {}
+        for (name, values), count in zip(self._ragged.items(), counts, strict=True):
+            if name != "hidden":
+                ragged[name] = values[:count].copy()
+            else:
+                ragged[name] = self._hidden_copy[:count]
+                ragged[name][:] = values[:count]
         records = self._row_bytes[:rows].copy().view(ROW_DTYPE)[:, 0]
         request = DraftRequest(epoch, step_id, records, self._starts[:, : rows + 1].copy(), **ragged)
         check_request(request, self._layout.max_rows)

@@ -25,6 +25,8 @@ from verifier_svc.model_runner import TargetModel, silent
 
 _log = logging.getLogger(__name__)
 
+# Of hidden rows that are fetched at once: a large batch's, accepted trees included.
+_MOST_PINNED_BYTES = 16 << 20
 # A prompt's pass of so many rows runs the kernels of longer ones too.
 _PROMPT_ROWS = 128
 
@@ -52,8 +54,12 @@ class DeviceRunner(TargetModel):
         features = self._model.features
         if len(rows) < len(features):
             features = features[torch.tensor(rows, device=self._device)]
-        fetched: NDArray[np.float32] = features.to(torch.float32).cpu().numpy()
-        return fetched
+        # Pinned memory comes back when its last view is gone, and is given out again: fresh memory takes longer to come
+        # by than to copy to. A prompt's would stay pinned for nothing.
+        is_pinned = self._device.type == "cuda" and 4 * features.numel() <= _MOST_PINNED_BYTES
+        fetched = torch.empty(features.shape, dtype=torch.float32, pin_memory=is_pinned)
+        rows_on_host: NDArray[np.float32] = fetched.copy_(features.to(torch.float32)).numpy()
+        return rows_on_host
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:

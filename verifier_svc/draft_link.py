@@ -20,7 +20,7 @@ from verifier_svc.acceptance_estimates import AcceptanceEstimates
 from verifier_svc.draft import Draft
 from verifier_svc.draft_source import DraftSource, State
 from verifier_svc.draft_times import DraftTimes
-from verifier_svc.feature_window import columns_of
+from verifier_svc.feature_window import columns_of, joined
 from verifier_svc.gate import PRIOR_ACCEPTANCE, PRIOR_TRIALS
 from verifier_svc.patience import Patience
 from verifier_svc.sequence import Sequence, Told
@@ -439,7 +439,7 @@ class DraftLink:
                 [len(row.prediction) for row in rows],
             ),
             new_tokens=np.array([token for row in rows for token in row.new_tokens], np.int32),
-            hidden=np.concatenate(hidden) if hidden else _NO_HIDDEN,
+            hidden=joined(hidden) if hidden else _NO_HIDDEN,
             block_ids=np.array([block for row in rows for block in row.block_ids], np.int32),
             prediction=np.array([token for row in rows for token in row.prediction], np.int32),
         )

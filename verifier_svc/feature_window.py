@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import numpy as np
 
 from foretoken.drafting import Float32
@@ -58,6 +61,24 @@ class FeatureWindow:
         self._parts, self.start, self.end = [], 0, 0
 
 
+def joined(parts: Sequence[Float32]) -> Float32:
+    """The rows of all parts; a view where they lie one behind the other in one array, as those of one step do."""
+    whole = parts[0].base
+    if not isinstance(whole, np.ndarray) or whole.dtype != np.float32 or not whole.flags.c_contiguous:
+        return np.concatenate(parts)
+    begin = whole.__array_interface__["data"][0]
+    size = whole.strides[0]
+    first = at = (parts[0].__array_interface__["data"][0] - begin) // max(size, 1)
+    for part in parts:
+        is_next = part.base is whole and part.__array_interface__["data"][0] == begin + at * size
+        if not is_next or part.shape[1:] != whole.shape[1:]:
+            return np.concatenate(parts)
+        at += len(part)
+    rows: Float32 = whole[first:at]
+    return rows
+
+
+@lru_cache(maxsize=64)
 def columns_of(wanted: tuple[int, ...], captured: tuple[int, ...], hidden_size: int) -> slice | np.ndarray:
     """Where the features ``wanted`` stand in rows of the features ``captured``: a slice where they lie side by side."""
     places = [captured.index(feature) for feature in wanted]

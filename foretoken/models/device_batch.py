@@ -41,9 +41,11 @@ class Runs(NamedTuple):
 
 
 def runs_of(batch: ForwardBatch) -> Runs:
-    changes = np.flatnonzero(np.diff(batch.row_seqs)) + 1
-    firsts = np.concatenate([np.zeros(1, np.int64), changes]) if batch.num_rows else changes
-    return Runs(np.append(firsts, batch.num_rows), batch.row_seqs[firsts])
+    seqs = batch.row_seqs
+    is_bound = np.ones(len(seqs) + 1, np.bool_)
+    np.not_equal(seqs[1:], seqs[:-1], out=is_bound[1:-1])
+    starts = is_bound.nonzero()[0]
+    return Runs(starts, seqs[starts[:-1]])
 
 
 class DeviceArrays(NamedTuple):

@@ -28,6 +28,7 @@ from foretoken.models.config import ModelConfig
 from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch, Runs, bucket, runs_of, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
+from foretoken.models.device_twins import PinnedRows
 from foretoken.models.program import Attention, Operation, Program, Span
 from foretoken.models.rope import cos_sin_table
 
@@ -35,7 +36,7 @@ from foretoken.models.rope import cos_sin_table
 _GATE_UP = kernel.NUM_FIELDS
 # Passes of more rows, not all of them wanted, are a prompt's: their kernels take longer than their launches, and hardly
 # two have one size.
-MAX_PROMPT_GRAPH_ROWS = 64
+MAX_PROMPT_GRAPH_ROWS = 128
 # Programs that share the keys of a tile of rows, at most.
 _NUM_SPLITS = 32
 
@@ -64,6 +65,7 @@ class DevicePass:
         self._batches: dict[BatchShape, DeviceBatch] = {}
         self._graphs = DeviceGraphs(sizes.graphs and device.type == "cuda")
         self._buffers: dict[int, torch.Tensor] = {}
+        self._given = PinnedRows(0, self._dtype, device)
         self._programs: list[Program] = []
         self._matmuls = MatmulTable(device=device)
         # The interpreter runs programs one after the other: it would gain nothing by splits.
@@ -83,7 +85,10 @@ class DevicePass:
             self._reserve(field, self._sizes.wanted * width)
         for operation in program.operations:
             if operation.x is not None and operation.x.buffer == kernel.GIVEN:
-                self._reserve(kernel.GIVEN, self._sizes.rows * operation.x.width)
+                size = self._sizes.rows * operation.x.width
+                self._reserve(kernel.GIVEN, size)
+                if len(self._given) < size:
+                    self._given = PinnedRows(size, self._dtype, self._device)
             if operation.code == kernel.LINEAR and operation.mode == SILU_AND_MULTIPLY:
                 self._reserve(_GATE_UP, self._sizes.rows * 2 * operation.out.size)
         self._programs.append(program)
@@ -127,8 +132,7 @@ class DevicePass:
         shape = self._shape(batch, runs)
         arrays = self._upload(batch, runs, shape)
         if given is not None:
-            # A copy from memory that is not pinned has left the host when the call returns.
-            self.buffer(kernel.GIVEN, *given.shape).copy_(torch.from_numpy(given))
+            self._given.send(given, self.buffer(kernel.GIVEN, *given.shape))
         if _has_graph(batch):
             self._graphs.run((loaded.number, shape), lambda: self.launch(loaded.program, arrays))
         else:
@@ -238,7 +242,7 @@ class DevicePass:
     def _shape(self, batch: ForwardBatch, runs: Runs) -> BatchShape:
         """The smallest captured size that holds a batch; a prompt's pass is run as it is."""
         rows, wanted, seqs = batch.num_rows, len(batch.logit_rows), len(runs.seqs)
-        most = int(np.diff(runs.starts).max())
+        most = int((runs.starts[1:] - runs.starts[:-1]).max())
         sizes = self._sizes
         # A table may be wider than what its sequence has: a draft model's has room for the longest.
         longest = int(batch.context_lens.max()) + 64 * sizes.mask_words

@@ -1,4 +1,7 @@
-"""Small arrays that one copy brings to a device, or back: a copy costs microseconds however little it carries."""
+"""Pinned memory: small arrays that one copy brings to a device, or back, and rows of numbers on their way there.
+
+A copy costs microseconds however little it carries; one from other memory waits for all that the stream has to do.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +67,31 @@ class DeviceTwins:
             self._sent.record()
             self._sent.synchronize()
         return self.host
+
+
+class PinnedRows:
+    """The way of rows of numbers to a device: converted into pinned memory, then copied in the order of the stream.
+
+    Args:
+        size: numbers at most.
+        dtype: of the device's.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        with torch.inference_mode(False):
+            self._host = torch.zeros(size, dtype=dtype, pin_memory=is_cuda)
+        self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def send(self, rows: NDArray[np.float32], out: torch.Tensor) -> None:
+        """Copy ``rows`` to ``out``, of the same shape. They may change once this returns."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        host = self._host[: rows.size].view(rows.shape)
+        host.copy_(torch.from_numpy(rows))
+        out.copy_(host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()

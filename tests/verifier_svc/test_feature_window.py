@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_svc.feature_window import MAX_ROWS, FeatureWindow, columns_of
+from verifier_svc.feature_window import MAX_ROWS, FeatureWindow, columns_of, joined
 
 
 def rows_of(start: int, count: int) -> np.ndarray:
@@ -61,3 +61,25 @@ def test_columns_are_found_in_any_order() -> None:
     rows = np.arange(8, dtype=np.float32)[None]
     assert columns_of((4, -1), (2, 4, -1, 6), 2) == slice(2, 6)
     assert rows[:, columns_of((-1, 2), (2, 4, -1, 6), 2)].tolist() == [[4, 5, 0, 1]]
+
+
+def test_rows_of_one_array_are_joined_without_a_copy() -> None:
+    step = np.arange(24, dtype=np.float32).reshape(8, 3).copy()
+    view = joined([step[1:3][:], step[3:4], step[4:7][:, 0:3]])
+    assert np.shares_memory(view, step)
+    assert np.array_equal(view, step[1:7])
+
+
+def test_rows_that_do_not_lie_one_behind_the_other_are_copied() -> None:
+    step = np.arange(24, dtype=np.float32).reshape(8, 3).copy()
+    other = step + 100
+    for parts in (
+        [step[0:2], step[3:5]],
+        [step[2:4], step[0:2]],
+        [step[0:2], other[2:4]],
+        [step[0:2, 1:3], step[2:4, 1:3]],
+        [other],
+    ):
+        found = joined(parts)
+        assert not np.shares_memory(found, step)
+        assert np.array_equal(found, np.concatenate(parts))
