@@ -37,6 +37,8 @@ _GATE_UP = kernel.NUM_FIELDS
 # Passes of more rows, not all of them wanted, are a prompt's: their kernels take longer than their launches, and hardly
 # two have one size.
 MAX_PROMPT_GRAPH_ROWS = 128
+# Numbers on their way to a program that reads none.
+_LEAST_PINNED = 16
 # Programs that share the keys of a tile of rows, at most.
 _NUM_SPLITS = 32
 
@@ -65,7 +67,7 @@ class DevicePass:
         self._batches: dict[BatchShape, DeviceBatch] = {}
         self._graphs = DeviceGraphs(sizes.graphs and device.type == "cuda")
         self._buffers: dict[int, torch.Tensor] = {}
-        self._given = PinnedRows(0, self._dtype, device)
+        self._given = PinnedRows(_LEAST_PINNED, self._dtype, device)
         self._programs: list[Program] = []
         self._matmuls = MatmulTable(device=device)
         # The interpreter runs programs one after the other: it would gain nothing by splits.
