@@ -132,7 +132,7 @@ def test_batches_that_outgrow_the_buffers_in_one_way_at_a_time(llama: Llama) -> 
     """More rows, a longer path and more logits, in every order, with and without features."""
     tokens, paged = some_tokens(200), Paged(1)
     expected = llama.forward(paged.prefill(0, tokens, 0, 200)).clone()
-    fresh = Llama(llama.config, llama._weights, llama._pass._cache, 256, 1)
+    fresh = Llama(llama.config, llama._weights, llama._executor._cache, 256, 1)
     for first, end in ((0, 1), (190, 191), (0, 70), (120, 200), (5, 6)):
         for features in ((), (FINAL_NORM, 1)):
             assert torch.equal(fresh.forward(paged.prefill(0, tokens, first, end), features), expected[first:end])
