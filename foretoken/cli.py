@@ -126,6 +126,7 @@ def serve(
     # handlers would complain of each start on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     _check_ports(context)
+    _check_device(context)
     with runtime_folder() as folder:
         raise typer.Exit(_supervise(context, folder))
 
@@ -344,6 +345,14 @@ def _check_ports(context: typer.Context) -> None:
         stack.check_port_free(host, value, flag, variable)
     if port == grpc_port:
         raise ConfigError(f"--port and --grpc-port are both {port}")
+
+
+def _check_device(context: typer.Context) -> None:
+    """What needs no library to be known, before anything is started."""
+    from foretoken.errors import ConfigError
+
+    if context.params["device"] == "cuda" and not Path("/dev/nvidiactl").exists():
+        raise ConfigError("--device cuda: there is no NVIDIA GPU here, or no driver for it")
 
 
 def _print_plan(settings: VerifierSettings) -> None:

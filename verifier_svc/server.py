@@ -21,7 +21,7 @@ from foretoken import rpc
 from foretoken.drafting import Drafter, TargetInfo
 from foretoken.errors import ConfigError
 from foretoken.limits import MAX_DRAFTERS, ModelLimits
-from foretoken.models.backend import choose_backend
+from foretoken.models.backend import choose_backend, device_name
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.tracing import make_tracer
 from protos import verifier_pb2_grpc
@@ -73,7 +73,8 @@ class ProgressLines:
 
 def plan(settings: VerifierSettings) -> str:
     """The memory plan as text, for ``--dry-run``."""
-    return str(memory_plan(settings, choose_backend(settings.device)))
+    backend = choose_backend(settings.device)
+    return f"{memory_plan(settings, backend)}\n  runs on    {device_name(backend)}"
 
 
 @dataclass(slots=True)
@@ -102,6 +103,7 @@ def build(
     placed = in_process_drafters or {}
     progress = progress or ProgressLines()
     backend = choose_backend(settings.device)
+    logger.info("the model runs on %s", device_name(backend))
     budget = memory_plan(settings, backend)
     target_model = load_target(settings, budget, backend, progress)
     runner, walker, shared = target_model.runner, target_model.walker, target_model.shared_weights

@@ -125,9 +125,16 @@ class Speculator:
     def add_source(self, source: DraftSource) -> None:
         """One more drafter, or another one under a name that was detached: that gets its number back.
 
-        Numbers never change: tokens of running sequences bear them. Raises PreconditionError for a name that is taken,
-        and at the limits of drafters and names.
+        Numbers never change: tokens of running sequences bear them. Raises PreconditionError for a name or an address
+        that is taken, and at the limits of drafters and names.
         """
+        for other in self._links:
+            is_same = source.address and other.name != source.name and other.source.address == source.address
+            if is_same and not other.is_detached:
+                # A drafter serves one attachment: two would take it from each other for ever.
+                raise PreconditionError(
+                    f"the drafter at {source.address} is attached as {other.name!r}: detach it first", field="address"
+                )
         if sum(not link.is_detached for link in self._links) >= MAX_DRAFTERS:
             raise PreconditionError(f"a verifier has at most {MAX_DRAFTERS} drafters: detach one", field="name")
         link = self._link(source.name)

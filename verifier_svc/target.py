@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from foretoken.errors import ConfigError
 from foretoken.models.backend import Backend
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.decoder_weights import Progress
@@ -50,6 +51,8 @@ class Target(NamedTuple):
 
 def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
     """Where memory will go, without loading a weight. Raises ConfigError or CheckpointError."""
+    if backend.kernels == "cpu":
+        _refuse_gpu_flags(settings)
     config = load_config(settings.model)
     element = element_type(settings.dtype, backend)
     with Checkpoint(settings.model) as checkpoint:
@@ -64,6 +67,15 @@ def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
         available=int(torch.cuda.mem_get_info()[0] * settings.mem_fraction_static) if on_gpu else None,
         buffers_bytes=_buffers_bytes(settings, config, element) if on_gpu else 0,
     )
+
+
+def _refuse_gpu_flags(settings: VerifierSettings) -> None:
+    """A flag without effect is a mistake that the user should know of."""
+    for field in ("mem_fraction_static", "disable_cuda_graph"):
+        if getattr(settings, field) != VerifierSettings.model_fields[field].default:
+            raise ConfigError(
+                f"--{field.replace('_', '-')} has an effect on a GPU only, and models run on the CPU here"
+            )
 
 
 def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend, progress: Progress) -> Target:

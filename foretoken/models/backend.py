@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Literal, NamedTuple
 
@@ -10,6 +11,8 @@ import torch
 from foretoken.errors import ConfigError
 
 DeviceName = Literal["auto", "cpu", "cuda"]
+_log = logging.getLogger(__name__)
+
 # Tensor cores with bfloat16, which the GPU kernels are written for.
 _MIN_CAPABILITY = (8, 0)
 
@@ -36,13 +39,21 @@ def choose_backend(wanted: DeviceName) -> Backend:
     if problem is None:
         return Backend("gpu", torch.device("cuda", torch.cuda.current_device()))
     if wanted == "auto":
+        _log.warning("there is an NVIDIA driver here, but models run on the CPU: %s", problem)
         return CPU
     raise ConfigError(f"--device cuda: {problem}")
 
 
+def device_name(backend: Backend) -> str:
+    """For people."""
+    return torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "the CPU"
+
+
 def _gpu_problem() -> str | None:
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is a build for CPUs: install one for CUDA (with make: remove .venv first)"
     if not torch.cuda.is_available():
-        return "PyTorch finds no CUDA GPU here"
+        return f"PyTorch {torch.__version__} finds no GPU that it can use: is the driver too old for it?"
     capability = torch.cuda.get_device_capability()
     if capability < _MIN_CAPABILITY:
         name = torch.cuda.get_device_name()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from foretoken.drafting import ROW_COLUMNS, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.errors import PreconditionError
 from foretoken.sampling import SamplingParams
 from tests.support.draft_requests import draft_batch
-from tests.support.engine_harness import Harness, Request
+from tests.support.engine_harness import Harness, Request, TestSource
 from tests.support.hash_target import HashTarget
 from verifier_svc.sequence import digest_of_salt
 
@@ -222,3 +224,25 @@ def test_a_slot_that_changes_hands_within_a_step_is_told_in_order() -> None:
         ]
         prompt = PROMPT if key == first else [4, 5, 6, 7]
         assert known == prompt + harness.results[key].token_ids
+
+
+def test_an_address_is_attached_once() -> None:
+    """A drafter serves one attachment: two names for one would take it from each other for ever."""
+    harness = Harness(HashTarget(VOCAB, 50, 4), vocab_size=VOCAB, num_blocks=50, block_size=4)
+
+    def source(name: str, address: str) -> TestSource:
+        made = TestSource(name, Notebook(1), TargetInfo("test", VOCAB, 64, 8, 8))
+        made.address = address
+        return made
+
+    add = harness.speculator.add_source
+    add(source("first", "unix:/run/d"))
+    add(source("inside", ""))
+    add(source("inside too", ""))
+    with pytest.raises(PreconditionError, match="unix:/run/d is attached as 'first'") as raised:
+        add(source("second", "unix:/run/d"))
+    assert raised.value.field == "address"
+    with pytest.raises(PreconditionError, match="'first' is attached"):
+        add(source("first", "unix:/run/d"))
+    harness.speculator.remove_source("first")
+    add(source("second", "unix:/run/d"))

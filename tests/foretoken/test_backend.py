@@ -1,0 +1,44 @@
+"""Where models run: chosen, or refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretoken.errors import ConfigError
+from foretoken.models import backend
+from foretoken.models.backend import CPU, choose_backend, default_dtype, device_name
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a driver, as far as files say so."""
+    monkeypatch.setattr(backend.os.path, "exists", lambda path: path == "/dev/nvidiactl")
+
+
+def test_the_cpu_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.os.path, "exists", lambda path: False)
+    assert choose_backend("auto") == choose_backend("cpu") == CPU
+    assert (default_dtype(CPU), device_name(CPU)) == (torch.float32, "the CPU")
+
+
+def test_a_build_of_pytorch_for_cpus_is_named(
+    driver: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert choose_backend("auto") == CPU
+    assert "build for CPUs" in caplog.text
+    with pytest.raises(ConfigError, match=r"--device cuda: PyTorch .* is a build for CPUs"):
+        choose_backend("cuda")
+
+
+def test_an_old_gpu_is_named(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5"):
+        choose_backend("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="driver too old"):
+        choose_backend("cuda")
