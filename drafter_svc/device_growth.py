@@ -247,7 +247,6 @@ class DeviceGrowth:
             (column.MIN_P, kernel.MIN_P),
         ):
             requests[:count, name] = trees.filters[rows, source].view(np.int32)
-        np.minimum(requests[:, column.MAX_BRANCHES], MAX_BRANCHES, out=requests[:, column.MAX_BRANCHES])
         tables = host["block_tables"]
         tables[:count] = places.block_tables[rows, : tables.shape[1]]
         host["tree_starts"][:count] = places.tree_starts[rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -21,7 +22,7 @@ from drafter_svc.draft_passes import (
 from drafter_svc.growth import MAX_BRANCHES, ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput
 from foretoken.drafting import TargetInfo
 from foretoken.models.backend import CPU, Backend, choose_backend, default_dtype
-from foretoken.models.batch import ForwardBatch
+from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.device_sizes import PassSizes, choices_file
 
 # A pass of so many rows runs the kernels of longer ones too.
@@ -113,17 +114,11 @@ class Placement(NamedTuple):
 
 def _scratch_batch(rows: int, target: TargetInfo) -> ForwardBatch:
     """Rows of one sequence whose entries all go to the first slot of scratch."""
-    positions = np.arange(rows, dtype=np.int32)
-    return ForwardBatch(
-        token_ids=np.zeros(rows, np.int32),
-        positions=positions,
+    chain = chain_batch(np.zeros(rows, np.int32), 0, target.block_size, np.array([rows - 1], np.int32))
+    return replace(
+        chain,
         slot_mapping=np.full(rows, target.num_blocks * target.block_size, np.int32),
-        row_seqs=np.zeros(rows, np.int32),
-        context_lens=positions + 1,
-        masks=np.zeros((rows, 1), np.uint64),
-        tree_starts=np.zeros(1, np.int32),
-        block_tables=np.full((1, -(-rows // target.block_size)), target.num_blocks, np.int32),
-        logit_rows=np.array([rows - 1], np.int32),
+        block_tables=np.full_like(chain.block_tables, target.num_blocks),
     )
 
 

@@ -45,10 +45,6 @@ class DeviceRunner(TargetModel):
         self._model = Llama(self.config, self.weights, self.cache, self.max_model_len, 0, sizes=sizes)
         self._planes = self.cache.data.view(2 * self.config.num_layers, self.cache.num_slots, -1)
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
         """float32 [len(rows), captured * hidden_size] of the last pass, fetched."""
         features = self._model.features

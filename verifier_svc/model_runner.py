@@ -152,7 +152,7 @@ class ModelRunner(TargetModel):
         self.wide_threads = threads or len(os.sched_getaffinity(0))
         self.mode = "strict"
         # Drafters on this host that use embedding or head read this copy.
-        self.shared_weights: SharedWeights | None = SharedWeights(
+        self.shared_weights = SharedWeights(
             TargetWeights(
                 self.config.vocab_size,
                 self.config.hidden_size,

@@ -24,10 +24,6 @@ class DeviceGraphs:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
-    @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
-
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Do what ``launch`` does, which must launch the same kernels on the same memory for the same ``key``."""
         if not self._enabled:

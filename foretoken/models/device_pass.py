@@ -31,6 +31,7 @@ from foretoken.models.device_sizes import PassSizes
 from foretoken.models.device_twins import PinnedRows
 from foretoken.models.program import Attention, Operation, Program, Span
 from foretoken.models.rope import cos_sin_table
+from foretoken.tree import MASK_WORD_BITS
 
 # The buffer between the gate's and the activation's kernel; the CPU has none, so its table has no name for it.
 _GATE_UP = kernel.NUM_FIELDS
@@ -74,10 +75,6 @@ class DevicePass:
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         num_splits = _NUM_SPLITS if device.type == "cuda" else 1
         self._workspace = attention_workspace(sizes.rows, *heads, device, num_splits)
-
-    @property
-    def graphs(self) -> DeviceGraphs:
-        return self._graphs
 
     def load(self, program: Program) -> DeviceProgram:
         """A program ready to run here."""
@@ -247,7 +244,7 @@ class DevicePass:
         most = int((runs.starts[1:] - runs.starts[:-1]).max())
         sizes = self._sizes
         # A table may be wider than what its sequence has: a draft model's has room for the longest.
-        longest = int(batch.context_lens.max()) + 64 * sizes.mask_words
+        longest = int(batch.context_lens.max()) + MASK_WORD_BITS * sizes.mask_words
         blocks = min(batch.block_tables.shape[1], -(-longest // self._cache.block_size))
         blocks = min(table_bucket(blocks), sizes.blocks)
         if not _has_graph(batch):
