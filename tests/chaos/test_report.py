@@ -150,7 +150,8 @@ def test_bars_are_judged_only_on_demand() -> None:
         ("gateway", {"rss_bytes": 164 << 20}, 0),
         ("gateway", {"rss_bytes": (164 << 20) + 1}, 1),
         ("supervisor", {"num_descriptors": 23}, 1),
-        ("supervisor", {"num_threads": 11}, 1),
+        ("supervisor", {"num_threads": 14}, 0),
+        ("supervisor", {"num_threads": 15}, 1),
         ("verifier", {"num_descriptors": 200, "rss_bytes": 1 << 40}, 0),
     ],
 )
