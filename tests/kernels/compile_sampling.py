@@ -34,7 +34,9 @@ def compile_all(logits: str) -> None:
     batch = SampleBatch(logits, *["*i32"] * 8, "i32")
     step = {"batch": batch, "state": STATE, "workspace": WORKSPACE, "sizes": SIZES, "num_seqs": "i32"}
     compile_kernel(sample._cut_kernel, step, {"TOKENS": 2 * sample.CHUNK_TOKENS}, 16)
-    compile_kernel(sample._chunk_kernel, step | {"num_chunks": "i32"}, {"TOKENS": sample.CHUNK_TOKENS}, 8)
+    compile_kernel(
+        sample._chunk_kernel, step | {"num_chunks": "i32", "chunks_each": "i32"}, {"TOKENS": sample.CHUNK_TOKENS}, 4
+    )
     best = {"batch": batch, "workspace": WORKSPACE, "sizes": SIZES, "sampled_ptr": "*i32"}
     best |= {"num_seqs": "i32", "num_chunks": "i32"}
     compile_kernel(sample._best_chunk_kernel, best, {"CHUNKS": 64}, 1)

@@ -12,10 +12,11 @@ from typing import Any
 
 import foretoken_kernels
 import pytest
+from foretoken_kernels.gpu import strict_attention
 
 # A type for each argument that is no constant; 16 behind an integer says that it is a multiple of that.
 Case = tuple[str, str, dict[str, Any], dict[str, int]]
-LLAMA = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HALF_BLOCK": 64, "HEADS": 4}
+LLAMA = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HALF_BLOCK": 64, "HEADS": 8}
 CASES: dict[str, list[Case]] = {
     "rms_norm": [
         (
@@ -45,9 +46,9 @@ CASES: dict[str, list[Case]] = {
             "_rope_kv_write",
             "*bf16 *bf16 *bf16 *bf16 *fp32 *i32 *i32 *bf16 *bf16 fp32 i32 i32 i32:16 i32:16 i32:16",
             {**LLAMA, "HAS_BIAS": bias, "HAS_NORM": norm},
-            {"num_warps": 4},
+            {"num_warps": warps},
         )
-        for bias, norm in ((False, False), (True, True))
+        for bias, norm, warps in ((False, False, 4), (False, False, 1), (True, True, 4))
     ],
     "kv_commit": [
         (
@@ -62,6 +63,15 @@ CASES: dict[str, list[Case]] = {
         ("_copy_slots", "*bf16 *i32 *i32 i32 i32 i32:16 i64:16 i32:16", {"BLOCK": 1024}, {"num_warps": 4}),
     ],
 }
+CASES["draft_intake"] = [
+    (
+        "_take_step",
+        " ".join(["*i32"] * 9 + ["i32"] + ["*i32"] * 9 + ["i32", "i32:16", "i32"]),
+        {"TOKENS": tokens, "LANES": lanes},
+        {"num_warps": 1},
+    )
+    for tokens, lanes in ((1, 1), (6, 8))
+] + [("_stamp_draft", "*i32 *i32", {}, {"num_warps": 1})]
 CASES["skinny_matmul"] = [
     (
         "_skinny_matmul",
@@ -79,7 +89,42 @@ CASES["skinny_matmul"] = [
         ("bf16", "bf16", 64, (128, 128, 4, 3, 8), "add", True),
         ("bf16", "bf16", 64, (64, 128, 1, 3, 8), "gate_up", True),
         ("bf16", "bf16", 64, (64, 128, 2, 4, 4), "store", False),
+        ("bf16", "bf16", 128, (128, 64, 1, 4, 8), "gate_up", True),
         ("fp32", "fp32", 16, (32, 16, 2, 2, 4), "gate_up", False),
+    )
+]
+# The tiles that Llama-3.1-8B's matrices get, and those of small and float32 ones.
+CASES["strict_matmul"] = [
+    (
+        "_strict_matmul",
+        f"*{x} *{x} *{out} *fp32 *i32 i32 i32:16 i32:16 i32:16 i32:16 i32:16",
+        {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLIT_K": split, "EVEN_N": even, "EVEN_K": even}
+        | {"ADD": mode == "add", "GATE_UP": mode == "gate_up", "WIDEN": False},
+        {"num_stages": stages, "num_warps": warps},
+    )
+    for x, out, m, (n, k, split, stages, warps), mode, even in (
+        ("bf16", "bf16", 64, (64, 128, 4, 4, 4), "store", True),
+        ("bf16", "bf16", 64, (128, 128, 4, 3, 8), "add", True),
+        ("bf16", "bf16", 64, (64, 128, 1, 3, 8), "gate_up", True),
+        ("bf16", "fp32", 64, (128, 128, 1, 3, 8), "store", True),
+        ("bf16", "bf16", 64, (64, 64, 1, 3, 4), "gate_up", False),
+        ("fp32", "fp32", 16, (32, 32, 1, 3, 4), "gate_up", False),
+    )
+]
+CASES["strict_attention"] = [
+    (
+        "_strict_attention",
+        f"*{x} i32:16 i32:16 *{x} *{x} *i32 *i32 *i32 i32 *i32 *i32 i32 *i32 *{x} i32:16 i32:16 *fp32 *fp32 *fp32 *i32"
+        " i32 i32 i32 i32 fp32",
+        strict_attention._constants(*heads, block_size, 2 * words, x == "fp32"),
+        {"num_stages": 5, "num_warps": 4, "enable_fp_fusion": False},
+    )
+    for x, heads, block_size, words in (
+        ("bf16", (32, 8, 128), 16, 1),
+        ("bf16", (28, 4, 128), 1, 4),
+        ("bf16", (8, 2, 256), 24, 2),
+        ("bf16", (64, 1, 64), 16, 1),
+        ("fp32", (6, 2, 64), 16, 1),
     )
 ]
 _COMPILE = """

@@ -38,22 +38,22 @@ def check(table: MatmulTable, rows: int, out_dtype: torch.dtype, device: str) ->
     assert torch.equal(buffer[:, 48:], before[:, 48:])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 70])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 70, 130])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_every_choice_gives_the_matmul(rows: int, out_dtype: torch.dtype, device: str) -> None:
     if device == "cpu" or out_dtype == torch.float32:
         check(MatmulTable(), rows, out_dtype, device)
     shapes = [MatmulShape(48, 32, mode, out_dtype) for mode in (STORE, ADD, GATE_UP)]
     everywhere = dict.fromkeys(ROW_BUCKETS, SKINNY)
-    if rows <= 64:
+    if rows <= ROW_BUCKETS[-1]:
         check(MatmulTable(dict.fromkeys(shapes, everywhere), device), rows, out_dtype, device)
 
 
 def test_row_counts_are_rounded_up_to_a_bucket() -> None:
     shape = MatmulShape(48, 32, STORE)
-    table = MatmulTable({shape: by_rows(r4=SKINNY, r64=SKINNY)})
-    skinny = [rows for rows in range(100) if table.choice(shape, rows)]
-    assert skinny == [3, 4, *range(33, 65)]
+    table = MatmulTable({shape: by_rows(r4=SKINNY, r64=SKINNY, r128=SKINNY)})
+    skinny = [rows for rows in range(140) if table.choice(shape, rows)]
+    assert skinny == [3, 4, *range(33, 65), *range(97, 129)]
     assert table.choice(shape._replace(mode=ADD), 4) is None
     assert table.choice(shape._replace(out_dtype=torch.float32), 4) is None
 
@@ -83,7 +83,7 @@ def test_the_fastest_is_chosen(device: str) -> None:
         fused = shape.mode == GATE_UP
         for rows in ROW_BUCKETS:
             ways = [None, *candidates(rows, shape.out_features // (1 + fused), shape.in_features, fused, limits)]
-            assert len(ways) > 1
+            assert len(ways) > 1 or rows > 64
             times = [next(prices) for _ in ways]
             assert chosen[rows] == ways[times.index(min(times))]
     assert len(set(chosen for choices in found.values() for chosen in choices.values())) > 2
@@ -93,7 +93,7 @@ def test_without_a_gpu_nothing_is_timed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(matmul_timing, "graph_microseconds", None)
     shape = MatmulShape(4096, 128, STORE)
     table = timed_table({shape: [torch.zeros(4096, 128, dtype=torch.bfloat16)]}, tmp_path / "table.json")
-    assert not any(table.choice(shape, rows) for rows in range(1, 65)) and not list(tmp_path.iterdir())
+    assert not any(table.choice(shape, rows) for rows in range(1, 129)) and not list(tmp_path.iterdir())
 
 
 def test_choices_are_kept_by_machine(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_timed_once_and_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(matmul_timing, "graph_microseconds", None)
     second = timed_table(weights, path)
     for shape, (weight,) in weights.items():
-        for rows in (1, 16, 33, 65):
+        for rows in (1, 16, 33, 65, 128, 129):
             assert first.choice(shape, rows) == second.choice(shape, rows)
             x = torch.randn(rows, shape.in_features, device=device).bfloat16()
             expected = reference.linear(x.float(), weight.float())

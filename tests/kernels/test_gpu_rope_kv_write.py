@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from foretoken_kernels import reference
+from foretoken_kernels.gpu import rope_kv_write as module
 from foretoken_kernels.gpu.rope_kv_write import rope_kv_write
 
 
@@ -99,6 +102,44 @@ def test_refuses_other_shapes(device: str) -> None:
         rope_kv_write(qkv, norm, None, None, 1e-6, cos_sin, index, index, cache, cache, 2)
     with pytest.raises(ValueError, match="0 slots for 1 rows"):
         rope_kv_write(qkv, None, None, None, 1e-6, cos_sin, index, index[:0], cache, cache, 2)
+
+
+def turned(rows: int, strict: bool, device: str) -> torch.Tensor:
+    """[rows, 4, 16]: the first of 300 rows with normed heads, behind the kernel."""
+    generator = torch.Generator(device).manual_seed(5)
+    qkv = torch.randn(300, 4, 16, generator=generator, device=device)[:rows].clone()
+    norm, cos_sin = torch.ones(16, device=device), torch.randn(300, 2, 8, generator=generator, device=device)
+    cache = torch.zeros(2, 300, 1, 16, device=device)
+    index = torch.arange(rows, dtype=torch.int32, device=device)
+    rope_kv_write(qkv, None, norm, norm, 1e-6, cos_sin, index, index, cache[0], cache[1], 2, strict)
+    return torch.cat([qkv, cache[:, :rows].transpose(0, 1).flatten(1, 2)], dim=1)
+
+
+def test_strict_launches_are_alike(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch may choose by its rows is its warps, which share a head's sum."""
+    warps = []
+    plain = module._rope_kv_write
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+            def launch(*arguments: object, **options: int) -> None:
+                warps.append(options["num_warps"])
+                plain[1, 1](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(module, "_rope_kv_write", Recorder())
+    for strict in (False, True):
+        for rows in (1, 300):
+            turned(rows, strict, device)
+    assert warps == [4, 1, 4, 4]
+
+
+@pytest.mark.gpu
+def test_in_strict_mode_normed_heads_have_the_same_bits_for_any_rows(device: str) -> None:
+    whole = turned(300, True, device)
+    for rows in (1, 7, 255, 256):
+        assert torch.equal(turned(rows, True, device), whole[:rows])
 
 
 @pytest.mark.gpu

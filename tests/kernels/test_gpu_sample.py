@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from foretoken_kernels import reference_sampling
 from foretoken_kernels.gpu import noise as gpu_noise
+from foretoken_kernels.gpu import sample
 from foretoken_kernels.gpu.sample import sample_rows, sample_workspace
 
 from foretoken import noise
@@ -134,7 +135,9 @@ def test_words_of_token_ids_are_those_of_the_definition(seed, position, choice, 
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_every_operation_together_gives_the_defined_tokens(seed, device):
+def test_every_operation_together_gives_the_defined_tokens(seed, device, monkeypatch):
+    # One piece of the vocabulary a program, several, all.
+    monkeypatch.setattr(sample, "_PROGRAMS", [1000, 10, 1][seed % 3])
     rng = np.random.default_rng(seed)
     vocab = int(rng.choice([97, 200, 333]))
     sequences = [random_sequence(rng, vocab, int(rng.integers(1, 4))) for _ in range(3)]
@@ -170,7 +173,9 @@ def test_plain_temperature_in_both_element_types(dtype, device):
 
 @pytest.mark.parametrize("constant", [0.0, 1e30, float("-inf"), float("nan")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_of_one_value(constant, temperature, device):
+@pytest.mark.parametrize("programs", [1, 100])
+def test_rows_of_one_value(constant, temperature, programs, device, monkeypatch):
+    monkeypatch.setattr(sample, "_PROGRAMS", programs)
     # At 1e30 noise is lost, every token of a chunk is a rival and the lowest id wins.
     sequence = one_row(np.full(150, constant), SamplingParams(temperature=temperature, seed=3))
     assert run([sequence], device) == expected_tokens(sequence)

@@ -45,7 +45,7 @@ def check(
     assert not workspace.counters.any()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 20, 64])
+@pytest.mark.parametrize("rows", [1, 3, 20, 64, 97])
 @pytest.mark.parametrize("split_k", [1, 2, 4])
 @pytest.mark.parametrize("mode", ["store", "add", "gate_up"])
 def test_skinny_matmul(rows: int, split_k: int, mode: str, device: str) -> None:
@@ -70,7 +70,7 @@ def test_refuses_other_shapes(device: str) -> None:
     with pytest.raises(ValueError, match="transposed"):
         skinny_matmul(x, weight[:16], out, workspace, small(16, 1))
     with pytest.raises(ValueError, match="transposed"):
-        skinny_matmul(x.repeat(22, 1), weight, out.repeat(22, 1), workspace, small(16, 1))
+        skinny_matmul(x.repeat(43, 1), weight, out.repeat(43, 1), workspace, small(16, 1))
     with pytest.raises(ValueError, match="x's dtype"):
         skinny_matmul(x.bfloat16(), weight, out, workspace, small(16, 1))
     with pytest.raises(ValueError, match="too small"):
@@ -95,12 +95,19 @@ def test_tiny_matrices_have_no_candidates() -> None:
     assert candidates(4, 128, 64) == []
 
 
+def test_tall_tiles_are_for_what_a_library_does_not_fuse() -> None:
+    assert not candidates(65, 14336, 4096) and not candidates(96, 14336, 4096, gate_up=True)
+    found = candidates(128, 14336, 4096, gate_up=True)
+    assert found and found == candidates(97, 14336, 4096, gate_up=True)
+    assert all(shared_memory(config, 128, True) <= Device().shared_memory for config in found)
+
+
 def test_block_rows() -> None:
-    assert [block_rows(n) for n in (1, 16, 17, 32, 33, 64)] == [16, 16, 32, 32, 64, 64]
+    assert [block_rows(n) for n in (1, 16, 17, 32, 33, 64, 65, 128)] == [16, 16, 32, 32, 64, 64, 128, 128]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 17, 64])
+@pytest.mark.parametrize("rows", [1, 17, 64, 128])
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (14336, 4096)])
 @pytest.mark.parametrize("mode", ["store", "add", "gate_up"])
 def test_candidates_of_real_sizes(rows: int, shape: tuple[int, int], mode: str, device: str) -> None:

@@ -97,7 +97,11 @@ def _panel_product(num_rows: int) -> Any:
 
 _panel_product_1 = _panel_product(1)
 _panel_product_2 = _panel_product(2)
+_panel_product_3 = _panel_product(3)
 _panel_product_4 = _panel_product(4)
+_panel_product_5 = _panel_product(5)
+_panel_product_6 = _panel_product(6)
+_panel_product_7 = _panel_product(7)
 _panel_product_8 = _panel_product(ROW_TILE)
 
 
@@ -127,8 +131,16 @@ def linear(
                 _panel_product_1(x, x_start, in_features, weight, start, in_features, sums)
             elif rows == 2:
                 _panel_product_2(x, x_start, in_features, weight, start, in_features, sums)
-            elif rows <= 4:
+            elif rows == 3:
+                _panel_product_3(x, x_start, in_features, weight, start, in_features, sums)
+            elif rows == 4:
                 _panel_product_4(x, x_start, in_features, weight, start, in_features, sums)
+            elif rows == 5:
+                _panel_product_5(x, x_start, in_features, weight, start, in_features, sums)
+            elif rows == 6:
+                _panel_product_6(x, x_start, in_features, weight, start, in_features, sums)
+            elif rows == 7:
+                _panel_product_7(x, x_start, in_features, weight, start, in_features, sums)
             else:
                 _panel_product_8(x, x_start, in_features, weight, start, in_features, sums)
             for tile_row in range(rows):

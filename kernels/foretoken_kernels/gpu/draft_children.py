@@ -28,6 +28,7 @@ from foretoken_kernels.gpu.noise import gumbel_from_words, scattered_noise, toke
 
 # Ids of one program; a multiple of four.
 CHUNK = 1024
+_NUM_WARPS = 2  # which wait for each other at each child
 
 _LENGTH = tl.constexpr(state.LENGTH)
 _CHOICE_INDEX = tl.constexpr(state.CHOICE_INDEX)
@@ -236,6 +237,7 @@ def offer_children(
         **flags,
         HAS_CUTS=filtered,
         CHUNK=CHUNK,
+        num_warps=_NUM_WARPS,
     )
     _offer_row[(num_rows,)](
         trees.requests,

@@ -16,7 +16,7 @@ from foretoken_kernels.gpu.skinny_matmul import (
     skinny_matmul_workspace,
 )
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128)
 STORE, ADD, GATE_UP = "store", "add", "gate_up"
 
 # Of each row bucket: a configuration, or None for PyTorch.

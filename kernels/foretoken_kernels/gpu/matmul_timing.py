@@ -46,7 +46,7 @@ def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Pat
     missing = {shape: matrices for shape, matrices in timed.items() if shape.key not in kept}
     choices = {shape: kept[shape.key] for shape in timed if shape.key in kept}
     if missing:
-        choices |= choose(missing, choices, device, _limits(device), graph_microseconds)
+        choices |= choose(missing, choices, device, device_limits(device), graph_microseconds)
         if path is not None:
             write_choices(path, machine, kept | {shape.key: by_rows for shape, by_rows in choices.items()})
     return MatmulTable(choices, device)
@@ -145,7 +145,8 @@ def graph_microseconds(call: Callable[[torch.Tensor], None], weights: Sequence[t
     return sorted(times)[len(times) // 2] * 1e3 / len(weights)
 
 
-def _limits(device: torch.device) -> Device:
+def device_limits(device: torch.device) -> Device:
+    """Of a GPU."""
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     return Device(properties["multiprocessor_count"], properties["max_shared_mem"] - _SPARE_SHARED_MEMORY)
 

@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-_HEADS = 4  # of a program: a warp for each, and the row's angles are read once for all
+_HEADS = 8  # of a program: the row's angles are read once for all
+# From so many rows on programs fill the GPU: one warp each, with loads of 16 bytes. Before it more warps wait less.
+_MANY_ROWS = 256
 _MAX_HEAD_DIM = 256
 
 
@@ -101,6 +103,7 @@ def rope_kv_write(
     keys: torch.Tensor,
     values: torch.Tensor,
     num_heads: int,
+    strict: bool = False,
 ) -> None:
     """Bias, norm of each head, rotation; keys and values go to their slots, the queries stay in ``qkv``, turned.
 
@@ -113,6 +116,7 @@ def rope_kv_write(
         positions: int32 [rows]; clamped to cos_sin.
         slot_mapping: int32 or int64 [rows]; a row whose slot is not in the cache writes nothing there.
         keys, values: [slots, num_kv_heads, head_dim], bfloat16 or float32; slots may be apart.
+        strict: whether a head's norm is to have the same bits for any number of rows, as all else has.
     """
     num_slots, num_kv_heads, head_dim = keys.shape
     heads = num_heads + 2 * num_kv_heads
@@ -154,5 +158,6 @@ def rope_kv_write(
         HEADS=_HEADS,
         HAS_BIAS=bias is not None,
         HAS_NORM=query_norm is not None,
-        num_warps=_HEADS,
+        # Lanes add up what they have of a head, so another number of warps is another order.
+        num_warps=1 if rows >= _MANY_ROWS and not strict else 4,
     )

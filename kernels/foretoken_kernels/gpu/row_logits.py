@@ -57,6 +57,14 @@ def is_penalized(state, slot):
 
 
 @triton.jit
+def raw_logits(first_id, batch, sizes, row, limit, TOKENS: tl.constexpr):
+    """[TOKENS] as they are: ids from ``first_id`` on, -inf from ``limit`` on."""
+    ids = first_id + tl.arange(0, TOKENS)
+    logits = batch.logits + row.to(tl.int64) * sizes.row_stride
+    return tl.load(logits + ids, mask=ids < limit, other=float("-inf"))
+
+
+@triton.jit
 def row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
     """float32 [TOKENS]: ids from ``first_id`` on, -inf from ``vocab_limit`` on; divided by a temperature above 0.
 
@@ -64,10 +72,16 @@ def row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOK
         row, start: the node's row and its root's.
         masks_stops: whether too few tokens are out for a stop token.
     """
+    raw = raw_logits(first_id, batch, sizes, row, sizes.vocab_limit, TOKENS)
+    return processed_logits(raw, first_id, batch, state, sizes, start, row - start, slot, masks_stops, TOKENS)
+
+
+@triton.jit
+def processed_logits(raw, first_id, batch, state, sizes, start, node, slot, masks_stops, TOKENS: tl.constexpr):
+    """row_logits of what raw_logits gave for node ``node`` of the tree whose root is row ``start``."""
     ids = first_id + tl.arange(0, TOKENS)
     inside = ids < sizes.vocab_limit
-    logits = batch.logits + row.to(tl.int64) * sizes.row_stride
-    values = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    values = raw.to(tl.float32)
     values = tl.where(values == values, values, float("-inf"))
 
     num_bias = tl.minimum(tl.load(state.num_bias + slot), sizes.max_bias)
@@ -81,10 +95,10 @@ def row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOK
         counts = tl.load(state.counts + slot * sizes.vocab_size + ids, mask=inside, other=0)
         seen = tl.load(state.seen + slot * sizes.vocab_size + ids, mask=inside, other=0).to(tl.int32)
         # The node's own token is on its path; the root's is in prompt or output already.
-        node = row - start
-        while node > 0:
-            counts += (ids == tl.load(batch.tokens + start + node)).to(tl.int32)
-            node = parent_of(batch, start, node)
+        ancestor = node
+        while ancestor > 0:
+            counts += (ids == tl.load(batch.tokens + start + ancestor)).to(tl.int32)
+            ancestor = parent_of(batch, start, ancestor)
         repetition = tl.load(state.repetition + slot)
         repeated = tl.where(values > 0.0, tl.div_rn(values, repetition), values * repetition)
         values = tl.where((seen != 0) | (counts > 0), repeated, values)

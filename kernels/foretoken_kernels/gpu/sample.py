@@ -16,10 +16,13 @@ import triton.language as tl
 
 from foretoken_kernels.gpu.noise import ESTIMATE_ERROR, gumbel_estimate, gumbel_from_words, token_words
 from foretoken_kernels.gpu.row_cut import NO_TOKEN, row_cut
-from foretoken_kernels.gpu.row_logits import parent_of, row_logits, sample_sizes, slot_of
+from foretoken_kernels.gpu.row_logits import parent_of, processed_logits, raw_logits, sample_sizes, slot_of
 from foretoken_kernels.sampler_state import SampleBatch, SamplerState
 
 CHUNK_TOKENS = 2048
+_NUM_WARPS = 4
+# What a program must know of its row costs as much time as a piece of the vocabulary: with many rows it has several.
+_PROGRAMS = 2048
 # So many tokens that may still win have their noise computed one by one; from more on all of the piece have.
 _MAX_RIVALS: tl.constexpr = tl.constexpr(8)
 
@@ -31,7 +34,7 @@ class SampleWorkspace(NamedTuple):
         depths: int32 [rows]; edges between the root and the row's node.
         cut_values: float32 [rows]; processed logits below it are cut.
         cut_ids: int32 [rows]; of those equal to it the ids above this one are cut.
-        chunk_values: float32 [rows, chunks]; each piece's best value, with its noise.
+        chunk_values: float32 [rows, chunks]; a piece's best value, with its noise, or that of a program's pieces.
         chunk_ids: int32 [rows, chunks]; the id that has it.
         gathered_values, gathered_ids: float32, int32 [rows, 2 * chunk_tokens]; what top-k and top-p may still cut.
         chunk_tokens: ids a piece.
@@ -129,10 +132,15 @@ def _noised_best(values, ids, first_id, position, state, slot, TOKENS: tl.conste
     return best, best_id
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
-def _chunk_kernel(batch, state, workspace, sizes, num_seqs, num_chunks, TOKENS: tl.constexpr):
-    chunk = tl.program_id(0)
+@triton.jit(do_not_specialize=["num_seqs", "num_chunks", "chunks_each"])
+def _chunk_kernel(batch, state, workspace, sizes, num_seqs, num_chunks, chunks_each, TOKENS: tl.constexpr):
+    group = tl.program_id(0)
     row = tl.program_id(1)
+    first = group * chunks_each
+    end = tl.minimum(first + chunks_each, num_chunks)
+    limit = tl.minimum(end * TOKENS, sizes.vocab_limit)
+    # On their way while it is found out what to do with them, and so are later ones while those before are processed.
+    raw = raw_logits(first * TOKENS, batch, sizes, row, limit, TOKENS)
     seq = tl.load(batch.row_seqs + row)
     if (seq < 0) | (seq >= num_seqs):
         return
@@ -140,23 +148,32 @@ def _chunk_kernel(batch, state, workspace, sizes, num_seqs, num_chunks, TOKENS: 
     start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), row)
     depth = tl.load(workspace.depths + row)
     masks_stops = tl.load(batch.num_outputs + seq) + depth < tl.load(state.min_tokens + slot)
-    first_id = chunk * TOKENS
-    values = row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
-    ids = first_id + tl.arange(0, TOKENS)
     cut = tl.load(workspace.cut_values + row)
     cut_id = tl.load(workspace.cut_ids + row)
-    values = tl.where((values > cut) | ((values == cut) & (ids <= cut_id)), values, float("-inf"))
-    best = tl.max(values, axis=0)
-    best_id = tl.min(tl.where(values == best, ids, NO_TOKEN), axis=0)
-    if (tl.load(state.temperature + slot) > 0.0) & (best > float("-inf")):
-        position = tl.load(batch.positions + seq) + depth
-        best, best_id = _noised_best(values, ids, first_id, position, state, slot, TOKENS)
-    out = row.to(tl.int64) * num_chunks + chunk
+    is_noised = tl.load(state.temperature + slot) > 0.0
+    position = tl.load(batch.positions + seq) + depth
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.full([], NO_TOKEN, tl.int32)
+    for chunk in range(first, end):
+        first_id = chunk * TOKENS
+        following = raw_logits(first_id + TOKENS, batch, sizes, row, limit, TOKENS)
+        values = processed_logits(raw, first_id, batch, state, sizes, start, row - start, slot, masks_stops, TOKENS)
+        ids = first_id + tl.arange(0, TOKENS)
+        values = tl.where((values > cut) | ((values == cut) & (ids <= cut_id)), values, float("-inf"))
+        chunk_best = tl.max(values, axis=0)
+        chunk_id = tl.min(tl.where(values == chunk_best, ids, NO_TOKEN), axis=0)
+        if is_noised & (chunk_best > float("-inf")):
+            chunk_best, chunk_id = _noised_best(values, ids, first_id, position, state, slot, TOKENS)
+        is_better = (chunk_best > best) | ((chunk_best == best) & (chunk_id < best_id))
+        best = tl.where(is_better, chunk_best, best)
+        best_id = tl.where(is_better, chunk_id, best_id)
+        raw = following
+    out = row.to(tl.int64) * tl.num_programs(0) + group
     tl.store(workspace.chunk_values + out, best)
     tl.store(workspace.chunk_ids + out, best_id)
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_chunks"])
 def _best_chunk_kernel(batch, workspace, sizes, sampled_ptr, num_seqs, num_chunks, CHUNKS: tl.constexpr):
     row = tl.program_id(0)
     seq = tl.load(batch.row_seqs + row)
@@ -191,10 +208,21 @@ def sample_rows(batch: SampleBatch, state: SamplerState, workspace: SampleWorksp
     _cut_kernel[(num_rows,)](
         batch, state, workspace, sizes, num_seqs, TOKENS=2 * chunk_tokens, num_warps=16, enable_fp_fusion=False
     )
-    _chunk_kernel[(num_chunks, num_rows)](
-        batch, state, workspace, sizes, num_seqs, num_chunks, TOKENS=chunk_tokens, num_warps=8, enable_fp_fusion=False
+    chunks_each = max(num_rows * num_chunks // _PROGRAMS, 1)
+    num_groups = triton.cdiv(num_chunks, chunks_each)
+    _chunk_kernel[(num_groups, num_rows)](
+        batch,
+        state,
+        workspace,
+        sizes,
+        num_seqs,
+        num_chunks,
+        chunks_each,
+        TOKENS=chunk_tokens,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
     )
     chunks = triton.next_power_of_2(num_chunks)
     _best_chunk_kernel[(num_rows,)](
-        batch, workspace, sizes, sampled, num_seqs, num_chunks, CHUNKS=chunks, num_warps=1, enable_fp_fusion=False
+        batch, workspace, sizes, sampled, num_seqs, num_groups, CHUNKS=chunks, num_warps=1, enable_fp_fusion=False
     )

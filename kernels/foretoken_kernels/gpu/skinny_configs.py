@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import NamedTuple
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 MAX_SPLIT_K = 4
 _MIN_PROGRAMS, _MAX_PROGRAMS = 64, 2200
 _MAX_SPLIT_TILES = 4  # of an SM: sums of more tiles are long enough in flight, and their parts would take much memory
@@ -37,7 +37,7 @@ class Device(NamedTuple):
 
 
 def block_rows(rows: int) -> int:
-    """Rows of a tile: 16, 32 or 64, as tensor cores want them."""
+    """Rows of a tile: 16, 32, 64 or 128, as tensor cores want them."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
@@ -55,14 +55,23 @@ def candidates(
     device: Device | None = None,
     limit: int = 6,
 ) -> list[SkinnyConfig]:
-    """At most ``limit`` configurations for x [rows, in_features], the most promising first; none for tiny matrices.
+    """At most ``limit`` configurations for x [rows, in_features], the most promising first.
+
+    There are none for tiny matrices, nor for more than 64 rows but for ``gate_up`` of more than 96.
 
     For ``gate_up``, ``out_features`` counts the features of the result. Only what differs in ``block_n`` or ``split_k``
     is returned, since those two decide most. Row counts of one tile have the same candidates, compiled once.
     """
     device = device or Device()
     best: dict[tuple[int, int], tuple[float, SkinnyConfig]] = {}
-    for block_n, block_k, split_k, stages in itertools.product((32, 64, 128), (128, 256), (1, 2, 4), (3, 4, 5)):
+    knobs = itertools.product((32, 64, 128), (128, 256), (1, 2, 4), (3, 4, 5))
+    if rows > 64:
+        # These tiles read nearly as much of x as of the weight, where libraries send x to several SMs at once. What
+        # they do not fuse is faster here, and that only where their tiles have 128 rows as well: they have some of 96.
+        if rows <= 96 or not gate_up:
+            return []
+        knobs = itertools.product((128,), (64,), (1,), (4,))
+    for block_n, block_k, split_k, stages in knobs:
         wide = block_n * (2 if gate_up else 1) >= 128
         config = SkinnyConfig(block_n, block_k, split_k, stages, 8 if wide else 4)
         programs = math.ceil(out_features / block_n) * split_k

@@ -1,4 +1,4 @@
-"""x W^T for at most 64 rows, which is as fast as the weights can be read: foretoken_kernels.reference.linear.
+"""x W^T for at most 128 rows, which is as fast as the weights can be read: foretoken_kernels.reference.linear.
 
 A program has BLOCK_N output features and one of SPLIT_K parts of the sum, so that small matrices still keep every SM
 busy. The last of a tile's programs to arrive adds the parts up, in the parts' order: the same bits every time, whoever
@@ -145,7 +145,7 @@ def skinny_matmul(
     """``out = x @ weight.T``, or ``out += x @ weight.T`` with ``add``; sums are float32.
 
     Args:
-        x: [rows, in_features], at most 64 rows; bfloat16, or float32 as weight. Rows may be apart, columns may not.
+        x: [rows, in_features], at most 128 rows; bfloat16, or float32 as weight. Rows may be apart, columns may not.
         weight: [out_features, in_features], contiguous, x's dtype.
         out: [rows, out_features], bfloat16 or float32; rows may be apart, columns may not. Not x.
         workspace: of skinny_matmul_workspace, for at least ``config.split_k`` parts; unused if that is 1.

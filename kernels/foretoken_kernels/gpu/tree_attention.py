@@ -21,17 +21,20 @@ import torch
 import triton
 import triton.language as tl
 
-# Enough programs to fill a GPU of 132 multiprocessors about twice. More splits than that buy nothing.
-_PROGRAMS = 256
+from foretoken_kernels.gpu.attention_parts import attend, bit_length, gather, slots_of, write
+
+# Warps that keep a GPU of 132 multiprocessors busy, eight on each; these kernels have registers for no more.
+_WARPS = 1024
 # The splits of at most this many rows have room in a workspace at the largest number of splits; more rows have fewer.
 _SPLIT_ROWS = 64
-# A split of fewer keys takes less time than adding it up.
-_LEAST_KEYS = 128
+# Adding splits up takes as long as 256 keys (about 3 us on an H200), so a split of fewer does not pay.
+_LEAST_KEYS = 256
+# Elements of partial sums that a program asks for at once while it adds up.
+_MERGED_ELEMENTS = 8192
 _LOG2_E = 1.4426950408889634
 
-jit: Callable[[Any], Any] = triton.jit
 # They differ from batch to batch; whether one of them is 1 or a multiple of 16 is not worth another compilation.
-jit_kernel: Callable[[Any], Any] = triton.jit(do_not_specialize=["rows", "max_blocks", "seq_tiles"])
+jit_kernel: Callable[[Any], Any] = triton.jit(do_not_specialize=["rows", "max_blocks", "seq_tiles", "splits"])
 
 
 class Workspace(NamedTuple):
@@ -58,35 +61,39 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-def _tile(max_seq_rows: int, group: int, head_dim: int, wide: bool) -> _Tile:
+def _tile(seqs: int, max_seq_rows: int, num_kv_heads: int, group: int, head_dim: int, wide: bool) -> _Tile:
     """How many rows and keys a program takes at a time.
 
     The left operand of a matrix product is (rows x query heads of one key head), and a tensor core takes no fewer than
     16 of them: one decode row of four heads costs what four rows do. More rows than the sequence has would only cost
-    registers, and 128 at 128 columns are what eight warps hold. With few rows time goes into waiting for memory, so a
-    block of 128 keys is asked for at once: the whole share of a split, if the context is short. Many rows come with
-    many blocks: five stages, two of them for table entries, load two blocks ahead. float32 (`wide`) goes without
-    tensor cores, so its tiles are small.
+    registers, and 128 at 128 columns are what eight warps hold. Larger tiles read keys less often, but what a block of
+    keys takes is mostly waiting, for memory and for one operation after the other, and programs wait side by side: a
+    tile is halved as long as the launch has too few warps for the GPU. With few rows a block of 128 keys is asked for
+    at once. The largest tile is alone on its multiprocessor, so five stages, two of them for table entries, load two
+    blocks ahead. float32 (`wide`) goes without tensor cores, so its tiles are small.
     """
     heads = triton.next_power_of_2(group)
     long_heads = head_dim > 128
     most = 16 if wide else 64 if long_heads else 128
     products = max(min(triton.next_power_of_2(max_seq_rows) * heads, most), 16)
-    rows = max(products // heads, 1)
+    while True:
+        rows = max(products // heads, 1)
+        num_warps = 8 if rows * heads > (32 if long_heads else 64) else 4
+        programs = seqs * triton.cdiv(max_seq_rows, rows) * num_kv_heads
+        if products == 16 or rows == 1 or programs * num_warps >= _WARPS:
+            break
+        products //= 2
     if wide:
         return _Tile(rows, 32, 4, 1)
     if rows * heads <= 32:
-        return _Tile(rows, 64 if long_heads else 128, 4, 3)
-    return _Tile(rows, 64, 8, 3 if long_heads else 5)
+        return _Tile(rows, 64 if long_heads else 128, num_warps, 3)
+    return _Tile(rows, 64, num_warps, 5 if rows * heads == 128 else 3)
 
 
-def _num_splits(rows: int, programs: int, workspace: Workspace) -> int:
-    """A power of two: how many programs may share the keys of a tile, if a launch without splits has `programs`."""
+def _num_splits(rows: int, warps: int, most_keys: int, workspace: Workspace) -> int:
+    """How many programs may share the keys of a tile, if a launch without splits has `warps`."""
     most, split_rows = workspace.sums.shape[:2]
-    splits = 1
-    while splits * 2 <= most and splits * programs < _PROGRAMS and splits * 2 * rows <= most * split_rows:
-        splits *= 2
-    return splits
+    return max(min(most, _WARPS // warps, most_keys // _LEAST_KEYS, most * split_rows // rows), 1)
 
 
 def _constants(
@@ -99,8 +106,10 @@ def _constants(
     splits: int,
     wide: bool,
 ) -> dict[str, int]:
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for; `splits`: 1, or a power of two that is no less than any launch's."""
     group = num_heads // num_kv_heads
+    block_dim = max(triton.next_power_of_2(head_dim), 16)
+    entries = tile.rows * triton.next_power_of_2(group)
     return {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
@@ -109,71 +118,13 @@ def _constants(
         "HALF_WORDS": half_words,
         "SPLITS": splits,
         "LEAST_KEYS": _LEAST_KEYS,
+        "MERGED": max(min(_MERGED_ELEMENTS // (entries * block_dim), 4), 1),
         "TILE_ROWS": tile.rows,
         "BLOCK_GROUP": triton.next_power_of_2(group),
         "BLOCK_KEYS": tile.keys,
-        "BLOCK_DIM": max(triton.next_power_of_2(head_dim), 16),
+        "BLOCK_DIM": block_dim,
         "WIDE": wide,
     }
-
-
-@jit
-def _bit_length(word):  # type: ignore[no-untyped-def]
-    """Of int32 read as unsigned."""
-    length = tl.where(word > 0, 1, 0)
-    rest = word
-    for step in tl.static_range(5):
-        shift = 16 >> step
-        upper = rest >> shift
-        length = tl.where(upper > 0, length + shift, length)
-        rest = tl.where(upper > 0, upper, rest)
-    return tl.where(word < 0, 32, length)
-
-
-@jit
-def _slots_of(logical, live, table, max_blocks, slots, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int64 cache slots of logical slots, and which of those are in the table at all."""
-    block = logical // BLOCK_SIZE
-    live = live & (logical >= 0) & (block < max_blocks)
-    entry = tl.load(table + block, mask=live, other=0).to(tl.int64)
-    slot = entry * BLOCK_SIZE + logical % BLOCK_SIZE
-    return tl.minimum(tl.maximum(slot, 0), slots - 1), live
-
-
-@jit
-def _gather(plane, slot, live, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[keys, BLOCK_DIM] of the cache, zero where not live: what is never referenced may be anything, NaN too."""
-    column = tl.arange(0, BLOCK_DIM)
-    mask = live[:, None]
-    if BLOCK_DIM != HEAD_DIM:
-        mask = mask & (column < HEAD_DIM)[None, :]
-    return tl.load(plane + (slot * slot_stride)[:, None] + column[None, :], mask=mask, other=0.0)
-
-
-@jit
-def _attend(query, key, value, visible, scale, sums, maxima, weights, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One more block of keys under the running softmax."""
-    if WIDE:
-        key = key.to(tl.float32)
-        value = value.to(tl.float32)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.maximum(maxima, tl.max(scores, 1))
-    # A row that has seen nothing yet has no finite maximum to subtract.
-    finite = tl.where(highest == float("-inf"), 0.0, highest)
-    weight = tl.exp2(scores - finite[:, None])
-    decay = tl.exp2(maxima - finite)
-    weights = weights * decay + tl.sum(weight, 1)
-    sums = sums * decay[:, None]
-    sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="ieee")
-    return sums, highest, weights
-
-
-@jit
-def _write(out, sums, weights, offset, mask):  # type: ignore[no-untyped-def]
-    """A row that sees nothing is zero."""
-    result = sums / tl.where(weights > 0, weights, 1.0)[:, None]
-    tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)
 
 
 @jit_kernel
@@ -202,6 +153,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     max_blocks,
     slots,
     seq_tiles,
+    splits,
     scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -210,6 +162,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     HALF_WORDS: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST_KEYS: tl.constexpr,
+    MERGED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -224,6 +177,9 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     seq_row = tl.minimum(tl.maximum(tl.load(row_starts + seq), 0), rows)
     first_row = seq_row + tile % seq_tiles * TILE_ROWS
     end_row = tl.minimum(tl.load(row_starts + seq + 1), rows)
+    # Asked for here, since each wait for memory that follows another is a good part of a short launch.
+    tree_start = tl.load(tree_starts + seq)
+    context_start = tl.maximum(tl.load(context_starts + seq), 0)
     if first_row >= end_row:
         return
 
@@ -235,16 +191,20 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     row_live = row < end_row
     entry_live = row_live & (member < GROUP)
     head = kv_head * GROUP + member
+    column = tl.arange(0, BLOCK_DIM)
+    out_mask = entry_live[:, None] & (column < HEAD_DIM)[None, :]
+    query_offset = row.to(tl.int64) * query_stride + head * query_head_stride
+    q = tl.load(query + query_offset[:, None] + column[None, :], mask=out_mask, other=0.0)
+    if WIDE:
+        q = q.to(tl.float32)
 
     # How many keys the tile has: bits of the tree, then the context of its row that sees most of it.
     length = tl.load(context_lens + row, mask=row_live, other=0)
     row_bits = tl.zeros([BLOCK_M], tl.int32)
     for half in tl.static_range(HALF_WORDS):
         word = tl.load(masks + row.to(tl.int64) * mask_stride + half, mask=row_live, other=0)
-        row_bits = tl.where(word != 0, half * 32 + _bit_length(word), row_bits)
+        row_bits = tl.where(word != 0, half * 32 + bit_length(word), row_bits)
     bits = tl.max(row_bits, 0)
-    tree_start = tl.load(tree_starts + seq)
-    context_start = tl.maximum(tl.load(context_starts + seq), 0)
     context_end = tl.minimum(tl.max(length, 0), max_blocks * BLOCK_SIZE)
     num_keys = bits + tl.maximum(context_end - context_start, 0)
     table = block_tables + seq.to(tl.int64) * table_stride
@@ -253,10 +213,10 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     # and then n / c times BLOCK_M partial sums takes least at c = sqrt(n * BLOCK_M), two planes of bfloat16 against
     # one of float32.
     if SPLITS > 1:
-        balanced = tl.sqrt(num_keys.to(tl.float32) * BLOCK_M).to(tl.int32)
-        share = tl.maximum(tl.maximum((num_keys + SPLITS - 1) // SPLITS, balanced), LEAST_KEYS)
-        share = (share + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
-        used = tl.maximum((num_keys + share - 1) // share, 1)
+        least = tl.maximum(tl.sqrt(num_keys.to(tl.float32) * BLOCK_M).to(tl.int32), LEAST_KEYS)
+        share = tl.cdiv(num_keys, tl.maximum(tl.minimum(num_keys // least, splits), 1))
+        share = tl.maximum(tl.cdiv(share, BLOCK_KEYS), 1) * BLOCK_KEYS
+        used = tl.maximum(tl.cdiv(num_keys, share), 1)
         if split >= used:
             return
         begin = split * share
@@ -266,12 +226,6 @@ def _tree_attention(  # type: ignore[no-untyped-def]
         begin = 0
         end = num_keys
 
-    column = tl.arange(0, BLOCK_DIM)
-    out_mask = entry_live[:, None] & (column < HEAD_DIM)[None, :]
-    query_offset = row.to(tl.int64) * query_stride + head * query_head_stride
-    q = tl.load(query + query_offset[:, None] + column[None, :], mask=out_mask, other=0.0)
-    if WIDE:
-        q = q.to(tl.float32)
     slot_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     head_keys = keys + kv_head * HEAD_DIM
     head_values = values + kv_head * HEAD_DIM
@@ -286,7 +240,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
         key_index = first + place
         in_tree = key_index < bits
         logical = tl.where(in_tree, tree_start + key_index, context_start + key_index - bits)
-        slot, live = _slots_of(logical, key_index < num_keys, table, max_blocks, slots, BLOCK_SIZE)
+        slot, live = slots_of(logical, key_index < num_keys, table, max_blocks, slots, BLOCK_SIZE)
         words = tl.zeros([BLOCK_M, BLOCK_KEYS], tl.int32)
         for half in tl.static_range(BLOCK_KEYS // 32):
             # Past the last word there are no keys of the tree, so any word will do.
@@ -297,21 +251,21 @@ def _tree_attention(  # type: ignore[no-untyped-def]
         visible = tl.where(in_tree[None, :], on_path, logical[None, :] < length[:, None]) & live[None, :]
         # A bit that no row of the tile has set may stand for a slot that was never written.
         live = tl.max(visible.to(tl.int32), 0) != 0
-        key = _gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-        value = _gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-        sums, maxima, weights = _attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
+        key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+        value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+        sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
 
     for first in range(tl.maximum(begin, tree_end), end, BLOCK_KEYS):
         logical = context_start - bits + first + place
-        slot, live = _slots_of(logical, logical < context_end, table, max_blocks, slots, BLOCK_SIZE)
+        slot, live = slots_of(logical, logical < context_end, table, max_blocks, slots, BLOCK_SIZE)
         visible = (logical[None, :] < length[:, None]) & live[None, :]
-        key = _gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-        value = _gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-        sums, maxima, weights = _attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
+        key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+        value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+        sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
 
     out_offset = (row.to(tl.int64) * out_stride + head * out_head_stride)[:, None] + column[None, :]
     if used == 1:
-        _write(out, sums, weights, out_offset, out_mask)
+        write(out, sums, weights, out_offset, out_mask)
     else:
         num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
         part = row.to(tl.int64) * num_heads + head
@@ -336,9 +290,9 @@ def _tree_attention(  # type: ignore[no-untyped-def]
             found_weights = tl.load(part_weights + offset, mask=mask, other=0.0, cache_modifier=".cg")
             weights = tl.sum(found_weights * tl.exp2(found - highest[None, :]), 0)
             sums = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
-            # Four at a time, so that their loads are under way together.
-            for first_split in range(0, used, 4):
-                for step in tl.static_range(4):
+            # A few at a time, so that their loads are under way together.
+            for first_split in range(0, used, MERGED):
+                for step in tl.static_range(MERGED):
                     index = first_split + step
                     there = index * split_stride + part
                     valid = entry_live & (tl.full([BLOCK_M], index, tl.int32) < used)
@@ -350,7 +304,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
                         cache_modifier=".cg",
                     )
                     sums += found_sums * tl.exp2(found_maxima - highest)[:, None]
-            _write(out, sums, weights, out_offset, out_mask)
+            write(out, sums, weights, out_offset, out_mask)
 
 
 def attention_workspace(
@@ -410,11 +364,15 @@ def tree_attention(
         raise ValueError(f"the workspace is for {len(workspace.arrived)} rows, not for {rows}")
     # Triton's interpreter, which alone takes tensors that are not on a GPU, does not multiply bfloat16.
     wide = query.dtype == torch.float32 or not query.is_cuda
-    tile = _tile(max_seq_rows, num_heads // num_kv_heads, head_dim, wide)
+    seqs = len(tree_starts)
+    tile = _tile(seqs, max_seq_rows, num_kv_heads, num_heads // num_kv_heads, head_dim, wide)
     seq_tiles = triton.cdiv(max_seq_rows, tile.rows)
-    tiles = len(tree_starts) * seq_tiles
-    splits = _num_splits(rows, tiles * num_kv_heads, workspace)
+    tiles = seqs * seq_tiles
+    most_keys = block_tables.shape[1] * block_size + 64 * masks.shape[1]
+    splits = _num_splits(rows, tiles * num_kv_heads * tile.num_warps, most_keys, workspace)
     halves = masks.view(torch.int32)
+    # Whatever a launch's splits, the kernel is one of two.
+    most_splits = triton.next_power_of_2(len(workspace.sums)) if splits > 1 else 1
     _tree_attention[(tiles, num_kv_heads, splits)](
         query,
         query.stride(0),
@@ -440,8 +398,9 @@ def tree_attention(
         block_tables.shape[1],
         slots,
         seq_tiles,
+        splits,
         head_dim**-0.5 * _LOG2_E,
-        **_constants(tile, num_heads, num_kv_heads, head_dim, block_size, halves.shape[1], splits, wide),
+        **_constants(tile, num_heads, num_kv_heads, head_dim, block_size, halves.shape[1], most_splits, wide),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -1,0 +1,70 @@
+"""What attention kernels are made of, as device functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+jit: Callable[[Any], Any] = triton.jit
+
+
+@jit
+def bit_length(word):  # type: ignore[no-untyped-def]
+    """Of int32 read as unsigned."""
+    length = tl.where(word > 0, 1, 0)
+    rest = word
+    for step in tl.static_range(5):
+        shift = 16 >> step
+        upper = rest >> shift
+        length = tl.where(upper > 0, length + shift, length)
+        rest = tl.where(upper > 0, upper, rest)
+    return tl.where(word < 0, 32, length)
+
+
+@jit
+def slots_of(logical, live, table, max_blocks, slots, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int64 cache slots of logical slots, and which of those are in the table at all."""
+    block = logical // BLOCK_SIZE
+    live = live & (logical >= 0) & (block < max_blocks)
+    entry = tl.load(table + block, mask=live, other=0).to(tl.int64)
+    slot = entry * BLOCK_SIZE + logical % BLOCK_SIZE
+    return tl.minimum(tl.maximum(slot, 0), slots - 1), live
+
+
+@jit
+def gather(plane, slot, live, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[keys, BLOCK_DIM] of the cache, zero where not live: what is never referenced may be anything, NaN too."""
+    column = tl.arange(0, BLOCK_DIM)
+    mask = live[:, None]
+    if BLOCK_DIM != HEAD_DIM:
+        mask = mask & (column < HEAD_DIM)[None, :]
+    return tl.load(plane + (slot * slot_stride)[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@jit
+def attend(query, key, value, visible, scale, sums, maxima, weights, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One more block of keys under the running softmax."""
+    if WIDE:
+        key = key.to(tl.float32)
+        value = value.to(tl.float32)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.maximum(maxima, tl.max(scores, 1) * scale)
+    # A row that has seen nothing yet has no finite maximum to subtract.
+    finite = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(scores * scale - finite[:, None])
+    decay = tl.exp2(maxima - finite)
+    weights = weights * decay + tl.sum(weight, 1)
+    sums = sums * decay[:, None]
+    sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="ieee")
+    return sums, highest, weights
+
+
+@jit
+def write(out, sums, weights, offset, mask):  # type: ignore[no-untyped-def]
+    """A row that sees nothing is zero."""
+    result = sums / tl.where(weights > 0, weights, 1.0)[:, None]
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,164 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Intake of a draft: a step's results become the rows of a pass over new tokens, and what the trees behind them want.
+
+No host knows the tokens. foretoken_kernels.reference_draft_intake defines the functions here.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from foretoken_kernels.gpu import draft_tree_state as state
+from foretoken_kernels.gpu.draft_intake_state import DraftSeats, IntakeRows, TakenStep
+from foretoken_kernels.resident_state import NO_SLOT, StepResults
+
+_LENGTH = tl.constexpr(state.LENGTH)
+_MAX_NODES = tl.constexpr(state.MAX_NODES)
+_ROOT_TOKEN = tl.constexpr(state.ROOT_TOKEN)
+_NUM_COLUMNS = tl.constexpr(state.NUM_COLUMNS)
+_NO_SLOT = tl.constexpr(NO_SLOT)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_slots"])
+def _take_step(
+    stamp,
+    counts,
+    lengths,
+    num_left,
+    new_tokens,
+    number,
+    max_nodes,
+    requests,
+    block_tables,
+    table_stride,
+    out_token_ids,
+    out_positions,
+    out_slots,
+    out_context_lens,
+    out_logit_rows,
+    taken_counts,
+    taken_lengths,
+    taken_written,
+    taken_tokens,
+    num_blocks,
+    block_size,
+    num_slots,
+    TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One seat."""
+    seat = tl.program_id(0)
+    request = requests + seat * _NUM_COLUMNS
+    count = tl.load(counts + seat)
+    length = tl.load(lengths + seat)
+    before = tl.load(request + _LENGTH)
+    wanted = tl.load(max_nodes + seat)
+    is_told = (tl.load(stamp) == tl.load(number)) & (count > 0) & (count <= TOKENS)
+    # A length that differs from what is known and new is one behind a gap: entries would stand in wrong slots.
+    is_next = is_told & (length > 0) & (length <= num_blocks * block_size) & (length - count == before)
+
+    lane = tl.arange(0, LANES)
+    inside = lane < TOKENS
+    row = seat * TOKENS + lane
+    tokens = tl.load(new_tokens + row, mask=lane < tl.where(is_told, count, 0), other=0)
+    num_rows = tl.where(is_next & (wanted > 0), count, 0)
+    position = tl.where(lane < num_rows, length - count + lane, 0)
+    table = block_tables + seat.to(tl.int64) * table_stride
+    block = tl.load(table + position // block_size, mask=lane < num_rows, other=0).to(tl.int64)
+    slot = block * block_size + position % block_size
+    is_missing = (lane < num_rows) & ((block < 0) | (slot >= num_slots))
+    has_slots = tl.sum(is_missing.to(tl.int32), axis=0) == 0
+    is_known = is_next & has_slots
+    is_written = is_known & (wanted > 0)
+    is_row = lane < tl.where(has_slots, num_rows, 0)
+
+    tl.store(out_token_ids + row, tl.where(is_row, tokens, 0), mask=inside)
+    tl.store(out_positions + row, tl.where(is_row, position, 0), mask=inside)
+    tl.store(out_slots + row, tl.where(is_row, slot, _NO_SLOT).to(tl.int32), mask=inside)
+    tl.store(out_context_lens + row, tl.where(is_row, position + 1, 0), mask=inside)
+    tl.store(out_logit_rows + seat, seat * TOKENS + tl.where(is_written, count - 1, 0))
+    tl.store(taken_tokens + row, tokens, mask=inside)
+    tl.store(taken_counts + seat, tl.where(is_told, count, 0))
+    tl.store(taken_lengths + seat, length)
+    tl.store(taken_written + seat, is_written.to(tl.int32))
+
+    left = tl.maximum(tl.load(num_left + seat), 0)
+    last = tl.load(new_tokens + seat * TOKENS + tl.minimum(tl.maximum(count, 1), TOKENS) - 1)
+    root = tl.load(request + _ROOT_TOKEN)
+    # All threads have read the request before one writes to it.
+    tl.debug_barrier()
+    tl.store(request + _LENGTH, tl.where(is_known, length, before))
+    tl.store(request + _ROOT_TOKEN, tl.where(is_told, last, root))
+    tl.store(request + _MAX_NODES, tl.where(is_written, tl.minimum(wanted, left), 0))
+
+
+@triton.jit
+def _stamp_draft(number, draft_stamp):
+    step = tl.load(number)
+    tl.debug_barrier()
+    tl.store(draft_stamp, step)
+    tl.store(number, step + 1)
+
+
+def take_step(
+    results: StepResults,
+    seats: DraftSeats,
+    rows: IntakeRows,
+    taken: TakenStep,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_slots: int,
+) -> None:
+    """Fill ``rows`` and ``taken``, and set LENGTH, ROOT_TOKEN and MAX_NODES of ``seats.requests``.
+
+    A seat is drafted for if the step is the expected one, its sequence goes on from where it was, and there is a slot
+    for every new token; then it wants ``max_nodes`` nodes, or as many as it may still emit tokens. Else its tree is the
+    root, which is the last token that any expected step told.
+
+    Args:
+        results: of as many seats as ``seats``, or more.
+        num_blocks: of a row of ``seats.block_tables``, that are the sequence's.
+        num_slots: of the cache.
+    """
+    num_seats, tokens = len(seats.max_nodes), results.new_tokens.shape[1]
+    if min(len(results.counts), len(results.lengths), len(results.num_left), len(results.new_tokens)) < num_seats:
+        raise ValueError(f"results of {len(results.counts)} seats, {num_seats} are asked for")
+    if len(rows.token_ids) != num_seats * tokens or taken.tokens.shape != (num_seats, tokens):
+        raise ValueError(f"{len(rows.token_ids)} rows for {num_seats} seats of {tokens} tokens")
+    if num_blocks > seats.block_tables.shape[1] or not results.new_tokens.is_contiguous():
+        raise ValueError(f"{num_blocks} blocks in tables of {tuple(seats.block_tables.shape)}, or tokens with gaps")
+    _take_step[(num_seats,)](
+        results.stamp,
+        results.counts,
+        results.lengths,
+        results.num_left,
+        results.new_tokens,
+        seats.number,
+        seats.max_nodes,
+        seats.requests,
+        seats.block_tables,
+        seats.block_tables.stride(0),
+        rows.token_ids,
+        rows.positions,
+        rows.slot_mapping,
+        rows.context_lens,
+        rows.logit_rows,
+        taken.counts,
+        taken.lengths,
+        taken.is_written,
+        taken.tokens,
+        num_blocks,
+        block_size,
+        num_slots,
+        TOKENS=tokens,
+        LANES=triton.next_power_of_2(tokens),
+        num_warps=1,
+    )
+
+
+def stamp_draft(number: torch.Tensor, draft_stamp: torch.Tensor) -> None:
+    """The trees are there: stamp them with ``number``, int32 [1], which becomes that of the next step."""
+    _stamp_draft[(1,)](number, draft_stamp, num_warps=1)

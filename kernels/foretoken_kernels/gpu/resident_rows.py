@@ -1,0 +1,148 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The rows of a step that runs ahead of the host, laid out on the device: each seat's root and the tree behind it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from foretoken_kernels.resident_state import NO_NODE, NO_SLOT, DraftedTrees, Seats, StepRows
+
+_NO_SLOT = tl.constexpr(NO_SLOT)
+_NO_NODE = tl.constexpr(NO_NODE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_blocks", "num_slots", "max_depth"])
+def _lay_out_rows(
+    seats,
+    trees,
+    block_tables,
+    rows,
+    num_rows,
+    max_blocks,
+    num_slots,
+    tree_stride,
+    table_stride,
+    vocab_size,
+    max_depth,
+    BLOCK_SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
+    PADDED_WORDS: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    seat = tl.program_id(0)
+    start = tl.minimum(tl.maximum(tl.load(rows.row_starts + seat), 0), num_rows)
+    end = tl.minimum(tl.maximum(tl.load(rows.row_starts + seat + 1), start), num_rows)
+    width = tl.minimum(end - start, NODES)
+    left = tl.load(seats.num_left + seat)
+    length = tl.maximum(tl.load(seats.lengths + seat), 1)
+    node = tl.arange(0, NODES)
+    is_row = node < width
+
+    drafted = tl.load(trees.stamp) == tl.load(seats.step)
+    count = tl.minimum(tl.minimum(tl.load(trees.num_nodes + seat), left), tl.minimum(width, tree_stride))
+    count = tl.where(drafted, tl.maximum(count, 1), 1)
+    count = tl.where((left > 0) & (width > 0), count, 0)
+    is_child = (node > 0) & (node < count)
+    at = seat.to(tl.int64) * tree_stride + node
+    parent = tl.load(trees.parents + at, mask=is_child, other=0)
+    token = tl.load(trees.tokens + at, mask=is_child, other=0)
+    is_bad = is_child & ((parent < 0) | (parent >= node) | (token < 0) | (token >= vocab_size))
+    count = tl.where(tl.sum(is_bad.to(tl.int32), axis=0) > 0, tl.minimum(count, 1), count)
+    is_node = node < count
+    is_child = (node > 0) & is_node
+    token = tl.where(is_child, token, tl.load(seats.last_tokens + seat))
+    # What the walk will go by. Parents are read again from here: whoever drafted may still be writing there.
+    tl.store(rows.tokens + start + node, tl.where(is_node, token, _NO_NODE), mask=is_row)
+    tl.store(rows.parents + start + node, tl.where(is_child, parent, tl.where(is_node, -1, _NO_NODE)), mask=is_row)
+    tl.debug_barrier()
+
+    word = tl.arange(0, PADDED_WORDS)
+    mask = tl.zeros([NODES, PADDED_WORDS], tl.int64)
+    depth = tl.zeros([NODES], tl.int32)
+    current = tl.where(is_child, node, 0)
+    while tl.max(current, axis=0) > 0:
+        above = current > 0
+        bit = tl.full([NODES], 1, tl.int64) << (current % 64).to(tl.int64)
+        mask |= tl.where(above[:, None] & (word[None, :] == (current // 64)[:, None]), bit[:, None], 0)
+        depth += above.to(tl.int32)
+        up = tl.load(rows.parents + start + current, mask=above & is_row, other=0)
+        # Below the child's whatever it is, so this ends.
+        current = tl.minimum(tl.maximum(up, 0), tl.maximum(current - 1, 0))
+
+    count = tl.where(tl.max(depth, axis=0) > max_depth, tl.minimum(count, 1), count)
+    is_node = node < count
+    is_child = (node > 0) & is_node
+    mask = tl.where(is_child[:, None], mask, 0)
+    depth = tl.where(is_child, depth, 0)
+    tl.debug_barrier()
+    tl.store(rows.tokens + start + node, _NO_NODE, mask=is_row & (node >= count))
+    tl.store(rows.parents + start + node, _NO_NODE, mask=is_row & (node >= count))
+
+    root = length - 1
+    logical = root + node
+    entry = logical // BLOCK_SIZE
+    is_entry = is_node & (entry < max_blocks)
+    block = tl.load(block_tables + seat.to(tl.int64) * table_stride + entry, mask=is_entry, other=-1)
+    slot = block * BLOCK_SIZE + logical % BLOCK_SIZE
+    slot = tl.where(is_entry & (block >= 0) & (slot < num_slots), slot, _NO_SLOT)
+    row = start + node
+    tl.store(rows.token_ids + row, tl.where(is_node, token, 0), mask=is_row)
+    tl.store(rows.positions + row, tl.where(is_node, root + depth, 0), mask=is_row)
+    tl.store(rows.slot_mapping + row, slot, mask=is_row)
+    tl.store(rows.context_lens + row, tl.where(is_node, length, 0), mask=is_row)
+    tl.store(rows.row_seqs + row, tl.where(is_node, seat, -1), mask=is_row)
+    words_at = row.to(tl.int64)[:, None] * WORDS + word[None, :]
+    tl.store(rows.masks + words_at, mask, mask=is_row[:, None] & (word < WORDS)[None, :])
+    tl.store(rows.num_nodes + seat, count)
+    tl.store(rows.tree_starts + seat, root)
+    tl.store(rows.sample_positions + seat, length)
+    tl.store(rows.num_outputs + seat, tl.load(seats.num_outputs + seat))
+    tl.store(rows.max_new + seat, tl.maximum(left, 1))
+
+
+def lay_out_rows(
+    seats: Seats,
+    trees: DraftedTrees,
+    block_tables: torch.Tensor,
+    rows: StepRows,
+    *,
+    block_size: int,
+    num_slots: int,
+    vocab_size: int,
+    max_width: int,
+    max_depth: int,
+) -> None:
+    """Fill ``rows`` but ``row_starts``: reference_resident.lay_out_rows_reference defines it.
+
+    A tree that is not stamped with the seats' step, or not sound, or too deep, is a root alone; one that is too large
+    for its rows or for what may still be emitted is cut: ancestors come first.
+
+    Args:
+        block_tables: int32 [seats, blocks].
+        num_slots: of the cache.
+        vocab_size: a drafted token is below it.
+        max_width: no seat has more rows.
+        max_depth: edges from a root at most.
+    """
+    num_seats = len(rows.tree_starts)
+    words = rows.masks.shape[1]
+    _lay_out_rows[(num_seats,)](
+        seats,
+        trees,
+        block_tables,
+        rows,
+        len(rows.token_ids),
+        block_tables.shape[1],
+        num_slots,
+        trees.tokens.shape[1],
+        block_tables.stride(0),
+        vocab_size,
+        max_depth,
+        BLOCK_SIZE=block_size,
+        WORDS=words,
+        PADDED_WORDS=triton.next_power_of_2(words),
+        NODES=max(triton.next_power_of_2(max_width), 2),
+        num_warps=1 if max_width <= 32 else 4,
+    )

@@ -1,0 +1,60 @@
+"""What the intake of a draft means, seat by seat in plain Python: it defines gpu/draft_intake.
+
+The same functions over the same tensors (gpu/draft_intake_state, which needs no Triton), on any device, slowly.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from foretoken_kernels.gpu import draft_tree_state as state
+from foretoken_kernels.gpu.draft_intake_state import DraftSeats, IntakeRows, TakenStep
+from foretoken_kernels.resident_state import NO_SLOT, StepResults
+
+
+def take_step(
+    results: StepResults,
+    seats: DraftSeats,
+    rows: IntakeRows,
+    taken: TakenStep,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_slots: int,
+) -> None:
+    """gpu.draft_intake.take_step."""
+    most = results.new_tokens.shape[1]
+    for tensor in (rows.token_ids, rows.positions, rows.context_lens, *taken):
+        tensor.zero_()
+    rows.slot_mapping.fill_(NO_SLOT)
+    is_expected = int(results.stamp) == int(seats.number)
+    for seat, wanted in enumerate(seats.max_nodes.tolist()):
+        request, table = seats.requests[seat], seats.block_tables[seat].tolist()
+        count, length = int(results.counts[seat]), int(results.lengths[seat])
+        first = seat * most
+        rows.logit_rows[seat], taken.lengths[seat], request[state.MAX_NODES] = first, length, 0
+        if not is_expected or not 0 < count <= most:
+            continue
+        tokens = results.new_tokens[seat, :count].tolist()
+        taken.counts[seat], request[state.ROOT_TOKEN] = count, tokens[-1]
+        taken.tokens[seat, :count] = results.new_tokens[seat, :count]
+        if not 0 < length <= num_blocks * block_size or length - count != int(request[state.LENGTH]):
+            continue
+        positions = range(length - count, length)
+        slots = [table[p // block_size] * block_size + p % block_size for p in positions]
+        if wanted > 0 and any(not 0 <= slot < num_slots for slot in slots):
+            continue
+        request[state.LENGTH] = length
+        if wanted <= 0:
+            continue
+        for j, (token, position, slot) in enumerate(zip(tokens, positions, slots, strict=True)):
+            rows.token_ids[first + j], rows.positions[first + j] = token, position
+            rows.slot_mapping[first + j], rows.context_lens[first + j] = slot, position + 1
+        rows.logit_rows[seat], taken.is_written[seat] = first + count - 1, 1
+        request[state.MAX_NODES] = min(wanted, max(int(results.num_left[seat]), 0))
+
+
+def stamp_draft(number: torch.Tensor, draft_stamp: torch.Tensor) -> None:
+    """gpu.draft_intake.stamp_draft."""
+    draft_stamp.copy_(number)
+    number += 1

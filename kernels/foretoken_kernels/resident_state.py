@@ -1,0 +1,113 @@
+"""What a step that runs ahead of the host keeps on the device: its sequences, their trees, what they came to.
+
+A *seat* is a sequence's place in a run of such steps. The operations are defined in reference_resident.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# Of a row that writes no entry; token and parent of a row that holds no node, which nothing sampled equals.
+NO_SLOT = -1
+NO_NODE = -2
+
+
+class Seats(NamedTuple):
+    """The sequences, as the last step left them. int32 [seats], but ``step``.
+
+    Attributes:
+        slots: rows of the SamplerState.
+        lengths: committed tokens; the last one is the root.
+        num_left: tokens that may still be emitted; 0: the sequence has ended, or nobody sits here.
+        num_outputs: output tokens.
+        last_tokens: the roots.
+        step: int32 [1]; number of the last step.
+    """
+
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    num_left: torch.Tensor
+    num_outputs: torch.Tensor
+    last_tokens: torch.Tensor
+    step: torch.Tensor
+
+
+class DraftedTrees(NamedTuple):
+    """What a drafter left; not to be trusted.
+
+    Attributes:
+        stamp: int32 [1]; the trees are there if it is the seats' ``step``.
+        num_nodes: int32 [seats]; the root counted.
+        tokens, parents: int32 [seats, nodes]; a parent's index is below its child's.
+    """
+
+    stamp: torch.Tensor
+    num_nodes: torch.Tensor
+    tokens: torch.Tensor
+    parents: torch.Tensor
+
+
+class StepRows(NamedTuple):
+    """The rows of one step, for the target's pass and for sampler and walk (SampleBatch). int32.
+
+    A seat's rows are those from ``row_starts[seat]`` to the next seat's; what of them holds no node is a row without
+    a slot, sequence or context.
+
+    Attributes:
+        row_starts: [seats + 1]; read.
+        token_ids, positions, slot_mapping, context_lens: [rows].
+        masks: int64 [rows, words]; bits of the node and its ancestors but the root.
+        tree_starts: [seats]; the root's logical slot: node i has the i-th behind it.
+        row_seqs: [rows]; the seat, or -1.
+        tokens, parents: [rows]; -2 where there is no node: no token that is sampled.
+        sample_positions: [seats]; of the token that is sampled at the root.
+        num_outputs: [seats].
+        max_new: [seats]; at least 1.
+        num_nodes: [seats]; of the tree; 0 where nobody sits.
+    """
+
+    row_starts: torch.Tensor
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    context_lens: torch.Tensor
+    masks: torch.Tensor
+    tree_starts: torch.Tensor
+    row_seqs: torch.Tensor
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    sample_positions: torch.Tensor
+    num_outputs: torch.Tensor
+    max_new: torch.Tensor
+    num_nodes: torch.Tensor
+
+
+class StepResults(NamedTuple):
+    """What a step came to, for who drafts behind it, and trusts nothing of it.
+
+    Attributes:
+        stamp: int32 [1]; the step's number, written behind all others.
+        counts: int32 [seats]; committed tokens.
+        lengths, num_left: int32 [seats]; as of Seats, behind the step.
+        new_tokens: int32 [seats, tokens]; the first ``counts`` of each.
+        hidden: [seats * tokens, width]; row ``seat * tokens + j``: the hidden state that gave token j.
+    """
+
+    stamp: torch.Tensor
+    counts: torch.Tensor
+    lengths: torch.Tensor
+    num_left: torch.Tensor
+    new_tokens: torch.Tensor
+    hidden: torch.Tensor
+
+
+def new_seats(num_seats: int, device: torch.device | str) -> Seats:
+    """Nobody sits anywhere; no step was made."""
+
+    def zeros(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    slots, lengths, num_left, num_outputs, last_tokens = (zeros(num_seats) for _ in range(5))
+    return Seats(slots, lengths, num_left, num_outputs, last_tokens, zeros(1))

@@ -1,0 +1,192 @@
+"""Batches for the GPU's attention kernels, and their definition's results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from foretoken_kernels import reference
+from foretoken_kernels.gpu.tree_attention import Workspace, attention_workspace, tree_attention
+
+from foretoken.tree import ancestor_mask
+
+Heads = tuple[int, int, int]
+# tree_attention, or what takes its arguments.
+Attention = Callable[..., None]
+
+
+@dataclass
+class Case:
+    """A batch over a cache in which every slot that no row references is NaN, and unused table entries are garbage."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    row_starts: torch.Tensor
+    context_lens: torch.Tensor
+    masks: torch.Tensor
+    tree_starts: torch.Tensor
+    block_tables: torch.Tensor
+    context_starts: torch.Tensor
+    block_size: int
+    max_seq_rows: int
+    kernel: Attention = tree_attention
+
+    def attend(self, workspace: Workspace | None = None) -> torch.Tensor:
+        """Rows of padding, if any, keep the NaN that out begins with."""
+        rows, num_heads, head_dim = self.query.shape
+        if workspace is None:
+            # In the interpreter programs run one after the other: those of splits that have nothing to do take minutes.
+            num_splits = 32 if self.query.is_cuda else 4
+            heads = (num_heads, self.keys.shape[1], head_dim)
+            workspace = attention_workspace(rows, *heads, self.query.device, num_splits)
+        wide = torch.full((rows, num_heads + 1, head_dim), torch.nan, dtype=self.query.dtype, device=self.query.device)
+        out = wide[:, :num_heads]
+        self.kernel(
+            self.query,
+            self.keys,
+            self.values,
+            self.row_starts,
+            self.context_lens,
+            self.masks,
+            self.tree_starts,
+            self.block_tables,
+            self.context_starts,
+            self.block_size,
+            self.max_seq_rows,
+            workspace,
+            out,
+        )
+        assert not workspace.arrived.any()
+        assert wide[:, num_heads:].isnan().all()
+        return out
+
+    def defined(self) -> torch.Tensor:
+        """In float64, of the rows that are no padding."""
+        counts = self.row_starts.cpu().diff()
+        rows = int(self.row_starts[-1])
+        return reference.tree_attention(
+            self.query[:rows].double(),
+            self.keys,
+            self.values,
+            torch.arange(len(counts)).repeat_interleave(counts),
+            self.context_lens.cpu(),
+            self.masks.cpu(),
+            self.tree_starts.cpu(),
+            self.block_tables.cpu(),
+            self.block_size,
+            self.context_starts.cpu(),
+        )
+
+
+@dataclass
+class Rows:
+    """One sequence of a case: rows of (context_len, mask as a Python int)."""
+
+    rows: list[tuple[int, int]]
+    tree_start: int = 0
+    context_start: int = 0
+
+
+def prefill(start: int, length: int, context_start: int = 0) -> Rows:
+    return Rows([(start + i + 1, 0) for i in range(length)], start, context_start)
+
+
+def tree(root: int, nodes: int, generator: np.random.Generator, context_start: int = 0) -> Rows:
+    """A random tree behind `root` tokens, its root a node like the others."""
+    parents = np.array([-1] + [generator.integers(0, i) for i in range(1, nodes)], np.int32)
+    masks = [sum(int(word) << 64 * i for i, word in enumerate(words)) for words in ancestor_mask(parents)]
+    return Rows([(root, mask) for mask in masks], root, context_start)
+
+
+def rooted(rows: Rows) -> Rows:
+    """The same tree with its root counted as context: bit 0 is clear then."""
+    return replace(rows, rows=[(context + 1, mask & ~1) for context, mask in rows.rows])
+
+
+def case(
+    seqs: list[Rows],
+    heads: Heads,
+    block_size: int,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    words: int = 1,
+    padding: int = 0,
+    seed: int = 0,
+    slack: int = 3,
+    kernel: Attention = tree_attention,
+) -> Case:
+    num_heads, num_kv_heads, head_dim = heads
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def integers(data: list[int]) -> torch.Tensor:
+        return torch.tensor(data, dtype=torch.int32, device=device)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    used = []
+    for rows in seqs:
+        slots = set(range(rows.context_start, max(context for context, _ in rows.rows)))
+        for _, mask in rows.rows:
+            slots |= {rows.tree_start + i for i in range(mask.bit_length()) if mask >> i & 1}
+        used.append(sorted(slots))
+    blocks = [max(slots, default=-1) // block_size + 1 for slots in used]
+    total = sum(blocks) + slack
+    order = torch.randperm(total, generator=generator, device=device)
+    tables = torch.full((len(seqs), max(blocks) + 2), 2**31 - 1, device=device)
+    keys, values = torch.full((2, total * block_size, num_kv_heads, head_dim), torch.nan, device=device)
+    taken = 0
+    for seq, (slots, count) in enumerate(zip(used, blocks, strict=True)):
+        tables[seq, :count] = order[taken : taken + count]
+        taken += count
+        logical = torch.tensor(slots, dtype=torch.int64, device=device)
+        where = tables[seq, logical // block_size] * block_size + logical % block_size
+        keys[where] = noise(len(slots), num_kv_heads, head_dim)
+        values[where] = noise(len(slots), num_kv_heads, head_dim)
+    rows = sum(len(s.rows) for s in seqs)
+    # A view into wider rows, as the queries are one into the product with the stacked weights.
+    wide = noise(rows + padding, num_heads + 2 * num_kv_heads, head_dim)
+    bits = np.array([[m >> 64 * i & 2**64 - 1 for i in range(words)] for s in seqs for _, m in s.rows], np.uint64)
+    lens = [context for s in seqs for context, _ in s.rows]
+    return Case(
+        (2 * wide).to(dtype)[:, :num_heads],
+        keys.to(dtype),
+        values.to(dtype),
+        integers(np.cumsum([0, *(len(s.rows) for s in seqs)]).tolist()),
+        integers(lens + [2**31 - 1] * padding),
+        torch.from_numpy(np.pad(bits.view(np.int64), ((0, padding), (0, 0)), constant_values=-1)).to(device),
+        integers([s.tree_start for s in seqs]),
+        tables.int(),
+        integers([s.context_start for s in seqs]),
+        block_size,
+        max(len(s.rows) for s in seqs),
+        kernel,
+    )
+
+
+def assert_defined(batch: Case, workspace: Workspace | None = None) -> torch.Tensor:
+    out, expected = batch.attend(workspace), batch.defined()
+    rows = len(expected)
+    assert out[rows:].isnan().all()
+    found = out[:rows].double()
+    if batch.query.dtype == torch.float32:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    else:
+        assert found.isfinite().all()
+        error = (found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+        assert error.max() < 5e-3
+    return out[:rows]
+
+
+def ragged(generator: np.random.Generator) -> list[Rows]:
+    return [
+        prefill(11, 9),
+        Rows([(38, 0)], 38),
+        tree(70, 13, generator, context_start=21),
+        rooted(tree(33, 5, generator)),
+        prefill(0, 1),
+        replace(prefill(40, 3, context_start=39), tree_start=0),
+    ]

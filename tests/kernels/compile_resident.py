@@ -1,0 +1,44 @@
+"""Compile the kernels of steps that run ahead of the host for a GPU that need not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from foretoken_kernels.gpu import forced_walk, resident_results, resident_rows
+from foretoken_kernels.resident_state import DraftedTrees, Seats, StepResults, StepRows
+from foretoken_kernels.sampler_state import WalkResult
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+SEATS, TREES = Seats(*["*i32"] * 6), DraftedTrees(*["*i32"] * 4)
+ROWS = StepRows(*["*i32"] * 5, "*i64", *["*i32"] * 8)
+WALK, RESULTS = WalkResult(*["*i32"] * 8), StepResults(*["*i32"] * 5, "*bf16")
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, int], num_warps: int) -> None:
+    signature = arguments | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    assert compiled.asm["cubin"]
+
+
+def compile_all() -> None:
+    """Chains and trees, one and two words of a mask."""
+    sizes = dict.fromkeys(
+        ("num_rows", "max_blocks", "num_slots", "tree_stride", "table_stride", "vocab_size", "max_depth"),
+        "i32",
+    )
+    rows = {"seats": SEATS, "trees": TREES, "block_tables": "*i32", "rows": ROWS} | sizes
+    for nodes, words, warps in ((2, 1, 1), (32, 1, 1), (64, 1, 4), (128, 2, 4)):
+        constants = {"BLOCK_SIZE": 16, "WORDS": words, "PADDED_WORDS": words, "NODES": nodes}
+        compile_kernel(resident_rows._lay_out_rows, rows, constants, warps)
+        forced = {"rows": ROWS, "walk": WALK, "owed": "*fp32", "mean": "fp32", "max_walked": "i32"}
+        compile_kernel(forced_walk._force_walk, forced, {"NODES": nodes}, 1)
+    step = {"rows": ROWS, "walk": WALK, "results": RESULTS}
+    advance = {"seats": SEATS} | step | {"max_walked": "i32", "most": "i32"}
+    compile_kernel(resident_results._advance_seats, advance, {"TOKENS": 8}, 1)
+    gather = {"features": "*bf16"} | step
+    gather |= dict.fromkeys(("num_rows", "max_walked", "most", "width", "stride"), "i32")
+    compile_kernel(resident_results._gather_hidden, gather, {"BLOCK": 2048}, 4)
+    compile_kernel(resident_results._finish_step, {"seats": SEATS, "results": RESULTS}, {}, 1)

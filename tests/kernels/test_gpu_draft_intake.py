@@ -1,0 +1,153 @@
+"""The intake of a draft, against the reference: sound steps, and memory that holds anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from foretoken_kernels import reference_draft_intake as reference
+from foretoken_kernels.gpu import draft_intake as gpu
+from foretoken_kernels.gpu import draft_tree_state as state
+from foretoken_kernels.gpu.draft_intake_state import NO_LENGTH, DraftSeats, IntakeRows, TakenStep
+from foretoken_kernels.resident_state import StepResults
+
+BLOCK, BLOCKS, SLOTS = 4, 6, 160
+SEATS, TOKENS = 5, 3
+NUMBER = 7
+
+
+class Intake:
+    """The memory of a step and of a drafter: seat i has 4 + i tokens, and one block more than they need."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        counts = torch.tensor([1, 3, 2, 3, 0], dtype=torch.int32)
+        before = 4 + torch.arange(SEATS, dtype=torch.int32)
+        # One seat more than the drafter has.
+        self.results = StepResults(
+            stamp=torch.tensor([NUMBER], dtype=torch.int32),
+            counts=torch.cat([counts, counts[:1]]),
+            lengths=torch.cat([before + counts, before[:1]]),
+            num_left=torch.tensor([50, 4, 0, 1, 9, 9], dtype=torch.int32),
+            new_tokens=torch.randint(0, 1000, (SEATS + 1, TOKENS), generator=generator, dtype=torch.int32),
+            hidden=torch.zeros((0, 0)),
+        )
+        requests = torch.randint(0, 9, (SEATS, state.NUM_COLUMNS), generator=generator, dtype=torch.int32)
+        requests[:, state.LENGTH] = before
+        tables = torch.randperm(SLOTS // BLOCK, generator=generator)[: SEATS * (BLOCKS + 1)].int()
+        self.seats = DraftSeats(
+            number=torch.tensor([NUMBER], dtype=torch.int32),
+            max_nodes=torch.full((SEATS,), 8, dtype=torch.int32),
+            requests=requests,
+            # The last column is of the tree.
+            block_tables=tables.reshape(SEATS, BLOCKS + 1).contiguous(),
+        )
+
+    def run(self, functions: Any, device: str) -> tuple[IntakeRows, TakenStep, torch.Tensor]:
+        """The rows, the report, and the requests."""
+
+        def garbage(*shape: int) -> torch.Tensor:
+            return torch.full(shape, 77, dtype=torch.int32, device=device)
+
+        rows = IntakeRows(*(garbage(SEATS * TOKENS) for _ in range(4)), garbage(SEATS))
+        taken = TakenStep(garbage(SEATS), garbage(SEATS), garbage(SEATS), garbage(SEATS, TOKENS))
+        results = StepResults(*(tensor.to(device) for tensor in self.results))
+        seats = DraftSeats(*(tensor.clone().to(device) for tensor in self.seats))
+        functions.take_step(results, seats, rows, taken, num_blocks=BLOCKS, block_size=BLOCK, num_slots=SLOTS)
+        return (
+            IntakeRows(*(tensor.cpu() for tensor in rows)),
+            TakenStep(*(tensor.cpu() for tensor in taken)),
+            seats.requests.cpu(),
+        )
+
+    def check(self, device: str) -> tuple[IntakeRows, TakenStep, torch.Tensor]:
+        """Both give the same; returns it."""
+        expected = self.run(reference, "cpu")
+        found = self.run(gpu, device)
+        for ours, theirs in zip(found[:2], expected[:2], strict=True):
+            for name, tensor in ours._asdict().items():
+                torch.testing.assert_close(tensor, getattr(theirs, name), rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(found[2], expected[2], rtol=0, atol=0)
+        return found
+
+
+def test_a_step_becomes_rows_and_wishes(device: str) -> None:
+    intake = Intake()
+    rows, taken, requests = intake.check(device)
+    # Seat 1 has 5 tokens, and three new ones, at 5, 6 and 7.
+    table = intake.seats.block_tables[1].tolist()
+    assert rows.positions[3:6].tolist() == [5, 6, 7]
+    assert rows.slot_mapping[3:6].tolist() == [table[1] * BLOCK + i for i in (1, 2, 3)]
+    assert rows.context_lens[3:6].tolist() == [6, 7, 8]
+    assert rows.token_ids[3:6].tolist() == intake.results.new_tokens[1].tolist()
+    # Seat 0 has one.
+    assert rows.slot_mapping[1:3].tolist() == [-1, -1] and rows.context_lens[:3].tolist() == [5, 0, 0]
+    assert rows.logit_rows.tolist() == [0, 5, 7, 11, 12]
+    assert requests[:, state.MAX_NODES].tolist() == [8, 4, 0, 1, 0]
+    assert requests[:, state.LENGTH].tolist() == [5, 8, 8, 10, 8]
+    assert requests[1, state.ROOT_TOKEN] == intake.results.new_tokens[1, 2]
+    assert taken.is_written.tolist() == [1, 1, 1, 1, 0]
+
+
+def test_a_seat_that_reports_alone(device: str) -> None:
+    intake = Intake()
+    intake.seats.max_nodes[1] = 0
+    intake.seats.block_tables[1] = -1
+    intake.seats.max_nodes[2], intake.seats.requests[2, state.LENGTH] = 0, NO_LENGTH
+    rows, taken, requests = intake.check(device)
+    assert rows.slot_mapping[3:9].tolist() == [-1] * 6
+    assert taken.counts.tolist() == [1, 3, 2, 3, 0] and taken.is_written.tolist() == [1, 0, 0, 1, 0]
+    assert requests[1:3, state.LENGTH].tolist() == [8, NO_LENGTH]
+    assert requests[2, state.ROOT_TOKEN] == intake.results.new_tokens[2, 1]
+
+
+def test_another_step_is_not_taken(device: str) -> None:
+    intake = Intake()
+    intake.results.stamp.fill_(NUMBER + 1)
+    rows, taken, requests = intake.check(device)
+    assert not taken.counts.any() and (rows.slot_mapping == -1).all() and not rows.context_lens.any()
+    assert not requests[:, state.MAX_NODES].any()
+    kept = [state.LENGTH, state.ROOT_TOKEN]
+    assert requests[:, kept].tolist() == intake.seats.requests[:, kept].tolist()
+
+
+def test_a_missing_block_ends_the_seat(device: str) -> None:
+    intake = Intake()
+    intake.seats.block_tables[1, 1] = -1
+    intake.seats.block_tables[3, 2] = SLOTS // BLOCK
+    _, taken, requests = intake.check(device)
+    assert taken.is_written.tolist() == [1, 0, 1, 0, 0]
+    assert requests[[1, 3], state.LENGTH].tolist() == [5, 7]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_may_hold_anything(device: str, seed: int) -> None:
+    """No row has a slot outside of the cache, and no seat more rows than its tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    extremes = torch.tensor([-(2**31), -1, 0, 1, 3, 4, 7, 24, 2**31 - 1], dtype=torch.int32)
+    intake = Intake()
+    for tensor in (*intake.results[1:], intake.seats.block_tables, intake.seats.max_nodes):
+        is_bad = torch.rand(tensor.shape, generator=generator) < 0.4
+        bad = extremes[torch.randint(0, len(extremes), tensor.shape, generator=generator)]
+        tensor.copy_(torch.where(is_bad, bad, tensor))
+    rows, _, _ = intake.check(device)
+    assert ((rows.slot_mapping >= -1) & (rows.slot_mapping < SLOTS)).all()
+    firsts = torch.arange(SEATS) * TOKENS
+    assert ((rows.logit_rows >= firsts) & (rows.logit_rows < firsts + TOKENS)).all()
+
+
+def test_the_stamp_goes_on(device: str) -> None:
+    for functions in (gpu, reference):
+        number = torch.tensor([NUMBER], dtype=torch.int32, device=device)
+        stamp = torch.zeros(1, dtype=torch.int32, device=device)
+        for step in (NUMBER, NUMBER + 1):
+            functions.stamp_draft(number, stamp)
+            assert (int(stamp), int(number)) == (step, step + 1)
+
+
+def test_sizes_that_do_not_fit_are_refused(device: str) -> None:
+    intake = Intake()
+    intake.results = intake.results._replace(lengths=intake.results.lengths[:2])
+    with pytest.raises(ValueError, match="5 are asked for"):
+        intake.run(gpu, device)

@@ -1,0 +1,232 @@
+"""Operations between the passes of steps that run ahead of the host, against their definitions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import foretoken_kernels
+import numpy as np
+import pytest
+import torch
+from foretoken_kernels import reference_resident as reference
+from foretoken_kernels.gpu.forced_walk import force_walk
+from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
+from foretoken_kernels.gpu.resident_rows import lay_out_rows
+from foretoken_kernels.resident_state import DraftedTrees, Seats, StepResults, StepRows, new_seats
+from foretoken_kernels.sampler_state import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, WalkResult, new_walk_result
+
+BLOCK, BLOCKS, SLOTS, VOCAB, STEP = 4, 12, 200, 50, 7
+
+
+class State(NamedTuple):
+    seats: Seats
+    trees: DraftedTrees
+    tables: torch.Tensor
+    rows: StepRows
+
+
+def clone(value: NamedTuple) -> NamedTuple:  # type: ignore[valid-type]
+    return type(value)(*(item.clone() for item in value))  # type: ignore[attr-defined]
+
+
+def state_of(random: np.random.Generator, widths: list[int], nodes: int, words: int, device: str) -> State:
+    def ints(*shape: int, low: int = 0, high: int = 5) -> torch.Tensor:
+        return torch.from_numpy(random.integers(low, high, shape, np.int32)).to(device)
+
+    num_seats = len(widths)
+    starts = np.cumsum([0, *widths])
+    # Rows behind the seats' only fill up a size.
+    num_rows = int(starts[-1]) + 3
+    seats = Seats(
+        ints(num_seats),
+        ints(num_seats, low=1, high=30),
+        ints(num_seats, low=0, high=nodes + 3),
+        ints(num_seats),
+        ints(num_seats, high=VOCAB),
+        torch.full((1,), STEP, dtype=torch.int32, device=device),
+    )
+    parents = np.full((num_seats, nodes), -1, np.int32)
+    for node in range(1, nodes):
+        parents[:, node] = random.integers(0, node, num_seats)
+    trees = DraftedTrees(
+        torch.full((1,), STEP, dtype=torch.int32, device=device),
+        ints(num_seats, low=0, high=nodes + 2),
+        ints(num_seats, nodes, high=VOCAB),
+        torch.from_numpy(parents).to(device),
+    )
+
+    def filler(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full(shape, 77, dtype=dtype, device=device)
+
+    rows = StepRows(
+        torch.from_numpy(starts.astype(np.int32)).to(device),
+        *(filler(num_rows) for _ in range(4)),
+        filler(num_rows, words, dtype=torch.int64),
+        filler(num_seats),
+        *(filler(num_rows) for _ in range(3)),
+        *(filler(num_seats) for _ in range(4)),
+    )
+    return State(seats, trees, ints(num_seats, BLOCKS, high=SLOTS // BLOCK), rows)
+
+
+def lay_out(state: State, max_width: int, max_depth: int = 100) -> StepRows:
+    """Both ways; they must agree."""
+    expected = clone(state.rows)
+    tables = state.tables
+    reference.lay_out_rows_reference(state.seats, state.trees, tables, expected, BLOCK, VOCAB, max_depth)  # type: ignore[arg-type]
+    lay_out_rows(
+        state.seats,
+        state.trees,
+        state.tables,
+        state.rows,
+        block_size=BLOCK,
+        num_slots=SLOTS,
+        vocab_size=VOCAB,
+        max_width=max_width,
+        max_depth=max_depth,
+    )
+    for name in StepRows._fields:
+        assert torch.equal(getattr(state.rows, name), getattr(expected, name)), name
+    return state.rows
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("widths", "nodes", "words"), [([1, 1, 1], 1, 1), ([6, 1, 4], 6, 1), ([70, 3, 0, 70], 70, 2), ([140], 140, 3)]
+)
+def test_rows(widths: list[int], nodes: int, words: int, seed: int, device: str) -> None:
+    state = state_of(np.random.default_rng(seed), widths, nodes, words, device)
+    rows = lay_out(state, max(widths))
+    end = sum(widths)
+    assert (rows.slot_mapping[end:] == 77).all(), "rows behind the seats' are nobody's to write"
+
+
+@pytest.mark.parametrize("max_depth", [1, 2, 3])
+def test_a_tree_that_is_too_deep_is_a_root(max_depth: int, device: str) -> None:
+    state = state_of(np.random.default_rng(4), [6, 6, 6], 6, 1, device)
+    state.trees.num_nodes.fill_(6)
+    state.seats.num_left.fill_(9)
+    chain, bush, star = [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 2], [-1, 0, 0, 0, 0, 0]
+    state.trees.parents.copy_(torch.tensor([chain, bush, star], dtype=torch.int32))
+    rows = lay_out(state, 6, max_depth)
+    assert rows.num_nodes.tolist() == [1, 6 if max_depth > 1 else 1, 6]
+
+
+@pytest.mark.parametrize("what", ["stamp", "parent", "own parent", "negative parent", "token", "negative token"])
+def test_an_unsound_tree_is_a_root(what: str, device: str) -> None:
+    state = state_of(np.random.default_rng(1), [6, 6], 6, 1, device)
+    state.trees.num_nodes.fill_(6)
+    state.seats.num_left.fill_(9)
+    if what == "stamp":
+        state.trees.stamp.fill_(STEP - 1)
+    elif "parent" in what:
+        state.trees.parents[0, 3] = {"parent": 4, "own parent": 3, "negative parent": -1}[what]
+    else:
+        state.trees.tokens[0, 5] = VOCAB if what == "token" else -1
+    rows = lay_out(state, 6)
+    assert rows.num_nodes.tolist() == ([1, 1] if what == "stamp" else [1, 6])
+
+
+def test_a_block_that_is_none_gives_no_slot(device: str) -> None:
+    state = state_of(np.random.default_rng(2), [5], 5, 1, device)
+    state.seats.lengths.fill_(BLOCK * BLOCKS - 1)
+    state.seats.num_left.fill_(9)
+    state.trees.num_nodes.fill_(5)
+    state.tables[0, -1] = 3
+    rows = lay_out(state, 5)
+    assert rows.slot_mapping[:5].tolist() == [3 * BLOCK + 2, 3 * BLOCK + 3, -1, -1, -1]
+
+
+def walk_of(random: np.random.Generator, rows: StepRows, most: int, device: str) -> WalkResult:
+    """A walk down some path of each tree, as gpu.walk would leave it; what it does not set is noise."""
+    num_seats = len(rows.num_nodes)
+    walk = new_walk_result(num_seats, most, device)
+    for name in ("tokens", "nodes", "accepted"):
+        getattr(walk, name).copy_(torch.from_numpy(random.integers(0, VOCAB, (num_seats, most), np.int32)))
+    for seat in range(num_seats):
+        count, start = int(rows.num_nodes[seat]), int(rows.row_starts[seat])
+        path: list[int] = []
+        node = int(random.integers(0, max(count, 1)))
+        while node > 0:
+            path.append(node)
+            node = int(rows.parents[start + node])
+        path.reverse()
+        walk.accepted[seat, : len(path)] = torch.tensor(path, dtype=torch.int32)
+        walked, finish = len(path) + 1, int(random.choice([FINISH_NONE, FINISH_NONE, FINISH_STOP, FINISH_LENGTH]))
+        emitted = walked - (finish == FINISH_STOP)
+        walk.num_walked[seat], walk.num_tokens[seat], walk.finish[seat] = walked, emitted, finish
+        walk.num_matched[seat], walk.num_accepted[seat] = len(path), min(len(path), emitted)
+    return walk
+
+
+def results_of(num_seats: int, most: int, width: int, device: str) -> StepResults:
+    return StepResults(
+        torch.zeros(1, dtype=torch.int32, device=device),
+        *(torch.full((num_seats,), 5, dtype=torch.int32, device=device) for _ in range(3)),
+        torch.zeros((num_seats, most), dtype=torch.int32, device=device),
+        torch.zeros((num_seats * most, width), device=device),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_results(seed: int, device: str) -> None:
+    random = np.random.default_rng(seed)
+    state = state_of(random, [6, 1, 4, 6], 6, 1, device)
+    rows = lay_out(state, 6)
+    walk, results = walk_of(random, rows, 6, device), results_of(4, 6, 3, device)
+    features = torch.from_numpy(random.standard_normal((len(rows.token_ids), 3)).astype(np.float32)).to(device)
+    seats, expected_walk, expected = clone(state.seats), clone(walk), clone(results)
+    reference.advance_seats_reference(seats, rows, expected_walk, expected)  # type: ignore[arg-type]
+    reference.gather_hidden_reference(features, rows, expected_walk, expected)  # type: ignore[arg-type]
+    reference.finish_step_reference(seats, expected)  # type: ignore[arg-type]
+    advance_seats(state.seats, rows, walk, results)
+    gather_hidden(features, rows, walk, results)
+    finish_step(state.seats, results)
+    for have, want in ((state.seats, seats), (walk, expected_walk), (results, expected)):
+        for name in type(have)._fields:
+            assert torch.equal(getattr(have, name), getattr(want, name)), name
+    assert state.seats.step.tolist() == results.stamp.tolist() == [STEP + 1]
+
+
+@pytest.mark.parametrize("mean", [1.0, 2.5, 4.0, 9.0])
+def test_a_forced_walk(mean: float, device: str) -> None:
+    random = np.random.default_rng(3)
+    state = state_of(random, [8, 1, 8, 8], 8, 1, device)
+    state.seats.num_left[:] = torch.tensor([20, 20, 2, 20], dtype=torch.int32)
+    state.trees.num_nodes.fill_(8)
+    rows = lay_out(state, 8)
+    walk = walk_of(random, rows, 8, device)
+    owed = torch.zeros(4, device=device)
+    expected, expected_owed = clone(walk), owed.clone()
+    lengths = []
+    for _ in range(4):
+        reference.force_walk_reference(rows, expected, expected_owed, mean)  # type: ignore[arg-type]
+        force_walk(rows, walk, owed, mean, 8)
+        assert torch.equal(owed, expected_owed)
+        for name in WalkResult._fields:
+            assert torch.equal(getattr(walk, name), getattr(expected, name)), name  # type: ignore[attr-defined]
+        lengths.append(int(walk.num_walked[0]))
+    if mean == 2.5:
+        assert lengths == [2, 3, 2, 3]
+
+
+def test_nobody_sits_at_first(device: str) -> None:
+    seats = new_seats(3, device)
+    assert all(not tensor.any() for tensor in seats)
+
+
+def test_kernels_compile_without_a_gpu() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(Path(__file__).parents[2]), str(Path(foretoken_kernels.__file__).parents[1])]
+    command = "from tests.kernels.compile_resident import compile_all; compile_all()"
+    result = subprocess.run(
+        [sys.executable, "-c", command],
+        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
