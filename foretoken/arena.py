@@ -1,8 +1,8 @@
 """The arena: memory that a verifier and a drafter on one host share, and the doorbells between them.
 
-The verifier makes it; four descriptors (and, for a drafter that shares them, one of the target's weights) go to the
-drafter over a private Unix socket, which stays open: its end tells each side at once that the other one is gone. No
-name of it exists anywhere, so no death leaves memory behind.
+The verifier makes it; descriptors go to the drafter (foretoken/arena_peer.py) over a private Unix socket, which stays
+open: its end tells each side at once that the other one is gone. No name of it exists anywhere, so no death leaves
+memory behind.
 
     request memory   written by the verifier, sealed so that nobody else can map it writable
       header         magic, layout version, ArenaLayout, epoch, challenge of the self-test
@@ -15,8 +15,9 @@ Message number s uses buffer s mod ``num_buffers`` of either memory. A side writ
 buffer is written again only after its reply has come, so no buffer is written while the other side reads it, and the
 rings' system calls order the memory. The verifier trusts nothing that a drafter writes: it copies, then checks.
 
-Hidden rows for drafters with a head travel in the request buffers, whose number bounds them. A GPU's arena will want
-GPU memory in the place of host memory, for hidden rows and trees. Both ends keep their protocols.
+Hidden rows for drafters with a head travel in the request buffers, whose number bounds them. A drafter on the
+verifier's own GPU also gets device memory (foretoken/resident_share.py), for steps whose results no host waits for. It
+outlives ``close`` on either side until its last user has let go of it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foretoken.arena_layout import (
     F_SEAL_FUTURE_WRITE,
-    HEADER_BYTES,
     SIZE_SEALS,
     ArenaHeader,
     ArenaLayout,
@@ -47,15 +47,17 @@ from foretoken.arena_layout import (
     seal,
 )
 from foretoken.doorbell import Doorbell, Waiter, default_spin_us
-from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
-from foretoken.errors import PreconditionError, UnavailableError
+from foretoken.drafting import DraftBatch, DraftRequest
+from foretoken.errors import PreconditionError
 from foretoken.rpc import MAX_UNIX_PATH_BYTES
 from foretoken.transport import RequestQueue, TransportClosedError, TransportCounters
 
 if TYPE_CHECKING:
-    from foretoken.models.target_weights import TargetWeights
+    import torch
 
-NUM_DESCRIPTORS = 4
+    from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+    from foretoken.resident_share import ResidentShare
+
 # Seconds for the hand-over of the descriptors, once both sides are at it.
 HAND_OVER_TIMEOUT_S = 5.0
 
@@ -107,13 +109,23 @@ class ArenaTransport:
         counters: TransportCounters,
         *,
         spin_us: int | None = None,
-        weights_fd: int | None = None,
+        weights_fds: Sequence[int] = (),
+        device: torch.device | None = None,
     ) -> None:
         """Makes the memory. ``spin_us``: as Waiter's; None: ``default_spin_us``.
 
-        ``weights_fd``: foretoken.shared_weights for the drafter; it stays the caller's.
+        ``weights_fds``: of foretoken.shared_weights for the drafter, where the layout has weights; the caller's.
+        ``device``: where the layout's device memory is made, if it has some. Raises UnavailableError or
+        PreconditionError with the name of CUDA's error if it cannot be.
         """
-        self._weights_fds = [] if weights_fd is None else [weights_fd]
+        # Drafters without a model need no torch; a verifier has it.
+        from foretoken.resident import StreamOrder
+
+        assert bool(weights_fds) == bool(layout.has_weights), "the layout says what is handed over"
+        self._layout = layout
+        self._weights_fds = weights_fds
+        self._share: ResidentShare | None = None
+        self._order = StreamOrder()
         self._digest = hashlib.sha256(challenge).digest()
         self._spin_us = default_spin_us() if spin_us is None else spin_us
         self._queue = RequestQueue(
@@ -125,6 +137,7 @@ class ArenaTransport:
         self._num_taken = 0
         self._connection: socket.socket | None = None
         self._waiter: Waiter | None = None
+        self._end: Waiter | None = None
         with contextlib.ExitStack() as undo:
             self._request_fd = new_memory("foretoken-requests", layout.request_bytes)
             undo.callback(os.close, self._request_fd)
@@ -142,6 +155,8 @@ class ArenaTransport:
             self._request_bell = Doorbell()
             undo.callback(self._request_bell.close)
             self._reply_bell = Doorbell()
+            undo.callback(self._reply_bell.close)
+            self._share_fds = self._make_share(layout.resident, device)
             undo.pop_all()
         self._requests = [RequestBuffer(self._request_memory, layout, i) for i in range(layout.num_buffers)]
         self._replies = [ReplyBuffer(self._reply_memory, layout, i) for i in range(layout.num_buffers)]
@@ -149,6 +164,19 @@ class ArenaTransport:
     @property
     def name(self) -> str:
         return "shared-memory"
+
+    @property
+    def resident(self) -> ResidentMemory | None:
+        return None if self._share is None else self._share.memory
+
+    @property
+    def order(self) -> StreamOrder:
+        return self._order if self._share is None else self._share.order
+
+    def is_open(self) -> bool:
+        with self._lock:
+            # The drafter never writes to the connection, so whatever can be read is its end.
+            return not self._closed and self._end is not None and not self._end.wait(0)
 
     def fileno(self) -> int:
         """Readable when the drafter is gone."""
@@ -159,10 +187,14 @@ class ArenaTransport:
         """Give the drafter its descriptors, with the first ring of the self-test. Takes over ``connection``."""
         self._connection = connection
         self._request_bell.ring()
+        if self._share is not None:
+            self._share.write_proof(self._digest)
         fds = [self._request_fd, self._reply_fd, self._request_bell.fileno(), self._reply_bell.fileno()]
-        fds += self._weights_fds
+        fds += [*self._weights_fds, *self._share_fds]
+        assert len(fds) == len(self._layout.descriptors), "the layout says what is handed over"
         socket.send_fds(connection, [b"\0"], fds)
         self._close_memory_fds()
+        self._end = Waiter((connection.fileno(),))
         self._waiter = Waiter((self._reply_bell.fileno(), connection.fileno()), self._spin_us)
 
     def check_self_test(self) -> None:
@@ -172,6 +204,8 @@ class ArenaTransport:
             raise PreconditionError("self-test: the digest in the arena is not that of the challenge")
         if self._reply_bell.take() != 1:
             raise PreconditionError("self-test: the reply doorbell was not rung")
+        if self._share is not None and any(self._share.take_proof(len(self._digest))):
+            raise PreconditionError("self-test: the drafter did not clear the digest in the device memory")
 
     def post(self, request: DraftRequest) -> None:
         with self._lock:
@@ -214,10 +248,16 @@ class ArenaTransport:
             self._send()
 
     def close(self) -> None:
+        """The engine may have work queued that reads device memory: that stays until nobody refers to it any more.
+
+        A stream that waits for the drafter goes on.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+            if self._share is not None:
+                self._share.release()
             if self._connection is not None:
                 self._connection.close()
             self._close_memory_fds()
@@ -227,6 +267,16 @@ class ArenaTransport:
             self._requests, self._replies = [], []
             self._request_memory.close()
             self._reply_memory.close()
+
+    def _make_share(self, layout: ResidentLayout | None, device: torch.device | None) -> list[int]:
+        """Device memory of this layout, if any; gives the descriptors to hand over."""
+        if layout is None:
+            return []
+        assert device is not None, "the layout has device memory"
+        from foretoken.resident_share import ResidentShare
+
+        self._share, fds = ResidentShare.new(layout, device)
+        return fds
 
     def _send(self) -> None:
         """Write what the window allows, and ring once for each."""
@@ -264,127 +314,8 @@ class ArenaTransport:
 
     def _close_memory_fds(self) -> None:
         """The mappings stay; the descriptors are not needed once the drafter has its own."""
-        for fd in (self._request_fd, self._reply_fd):
+        for fd in (self._request_fd, self._reply_fd, *self._share_fds):
             if fd >= 0:
                 os.close(fd)
         self._request_fd = self._reply_fd = -1
-
-
-class ArenaPeer:
-    """The drafter's end. Used by one thread."""
-
-    def __init__(self, path: str, epoch: int, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
-        """Fetch the arena of the verifier that listens at ``path``, check it, and answer its self-test.
-
-        ``needs``: of the drafter; None: tokens alone.
-
-        Raises:
-            PreconditionError: another layout, epoch or size than this drafter needs, named with both values.
-            UnavailableError: nobody listens there, or the hand-over was cut off.
-        """
-        with contextlib.ExitStack() as undo:
-            self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            undo.callback(self._connection.close)
-            fds = self._fetch(path)
-            undo.callback(_close_all, [*fds[:2], *fds[NUM_DESCRIPTORS:]])
-            self._request_bell, self._reply_bell = Doorbell(fds[2]), Doorbell(fds[3])
-            undo.callback(self._request_bell.close)
-            undo.callback(self._reply_bell.close)
-            header = ArenaHeader.unpack(os.pread(fds[0], HEADER_BYTES, 0).ljust(HEADER_BYTES, b"\0"))
-            if header.epoch != epoch:
-                raise PreconditionError(f"arena: epoch {header.epoch}, the attach request says {epoch}")
-            header.layout.check(target, needs)
-            self._layout = header.layout
-            self._request_memory = map_memory(fds[0], self._layout.request_bytes, writable=False)
-            undo.callback(self._request_memory.close)
-            self._reply_memory = map_memory(fds[1], self._layout.reply_bytes, writable=True)
-            undo.callback(self._reply_memory.close)
-            self.weights = self._map_weights(fds[NUM_DESCRIPTORS:]) if needs is not None and needs.weights else None
-            self.digest = self._answer_self_test(header.challenge)
-            _close_all([*fds[:2], *fds[NUM_DESCRIPTORS:]])
-            undo.pop_all()
-        self._requests = [RequestBuffer(self._request_memory, self._layout, i) for i in range(self._layout.num_buffers)]
-        self._replies = [ReplyBuffer(self._reply_memory, self._layout, i) for i in range(self._layout.num_buffers)]
-        self._num_read = 0
-        self._num_answered = 0
-
-    def filenos(self) -> tuple[int, int]:
-        """Doorbell and connection: what to wait for before ``requests``."""
-        return self._request_bell.fileno(), self._connection.fileno()
-
-    def requests(self) -> Iterator[DraftRequest | tuple[int, ...]]:
-        """The requests that have come, and slots to release, in order. Answer each before taking the next.
-
-        Raises TransportClosedError if the verifier is gone, ValueError for a request that cannot be read.
-        """
-        num_rings = self._request_bell.take()
-        if num_rings == 0 and self._is_gone():
-            raise TransportClosedError("the verifier closed the arena")
-        if num_rings > self._layout.num_buffers:
-            raise ValueError(f"{num_rings} requests at once, the arena holds {self._layout.num_buffers}")
-        for _ in range(num_rings):
-            request = self._requests[self._num_read % len(self._requests)].read()
-            self._num_read += 1
-            yield request
-
-    def reply(self, batch: DraftBatch | None) -> None:
-        """Answer the oldest open request, with a checked batch; None acknowledges a release."""
-        if batch is not None:
-            self._replies[self._num_answered % len(self._replies)].write(batch)
-        self._num_answered += 1
-        self._reply_bell.ring()
-
-    def close(self) -> None:
-        """Idempotent. The verifier notices at once."""
-        self._connection.close()
-        self._request_bell.close()
-        self._reply_bell.close()
-        self._requests, self._replies = [], []
-        self._request_memory.close()
-        self._reply_memory.close()
-
-    def _fetch(self, path: str) -> list[int]:
-        """Descriptors: request memory, reply memory, request doorbell, reply doorbell; shared weights, if any."""
-        self._connection.settimeout(HAND_OVER_TIMEOUT_S)
-        try:
-            self._connection.connect(path)
-            _, fds, _, _ = socket.recv_fds(self._connection, 1, NUM_DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC)
-        except OSError as error:
-            raise UnavailableError(f"arena: no hand-over at {path}: {error}") from error
-        if len(fds) not in (NUM_DESCRIPTORS, NUM_DESCRIPTORS + 1):
-            _close_all(fds)
-            raise UnavailableError(f"arena: {len(fds)} descriptors instead of {NUM_DESCRIPTORS} at {path}")
-        self._connection.setblocking(False)
-        return fds
-
-    @staticmethod
-    def _map_weights(fds: Sequence[int]) -> TargetWeights | None:
-        if not fds:
-            return None
-        # Drafters without a model need no torch.
-        from foretoken.shared_weights import map_weights
-
-        return map_weights(fds[0])
-
-    def _answer_self_test(self, challenge: bytes) -> bytes:
-        if self._request_bell.take() != 1:
-            raise PreconditionError("self-test: the request doorbell was not rung")
-        digest = hashlib.sha256(challenge).digest()
-        self._reply_memory[: len(digest)] = digest
-        self._reply_bell.ring()
-        return digest
-
-    def _is_gone(self) -> bool:
-        """The verifier never writes to the connection, so whatever can be read is its end."""
-        try:
-            self._connection.recv(1)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+        self._share_fds = []

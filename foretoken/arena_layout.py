@@ -7,17 +7,28 @@ import mmap
 import os
 import struct
 from dataclasses import astuple, dataclass, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.drafting import (
+    RAGGED_COLUMNS,
+    ROW_DTYPE,
+    DraftBatch,
+    DrafterNeeds,
+    DraftRequest,
+    ResidentStep,
+    TargetInfo,
+)
 from foretoken.errors import PreconditionError
 from foretoken.transport import DEFAULT_TOKEN_CAPACITY, ROWS_PER_SLOT, WINDOW, check_request, token_capacity_for
 
+if TYPE_CHECKING:
+    from foretoken.resident import ResidentLayout
+
 MAGIC = b"FTARENA\0"
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 5
 CHALLENGE_BYTES = 32
 HEADER_BYTES = mmap.PAGESIZE
 
@@ -25,16 +36,29 @@ MEMORY_HOST = 1
 DTYPE_NONE = 0
 DTYPE_INT32 = 1
 DTYPE_FLOAT32 = 2
+DTYPE_BFLOAT16 = 3
+DTYPE_FLOAT16 = 4
+_DTYPE_NAMES = {DTYPE_FLOAT32: "float32", DTYPE_BFLOAT16: "bfloat16", DTYPE_FLOAT16: "float16"}
 
 KIND_DRAFT = 1
 KIND_RELEASE = 2
+KIND_RESIDENT = 3
+_BEGINS = 1
+_IS_LAST = 2
+
+# What goes with every hand-over, what with some, and the most of both.
+_DESCRIPTORS = ("requests", "replies", "request_bell", "reply_bell")
+_WEIGHT_DESCRIPTORS = ("weights", "weights_memory")
+_RESIDENT_DESCRIPTORS = ("device_memory", "flag_words")
+MAX_DESCRIPTORS = len(_DESCRIPTORS) + len(_WEIGHT_DESCRIPTORS) + len(_RESIDENT_DESCRIPTORS)
 
 # Linux 5.1: later mappings cannot be writable. Not in the fcntl module before Python 3.13.
 F_SEAL_FUTURE_WRITE = 0x0010
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MAX_MEMORY_BYTES = 1 << 32
-_REQUEST_HEAD = struct.Struct("<8Q")  # kind, epoch, step id, rows, tokens, hidden rows, blocks, prediction tokens
+# Kind, epoch, step id, rows, tokens, hidden rows, blocks, prediction tokens; of a resident step its number and marks.
+_REQUEST_HEAD = struct.Struct("<10Q")
 _REPLY_HEAD = struct.Struct("<4Q")  # epoch, step id, rows, nodes
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -53,12 +77,28 @@ class ArenaLayout:
     hidden_dtype: int = DTYPE_NONE
     hidden_width: int = 0
     block_size: int = 16
+    # Whether the target's weights are handed over (foretoken.shared_weights).
+    has_weights: int = 0
+    # Of the device memory that is handed over (foretoken.resident.ResidentLayout); all zero: there is none.
+    resident_seats: int = 0
+    resident_tokens: int = 0
+    resident_nodes: int = 0
+    resident_width: int = 0
+    resident_dtype: int = DTYPE_NONE
 
     @staticmethod
     def of_target(
-        target: TargetInfo, needs: DrafterNeeds | None = None, token_capacity: int = DEFAULT_TOKEN_CAPACITY
+        target: TargetInfo,
+        needs: DrafterNeeds | None = None,
+        token_capacity: int = DEFAULT_TOKEN_CAPACITY,
+        *,
+        weights: bool = False,
+        resident: ResidentLayout | None = None,
     ) -> ArenaLayout:
-        """The layout that a verifier makes for this target and a drafter with these needs (None: tokens alone)."""
+        """The layout that a verifier makes for this target and a drafter with these needs (None: tokens alone).
+
+        ``weights``: the target's are handed over. ``resident``: so is device memory, of this layout.
+        """
         max_rows = ROWS_PER_SLOT * target.max_slots
         width = _hidden_width(target, needs)
         return ArenaLayout(
@@ -68,6 +108,35 @@ class ArenaLayout:
             hidden_dtype=DTYPE_FLOAT32 if width else DTYPE_NONE,
             hidden_width=width,
             block_size=target.block_size,
+            has_weights=int(weights),
+            **({} if resident is None else _resident_fields(resident)),
+        )
+
+    @property
+    def resident(self) -> ResidentLayout | None:
+        """Of the device memory, if there is one; ``check`` has passed."""
+        if not self.resident_seats:
+            return None
+        # Drafters without a model need no torch.
+        import torch
+
+        from foretoken.resident import ResidentLayout
+
+        return ResidentLayout(
+            self.resident_seats,
+            self.resident_tokens,
+            self.resident_nodes,
+            self.resident_width,
+            getattr(torch, _DTYPE_NAMES[self.resident_dtype]),
+        )
+
+    @property
+    def descriptors(self) -> tuple[str, ...]:
+        """What the descriptors of the hand-over are, in their order."""
+        return (
+            *_DESCRIPTORS,
+            *(_WEIGHT_DESCRIPTORS if self.has_weights else ()),
+            *(_RESIDENT_DESCRIPTORS if self.resident_seats else ()),
         )
 
     def check(self, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
@@ -82,11 +151,22 @@ class ArenaLayout:
             "hidden_width": width,
             "block_size": target.block_size,
         }
+        if self.resident_seats:
+            if needs is None or not needs.resident:
+                raise PreconditionError("arena: comes with device memory, which this drafter has no use for")
+            expected |= {"resident_seats": target.max_slots, "resident_nodes": target.max_nodes}
+            expected |= {"resident_width": width}
         for name, value in expected.items():
             if getattr(self, name) != value:
                 raise PreconditionError(f"arena: {name} is {getattr(self, name)}, this drafter needs {value}")
         if not (1 <= self.num_buffers <= 64 and self.max_rows <= self.token_capacity):
             raise PreconditionError(f"arena: {self.num_buffers} buffers of {self.token_capacity} tokens cannot be used")
+        if self.resident_seats and not (
+            1 <= self.resident_tokens <= self.max_nodes and self.resident_dtype in _DTYPE_NAMES
+        ):
+            raise PreconditionError(
+                f"arena: device memory of {self.resident_tokens} tokens, type {self.resident_dtype} is unusable"
+            )
         if max(self.request_bytes, self.reply_bytes) > _MAX_MEMORY_BYTES:
             raise PreconditionError(f"arena: larger than {_MAX_MEMORY_BYTES} bytes")
 
@@ -120,6 +200,17 @@ _HEADER = struct.Struct(f"<8sI{len(fields(ArenaLayout))}IxxxxQ{CHALLENGE_BYTES}s
 
 def _hidden_width(target: TargetInfo, needs: DrafterNeeds | None) -> int:
     return 0 if needs is None else len(needs.features) * target.hidden_size
+
+
+def _resident_fields(layout: ResidentLayout) -> dict[str, int]:
+    codes = {name: code for code, name in _DTYPE_NAMES.items()}
+    return {
+        "resident_seats": layout.seats,
+        "resident_tokens": layout.tokens,
+        "resident_nodes": layout.nodes,
+        "resident_width": layout.hidden_width,
+        "resident_dtype": codes[str(layout.hidden_dtype).removeprefix("torch.")],
+    }
 
 
 def _aligned(size: int) -> int:
@@ -209,7 +300,13 @@ class RequestBuffer:
         rows = request.num_rows
         values = [getattr(request, name) for name in RAGGED_COLUMNS]
         counts = [len(array) for array in values]
-        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_DRAFT, request.epoch, request.step_id, rows, *counts)
+        step = request.resident
+        kind, number, marks = KIND_DRAFT, 0, 0
+        if step is not None:
+            kind, number = KIND_RESIDENT, step.number
+            marks = (_BEGINS if step.begins else 0) | (_IS_LAST if step.is_last else 0)
+        head = kind, request.epoch, request.step_id, rows, *counts, number, marks
+        _REQUEST_HEAD.pack_into(self._memory, self._offset, *head)
         self._row_bytes[:rows] = _bytes_of(request.rows)
         self._starts[:, : rows + 1] = request.starts
         for room, array, count in zip(self._ragged.values(), values, counts, strict=True):
@@ -217,7 +314,7 @@ class RequestBuffer:
                 room[:count] = array
 
     def write_release(self, slots: tuple[int, ...]) -> None:
-        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_RELEASE, 0, 0, len(slots), 0, 0, 0, 0)
+        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_RELEASE, 0, 0, len(slots), 0, 0, 0, 0, 0, 0)
         self._rows["slots"][: len(slots)] = slots
 
     def read(self) -> DraftRequest | tuple[int, ...]:
@@ -226,13 +323,13 @@ class RequestBuffer:
         Its hidden rows are valid until this buffer is read again: megabytes of fresh memory would take longer to come
         by than to copy to.
         """
-        kind, epoch, step_id, rows, *counts = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
+        kind, epoch, step_id, rows, *counts, number, marks = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
         room = [len(values) for values in self._ragged.values()]
         if rows > self._layout.max_rows or any(count > most for count, most in zip(counts, room, strict=True)):
             raise ValueError(f"a request of {rows} rows and {counts} ragged entries does not fit in the arena")
         if kind == KIND_RELEASE:
             return tuple(self._rows["slots"][:rows].tolist())
-        if kind != KIND_DRAFT:
+        if kind not in (KIND_DRAFT, KIND_RESIDENT):
             raise ValueError(f"a request of unknown kind {kind}")
         ragged: dict[str, NDArray[Any]] = {}
         for (name, values), count in zip(self._ragged.items(), counts, strict=True):
@@ -242,7 +339,11 @@ class RequestBuffer:
                 ragged[name] = self._hidden_copy[:count]
                 ragged[name][:] = values[:count]
         records = self._row_bytes[:rows].copy().view(ROW_DTYPE)[:, 0]
-        request = DraftRequest(epoch, step_id, records, self._starts[:, : rows + 1].copy(), **ragged)
+        resident = None
+        if kind == KIND_RESIDENT:
+            resident = ResidentStep(number, bool(marks & _BEGINS), bool(marks & _IS_LAST))
+        starts = self._starts[:, : rows + 1].copy()
+        request = DraftRequest(epoch, step_id, records, starts, **ragged, resident=resident)
         check_request(request, self._layout.max_rows)
         return request
 

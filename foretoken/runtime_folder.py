@@ -1,4 +1,4 @@
-"""The private folder that holds a stack's Unix sockets. It goes when its owner goes, even by SIGKILL."""
+"""The private folder of a stack's Unix sockets and of what belongs to them. It goes with its owner, even by SIGKILL."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+# A script of this name in the folder is run when the owner was killed, before the folder goes: it ends what the
+# kernel does not end with the owner.
+AT_END = "at-end.sh"
 # Waits until its input ends, which is when the one process that holds the other end has gone in whatever way.
-_CLEANER = 'read -r _; rm -rf -- "$0"'
+_CLEANER = f'read -r _; [ ! -f "$0/{AT_END}" ] || /bin/sh "$0/{AT_END}"; rm -rf -- "$0"'
 
 
 @contextlib.contextmanager

@@ -1,97 +1,222 @@
-"""A target's embedding and output head in memory that drafters on the same host map, so that one copy serves all.
+"""A target's embedding and output head in memory that drafters' processes map, so that one copy serves all.
 
-The memory is a sealed memfd: nobody can map it writable or change its size, and no name outlives its holders.
+Two descriptors make it. Nobody who has them can change the weights or the description:
 
-    header    magic, version, vocabulary, hidden size, tied, bfloat16, offset and bytes of embedding and head
-    head      packed panels
-    embedding rows, unless the two are tied
+    description  sealed memory: magic, version, sizes, layout, element type, device, and where the two matrices begin
+    weights      the head, then the embedding unless the two are tied: of a memfd on the CPU; of CUDA's virtual memory
+                 management on a GPU, mapped there with read access alone
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import math
 import mmap
 import os
 import struct
-from dataclasses import replace
+import weakref
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from foretoken.arena_layout import F_SEAL_FUTURE_WRITE, SIZE_SEALS, new_memory, seal
+from foretoken.cuda_memory import CudaMemory
 from foretoken.errors import PreconditionError
+from foretoken.models.backend import CPU, Backend, device_of, device_uuid
 from foretoken.models.target_weights import TargetWeights
-from foretoken.models.weight_layout import PanelLayout
+from foretoken.models.weight_layout import PanelLayout, RowLayout
 
-_HEADER = struct.Struct("<8sI4I4Q")
 _MAGIC = b"FTWEIGHT"
-_VERSION = 1
+_VERSION = 2
+# Layouts and element types by their number. Panels of bfloat16 are bits (foretoken.models.weight_layout).
+_PANELS, _ROWS = 1, 2
+_DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16, 4: torch.uint16}
+_DESCRIPTION = struct.Struct("<8sI5I4Q64s")
+# Both matrices begin at a multiple of it.
+_ALIGNMENT = mmap.PAGESIZE
 
 
-class SharedWeights:
-    """The verifier's end: ``weights`` are views of the shared memory. The memory lives as long as they do."""
+class _Description(NamedTuple):
+    """
+    Attributes:
+        layout, dtype: by their numbers.
+        num_bytes: of the memory, which begins with the head.
+        embedding_at, embedding_bytes: where the two are tied those of the head.
+        device: foretoken.models.backend.device_uuid.
+    """
 
-    def __init__(self, weights: TargetWeights) -> None:
-        """Copies once; the caller drops its own."""
-        head_at = mmap.PAGESIZE
-        embedding_at = head_at + _pages(weights.head.nbytes)
-        embedding_bytes = 0 if weights.tied else weights.embedding.nbytes
-        size = embedding_at + _pages(embedding_bytes)
-        self._fd = new_memory("foretoken-weights", size)
-        self._memory = mmap.mmap(self._fd, size)
-        self._memory[: _HEADER.size] = _HEADER.pack(
-            _MAGIC,
-            _VERSION,
+    vocab_size: int
+    hidden_size: int
+    tied: int
+    layout: int
+    dtype: int
+    num_bytes: int
+    head_bytes: int
+    embedding_at: int
+    embedding_bytes: int
+    device: str
+
+    @staticmethod
+    def of(weights: TargetWeights, device: str) -> _Description:
+        head_bytes = weights.head.nbytes
+        embedding_at = 0 if weights.tied else -(-head_bytes // _ALIGNMENT) * _ALIGNMENT
+        numbers = {dtype: number for number, dtype in _DTYPES.items()}
+        return _Description(
             weights.vocab_size,
             weights.hidden_size,
             weights.tied,
-            weights.bfloat16,
-            head_at,
-            weights.head.nbytes,
+            _ROWS if isinstance(weights.layout, RowLayout) else _PANELS,
+            numbers[weights.head.dtype],
+            max(head_bytes, embedding_at + weights.embedding.nbytes),
+            head_bytes,
             embedding_at,
-            embedding_bytes,
+            weights.embedding.nbytes,
+            device,
         )
-        head = _view(self._memory, head_at, weights.head.nbytes, weights.head.dtype)
-        head.copy_(weights.head)
-        embedding = head
-        if not weights.tied:
-            embedding = _view(self._memory, embedding_at, embedding_bytes, weights.embedding.dtype)
-            embedding.copy_(weights.embedding)
-        seal(self._fd, F_SEAL_FUTURE_WRITE | SIZE_SEALS)
-        self.weights = replace(weights, embedding=embedding, head=head)
 
-    def fileno(self) -> int:
-        """Descriptor to pass to a drafter."""
-        return self._fd
+    def seal(self) -> int:
+        """The descriptor of sealed memory that holds this."""
+        fd = new_memory("foretoken-weights-description", _DESCRIPTION.size)
+        os.pwrite(fd, _DESCRIPTION.pack(_MAGIC, _VERSION, *self[:-1], self.device.encode()), 0)
+        seal(fd, fcntl.F_SEAL_WRITE | SIZE_SEALS)
+        return fd
+
+    @staticmethod
+    def read(fd: int) -> _Description:
+        """Raises PreconditionError for other memory, or weights that would not lie in theirs."""
+        data = os.pread(fd, _DESCRIPTION.size, 0)
+        if len(data) < _DESCRIPTION.size:
+            raise PreconditionError(f"shared weights: a description of {len(data)} bytes")
+        magic, version, *values, device = _DESCRIPTION.unpack(data)
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise PreconditionError(f"shared weights: {magic!r} version {version}, this drafter has {_VERSION}")
+        description = _Description._make([*values, device.rstrip(b"\0").decode(errors="replace")])
+        description._check()
+        return description
+
+    def views(self, memory: torch.Tensor) -> TargetWeights:
+        """The weights in ``memory``, uint8 [num_bytes]."""
+        dtype = _DTYPES[self.dtype]
+        layout = RowLayout(memory.device, dtype) if self.layout == _ROWS else PanelLayout(dtype == torch.uint16)
+        shape = (self.vocab_size, self.hidden_size) if self.layout == _ROWS else (-1,)
+
+        def view(offset: int, num_bytes: int) -> torch.Tensor:
+            return memory[offset : offset + num_bytes].view(dtype).view(shape)
+
+        head = view(0, self.head_bytes)
+        embedding = head if self.tied else view(self.embedding_at, self.embedding_bytes)
+        return TargetWeights(self.vocab_size, self.hidden_size, bool(self.tied), layout, embedding, head)
+
+    def _check(self) -> None:
+        if self.layout not in (_PANELS, _ROWS) or self.dtype not in _DTYPES:
+            raise PreconditionError(f"shared weights: layout {self.layout} of type {self.dtype} is unknown here")
+        itemsize = _DTYPES[self.dtype].itemsize
+        least = math.prod((self.vocab_size, self.hidden_size, itemsize))
+        for offset, num_bytes in ((0, self.head_bytes), (self.embedding_at, self.embedding_bytes)):
+            is_whole = num_bytes == least if self.layout == _ROWS else num_bytes >= least and not num_bytes % itemsize
+            if not is_whole or offset % _ALIGNMENT or offset + num_bytes > self.num_bytes:
+                raise PreconditionError(
+                    f"shared weights: {num_bytes} bytes at {offset} of {self.num_bytes} do not hold "
+                    f"{self.vocab_size} rows of {self.hidden_size}"
+                )
+
+
+class SharedWeights:
+    """The verifier's end.
+
+    Attributes:
+        weights: views of the shared memory, which lives as long as they do.
+        device: of the drafters that can use it (foretoken.models.backend.device_uuid); empty: those on the CPU.
+    """
+
+    def __init__(self, weights: TargetWeights, backend: Backend = CPU) -> None:
+        """Copies once, and returns when that is done; the caller drops its own. ``backend``: that reads them.
+
+        Raises PreconditionError where GPU memory cannot be shared, UnavailableError if there is none left; both with
+        the name of CUDA's error.
+        """
+        self.device = device_uuid(backend)
+        description = _Description.of(weights, self.device)
+        with contextlib.ExitStack() as undo:
+            description_fd = description.seal()
+            undo.callback(os.close, description_fd)
+            if backend.device.type == "cpu":
+                memory_fd = new_memory("foretoken-weights", description.num_bytes)
+                undo.callback(os.close, memory_fd)
+                mapping = mmap.mmap(memory_fd, description.num_bytes)
+                # This mapping is older than the seal.
+                seal(memory_fd, F_SEAL_FUTURE_WRITE | SIZE_SEALS)
+                memory = torch.frombuffer(mapping, dtype=torch.uint8)
+            else:
+                allocation = CudaMemory(backend.device, description.num_bytes, drain=_drain_of(backend.device))
+                memory_fd = allocation.export()
+                undo.callback(os.close, memory_fd)
+                memory = allocation.tensor()
+            self.weights = description.views(memory)
+            self.weights.head.copy_(weights.head)
+            if not weights.tied:
+                self.weights.embedding.copy_(weights.embedding)
+            if backend.device.type == "cuda":
+                # Whoever maps it is ordered by nothing else.
+                torch.cuda.synchronize(backend.device)
+            undo.pop_all()
+        self._fds = (description_fd, memory_fd)
+        # A descriptor keeps the memory, also when nobody maps it any more.
+        self._close = weakref.finalize(self, _close_all, self._fds)
+
+    def filenos(self) -> tuple[int, int]:
+        """Descriptors to pass to a drafter."""
+        assert self._close.alive, "before close"
+        return self._fds
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent; mappings stay."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Give the descriptors back. Idempotent; mappings stay."""
+        self._close()
 
 
-def map_weights(fd: int) -> TargetWeights:
-    """A drafter's end: the weights that ``fd`` holds, mapped. Raises PreconditionError for other memory."""
-    size = os.fstat(fd).st_size
-    if size < mmap.PAGESIZE:
-        raise PreconditionError(f"shared weights: memory of {size} bytes")
+def map_weights(fds: tuple[int, int], device: str) -> TargetWeights:
+    """A drafter's end: the weights that SharedWeights gave ``fds`` of, mapped; the descriptors stay the caller's.
+
+    They stay mapped as long as one of their tensors is there, and what was launched on them is not done.
+
+    Args:
+        device: of the drafter (foretoken.models.backend.device_uuid).
+
+    Raises:
+        PreconditionError: other memory, weights for another device, or CUDA cannot map them.
+        UnavailableError: CUDA fails to, by the name of its error.
+    """
+    description_fd, memory_fd = fds
+    description = _Description.read(description_fd)
+    if description.device != device:
+        theirs, ours = (name or "the CPU" for name in (description.device, device))
+        raise PreconditionError(f"shared weights: are for {theirs}, this drafter runs on {ours}")
+    where = device_of(device) if device else CPU.device
+    if where.type == "cuda":
+        allocation = CudaMemory(where, description.num_bytes, drain=_drain_of(where), fd=memory_fd, read_only=True)
+        return description.views(allocation.tensor())
+    size = os.fstat(memory_fd).st_size
+    if size != description.num_bytes:
+        raise PreconditionError(f"shared weights: memory of {size} bytes instead of {description.num_bytes}")
     # Private and never written: the pages are the verifier's. PyTorch warns of buffers that it may not write to.
-    memory = mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    magic, version, vocab_size, hidden_size, tied, bfloat16, head_at, head_bytes, embedding_at, embedding_bytes = (
-        _HEADER.unpack_from(memory)
-    )
-    if (magic, version) != (_MAGIC, _VERSION):
-        raise PreconditionError(f"shared weights: {magic!r} version {version}, this drafter has {_VERSION}")
-    if max(head_at + head_bytes, embedding_at + embedding_bytes) > size:
-        raise PreconditionError(f"shared weights: memory of {size} bytes is cut short")
-    dtype = torch.uint16 if bfloat16 else torch.float32
-    head = _view(memory, head_at, head_bytes, dtype)
-    embedding = head if tied else _view(memory, embedding_at, embedding_bytes, dtype)
-    return TargetWeights(vocab_size, hidden_size, bool(tied), PanelLayout(bool(bfloat16)), embedding, head)
+    mapping = mmap.mmap(memory_fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    return description.views(torch.frombuffer(mapping, dtype=torch.uint8))
 
 
-def _pages(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+def _drain_of(device: torch.device) -> partial[None]:
+    return partial(_drain, device)
 
 
-def _view(memory: mmap.mmap, offset: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=offset)
+def _drain(device: torch.device) -> None:
+    """Return when nothing that was launched can be reading weights of which no tensor is left."""
+    # A collection in the middle of a capture. The device was idle when that began, and must not be asked now; what is
+    # captured reads other weights.
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(device)
+
+
+def _close_all(fds: tuple[int, int]) -> None:
+    for fd in fds:
+        os.close(fd)

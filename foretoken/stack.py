@@ -20,6 +20,7 @@ from foretoken.supervisor import Service
 
 VERIFIER_HEALTH_NAME = "foretoken.verifier.v1.VerifierService"
 DRAFTER_HEALTH_NAME = "foretoken.drafter.v1.DrafterService"
+VERIFIER_NAME = "verifier"
 # A stop is over in 30 s: the gateway lets running streams go on for so long, and after it the others have little left
 # to do. From SIGTERM to SIGKILL each, one after the other in this order:
 GATEWAY_DRAIN_S = 14.0
@@ -35,14 +36,19 @@ def command(service: str, settings: BaseModel, extra: Sequence[str] = ()) -> tup
     return (sys.executable, "-P", "-m", "foretoken", service, *to_flags(settings), *extra)
 
 
+def drafter_name(name: str) -> str:
+    """What a drafter's service is called in messages."""
+    return f"drafter {name}"
+
+
 def drafter(name: str, command: tuple[str, ...], address: str) -> Service:
     """A stack serves plain decode while its drafter is away, so none waits for it for ever."""
     probe = probes.GrpcProbe(address, DRAFTER_HEALTH_NAME)
-    return Service(f"drafter {name}", command, probe, DRAFTER_GRACE_S, required=False)
+    return Service(drafter_name(name), command, probe, DRAFTER_GRACE_S, required=False)
 
 
 def verifier(command: tuple[str, ...], address: str) -> Service:
-    return Service("verifier", command, probes.GrpcProbe(address, VERIFIER_HEALTH_NAME), VERIFIER_GRACE_S)
+    return Service(VERIFIER_NAME, command, probes.GrpcProbe(address, VERIFIER_HEALTH_NAME), VERIFIER_GRACE_S)
 
 
 def gateway(command: tuple[str, ...], host: str, port: int) -> Service:

@@ -13,11 +13,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import psutil
+
+from foretoken.lost_context import ASSERTION_STATUS, CONTEXT_LOST_STATUS
 
 # A child that ends with this status has refused its settings and has said why.
 CONFIG_ERROR_STATUS = 2
@@ -36,6 +38,10 @@ MAX_SILENCE_S = 5.0
 MIN_MISSED_HEARTBEATS = 4
 # From the last required service's readiness on, the others get so long to be ready too.
 OPTIONAL_READY_S = 30.0
+# A command that is run before a child is killed gets so long.
+BEFORE_KILL_S = 2.0
+# From SIGTERM to SIGKILL of a child that can do nothing more, since its GPU context is lost.
+LOST_CONTEXT_GRACE_S = 1.0
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -69,6 +75,10 @@ class Service:
         probe: how it is asked.
         stop_grace_s: from SIGTERM to SIGKILL.
         required: without it nothing is ready.
+        environment: variables beside our own.
+        before_kill: run with the process id as its last word before the child is killed; may be empty.
+        shares_faults: where a child ends with CONTEXT_LOST_STATUS, all of these services are ended, and none of them
+            is started again before the last one has gone.
     """
 
     name: str
@@ -76,6 +86,9 @@ class Service:
     probe: Probe
     stop_grace_s: float
     required: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    before_kill: tuple[str, ...] = ()
+    shares_faults: bool = False
 
 
 class RestartDelays:
@@ -114,6 +127,8 @@ class _Child:
     process: subprocess.Popen[bytes]
     ended: asyncio.Future[int]
     ready_at: float | None = None
+    # The service whose fault was this child's too; empty for none.
+    fault_of: str = ""
 
 
 @dataclass(eq=False)
@@ -151,6 +166,7 @@ class Supervisor:
         self._children: dict[int, _Child] = {}
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
+        self._group: asyncio.TaskGroup
         self._exit_status = 0
 
     async def run(self) -> int:
@@ -162,9 +178,9 @@ class Supervisor:
         with _subreaper(), self._signal_handlers():
             self._announce(f"starting {', '.join(watch.service.name for watch in self._watches)}")
             try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._keep_alive(watch)) for watch in self._watches]
-                    tasks.append(group.create_task(self._wait_ready()))
+                async with asyncio.TaskGroup() as self._group:
+                    tasks = [self._group.create_task(self._keep_alive(watch)) for watch in self._watches]
+                    tasks.append(self._group.create_task(self._wait_ready()))
                     await self._stopping.wait()
                     for task in tasks:
                         task.cancel()
@@ -211,9 +227,10 @@ class Supervisor:
                 os.killpg(pid, signal.SIGKILL)
             child.ended.set_result(child.process.wait())
 
-    def _spawn(self, command: tuple[str, ...]) -> _Child:
+    def _spawn(self, command: tuple[str, ...], environment: Mapping[str, str]) -> _Child:
         process = subprocess.Popen(
             command,
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             # A session of its own: a signal to our process group reaches us alone, and we stop in order.
             start_new_session=True,
@@ -224,16 +241,22 @@ class Supervisor:
         return child
 
     async def _keep_alive(self, watch: _Watch) -> None:
+        service = watch.service
         while True:
-            child = watch.child = self._spawn(watch.service.command)
+            if service.shares_faults:
+                await self._wait_for_faulted()
+            child = watch.child = self._spawn(service.command, service.environment)
             end = await self._end_of(watch, child)
             if watch.away_since is None:
                 watch.away_since = time.monotonic()
-            if not watch.ready.is_set() and self._gives_up(watch, child.ended.result()):
+            status = child.ended.result()
+            if status == CONTEXT_LOST_STATUS and service.shares_faults and not child.fault_of:
+                self._end_faulted(watch)
+            if not (watch.ready.is_set() or child.fault_of) and self._gives_up(watch, status):
                 return
             delay_s = watch.delays.after(0.0 if child.ready_at is None else time.monotonic() - child.ready_at)
             when = f" in {delay_s:g} s" if delay_s else ""
-            self._announce(f"{watch.service.name} {end}; starting it again{when}")
+            self._announce(f"{service.name} {end}; starting it again{when}")
             await asyncio.sleep(delay_s)
 
     async def _end_of(self, watch: _Watch, child: _Child) -> str:
@@ -244,15 +267,37 @@ class Supervisor:
             awaited: list[asyncio.Future[Any]] = [child.ended, attending]
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if child.ended.done():
+                if child.fault_of:
+                    return f"was ended, for its GPU context went with that of {child.fault_of}"
                 return f"ended ({describe_status(child.ended.result())})"
             silent_s = attending.result()
-            # The one signal that a stopped process obeys.
-            os.kill(child.process.pid, signal.SIGKILL)
-            await asyncio.wait([child.ended])
+            await self._kill(watch.service, child)
             return f"did not answer for {silent_s:.1f} s and was killed"
         finally:
             attending.cancel()
             await asyncio.wait([attending])
+
+    def _end_faulted(self, cause: _Watch) -> None:
+        """End all that share the fault of one child. Those that ended by themselves are marked as well."""
+        for watch in self._watches:
+            if watch.service.shares_faults and watch is not cause and watch.child is not None:
+                watch.child.fault_of = cause.service.name
+                self._group.create_task(_end_now(watch.child))
+
+    async def _wait_for_faulted(self) -> None:
+        """Until the last process that shared a fault has gone: before that a new one is refused by the GPU's server."""
+        children = [watch.child for watch in self._watches if watch.child is not None and watch.child.fault_of]
+        if ends := [child.ended for child in children if not child.ended.done()]:
+            await asyncio.wait(ends)
+
+    async def _kill(self, service: Service, child: _Child) -> None:
+        """SIGKILL, the one signal that a stopped process obeys, behind the command that goes before it."""
+        if service.before_kill:
+            notice = self._spawn((*service.before_kill, str(child.process.pid)), service.environment)
+            await asyncio.wait([notice.ended], timeout=BEFORE_KILL_S)
+            _send(notice, signal.SIGKILL)
+        _send(child, signal.SIGKILL)
+        await asyncio.wait([child.ended])
 
     async def _attend(self, watch: _Watch, child: _Child) -> float:
         """Say when a child is ready and listen for its heartbeats; returns the seconds of a too long silence."""
@@ -316,9 +361,7 @@ class Supervisor:
         if child is None or child.ended.done():
             return
         # A stopped process gets SIGTERM only when it goes on.
-        # os.kill and not send_signal, which would reap the child behind the back of _reap.
-        for number in (signal.SIGTERM, signal.SIGCONT):
-            os.kill(child.process.pid, number)
+        _send(child, signal.SIGTERM, signal.SIGCONT)
         killing = asyncio.create_task(self._killing.wait())
         awaited: list[asyncio.Future[Any]] = [child.ended, killing]
         await asyncio.wait(awaited, timeout=watch.service.stop_grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -326,12 +369,30 @@ class Supervisor:
         if not child.ended.done():
             if not self._killing.is_set():
                 self._announce(f"{watch.service.name} did not end in time: killed")
-            os.kill(child.process.pid, signal.SIGKILL)
-            await asyncio.wait([child.ended])
+            await self._kill(watch.service, child)
+
+
+async def _end_now(child: _Child) -> None:
+    """End a child whose GPU context is lost: it has nothing to finish, and no work on the GPU that a kill would cut."""
+    _send(child, signal.SIGTERM, signal.SIGCONT)
+    await asyncio.wait([child.ended], timeout=LOST_CONTEXT_GRACE_S)
+    _send(child, signal.SIGKILL)
+
+
+def _send(child: _Child, *numbers: signal.Signals) -> None:
+    """Signals for a child that has not ended.
+
+    Not by ``send_signal``, which would reap it behind the back of ``_reap``.
+    """
+    for number in numbers:
+        if not child.ended.done():
+            os.kill(child.process.pid, number)
 
 
 def describe_status(status: int) -> str:
     """``status 1``, or the name of the signal that ended a process (negative, as subprocess gives it)."""
+    if status in (CONTEXT_LOST_STATUS, ASSERTION_STATUS):
+        return f"status {status}: its GPU context is lost"
     if status >= 0:
         return f"status {status}"
     try:

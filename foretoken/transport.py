@@ -12,13 +12,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import sub
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from foretoken.draft_parts import split_request
 from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DraftBatch, Drafter, DraftRequest
 from foretoken.tree import Int32
+
+if TYPE_CHECKING:
+    from foretoken.resident import ResidentMemory, StreamOrder
 
 # New tokens of one request on the wire. A batch with more is split; the tokens of four long prompts fit in a few.
 DEFAULT_TOKEN_CAPACITY = 8192
@@ -55,6 +58,24 @@ class DraftTransport(Protocol):
     @property
     def name(self) -> str:
         """shared-memory, grpc or in-process."""
+        ...
+
+    @property
+    def resident(self) -> ResidentMemory | None:
+        """Device memory that the drafter has too; None: there is none, and no request may be of a resident step.
+
+        Both this and ``order`` may be used on after ``close``, by work that is still queued: they go with their last
+        user.
+        """
+        ...
+
+    @property
+    def order(self) -> StreamOrder:
+        """Between the verifier's work on that memory and the drafter's."""
+        ...
+
+    def is_open(self) -> bool:
+        """Whether the drafter is there, as far as its transport tells; it may stand still. Costs microseconds."""
         ...
 
     def post(self, request: DraftRequest) -> None:
@@ -214,9 +235,13 @@ class RequestQueue:
         return not self._in_flight and not self._waiting
 
     def add(self, request: DraftRequest) -> None:
-        """Queue a request. One with too many rows, or for a drafter that is too far behind, is dropped."""
+        """Queue a request. One that is too large, or for a drafter that is too far behind, is dropped."""
         self._awaited_step_id = None
-        if request.num_rows > self._max_rows or len(self._waiting) > MAX_WAITING:
+        is_too_large = request.num_rows > self._max_rows or (
+            # It is not split.
+            request.resident is not None and len(request.block_ids) > self._token_capacity
+        )
+        if is_too_large or len(self._waiting) > MAX_WAITING:
             self._counters.num_dropped += 1
             return
         parts = split_request(request, self._token_capacity, self._block_size)
@@ -279,7 +304,18 @@ class RequestQueue:
 class InProcessTransport:
     """A drafter in the same process and thread: ``post`` drafts. It isolates nothing and costs nothing."""
 
-    def __init__(self, drafter: Drafter, counters: TransportCounters) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        counters: TransportCounters,
+        resident: ResidentMemory | None = None,
+    ) -> None:
+        """``resident``: memory that the drafter has been given, too."""
+        # Drafters without a model need no torch; a verifier has it.
+        from foretoken.resident import StreamOrder
+
+        self._resident = resident
+        self._order = StreamOrder()
         self._drafter = drafter
         self._counters = counters
         self._batch: DraftBatch | None = None
@@ -291,9 +327,17 @@ class InProcessTransport:
         return "in-process"
 
     @property
-    def is_closed(self) -> bool:
-        """Also after the drafter raised."""
-        return self._closed
+    def resident(self) -> ResidentMemory | None:
+        return self._resident
+
+    @property
+    def order(self) -> StreamOrder:
+        """Both sides launch on one stream."""
+        return self._order
+
+    def is_open(self) -> bool:
+        """Not after the drafter raised."""
+        return not self._closed
 
     def post(self, request: DraftRequest) -> None:
         """Raises TransportClosedError if the drafter raises: it has ended its attachment."""

@@ -8,13 +8,15 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, PreconditionError
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 _log = logging.getLogger(__name__)
 
 # Tensor cores with bfloat16, which the GPU kernels are written for.
 _MIN_CAPABILITY = (8, 0)
+# In the place of a GPU's UUID.
+_INTERPRETER = "cpu"
 
 
 class Backend(NamedTuple):
@@ -35,7 +37,7 @@ def choose_backend(wanted: DeviceName) -> Backend:
     """
     if wanted == "cpu" or (wanted == "auto" and not os.path.exists("/dev/nvidiactl")):
         return CPU
-    problem = _gpu_problem()
+    problem = _gpu_problem() if os.path.exists("/dev/nvidiactl") else "there is no NVIDIA GPU here, or no driver for it"
     if problem is None:
         return Backend("gpu", torch.device("cuda", torch.cuda.current_device()))
     if wanted == "auto":
@@ -45,8 +47,30 @@ def choose_backend(wanted: DeviceName) -> Backend:
 
 
 def device_name(backend: Backend) -> str:
-    """For people."""
-    return torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "the CPU"
+    """For people: CPU, or the GPU's name."""
+    return torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU"
+
+
+def device_uuid(backend: Backend) -> str:
+    """By which two processes know that they run on one GPU; empty without GPU kernels, which alone share its memory.
+
+    Where GPU kernels run on CPU tensors, all processes of the host are on one device.
+    """
+    if backend.kernels == "cpu":
+        return ""
+    if backend.device.type == "cpu":
+        return _INTERPRETER
+    return str(torch.cuda.get_device_properties(backend.device).uuid)
+
+
+def device_of(uuid: str) -> torch.device:
+    """The device by ``device_uuid``'s name for it. Raises PreconditionError if this process does not see it."""
+    if uuid == _INTERPRETER:
+        return torch.device("cpu")
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return torch.device("cuda", index)
+    raise PreconditionError(f"there is no GPU {uuid} here")
 
 
 def _gpu_problem() -> str | None:

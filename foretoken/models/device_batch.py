@@ -95,8 +95,22 @@ class DeviceBatch:
             "context_starts": ((seqs,), torch.int32),
             "block_tables": ((seqs, max_blocks), torch.int32),
         }
+        self.shape = shape
         self._twins = DeviceTwins(sizes, device)
         self.arrays = DeviceArrays(**self._twins.device, max_seq_rows=max_seq_rows)
+
+    def clear(self, row_starts: NDArray[np.int32]) -> None:
+        """Rows of nobody, all of them wanted: ``row_starts`` [seqs + 1] says whose they will be, once kernels have
+        filled them. Blocks are unknown."""
+        self._twins.wait()
+        host = self._twins.host
+        for name in ("masks", "token_ids", "positions", "context_lens", "tree_starts", "context_starts"):
+            host[name][:] = 0
+        host["slot_mapping"][:] = NO_SLOT
+        host["logit_rows"][:] = np.arange(len(host["logit_rows"]), dtype=np.int32)
+        host["row_starts"][:] = row_starts
+        host["block_tables"][:] = 0
+        self._twins.send()
 
     def upload(self, batch: ForwardBatch, runs: Runs) -> None:
         """Copy a batch that fits the shape, filled up to it."""

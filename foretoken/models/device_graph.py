@@ -24,6 +24,10 @@ class DeviceGraphs:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
+    def captures(self, key: Hashable) -> bool:
+        """Whether ``run`` will capture, which waits for all that the device has to do."""
+        return self._enabled and key not in self._graphs
+
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Do what ``launch`` does, which must launch the same kernels on the same memory for the same ``key``."""
         if not self._enabled:

@@ -16,9 +16,11 @@ from foretoken_kernels.cpu.linear import ADD, SILU_AND_MULTIPLY
 from foretoken_kernels.gpu import matmul_choice
 from foretoken_kernels.gpu.embedding import copy_rows, embed, fill_rows
 from foretoken_kernels.gpu.matmul_choice import MatmulShape, MatmulTable
-from foretoken_kernels.gpu.matmul_timing import timed_table
+from foretoken_kernels.gpu.matmul_timing import device_limits, timed_table
 from foretoken_kernels.gpu.rms_norm import rms_norm
 from foretoken_kernels.gpu.rope_kv_write import rope_kv_write
+from foretoken_kernels.gpu.strict_attention import strict_attention
+from foretoken_kernels.gpu.strict_matmul import StrictMatmuls
 from foretoken_kernels.gpu.tree_attention import attention_workspace, tree_attention
 from numpy.typing import NDArray
 
@@ -58,9 +60,12 @@ class DevicePass:
     Args:
         config: of the model whose attention runs over ``cache``, on whose device all of this lives.
         num_positions: rotary positions that may occur.
+        strict: whether a row is to have the same bits in any batch; else the kernels are the fastest for each.
     """
 
-    def __init__(self, config: ModelConfig, cache: KVCache, num_positions: int, sizes: PassSizes) -> None:
+    def __init__(
+        self, config: ModelConfig, cache: KVCache, num_positions: int, sizes: PassSizes, strict: bool = False
+    ) -> None:
         device = cache.data.device
         self._config, self._cache, self._sizes = config, cache, sizes
         self._device, self._dtype = device, cache.data.dtype
@@ -70,7 +75,11 @@ class DevicePass:
         self._buffers: dict[int, torch.Tensor] = {}
         self._given = PinnedRows(_LEAST_PINNED, self._dtype, device)
         self._programs: list[Program] = []
-        self._matmuls = MatmulTable(device=device)
+        self._matmuls: MatmulTable | StrictMatmuls = MatmulTable(device=device)
+        if strict:
+            self._matmuls = StrictMatmuls(device, device_limits(device) if device.type == "cuda" else None)
+        self._strict = strict
+        self._attention = strict_attention if strict else tree_attention
         # The interpreter runs programs one after the other: it would gain nothing by splits.
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         num_splits = _NUM_SPLITS if device.type == "cuda" else 1
@@ -88,16 +97,26 @@ class DevicePass:
                 self._reserve(kernel.GIVEN, size)
                 if len(self._given) < size:
                     self._given = PinnedRows(size, self._dtype, self._device)
-            if operation.code == kernel.LINEAR and operation.mode == SILU_AND_MULTIPLY:
-                self._reserve(_GATE_UP, self._sizes.rows * 2 * operation.out.size)
+            if operation.code == kernel.LINEAR:
+                self._reserve_matmul(operation)
         self._programs.append(program)
         return DeviceProgram(program, len(self._programs))
 
+    def _reserve_matmul(self, operation: Operation) -> None:
+        assert operation.weight is not None
+        is_gate_up = operation.mode == SILU_AND_MULTIPLY
+        if isinstance(self._matmuls, StrictMatmuls):
+            if self._matmuls.reserve(operation.weight, is_gate_up):
+                self._graphs.clear()
+        elif is_gate_up:
+            self._reserve(_GATE_UP, self._sizes.rows * 2 * operation.out.size)
+
     def tune(self, path: Path | None) -> None:
-        """Time matmuls of the programs loaded so far, and take the fastest from now on.
+        """Time matmuls of the programs loaded so far, and take the fastest from now on; not in strict mode.
 
         ``path``: where the choices are kept for the next start.
         """
+        assert not self._strict, "which matmul is the fastest depends on the rows"
         weights: dict[MatmulShape, dict[int, torch.Tensor]] = {}
         for program in self._programs:
             for operation in program.operations:
@@ -137,15 +156,29 @@ class DevicePass:
         else:
             self.launch(loaded.program, arrays)
 
-    def _upload(self, batch: ForwardBatch, runs: Runs, shape: BatchShape) -> DeviceArrays:
+    def batch_of(self, rows: int, seqs: int, max_seq_rows: int, blocks: int) -> DeviceBatch:
+        """The batch that holds so many rows, all of them wanted, of so many sequences, for ``replay``.
+
+        Raises ValueError for more than ``sizes``.
+        """
         sizes = self._sizes
-        if not _has_graph(batch):
-            # No graph knows these addresses.
-            uploaded = DeviceBatch(shape, sizes.mask_words, self._device)
-        else:
-            if shape not in self._batches:
-                self._batches[shape] = DeviceBatch(shape, sizes.mask_words, self._device)
-            uploaded = self._batches[shape]
+        if rows > sizes.wanted or seqs > sizes.seqs or blocks > sizes.blocks:
+            raise ValueError(f"{rows} rows of {seqs} sequences of {blocks} blocks are more than {sizes}")
+        return self._batch(self._graph_shape(rows, rows, seqs, max_seq_rows, blocks))
+
+    @torch.inference_mode()
+    def replay(self, loaded: DeviceProgram, batch: DeviceBatch) -> None:
+        """Run a program over a batch that kernels have filled on the device."""
+        self._graphs.run((loaded.number, batch.shape), lambda: self.launch(loaded.program, batch.arrays))
+
+    def _batch(self, shape: BatchShape) -> DeviceBatch:
+        if shape not in self._batches:
+            self._batches[shape] = DeviceBatch(shape, self._sizes.mask_words, self._device)
+        return self._batches[shape]
+
+    def _upload(self, batch: ForwardBatch, runs: Runs, shape: BatchShape) -> DeviceArrays:
+        # Where there is no graph, none knows the addresses.
+        uploaded = self._batch(shape) if _has_graph(batch) else DeviceBatch(shape, self._sizes.mask_words, self._device)
         uploaded.upload(batch, runs)
         return uploaded.arrays
 
@@ -186,7 +219,12 @@ class DevicePass:
                 self._linear(x, weight, out, operation.mode)
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, mode: int) -> None:
-        if mode == SILU_AND_MULTIPLY:
+        if isinstance(self._matmuls, StrictMatmuls):
+            if mode == SILU_AND_MULTIPLY:
+                self._matmuls.gate_up(x, weight, out)
+            else:
+                self._matmuls.matmul(x, weight, out, add=mode == ADD)
+        elif mode == SILU_AND_MULTIPLY:
             gate_up = self._buffers[_GATE_UP][: len(x) * len(weight)].view(len(x), len(weight))
             self._matmuls.gate_up(x, weight, gate_up, out)
         else:
@@ -210,10 +248,11 @@ class DevicePass:
                 keys,
                 values,
                 config.num_heads,
+                self._strict,
             )
             return
         width = config.num_heads * config.head_dim
-        tree_attention(
+        self._attention(
             qkv[:, :width].view(rows, config.num_heads, config.head_dim),
             keys,
             values,
@@ -234,9 +273,10 @@ class DevicePass:
         whole = self._buffers[span.buffer][: rows * span.width].view(rows, span.width)
         return whole[:, span.offset : span.offset + span.size]
 
-    def gather_given(self, x: torch.Tensor, rows: torch.Tensor) -> None:
-        """Let programs read the rows ``rows`` (int32) of ``x``, which may be another buffer, as GIVEN."""
-        copy_rows(x, self.buffer(kernel.GIVEN, len(rows), x.shape[1]), rows)
+    def gather_given(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """Let programs read the rows ``rows`` (int32; None: all, in order) of ``x``, which may be another buffer, as
+        GIVEN."""
+        copy_rows(x, self.buffer(kernel.GIVEN, len(x if rows is None else rows), x.shape[1]), rows)
 
     def _shape(self, batch: ForwardBatch, runs: Runs) -> BatchShape:
         """The smallest captured size that holds a batch; a prompt's pass is run as it is."""
@@ -246,12 +286,19 @@ class DevicePass:
         # A table may be wider than what its sequence has: a draft model's has room for the longest.
         longest = int(batch.context_lens.max()) + MASK_WORD_BITS * sizes.mask_words
         blocks = min(batch.block_tables.shape[1], -(-longest // self._cache.block_size))
-        blocks = min(table_bucket(blocks), sizes.blocks)
         if not _has_graph(batch):
-            return BatchShape(rows, wanted, seqs, most, blocks)
-        wanted = wanted and min(bucket(wanted), sizes.wanted)
-        most = 1 << (most - 1).bit_length()
-        return BatchShape(min(bucket(rows), sizes.rows), wanted, min(bucket(seqs), sizes.seqs), most, blocks)
+            return BatchShape(rows, wanted, seqs, most, min(table_bucket(blocks), sizes.blocks))
+        return self._graph_shape(rows, wanted, seqs, most, blocks)
+
+    def _graph_shape(self, rows: int, wanted: int, seqs: int, most: int, blocks: int) -> BatchShape:
+        sizes = self._sizes
+        return BatchShape(
+            min(bucket(rows), sizes.rows),
+            wanted and min(bucket(wanted), sizes.wanted),
+            min(bucket(seqs), sizes.seqs),
+            1 << (most - 1).bit_length(),
+            min(table_bucket(blocks), sizes.blocks),
+        )
 
     def _reserve(self, field: int, size: int) -> None:
         """Room for a program; graphs that know the smaller buffer are forgotten."""

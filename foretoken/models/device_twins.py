@@ -69,6 +69,33 @@ class DeviceTwins:
         return self.host
 
 
+class SendRing:
+    """The way of an array to a device, for who does not wait until an earlier one has been read.
+
+    Args:
+        out: on the device.
+        size: arrays that are under way at once; the next one waits.
+    """
+
+    def __init__(self, out: torch.Tensor, size: int) -> None:
+        self._out = out
+        with torch.inference_mode(False):
+            self._hosts = [torch.zeros(out.shape, dtype=out.dtype, pin_memory=out.is_cuda) for _ in range(size)]
+        self._events: list[Any] = [torch.cuda.Event() if out.is_cuda else None for _ in range(size)]  # type: ignore[no-untyped-call]
+        self._next = 0
+
+    def send(self, values: NDArray[Any]) -> None:
+        """Copy ``values``, of the array's shape, in the order of the stream. They may change once this returns."""
+        host, event = self._hosts[self._next], self._events[self._next]
+        self._next = (self._next + 1) % len(self._hosts)
+        if event is not None:
+            event.synchronize()
+        host.copy_(torch.from_numpy(values))
+        self._out.copy_(host, non_blocking=True)
+        if event is not None:
+            event.record()
+
+
 class PinnedRows:
     """The way of rows of numbers to a device: converted into pinned memory, then copied in the order of the stream.
 

@@ -141,6 +141,23 @@ class DraftHead:
             self._executor.buffer(self._output.buffer, rows, self.hidden_size),
         )
 
+    def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> HeadOutput:
+        """The first module's pass over new tokens, as ``forward`` from the target, of arrays that are on the GPU.
+
+        Nothing waits for it, and it may be captured in a graph.
+
+        Args:
+            features: bfloat16 or float32 [rows, feature_width], on the GPU.
+        """
+        executor = cast("DevicePass", self._executor)
+        loaded = self._loaded(0, from_target=True)
+        executor.gather_given(features)
+        executor.launch(loaded.program, arrays)
+        return HeadOutput(
+            self._executor.buffer(kernel.LOGITS, len(arrays.logit_rows), self.draft_vocab_size),
+            self._executor.buffer(self._output.buffer, len(arrays.token_ids), self.hidden_size),
+        )
+
     @property
     def write_entries(self) -> Callable[[ForwardBatch, NDArray[np.float32]], None] | None:
         """Writes keys and values alone, for rows of which nothing else is wanted: half the work of ``forward``.

@@ -40,11 +40,13 @@ def make_executor(
     num_threads: int = 1,
     wide_threads: int = 0,
     sizes: PassSizes | None = None,
+    strict: bool = False,
 ) -> Executor:
-    """A GPU's where ``sizes`` are given, else the CPU's. Other arguments as ForwardPass."""
+    """A GPU's where ``sizes`` are given, else the CPU's. Other arguments as ForwardPass; ``strict`` as DevicePass: the
+    CPU has no other passes."""
     if sizes is None:
         return ForwardPass(config, cache, vocab_size, num_positions, num_threads, wide_threads)
     # Triton is imported where there is a GPU alone.
     from foretoken.models.device_pass import DevicePass
 
-    return DevicePass(config, cache, num_positions, sizes)
+    return DevicePass(config, cache, num_positions, sizes, strict)

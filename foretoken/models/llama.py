@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from foretoken_kernels.cpu import decoder as kernel
@@ -18,11 +19,26 @@ from foretoken.models.device_sizes import PassSizes
 from foretoken.models.executor import make_executor
 from foretoken.models.forward_pass import ForwardPass
 from foretoken.models.program import Attention, LayerShape, Program, Span
-from foretoken.models.target_weights import TargetWeights
 
 if TYPE_CHECKING:
-    from foretoken.models.device_batch import DeviceArrays
+    from foretoken.models.device_batch import DeviceArrays, DeviceBatch
     from foretoken.models.device_pass import DevicePass
+
+
+class ResidentPass(NamedTuple):
+    """A pass over a batch that kernels fill.
+
+    Attributes:
+        batch: what they are to fill; ``clear`` it first.
+        run: launches it, or replays its graph.
+        logits: float32 [rows, vocab_size], behind a run.
+        features: [rows, captured * hidden_size], behind a run; None without any.
+    """
+
+    batch: DeviceBatch
+    run: Callable[[], None]
+    logits: torch.Tensor
+    features: torch.Tensor | None
 
 
 class Llama:
@@ -32,6 +48,7 @@ class Llama:
         num_positions: rotary positions that may occur; at least the context length.
         num_threads, wide_threads: as ForwardPass.
         sizes: of passes on a GPU, where weights and cache then are; None: on the CPU.
+        strict: on a GPU, whether a row is to have the same bits in any batch, as it has on a CPU.
     """
 
     def __init__(
@@ -43,28 +60,16 @@ class Llama:
         num_threads: int,
         wide_threads: int = 0,
         sizes: PassSizes | None = None,
+        strict: bool = False,
     ) -> None:
         self.config = config
         self._weights = weights
         self._executor = make_executor(
-            config, cache, config.vocab_size, num_positions, num_threads, wide_threads, sizes
+            config, cache, config.vocab_size, num_positions, num_threads, wide_threads, sizes, strict
         )
         self._programs: dict[tuple[int, ...], Any] = {}
         # Rows and width of the last pass's features.
         self._captured = (0, 0)
-
-    @property
-    def target_weights(self) -> TargetWeights:
-        """Embedding and head for draft models; no copy."""
-        config, weights = self.config, self._weights
-        return TargetWeights(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            tied=config.tie_word_embeddings,
-            layout=weights.layout,
-            embedding=weights.embedding,
-            head=weights.head,
-        )
 
     @property
     def features(self) -> torch.Tensor:
@@ -102,6 +107,24 @@ class Llama:
         """As ``forward``, over arrays that are on the GPU; nothing waits for it, and it may be captured in a graph."""
         cast("DevicePass", self._executor).launch(self._loaded(()).program, arrays)
         return self._executor.buffer(kernel.LOGITS, len(arrays.logit_rows), self.config.vocab_size)
+
+    def resident_pass(
+        self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
+    ) -> ResidentPass:
+        """On a GPU: passes over batches of these sizes, which kernels fill on the device. ``features``: as ``forward``.
+
+        Raises ValueError for more than the largest pass.
+        """
+        executor = cast("DevicePass", self._executor)
+        loaded = self._loaded(features)
+        batch = executor.batch_of(rows, seqs, max_seq_rows, blocks)
+        num_rows, width = len(batch.arrays.token_ids), len(features) * self.config.hidden_size
+        return ResidentPass(
+            batch,
+            lambda: executor.replay(loaded, batch),
+            executor.buffer(kernel.LOGITS, num_rows, self.config.vocab_size),
+            executor.buffer(kernel.FEATURES, num_rows, width) if width else None,
+        )
 
     def level_pass(self, num_rows: int, longest: int) -> LevelPass:
         """Passes over a draft tree's beams, of at most ``num_rows`` rows that attend to ``longest`` positions each."""

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import Progress
+from foretoken.tree import MASK_WORD_BITS, ancestor_mask, depths
 
 # Around every tile size of the kernels, and one prefill chunk.
-_ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 64, 96)
+_ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 64, 96)
+# A mask of one word: half of them the text, half of them something else.
+_TREE_NODES = MASK_WORD_BITS
 
 
 def rows_are_independent(
     forward: Callable[[ForwardBatch], torch.Tensor],
     config: ModelConfig,
     block_size: int,
-    num_slots: int,
+    most_tokens: int,
     progress: Progress,
 ) -> bool:
-    """Run one text in prefill chunks of many sizes and compare each row's logits with those of one row a pass.
+    """Run one text in prefill chunks of many sizes, and its end as a tree's nodes; compare each row's logits with those
+    of one row a pass.
 
     Covers all row counts between which the kernels switch, and every position of a row in its batch. Writes to the
-    first slots of the cache. ``progress`` is called with (passes done, passes, what).
+    first slots of the cache; ``most_tokens``: that it, a context and a pass hold. ``progress`` is called with (passes
+    done, passes, what).
     """
-    length = min(_ROW_COUNTS[-1], num_slots, config.max_position_embeddings)
+    length = min(_ROW_COUNTS[-1], most_tokens, config.max_position_embeddings)
     tokens = (np.arange(length, dtype=np.int64) * 7919 % config.vocab_size).astype(np.int32)
     counts = [count for count in _ROW_COUNTS if count <= length]
     expected = torch.stack(
@@ -40,4 +47,23 @@ def rows_are_independent(
             if not torch.equal(logits, expected[first : first + count]):
                 return False
     progress(len(counts), len(counts), "checking numerics")
-    return True
+    num_texts = min((length + 1) // 2, _TREE_NODES // 2)
+    first = length - (2 * num_texts - 1)
+    logits = forward(_tree_batch(tokens[first : first + num_texts], first, config.vocab_size, block_size))
+    return torch.equal(logits[::2], expected[first : first + num_texts])
+
+
+def _tree_batch(text: NDArray[np.int32], first: int, vocab_size: int, block_size: int) -> ForwardBatch:
+    """A tree whose root is at position ``first``: its even nodes are the text, and each of the others another child of
+    the text's node before it."""
+    size = 2 * len(text) - 1
+    tokens, parents = np.empty(size, np.int32), np.arange(-1, size - 1, dtype=np.int32)
+    tokens[::2], tokens[1::2] = text, (text[1:] + 1) % vocab_size
+    parents[2::2] = np.arange(0, size - 2, 2)
+    return replace(
+        chain_batch(tokens, first, block_size),
+        positions=first + depths(parents),
+        context_lens=np.full(size, first, np.int32),
+        masks=ancestor_mask(parents),
+        tree_starts=np.array([first], np.int32),
+    )

@@ -9,7 +9,7 @@ import torch
 
 from foretoken.models.backend import CPU, Backend
 from foretoken.models.config import ModelConfig
-from foretoken.models.decoder_weights import TensorReader, load_embedding_and_head
+from foretoken.models.decoder_weights import DecoderWeights, TensorReader, load_embedding_and_head
 from foretoken.models.weight_layout import WeightLayout, weight_layout
 from foretoken.models.weights import Checkpoint
 
@@ -24,6 +24,18 @@ class TargetWeights:
     layout: WeightLayout
     embedding: torch.Tensor
     head: torch.Tensor
+
+    @staticmethod
+    def of(config: ModelConfig, weights: DecoderWeights) -> TargetWeights:
+        """Those of a loaded target; no copy."""
+        return TargetWeights(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            tied=config.tie_word_embeddings,
+            layout=weights.layout,
+            embedding=weights.embedding,
+            head=weights.head,
+        )
 
     @property
     def bfloat16(self) -> bool:

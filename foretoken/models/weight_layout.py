@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +17,8 @@ from foretoken.models.backend import Backend
 class WeightLayout(Protocol):
     """Takes tensors as a checkpoint stores them. ``bfloat16``: whether matrices are held as that, or as float32."""
 
-    bfloat16: bool
+    @property
+    def bfloat16(self) -> bool: ...
 
     def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
         """[out_features, in_features] each: one below the other."""
@@ -70,17 +72,20 @@ class PanelLayout:
         return floats
 
 
+@dataclass(frozen=True, slots=True)
 class RowLayout:
     """The GPU kernels': [out_features, in_features] on the device, gate above up, as ``dtype``."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.bfloat16 = dtype == torch.bfloat16
-        self._device = device
-        self._dtype = dtype
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def bfloat16(self) -> bool:
+        return self.dtype == torch.bfloat16
 
     def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
         rows = sum(len(part) for part in parts)
-        out = torch.empty((rows, parts[0].shape[1]), dtype=self._dtype, device=self._device)
+        out = torch.empty((rows, parts[0].shape[1]), dtype=self.dtype, device=self.device)
         first = 0
         for part in parts:
             out[first : first + len(part)].copy_(part)
@@ -94,10 +99,10 @@ class RowLayout:
         return self.matrix(rows)
 
     def select_rows(self, matrix: torch.Tensor, ids: NDArray[np.int64], in_features: int) -> torch.Tensor:
-        return matrix[torch.from_numpy(ids).to(self._device)]
+        return matrix[torch.from_numpy(ids).to(self.device)]
 
     def vector(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self._device, torch.float32)
+        return values.to(self.device, torch.float32)
 
 
 def weight_layout(backend: Backend, dtype: torch.dtype, stored: Sequence[torch.dtype]) -> WeightLayout:

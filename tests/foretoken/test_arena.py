@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.arena import ArenaListener, ArenaPeer, ArenaTransport
+from foretoken.arena import ArenaListener, ArenaTransport
 from foretoken.arena_layout import (
     HEADER_BYTES,
     LAYOUT_VERSION,
@@ -27,6 +27,7 @@ from foretoken.arena_layout import (
     map_memory,
     new_memory,
 )
+from foretoken.arena_peer import ArenaPeer
 from foretoken.doorbell import Doorbell, Waiter
 from foretoken.draft_parts import split_request
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo

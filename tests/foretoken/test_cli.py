@@ -23,9 +23,12 @@ import verifier_svc
 from drafter_svc.config import DrafterSettings, NgramSettings
 from foretoken.cli import app
 from foretoken.config import flag_of
+from foretoken.errors import ConfigError
+from foretoken.mps import PIPES
 from foretoken.stack import GATEWAY_DRAIN_S
 from foretoken.supervisor import Service
 from gateway.config import GatewaySettings
+from tests.support import fake_mps
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +45,7 @@ ONE_OF_EACH = (
     *("--threads", "2", "--context-length", "512", "--block-size", "8", "--max-total-tokens", "4096"),
     *("--max-running-requests", "4", "--max-queued-requests", "5", "--chunked-prefill-size", "64"),
     *("--disable-radix-cache", "--speculative-num-draft-tokens", "6", "--speculative-max-batch-size", "3"),
-    *("--simulate-accept-length", "2.5"),
+    *("--simulate-accept-length", "2.5", "--numerics", "strict"),
 )
 NGRAM = (
     *("--speculative-ngram-min-match-window-size", "2", "--speculative-ngram-max-match-window-size", "5"),
@@ -146,7 +149,7 @@ def test_flags_have_the_names_that_messages_give_them(name: str) -> None:
 
 
 def test_serve_has_flags_of_its_services_only() -> None:
-    own = {"revision", "dry_run", "log_level", "speculative_algorithm", "drafter_placement", "drafters"}
+    own = {"revision", "dry_run", "log_level", "speculative_algorithm", "drafter_placement", "drafters", "mps"}
     known = {field for settings in SETTINGS.values() for field in settings.model_fields} | set(NGRAM_FIELDS) | own
     assert {parameter.name for parameter in COMMANDS["serve"].params} <= known
 
@@ -184,6 +187,7 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
         model=tmp_path,
         served_model_name="demo",
         address=verifier.address,
+        numerics="strict",
         dtype="bfloat16",
         threads=2,
         context_length=512,
@@ -241,6 +245,74 @@ def test_an_in_process_drafter_gets_its_flags_through_the_verifier(
     assert in_process == {"ngram": DrafterSettings(name="ngram", address="unix:/none", ngram=NGRAM_SETTINGS)}
 
 
+def test_a_drafter_may_say_itself_where_it_runs(
+    tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
+) -> None:
+    outside = ("--drafter", "name=head,algorithm=EAGLE3,model=.,placement=process")
+    inside = ("--drafter", "name=ngram,algorithm=NGRAM,placement=in-process")
+    serve(str(tmp_path), *outside, *inside)
+    assert list(supervised) == ["drafter head", "verifier", "gateway"]
+    invoke(*words(supervised["verifier"]))
+    verifier, in_process = served["verifier"]
+    assert [drafter.name for drafter in verifier.drafters] == ["head"]
+    assert in_process == {"ngram": DrafterSettings(name="ngram", address="unix:/none")}
+    supervised.clear()
+    serve(str(tmp_path), *outside, *inside[:1], "name=ngram,algorithm=NGRAM", "--drafter-placement", "in-process")
+    assert list(supervised) == ["drafter head", "verifier", "gateway"]
+
+
+HEAD = ("--drafter", "name=head,algorithm=EAGLE3,model=.", "--drafter", "name=ngram,algorithm=NGRAM")
+
+
+@pytest.fixture
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A driver, and a control program of MPS on PATH; the program's journal."""
+    monkeypatch.setattr("foretoken.mps.DRIVER", tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv(PIPES, raising=False)
+    return fake_mps.write(tmp_path)
+
+
+def test_verifier_and_model_drafters_are_clients_of_one_mps_daemon(
+    tmp_path: Path, supervised: dict[str, Service], journal: Path
+) -> None:
+    serve(str(tmp_path), *HEAD)
+    verifier, head = supervised["verifier"], supervised["drafter head"]
+    assert verifier.environment == head.environment and PIPES in verifier.environment
+    assert verifier.shares_faults and head.shares_faults and verifier.before_kill
+    for other in ("drafter ngram", "gateway"):
+        assert not supervised[other].environment and not supervised[other].shares_faults
+    assert journal.read_text().splitlines()[-1].startswith("quit")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--device", "cpu", *HEAD),
+        ("--drafter-placement", "in-process", *HEAD),
+        ("--speculative-algorithm", "NGRAM"),
+        ("--mps", "off", *HEAD),
+    ],
+)
+def test_there_is_no_mps_daemon_where_it_is_of_no_use(
+    tmp_path: Path, supervised: dict[str, Service], journal: Path, flags: tuple[str, ...]
+) -> None:
+    serve(str(tmp_path), *flags)
+    assert not any(service.shares_faults or service.before_kill for service in supervised.values())
+    assert not journal.exists()
+
+
+@pytest.mark.parametrize("plan", [(), ("--dry-run",)])
+def test_mps_on_is_refused_where_models_run_on_the_cpu(tmp_path: Path, journal: Path, plan: tuple[str, ...]) -> None:
+    """By what only prints the plan, too."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).touch()
+    ports = ("--port", free_port(), "--grpc-port", free_port())
+    result = foretoken("serve", str(tmp_path), "--device", "cpu", "--mps", "on", *ports, *plan)
+    expected = "foretoken: --mps on: models do not run on an NVIDIA GPU here\n"
+    assert (result.returncode, result.stderr) == (2, expected)
+
+
 def test_without_an_algorithm_there_is_no_drafter(
     tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
 ) -> None:
@@ -279,10 +351,21 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert (served, supervised) == ({}, {})
 
 
+def test_dry_run_refuses_a_drafter_that_could_not_start(tmp_path: Path, served: dict[str, tuple[Any, ...]]) -> None:
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--speculative-algorithm", "EAGLE3", "--dry-run"])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == "a drafter of algorithm EAGLE3 needs --speculative-draft-model-path"
+    assert served == {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("serve", "./nowhere"), "no such folder: ./nowhere"),
+        (
+            ("verifier", ".", "--address", "unix:/v", "--drafter", "name=a,algorithm=NGRAM,placement=process"),
+            "--drafter: placement is for foretoken serve; what is given here runs in this process",
+        ),
         (("serve", ".", "--threads", "-1"), "--threads: input should be greater than or equal to 0, got -1"),
         (("serve", ".", "--port", "70000"), "--port: expected 1 to 65535, got 70000"),
         (("serve", ".", "--port", "4001", "--grpc-port", "4001"), "--port and --grpc-port are both 4001"),

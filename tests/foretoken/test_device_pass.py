@@ -26,12 +26,18 @@ SIZES = PassSizes(rows=40, wanted=40, seqs=4, blocks=12)
 FEATURES = (1, 2, FINAL_NORM)
 
 
-def llama(folder: Path, backend: Backend, sizes: PassSizes | None, dtype: torch.dtype = torch.float32) -> Llama:
+def llama(
+    folder: Path,
+    backend: Backend,
+    sizes: PassSizes | None,
+    dtype: torch.dtype = torch.float32,
+    strict: bool = False,
+) -> Llama:
     config = load_config(folder)
     with Checkpoint(folder) as checkpoint:
         weights = load_decoder_weights(config, checkpoint, dtype, lambda *_: None, backend)
     cache = KVCache(config.num_layers, NUM_BLOCKS, BLOCK, config.num_kv_heads, config.head_dim, dtype, backend.device)
-    return Llama(config, weights, cache, 64, 1, sizes=sizes)
+    return Llama(config, weights, cache, 64, 1, sizes=sizes, strict=strict)
 
 
 def prompt(tokens: list[int], seq_blocks: list[int], first: int = 0) -> dict[str, np.ndarray]:
@@ -83,11 +89,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def run_both(folder: Path, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def run_both(folder: Path, device: str, strict: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Logits and features of a prompt, of chunks, and of a mixed batch with trees; from the CPU and from the device."""
     found = []
     for backend, sizes in ((CPU, None), (Backend("gpu", torch.device(device)), SIZES)):
-        model = llama(folder, backend, sizes)
+        model = llama(folder, backend, sizes, strict=strict)
         first, second = [3, 7, 1, 12], [2, 9, 5]
         results = []
 
@@ -109,10 +115,35 @@ def run_both(folder: Path, device: str) -> tuple[list[torch.Tensor], list[torch.
     return found[0], found[1]
 
 
-def test_the_device_computes_what_the_cpu_computes(folder: Path, device: str) -> None:
-    ours, theirs = run_both(folder, device)
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_device_computes_what_the_cpu_computes(folder: Path, strict: bool, device: str) -> None:
+    ours, theirs = run_both(folder, device, strict)
     for expected, found in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, device: str) -> None:
+    """A text's tokens one by one, as a prompt beside another sequence, and as the nodes of a tree whose other nodes are
+    no part of it: logits and hidden states."""
+    model = llama(folder, Backend("gpu", torch.device(device)), SIZES, torch.bfloat16, strict=True)
+    text = [int(token) for token in np.arange(1, 8) * 5 % 30]
+    first, second, third = [3, 7, 1], [2, 9, 5], [6, 8]
+
+    def run(parts: list[dict[str, np.ndarray]], tables: list[list[int]], tree_starts: list[int]) -> list[torch.Tensor]:
+        logits = model.forward(batch(parts, tables, tree_starts), FEATURES)
+        return [logits.clone(), model.features.clone()]
+
+    run([prompt(text[:3], first)], [first], [0])
+    steps = [run([prompt([text[at]], first, at)], [first], [0]) for at in range(3, 7)]
+    whole = run([prompt([4, 4, 8], third), prompt(text, second)], [third, second], [0, 0])
+    # Nodes 0, 2 and 5 are the text.
+    nodes = tree([text[4], 8, text[5], 9, 3, text[6]], [-1, 0, 0, 2, 1, 2], second, 4)
+    trees = run([nodes, prompt([3], third, 3)], [second, third], [4, 0])
+    for rows, chunk, node_rows in zip(zip(*steps, strict=True), whole, trees, strict=True):
+        alone = torch.cat(rows)
+        assert torch.equal(chunk[6:], alone)
+        assert torch.equal(node_rows[[0, 2, 5]], alone[1:])
+        assert alone.isfinite().all() and not torch.equal(node_rows[1], node_rows[2])
 
 
 def test_buckets_hold_what_they_are_asked_to() -> None:

@@ -28,7 +28,7 @@ echo "$(basename "$0") $*" >> "$CALLS"
 DEMO = "foretoken serve models/demo/target --served-model-name foretoken-demo"
 DRAFTERS = (
     "--drafter name=eagle3,algorithm=EAGLE3,model=models/demo/eagle3,token_map=models/demo/token_map.safetensors "
-    "--drafter name=ngram,algorithm=NGRAM"
+    "--drafter name=ngram,algorithm=NGRAM,placement=in-process"
 )
 INDEX = "https://download.pytorch.org/whl/cpu"
 DRIVER = Path("/proc/driver/nvidia/version")

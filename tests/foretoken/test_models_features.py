@@ -13,6 +13,7 @@ from foretoken.drafting import FINAL_NORM
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.llama import Llama
 from foretoken.models.row_check import rows_are_independent
+from foretoken.models.target_weights import TargetWeights
 from tests.foretoken.test_models import PARENTS, Paged, load, oracle, pair, paths, random_model, some_tokens
 
 __all__ = ["pair"]
@@ -139,7 +140,7 @@ def test_batches_that_outgrow_the_buffers_in_one_way_at_a_time(llama: Llama) -> 
 
 
 def test_weights_for_draft_models_are_no_copy(llama: Llama) -> None:
-    shared = llama.target_weights
-    assert shared.head.data_ptr() == llama.target_weights.head.data_ptr()
+    shared = TargetWeights.of(llama.config, llama._weights)
+    assert shared.head is llama._weights.head and shared.embedding is llama._weights.embedding
     assert (shared.vocab_size, shared.hidden_size) == (llama.config.vocab_size, llama.config.hidden_size)
     assert not shared.tied and shared.embedding is not shared.head

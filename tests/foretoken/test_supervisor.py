@@ -16,14 +16,33 @@ from typing import Any
 import psutil
 import pytest
 
+from foretoken.lost_context import ASSERTION_STATUS, CONTEXT_LOST_STATUS
 from foretoken.supervisor import MIN_MISSED_HEARTBEATS, Heartbeats, RestartDelays, describe_status
 
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests" / "support" / "supervised.py"
 # Ready when its file is there, alive while its socket gives a byte; notes in the log each signal that it gets.
+# Ends with the status that it finds in NAME.status, and notes at its start who of the first generation still lives.
 CHILD = """
-import os, pathlib, signal, socket, sys
+import os, pathlib, signal, socket, sys, threading, time
 name, folder, mode = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
+def end_when_told():
+    while not (folder / f"{name}.status").exists():
+        time.sleep(0.01)
+    status = int((folder / f"{name}.status").read_text())
+    os.unlink(folder / f"{name}.status")
+    os._exit(status)
+# Only the main thread runs handlers, so that it must get the signals.
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+threading.Thread(target=end_when_told, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+first = {path.stem: int(path.read_text()) for path in folder.glob("*.first")}
+if name not in first:
+    (folder / f"{name}.first").write_text(str(os.getpid()))
+else:
+    beside = [other for other, pid in sorted(first.items()) if os.path.exists(f"/proc/{pid}")]
+    with open(folder / "starts", "a") as starts:
+        starts.write(f"{name} beside {' '.join(beside) or 'none'}\\n")
 def note(number, frame):
     with open(folder / "log", "a") as log:
         log.write(f"{name} {signal.Signals(number).name}\\n")
@@ -109,6 +128,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         heartbeat_s: float = 1.0,
         max_silence_s: float = 600.0,
         stops_together: bool = False,
+        shares_faults: str = "",
+        before_kill: tuple[str, ...] = (),
     ) -> Driver:
         services: list[dict[str, Any]] = [
             {
@@ -118,6 +139,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 "alive_socket": str(tmp_path / f"{name}.sock"),
                 "stop_grace_s": grace_s,
                 "required": name != optional,
+                "environment": {"OF_SERVICE": name},
+                "before_kill": before_kill,
+                "shares_faults": name in shares_faults.split(),
             }
             for name, mode in modes
         ]
@@ -287,6 +311,103 @@ def test_restarts_go_on_for_ever_once_a_service_was_ready(start: Start) -> None:
     assert driver.wait() == 0
 
 
+def end_with(driver: Driver, name: str, status: int) -> None:
+    """Have a child end by itself."""
+    (driver.folder / name).unlink()
+    (driver.folder / "status.tmp").write_text(str(status))
+    os.rename(driver.folder / "status.tmp", driver.folder / f"{name}.status")
+
+
+@pytest.mark.parametrize("faulty", ["verifier", "drafter"])
+def test_a_lost_context_ends_all_who_share_it_before_any_of_them_starts_again(start: Start, faulty: str) -> None:
+    driver = start(
+        ("drafter", "stubborn"), ("verifier", "stubborn"), ("gateway", "obeys"), shares_faults="drafter verifier"
+    )
+    driver.read_until("READY")
+    gateway, other = driver.child("gateway"), {"drafter": "verifier", "verifier": "drafter"}[faulty]
+    # What a stubborn one of before has left there would pass for the next one's readiness.
+    (driver.folder / other).unlink()
+    end_with(driver, faulty, CONTEXT_LOST_STATUS)
+    for _ in range(2):
+        driver.read_until("is ready again after")
+    said = [line for line in driver.lines if "starting it again" in line]
+    assert sorted(said) == sorted(
+        [
+            f"{faulty} ended (status {CONTEXT_LOST_STATUS}: its GPU context is lost); starting it again",
+            f"{other} was ended, for its GPU context went with that of {faulty}; starting it again",
+        ]
+    )
+    starts = (driver.folder / "starts").read_text().splitlines()
+    assert sorted(starts) == ["drafter beside gateway", "verifier beside gateway"]
+    assert driver.log == [f"{other} SIGTERM"]
+    assert driver.child("gateway") == gateway
+    driver.process.send_signal(signal.SIGINT)
+    driver.read_until("stopping")
+    driver.process.send_signal(signal.SIGINT)
+    assert driver.wait() == 0
+
+
+def test_two_that_report_one_fault_end_once_each(start: Start) -> None:
+    driver = start(("drafter", "obeys"), ("verifier", "obeys"), shares_faults="drafter verifier")
+    driver.read_until("READY")
+    os.kill(driver.process.pid, signal.SIGSTOP)
+    first = [driver.child(name) for name in ("drafter", "verifier")]
+    for name in ("drafter", "verifier"):
+        end_with(driver, name, CONTEXT_LOST_STATUS)
+    # Both have ended when the supervisor looks.
+    while not all(process.status() == "zombie" for process in first):
+        time.sleep(0.01)
+    os.kill(driver.process.pid, signal.SIGCONT)
+    for _ in range(2):
+        driver.read_until("is ready again after")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+    assert sum("starting it again" in line for line in driver.lines) == 2
+    assert len((driver.folder / "starts").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "shares_faults"),
+    [(ASSERTION_STATUS, "drafter verifier"), (1, "drafter verifier"), (CONTEXT_LOST_STATUS, "")],
+)
+def test_any_other_end_is_of_one_process_alone(start: Start, status: int, shares_faults: str) -> None:
+    driver = start(("drafter", "obeys"), ("verifier", "obeys"), shares_faults=shares_faults)
+    driver.read_until("READY")
+    verifier = driver.child("verifier")
+    end_with(driver, "drafter", status)
+    driver.read_until("drafter is ready again after")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.child("verifier") == verifier
+    assert driver.wait() == 0
+    assert (driver.folder / "starts").read_text().splitlines() == ["drafter beside verifier"]
+
+
+NOTICE = 'echo "$OF_SERVICE $(cat /proc/$1/status | grep ^State) $1" >>"$0/notices"'
+
+
+def test_a_command_goes_before_a_kill(start: Start, tmp_path: Path) -> None:
+    driver = start(("only", "stubborn"), before_kill=("/bin/sh", "-c", NOTICE, str(tmp_path)), grace_s=0.5, **QUICK)
+    driver.read_until("READY")
+    stopped = driver.child("only")
+    (driver.folder / "only").unlink()
+    stopped.suspend()
+    driver.read_until("only is ready again after")
+    assert (driver.folder / "notices").read_text() == f"only State:\tT (stopped) {stopped.pid}\n"
+    second = driver.child("only")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+    assert (driver.folder / "notices").read_text().splitlines()[1:] == [f"only State:\tS (sleeping) {second.pid}"]
+
+
+def test_a_command_that_hangs_holds_a_kill_up_for_two_seconds_only(start: Start) -> None:
+    driver = start(("only", "stubborn"), before_kill=("/bin/sh", "-c", "sleep 1000"), grace_s=0.1)
+    driver.read_until("READY")
+    child = driver.child("only")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+    assert_gone(child)
+
+
 def test_heartbeats_missed_in_a_row_and_for_long_enough_mean_silence() -> None:
     heartbeats = Heartbeats()
     asked = [float(second) for second in range(20)]
@@ -370,6 +491,15 @@ def test_a_long_life_resets_the_delay() -> None:
     assert [delays.after(6.0), delays.after(1.0), delays.after(1.0)] == [0.0, 0.25, 0.5]
 
 
-@pytest.mark.parametrize(("status", "text"), [(0, "status 0"), (7, "status 7"), (-9, "SIGKILL"), (-200, "signal 200")])
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (0, "status 0"),
+        (7, "status 7"),
+        (CONTEXT_LOST_STATUS, f"status {CONTEXT_LOST_STATUS}: its GPU context is lost"),
+        (-9, "SIGKILL"),
+        (-200, "signal 200"),
+    ],
+)
 def test_describe_status(status: int, text: str) -> None:
     assert describe_status(status) == text

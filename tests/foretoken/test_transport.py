@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.draft_parts import split_request
-from foretoken.drafting import DraftBatch, DraftRequest
+from foretoken.drafting import DraftBatch, DraftRequest, ResidentStep
 from foretoken.transport import (
     MAX_WAITING,
     WINDOW,
@@ -44,6 +44,18 @@ def new_queue(counters: TransportCounters, token_capacity: int = 8) -> RequestQu
 def test_a_request_that_fits_is_not_split() -> None:
     request = draft_request([[1, 2], [3]])
     assert split_request(request, 3, BLOCK_SIZE) == [request]
+
+
+def test_a_request_of_a_resident_step_is_one_part() -> None:
+    step = ResidentStep(number=3, begins=False, is_last=False)
+    request = draft_request([[], []], block_ids=[[4, 5], [6]], resident=step)
+    assert split_request(request, 1, BLOCK_SIZE) == [request]
+    counters = TransportCounters()
+    queue = new_queue(counters, token_capacity=8)
+    queue.add(draft_request([[]], block_ids=[list(range(9))], resident=step))
+    assert (queue.next(), queue.is_awaiting, counters.num_dropped) == (None, False, 1)
+    queue.add(request)
+    assert queue.next() is request
 
 
 def test_literal_split() -> None:

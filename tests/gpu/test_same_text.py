@@ -1,10 +1,13 @@
 """On a GPU in float32: every drafter and sampling field writes what plain decode on the CPU writes.
 
 Matrix products there round in another order, so the models' near-ties could differ; those of the fitted targets are
-far apart. Without a GPU a short case of each kind runs in Triton's interpreter.
+far apart. In strict mode a GPU's text with a drafter is that of its own plain decode, bit for bit, in bfloat16 too.
+Without a GPU a short case of each kind runs in Triton's interpreter; of strict mode in tests/verifier_svc.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 
@@ -12,7 +15,7 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.matrix.test_same_text import FIELDS, TEMPERATURES, cases, finish, submit
 from tests.support import on_device
 from tests.support.deployments import KINDS, Target, Targets
-from tests.support.engine_harness import Request, Result
+from tests.support.engine_harness import Request, Result, assert_bits
 from tests.support.fitted_models import text
 
 
@@ -41,7 +44,7 @@ def assert_same(expected: Result, got: Result, case: str) -> None:
 def test_a_short_text_is_that_of_the_cpu(targets: Targets, kind: str, device: str) -> None:
     target = targets[KINDS[kind][0]]
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=6, presence_penalty=0.1, logprobs=1)
-    request = Request(text(1, 30), params, speculation=SpeculationOptions(drafter=kind.lower()))
+    request = Request(text(1, 20), params, speculation=SpeculationOptions(drafter=kind.lower()))
     expected = plain_on_cpu(target, request)
     harness = on_device.harness(target, KINDS[kind][1], device)
     got = harness.run([request])
@@ -49,16 +52,58 @@ def test_a_short_text_is_that_of_the_cpu(targets: Targets, kind: str, device: st
     assert got[0].finished is not None and got[0].finished.speculation.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize(("kind", "num_steps"), [("EAGLE3", 2), ("STANDALONE", 0)])
+def test_a_short_text_of_steps_that_run_ahead(targets: Targets, kind: str, num_steps: int, device: str) -> None:
+    """The drafter's as well as the target's steps wait for no host."""
+    target = targets["llama"]
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=9, presence_penalty=0.1)
+    request = Request(text(1, 20), params, speculation=SpeculationOptions(drafter=kind.lower()))
+    expected = plain_on_cpu(target, request)
+    harness = on_device.harness(target, KINDS[kind][1], device, num_steps=num_steps)
+    got = harness.run([request])
+    assert_same(expected, got[0], kind)
+    assert harness.engine.counters.num_resident_steps > 1
+    assert harness.speculator.links[0].counters.num_accepted_tokens > 0
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("temperature", list(TEMPERATURES))
-def test_the_text_is_that_of_the_cpu(targets: Targets, kind: str, temperature: str, device: str) -> None:
-    """All fields at once in one batch, and each alone."""
+def test_in_strict_mode_the_text_has_the_bits_of_plain_decode(
+    targets: Targets, kind: str, temperature: str, num_steps: int, device: str
+) -> None:
+    """All fields at once in one batch, drafted and as graphs, against each request alone, plain and waited for."""
+    target = targets[KINDS[kind][0]]
+    made = cases(target, TEMPERATURES[temperature], kind)
+    strict = partial(on_device.harness, target, device=device, dtype="bfloat16", strict=True)
+    plain = strict((), overlap=False, graphs=False, prefix_cache=False)
+    expected = {case.field: [plain.run([request.plain()])[0] for request in case.requests] for case in made}
+    harness = strict(KINDS[kind][1], num_steps=num_steps)
+    keys = {case.field: submit(harness, case) for case in made}
+    for case in made:
+        for want, have in zip(expected[case.field], finish(harness, keys[case.field]), strict=True):
+            assert_bits(want, have, f"{case.field} in a batch")
+    for case in made[:4]:
+        for want, have in zip(expected[case.field], finish(harness, submit(harness, case)), strict=True):
+            assert_bits(want, have, f"{case.field} alone, on a prefix hit")
+    if kind != "none":
+        assert sum(link.counters.num_accepted_tokens for link in harness.speculator.links) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("temperature", list(TEMPERATURES))
+def test_the_text_is_that_of_the_cpu(
+    targets: Targets, kind: str, temperature: str, num_steps: int, device: str
+) -> None:
+    """All fields at once in one batch, and each alone; ``num_steps``: of trees of a fixed shape."""
     target = targets[KINDS[kind][0]]
     made = cases(target, TEMPERATURES[temperature], kind)
     assert {case.field for case in made} == set(FIELDS)
     expected = {case.field: [plain_on_cpu(target, request) for request in case.requests] for case in made}
-    harness = on_device.harness(target, KINDS[kind][1], device)
+    harness = on_device.harness(target, KINDS[kind][1], device, num_steps=num_steps)
     keys = {case.field: submit(harness, case) for case in made}
     for case in made:
         for want, have in zip(expected[case.field], finish(harness, keys[case.field]), strict=True):
@@ -67,7 +112,9 @@ def test_the_text_is_that_of_the_cpu(targets: Targets, kind: str, temperature: s
         for want, have in zip(expected[case.field], finish(harness, submit(harness, case)), strict=True):
             assert_same(want, have, f"{case.field} alone, on a prefix hit")
     if kind != "none":
-        assert sum(walks.num_accepted for walks in harness.walks.values()) > 0
+        assert sum(link.counters.num_accepted_tokens for link in harness.speculator.links) > 0
+    if kind in ("none", "EAGLE", "EAGLE3", "STANDALONE", "MTP MiMo", "MTP Qwen3-Next"):
+        assert harness.engine.counters.num_resident_steps > 20
 
 
 @pytest.mark.gpu

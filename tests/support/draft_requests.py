@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from foretoken.drafting import RAGGED_COLUMNS, DraftBatch, DraftRequest, Float32
+from foretoken.drafting import RAGGED_COLUMNS, DraftBatch, DraftRequest, Float32, ResidentStep
 from foretoken.tree import Int32
 
 UINT64 = st.integers(0, 2**64 - 1)
@@ -21,6 +22,7 @@ def draft_request(
     epoch: int = 1,
     step_id: int = 1,
     hidden_width: int = 0,
+    resident: ResidentStep | None = None,
     **columns: Sequence[Any],
 ) -> DraftRequest:
     """One row for each list of new tokens, in slots 0, 1, ...; other columns as given, or plain defaults.
@@ -58,7 +60,7 @@ def draft_request(
         arrays[name] = np.array([value for values in ragged[name] for value in values], np.int32)
     width = hidden_width if hidden_width else 0
     arrays["hidden"] = arrays["hidden"].astype(np.float32).reshape(-1, width) if width else np.zeros((0, 0), np.float32)
-    return DraftRequest.of_columns(epoch, step_id, arrays)
+    return replace(DraftRequest.of_columns(epoch, step_id, arrays), resident=resident)
 
 
 @st.composite
@@ -122,8 +124,8 @@ def _num_blocks(length: int, new_tokens: int, block_size: int) -> int:
 
 def assert_same_request(got: DraftRequest, expected: DraftRequest) -> None:
     """All columns, their types and the stamps."""
-    assert (got.epoch, got.step_id) == (expected.epoch, expected.step_id)
-    for name in DraftRequest.__slots__[2:]:
+    assert (got.epoch, got.step_id, got.resident) == (expected.epoch, expected.step_id, expected.resident)
+    for name in ("rows", "starts", *RAGGED_COLUMNS):
         ours, theirs = getattr(got, name), getattr(expected, name)
         assert ours.dtype == theirs.dtype, name
         np.testing.assert_array_equal(ours, theirs, err_msg=name)

@@ -24,6 +24,8 @@ from verifier_svc.messages import (
     TokensEvent,
 )
 from verifier_svc.outbox import Outbox
+from verifier_svc.resident_offer import ResidentOffer
+from verifier_svc.run_ahead import RunAhead
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.speculator import Speculator
 from verifier_svc.step_costs import StepCosts
@@ -40,8 +42,16 @@ class TestSource:
 
     __test__ = False
 
-    def __init__(self, name: str, drafter: Drafter, target: TargetInfo, weights: TargetWeights | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        drafter: Drafter,
+        target: TargetInfo,
+        weights: TargetWeights | None = None,
+        offer: ResidentOffer | None = None,
+    ) -> None:
         self._weights = weights
+        self._offer = offer
         self.name = name
         self.algorithm = drafter.algorithm
         self.needs = DrafterNeeds()
@@ -53,6 +63,7 @@ class TestSource:
         self.num_attaches = 0
         self.num_rejected = 0
         self.gauges: dict[str, float] = {}
+        self.reason = ""
         self.is_closed = False
         self.failures: list[str] = []
         self.start()
@@ -64,7 +75,8 @@ class TestSource:
     def start(self) -> None:
         self.needs = self._drafter.needs(self._target)
         self._drafter.attach(self._target, self._weights)
-        self.transport = InProcessTransport(self._drafter, TransportCounters())
+        memory = self._offer.in_process(self._drafter, self._target, self.needs) if self._offer is not None else None
+        self.transport = InProcessTransport(self._drafter, TransportCounters(), memory)
         self.num_attaches += 1
 
     def kill(self) -> None:
@@ -163,6 +175,8 @@ class Harness:
         checkpoint: str = "",
         weights: TargetWeights | None = None,
         walker: Walker | None = None,
+        run_ahead: RunAhead | None = None,
+        offer: ResidentOffer | None = None,
     ) -> None:
         """``sources``: beside ``drafters``, already started; ``clock``: by which waits for drafts are measured.
 
@@ -180,7 +194,7 @@ class Harness:
             num_blocks=num_blocks,
             checkpoint=checkpoint,
         )
-        self.sources = [TestSource(name, drafter, target, weights) for name, drafter in (drafters or {}).items()]
+        self.sources = [TestSource(name, drafter, target, weights, offer) for name, drafter in (drafters or {}).items()]
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
             self.blocks, max_running=max_running, max_waiting=max_waiting, chunk_tokens=chunk_tokens
@@ -207,6 +221,7 @@ class Harness:
             eos_ids=eos_ids,
             token_limit=token_limit or vocab_size,
             walker=walker,
+            run_ahead=run_ahead,
         )
         self.outbox = Outbox(lambda: None)
         self.session = self.engine.open_session(self.outbox)
@@ -273,3 +288,11 @@ class Harness:
         self.step()
         self.blocks.check_integrity()
         assert self.blocks.num_free_blocks == self.blocks.num_blocks, "pages leaked"
+
+
+def assert_bits(expected: Result, got: Result, case: str = "") -> None:
+    """One text with one reason for its end, and logprobs without any tolerance."""
+    assert got.error is None and got.finished is not None and expected.finished is not None, case
+    assert got.token_ids == expected.token_ids, case
+    assert got.finished.reason == expected.finished.reason, case
+    assert got.logprobs == expected.logprobs, case

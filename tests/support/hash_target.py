@@ -30,10 +30,13 @@ class HashTarget:
         self._tokens = np.full(self._num_slots + block_size, UNWRITTEN, np.int64)
         self._positions = np.full(self._num_slots + block_size, UNWRITTEN, np.int64)
         self._kept = np.empty((0, 0), np.float32)
+        # Of each pass: its rows, and the hidden states that it captured.
         self.num_rows: list[int] = []
+        self.captured: list[tuple[int, ...]] = []
 
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
         self.num_rows.append(batch.num_rows)
+        self.captured.append(features)
         kept = batch.slot_mapping[batch.slot_mapping < self._num_slots]
         assert len(np.unique(kept)) == len(kept), "two rows write one slot"
         self._tokens[batch.slot_mapping] = batch.token_ids

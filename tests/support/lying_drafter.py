@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from foretoken.arena import ArenaPeer
 from foretoken.arena_layout import HEADER_BYTES
+from foretoken.arena_peer import ArenaPeer
 from foretoken.doorbell import Waiter
 from foretoken.draft_wire import request_from_proto, target_from_proto
 from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +10,18 @@ import torch
 from drafter_svc.placement import Placement
 from foretoken.models.backend import Backend
 from foretoken.models.device_sizes import PassSizes
+from foretoken.resident import StreamOrder
 from tests.support.deployments import BLOCK, SeenHarness, Target
 from tests.support.grammars import VOCAB
 from verifier_svc.device_runner import DeviceRunner
 from verifier_svc.device_walker import DeviceWalker
+from verifier_svc.resident_offer import ResidentOffer
+from verifier_svc.resident_step import ResidentStep, plain_memory
+from verifier_svc.run_ahead import RunAhead
 
 MAX_RUNNING = 8
 MAX_LEN = 256
+TIMEOUT_S = 600.0
 
 
 def harness(
@@ -27,14 +33,26 @@ def harness(
     max_nodes: int = 8,
     graphs: bool = True,
     dtype: str = "float32",
+    overlap: bool = True,
+    simulated: float | None = None,
+    num_steps: int = 3,
+    strict: bool = False,
     **options: Any,
 ) -> SeenHarness:
-    """``algorithms``: of the drafters, which run on the device too, but for n-grams."""
+    """``algorithms``: of the drafters, which run on the device too, but for n-grams. ``overlap``: whether steps run
+    ahead of the host where they can. ``num_steps``: of trees of a fixed shape; 0: of what pays. ``simulated``: as
+    ResidentStep; ``strict``: whether a row of the target has the same bits in any batch."""
     backend = Backend("gpu", torch.device(device))
     rows = 64 + MAX_RUNNING * (max_nodes + 4)
     sizes = PassSizes(rows, rows, MAX_RUNNING, MAX_LEN // BLOCK + 16, graphs=graphs)
     runner = DeviceRunner(
-        target.folder, backend=backend, sizes=sizes, dtype=dtype, block_size=BLOCK, num_blocks=num_blocks
+        target.folder,
+        backend=backend,
+        sizes=sizes,
+        strict=strict,
+        dtype=dtype,
+        block_size=BLOCK,
+        num_blocks=num_blocks,
     )
     walker = DeviceWalker(
         vocab_size=target.config.vocab_size,
@@ -45,6 +63,9 @@ def harness(
         device=backend.device,
         graphs=graphs,
     )
+    make_step = partial(ResidentStep, runner, walker, max_seats=MAX_RUNNING, simulated=simulated, graphs=graphs)
+    plain = make_step(plain_memory(MAX_RUNNING, backend.device), StreamOrder())
+    run_ahead = RunAhead(make_step, plain, timeout_s=TIMEOUT_S)
     placement = Placement(backend, getattr(torch, dtype), graphs)
     drafters = {name.lower(): target.drafter(name, placement) for name in algorithms}
     made = target.harness(
@@ -55,7 +76,10 @@ def harness(
         max_running=MAX_RUNNING,
         max_model_len=MAX_LEN,
         max_nodes=max_nodes,
-        timeout_s=600.0,
+        timeout_s=TIMEOUT_S,
+        num_steps=num_steps,
+        run_ahead=run_ahead if overlap else None,
+        offer=ResidentOffer.of_backend(backend, num_steps or max_nodes - 1, runner.dtype) if overlap else None,
         **options,
     )
     # The interpreter takes seconds for a draft, which never pays.

@@ -1,6 +1,7 @@
 """A process that supervises commands given as JSON, for tests: supervision changes the whole process it runs in.
 
-    {"services": [{"name", "command", "ready_file", "alive_socket", "stop_grace_s", "required"}],
+    {"services": [{"name", "command", "ready_file", "alive_socket", "stop_grace_s", "required", and as they are
+                   in Service: "environment", "before_kill", "shares_faults"}],
      "optional_ready_s", "heartbeat_s", "max_silence_s", "stops_together"}
 
 Each announcement is a line on stdout; READY stands for ``on_ready``. The exit status is the supervisor's.
@@ -46,7 +47,16 @@ class FileProbe:
 
 def service(spec: dict[str, Any]) -> supervisor.Service:
     probe = FileProbe(Path(spec["ready_file"]), Path(spec["alive_socket"]))
-    return supervisor.Service(spec["name"], tuple(spec["command"]), probe, spec["stop_grace_s"], spec["required"])
+    return supervisor.Service(
+        spec["name"],
+        tuple(spec["command"]),
+        probe,
+        spec["stop_grace_s"],
+        spec["required"],
+        spec["environment"],
+        tuple(spec["before_kill"]),
+        spec["shares_faults"],
+    )
 
 
 def say(line: str) -> None:

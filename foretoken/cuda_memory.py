@@ -1,0 +1,122 @@
+"""GPU memory that two processes map: made by one, which passes a file descriptor of it to the other.
+
+Virtual memory management, not the older IPC handles: those fail across process namespaces on some drivers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from foretoken.cuda_driver import call, device_index, driver, on
+
+
+class CudaMemory:
+    """An allocation, or another process's one, mapped here.
+
+    Tensors of it (``tensor``) keep it: it is unmapped when the last one is gone, and so is this object, or by
+    ``close``. What was mapped is physically given back when no process maps it any more.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        num_bytes: int,
+        *,
+        drain: Callable[[], None],
+        fd: int | None = None,
+        read_only: bool = False,
+    ) -> None:
+        """Raises UnavailableError or PreconditionError with the name of CUDA's error.
+
+        Args:
+            num_bytes: at least 1; the same in both processes.
+            drain: returns when no stream works on the memory any more; called before it is unmapped, by whichever
+                thread lets go last. Unmapping does not wait for anything by itself. It must not refer to the memory.
+            fd: descriptor that ``export`` of another process gave; it stays the caller's. None: new memory, whose
+                bytes may have any value.
+            read_only: a kernel that writes to it here is refused, as CUDA refuses any illegal access: no call works on
+                the GPU in this process any more.
+        """
+        self.device = torch.device("cuda", device_index(device))
+        self.num_bytes = num_bytes
+        with on(self.device), contextlib.ExitStack() as undo:
+            properties = _properties(self.device)
+            granularity = call(
+                "cuMemGetAllocationGranularity",
+                properties,
+                driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+            )
+            size = -(-num_bytes // granularity) * granularity
+            if fd is None:
+                handle = call("cuMemCreate", size, properties, 0)
+            else:
+                handle = call("cuMemImportFromShareableHandle", fd, _handle_type())
+            undo.callback(call, "cuMemRelease", handle)
+            address = call("cuMemAddressReserve", size, 0, 0, 0)
+            undo.callback(call, "cuMemAddressFree", address, size)
+            call("cuMemMap", address, size, 0, handle, 0)
+            undo.callback(call, "cuMemUnmap", address, size)
+            call("cuMemSetAccess", address, size, [_access(self.device, read_only)], 1)
+            undo.pop_all()
+        self._handle = handle
+        self._address = int(address)
+        self._unmap = weakref.finalize(self, _unmap, self.device, address, size, handle, drain)
+        # The end of the process gives all back, and may come when the driver has gone.
+        self._unmap.atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """How PyTorch comes by the memory, and to keep this object. It refuses memory that is said to be read-only."""
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+
+    def tensor(self) -> torch.Tensor:
+        """uint8 [num_bytes]: the memory itself."""
+        # Not kept here: the two would hold each other where no collector sees it.
+        return torch.as_tensor(self, device=self.device)
+
+    def export(self) -> int:
+        """A descriptor to pass to another process; the caller's to close, also at once after it was passed."""
+        with on(self.device):
+            fd = int(call("cuMemExportToShareableHandle", self._handle, _handle_type(), 0))
+        os.set_inheritable(fd, False)
+        return fd
+
+    def close(self) -> None:
+        """Drain, then unmap; no tensor of it may be used any more. Idempotent."""
+        self._unmap()
+
+
+def _unmap(device: torch.device, address: Any, size: int, handle: Any, drain: Callable[[], None]) -> None:
+    drain()
+    with on(device):
+        call("cuMemUnmap", address, size)
+        call("cuMemRelease", handle)
+        call("cuMemAddressFree", address, size)
+
+
+def _handle_type() -> Any:
+    return driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _properties(device: torch.device) -> Any:
+    properties = driver().CUmemAllocationProp()
+    properties.type = driver().CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = device.index
+    properties.requestedHandleTypes = _handle_type()
+    return properties
+
+
+def _access(device: torch.device, read_only: bool) -> Any:
+    access = driver().CUmemAccessDesc()
+    access.location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device.index
+    flags = driver().CUmemAccess_flags
+    access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READ if read_only else flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access

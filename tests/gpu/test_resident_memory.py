@@ -1,0 +1,292 @@
+"""Two processes on one GPU share device memory by descriptor and order their streams by flag words.
+
+Each side replays a CUDA graph a round, and its host runs ahead. The data of every round is checked on the device, both
+ways. Then the peer is stopped, or killed, while this process's stream waits for it: its own host lets it go on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from foretoken.models.backend import Backend, device_of, device_uuid
+from foretoken.resident import ResidentLayout, ResidentMemory
+from foretoken.resident_share import ResidentShare
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40)]
+
+LAYOUT = ResidentLayout(seats=16, tokens=6, nodes=32, hidden_width=3 * 4096, hidden_dtype=torch.bfloat16)
+ROUNDS = 200
+# Rounds that the hosts run ahead of the device.
+AHEAD = 2
+PROOF = bytes(range(1, 33))
+# A stream goes on within a millisecond of its release; this only ends a test that hangs.
+LONG_S = 10.0
+
+
+class Work:
+    """A side's graph: check what the other side wrote in the round, then write, with a product between."""
+
+    def __init__(self, memory: ResidentMemory, is_owner: bool) -> None:
+        device = memory.stamp.device
+        self.number = torch.zeros(1, dtype=torch.int32, device=device)
+        self.num_wrong = torch.zeros(1, dtype=torch.int64, device=device)
+        self._memory, self._is_owner = memory, is_owner
+        self._x = torch.randn(8, 2048, dtype=torch.bfloat16, device=device)
+        self._w = torch.randn(2048, 2048, dtype=torch.bfloat16, device=device)
+        self.write = self._captured(self._write)
+        self.check = self._captured(self._check)
+        for tensor in (self.number, self.num_wrong, *memory[1:]):
+            tensor.zero_()
+        torch.cuda.synchronize()
+
+    def _write(self) -> None:
+        self._x @ self._w
+        self.number.add_(1)
+        memory = self._memory
+        if self._is_owner:
+            memory.new_tokens.copy_(self.number.expand_as(memory.new_tokens))
+            memory.hidden.copy_((self.number % 128).to(torch.bfloat16).expand_as(memory.hidden))
+            memory.stamp.copy_(self.number)
+        else:
+            memory.draft_tokens.copy_((2 * self.number).expand_as(memory.draft_tokens))
+            memory.draft_stamp.copy_(self.number)
+
+    def _check(self) -> None:
+        memory = self._memory
+        if self._is_owner:
+            # Behind its own write: the trees are of the same round.
+            self.num_wrong.add_(
+                (memory.draft_tokens != 2 * self.number).sum() + (memory.draft_stamp != self.number).sum()
+            )
+        else:
+            now = self.number + 1
+            self.num_wrong.add_((memory.new_tokens != now).sum() + (memory.stamp != now).sum())
+            self.num_wrong.add_((memory.hidden != (now % 128).to(torch.bfloat16)).sum())
+
+    @staticmethod
+    def _captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            launch()
+            torch.cuda.synchronize()
+            graph.capture_begin(capture_error_mode="thread_local")
+            launch()
+            graph.capture_end()
+        return graph
+
+
+class Ahead:
+    """Keeps the host at most AHEAD rounds before the device."""
+
+    def __init__(self) -> None:
+        self._events = [torch.cuda.Event() for _ in range(AHEAD + 1)]
+        self._round = 0
+
+    def step(self) -> None:
+        self._events[self._round % len(self._events)].record()
+        self._round += 1
+        if self._round > AHEAD:
+            # Not ``synchronize``: nothing could end a test whose other side is gone.
+            assert goes_on(self._events[self._round % len(self._events)])
+
+    def finish(self) -> None:
+        assert goes_on(self._events[(self._round - 1) % len(self._events)])
+
+
+def peer(connection: socket.socket) -> None:
+    """The drafter's side, in a process of its own: map, prove, ROUNDS rounds, then wait to be ended."""
+    _, fds, _, _ = socket.recv_fds(connection, 1, 2)
+    uuid = sys.argv[2]
+    torch.zeros(1, device=device_of(uuid))
+    share = ResidentShare.mapped(LAYOUT, device_of(uuid), fds)
+    for fd in fds:
+        os.close(fd)
+    assert share.take_proof(len(PROOF)) == PROOF
+    work = Work(share.memory, is_owner=False)
+    connection.send(b"mapped")
+    assert connection.recv(16) == b"go"
+    ahead = Ahead()
+    for number in range(1, ROUNDS + 1):
+        share.order.await_step(number)
+        work.check.replay()
+        work.write.replay()
+        share.order.signal_draft(number)
+        ahead.step()
+    ahead.finish()
+    connection.send(str(int(work.num_wrong)).encode())
+    # A wait that is queued when the process ends, as a drafter's is.
+    share.order.await_step(ROUNDS + 1)
+    connection.send(b"waiting")
+    connection.recv(16)
+
+
+@contextmanager
+def peer_process(uuid: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(30)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.gpu.test_resident_memory import main; main()",
+        str(theirs.fileno()),
+        uuid,
+    ]
+    process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),))
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait()
+        ours.close()
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        peer(connection)
+
+
+def goes_on(event: torch.cuda.Event) -> bool:
+    deadline = time.monotonic() + LONG_S
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
+@pytest.fixture(name="device", scope="module")
+def _device() -> torch.device:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.zeros(1, device=device)
+    return device
+
+
+def queue_wait(share: ResidentShare, number: int) -> torch.cuda.Event:
+    """This side's stream waits for trees that nobody draws; the event lies behind."""
+    behind = torch.cuda.Event()
+    share.order.await_draft(number)
+    share.memory.counts.fill_(number)
+    behind.record()
+    return behind
+
+
+def num_free(device: torch.device) -> int:
+    """Bytes of the device, once what this process has given back is given back."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def comes_back(device: torch.device, num_bytes: int, since: int) -> bool:
+    """Whether there are so many bytes more than before; a killed process's may take a moment."""
+    deadline = time.monotonic() + LONG_S
+    while torch.cuda.mem_get_info(device)[0] < since + num_bytes:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def rounds(share: ResidentShare, connection: socket.socket) -> None:
+    """The verifier's side."""
+    work = Work(share.memory, is_owner=True)
+    connection.send(b"go")
+    ahead = Ahead()
+    began = time.perf_counter()
+    for number in range(1, ROUNDS + 1):
+        work.write.replay()
+        share.order.signal_step(number)
+        share.order.await_draft(number)
+        work.check.replay()
+        ahead.step()
+    ahead.finish()
+    print(f"{(time.perf_counter() - began) / ROUNDS * 1e6:.0f} us a round trip")
+    assert int(work.num_wrong) == 0
+    assert int(share.memory.draft_stamp) == ROUNDS
+    assert connection.recv(1) == b"0", "what the peer found wrong"
+    assert connection.recv(16) == b"waiting"
+
+
+def test_rounds_between_two_processes_and_a_peer_that_stops_and_dies(device: torch.device) -> None:
+    share, fds = ResidentShare.new(LAYOUT, device)
+    try:
+        with peer_process(device_uuid(Backend("gpu", device))) as (process, connection):
+            assert not share._raw.any()
+            share.write_proof(PROOF)
+            socket.send_fds(connection, [b"\0"], fds)
+            assert connection.recv(16) == b"mapped"
+            assert share.take_proof(len(PROOF)) == bytes(len(PROOF))
+            rounds(share, connection)
+
+            process.send_signal(signal.SIGSTOP)
+            behind = queue_wait(share, ROUNDS + 1)
+            time.sleep(0.2)
+            assert not behind.query(), "it waits for the peer"
+            share.order.release_draft(ROUNDS + 1)
+            assert goes_on(behind)
+            assert int(share.memory.counts[0]) == ROUNDS + 1 and int(share.memory.draft_stamp) == ROUNDS
+
+            behind = queue_wait(share, ROUNDS + 2)
+            process.kill()
+            process.wait()
+            time.sleep(0.2)
+            assert not behind.query(), "it waits for the peer"
+            share.order.release_draft(ROUNDS + 2)
+            assert goes_on(behind)
+            assert int(share.memory.counts[0]) == ROUNDS + 2
+        since = num_free(device)
+    finally:
+        # Also of a test that fails: the process ends with its streams idle.
+        share.release()
+        for fd in fds:
+            os.close(fd)
+    del share
+    assert comes_back(device, LAYOUT.num_bytes, since)
+
+
+def test_the_last_tensor_keeps_the_memory_and_then_it_comes_back(device: torch.device) -> None:
+    large = LAYOUT._replace(hidden_width=1 << 20)
+    assert large.num_bytes > 128 << 20
+    for _ in range(3):
+        before = num_free(device)
+        share, fds = ResidentShare.new(large, device)
+        again = ResidentShare.mapped(large, device, fds)
+        for fd in fds:
+            os.close(fd)
+        share.memory.hidden.fill_(3.0)
+        # Memory is unmapped once the streams that are ordered by it are idle: this one is.
+        share.order.signal_step(1)
+        last = again.memory.hidden[7]
+        del share, again
+        assert num_free(device) <= before - large.num_bytes, "a tensor is left"
+        assert last.eq(3.0).all()
+        del last
+        assert num_free(device) >= before - (4 << 20)
+
+
+def test_the_last_user_may_let_go_while_its_stream_waits(device: torch.device) -> None:
+    """Nothing else lets the stream go on here: letting go does."""
+    free = []
+    for _ in range(3):
+        share, fds = ResidentShare.new(LAYOUT, device)
+        for fd in fds:
+            os.close(fd)
+        behind = queue_wait(share, 1)
+        assert not behind.query()
+        del share
+        assert behind.query()
+        free.append(num_free(device))
+    assert free[2] >= free[0]

@@ -1,0 +1,26 @@
+"""An EAGLE drafter as a process of its own, also of GPU kernels on a CPU.
+
+Arguments: address, folders of target and head, kernels, device.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import uvloop
+
+from drafter_svc.config import DrafterSettings
+from drafter_svc.head_drafter import HeadDrafter
+from drafter_svc.placement import ON_CPU, Placement
+from drafter_svc.server import serve
+from foretoken.models.backend import Backend
+
+if __name__ == "__main__":
+    address, target, head, kernels, device = sys.argv[1:]
+    placement = ON_CPU
+    if kernels == "gpu":
+        placement = Placement(Backend("gpu", torch.device(device)), torch.float32, graphs=False)
+    drafter = HeadDrafter("EAGLE", Path(head), target=Path(target), placement=placement)
+    uvloop.run(serve(DrafterSettings(name="eagle", address=address), lambda: drafter))

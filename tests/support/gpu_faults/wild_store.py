@@ -1,0 +1,11 @@
+"""A kernel that writes 64 TiB behind a tensor."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wild_store(values) -> None:  # type: ignore[no-untyped-def]
+    tl.store(values + (1 << 44), 1.0)

@@ -1,0 +1,180 @@
+"""A drafter that knows the texts: it drafts what comes, beside what does not, and checks all that it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest
+from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.transport import TransportClosedError
+
+
+class OracleDrafter:
+    """A DraftSource and its transport, on the target's device.
+
+    Args:
+        texts: whole texts, prompts included, no two with the same first tokens.
+        spoil: called with the number of each step; whether its trees are to be left out.
+        width: of the target's hidden rows.
+        tolerance: of one position's hidden row in another step's.
+    """
+
+    name = "oracle"
+    algorithm = "EAGLE3"
+    address = ""
+    transport_name = "in-process"
+    state = "attached"
+    num_attaches = 1
+    num_rejected = 0
+    reason = ""
+
+    def __init__(
+        self,
+        texts: Sequence[list[int]],
+        device: str,
+        *,
+        features: tuple[int, ...],
+        width: int,
+        dtype: torch.dtype,
+        seats: int,
+        nodes: int,
+        block_size: int,
+        spoil: Callable[[int], bool] = lambda number: False,
+        tolerance: float = 2e-2,
+    ) -> None:
+        self._tolerance = tolerance
+        self._texts, self._spoil, self._block_size = texts, spoil, block_size
+        self.needs = DrafterNeeds(features, num_rerun=1, blocks=True)
+        self.gauges: dict[str, float] = {}
+        layout = ResidentLayout(seats, 4, nodes, width, dtype)
+        self.resident = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
+        self.order = StreamOrder()
+        self.failures: list[str] = []
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        # Hidden rows by text and position.
+        self.hidden: dict[tuple[int, int], np.ndarray] = {}
+        self.blocks: dict[tuple[int, int], list[int]] = {}
+        self._keys: list[tuple[int, int]] = []
+        self._batch: DraftBatch | None = None
+        self.is_closed = False
+        self.numbers: list[int] = []
+
+    @property
+    def transport(self) -> OracleDrafter | None:
+        return None if self.is_closed else self
+
+    # The source.
+
+    def start(self) -> None:
+        return
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def report_failure(self, reason: str) -> None:
+        self.failures.append(reason)
+
+    def report_success(self) -> None:
+        return
+
+    # The transport.
+
+    def is_open(self) -> bool:
+        return not self.is_closed
+
+    def is_idle(self) -> bool:
+        return True
+
+    def release(self, slots: Sequence[int]) -> None:
+        return
+
+    def receive(self, timeout_s: float) -> DraftBatch | None:
+        batch, self._batch = self._batch, None
+        return batch
+
+    def post(self, request: DraftRequest) -> None:
+        if self.is_closed:
+            raise TransportClosedError("closed")
+        starts, tokens, parents = [0], [], []
+        if request.resident is not None:
+            self._learn_resident(request)
+        for row in range(request.num_rows):
+            key = (int(request.slots[row]), int(request.generations[row]))
+            if request.resident is None:
+                self._learn(request, row, key)
+                most = int(request.max_nodes[row])
+            else:
+                left = int(self.resident.num_left[row])
+                most = min(int(request.max_nodes[row]), left)
+            tree = self._tree(self.tokens[key]) if most > 1 else ([0], [-1])
+            if request.resident is not None:
+                self._put(row, tree, most)
+                if not request.resident.is_last:
+                    tree = ([0], [-1])
+            tokens += tree[0][:most] or [0]
+            parents += tree[1][:most] or [-1]
+            starts.append(len(tokens))
+        if request.resident is not None and not self._spoil(request.resident.number):
+            self.resident.draft_stamp.fill_(request.resident.number)
+        arrays = (np.array(values, np.int32) for values in (starts, tokens, parents))
+        self._batch = DraftBatch(request.epoch, request.step_id, *arrays, np.zeros(len(tokens), np.float32))
+
+    def _learn(self, request: DraftRequest, row: int, key: tuple[int, int]) -> None:
+        new = request.new_tokens[slice(*request.new_token_starts[row : row + 2])].tolist()
+        hidden = request.hidden[slice(*request.hidden_starts[row : row + 2])]
+        self._append(key, new, hidden)
+        assert len(self.tokens[key]) == request.lengths[row], "a token was told twice, or never"
+        told = len(self.tokens[key]) - len(new)
+        blocks = request.block_ids[slice(*request.block_starts[row : row + 2])].tolist()
+        known = self.blocks.setdefault(key, [])
+        if blocks:
+            known[told // self._block_size :] = blocks
+
+    def _learn_resident(self, request: DraftRequest) -> None:
+        memory, step = self.resident, request.resident
+        assert step is not None and memory.stamp.tolist() == [step.number] and len(request.new_tokens) == 0
+        assert step.begins or step.number == self.numbers[-1] + 1
+        self.numbers.append(step.number)
+        keys = list(zip(request.slots.tolist(), request.generations.tolist(), strict=True))
+        if step.begins:
+            self._keys = keys
+            assert [len(self.tokens[key]) for key in keys] == request.lengths.tolist()
+        assert self._keys == keys
+        for row, key in enumerate(keys):
+            count, first = int(memory.counts[row]), row * memory.layout.tokens
+            hidden = memory.hidden[first : first + count].float().cpu().numpy()
+            self._append(key, memory.new_tokens[row, :count].tolist(), hidden)
+            self.blocks[key] += request.block_ids[slice(*request.block_starts[row : row + 2])].tolist()
+            if count:
+                assert int(memory.lengths[row]) == len(self.tokens[key])
+            if int(memory.num_left[row]):
+                assert len(self.blocks[key]) * self._block_size >= len(self.tokens[key])
+
+    def _append(self, key: tuple[int, int], new: list[int], hidden: np.ndarray) -> None:
+        tokens = self.tokens.setdefault(key, [])
+        tokens += new
+        text = self._text(tokens)
+        assert tokens == self._texts[text][: len(tokens)], "told of other tokens than the text's"
+        for position, row in enumerate(hidden, start=len(tokens) - len(hidden) - 1):
+            known = self.hidden.setdefault((text, position), row.copy())
+            message = f"another hidden state at position {position}"
+            np.testing.assert_allclose(row, known, rtol=0, atol=self._tolerance, err_msg=message)
+
+    def _text(self, tokens: list[int]) -> int:
+        return next(i for i, text in enumerate(self._texts) if text[: len(tokens)] == tokens)
+
+    def _tree(self, tokens: list[int]) -> tuple[list[int], list[int]]:
+        """What comes, two tokens deep, and a wrong third; a wrong first child with a child."""
+        text = self._texts[self._text(tokens)]
+        coming = [*text[len(tokens) : len(tokens) + 3], 1, 1, 1][:3]
+        wrong = (coming[0] + 1) % 20
+        return [tokens[-1], wrong, coming[0], 2, coming[1], (coming[2] + 1) % 20], [-1, 0, 0, 1, 2, 4]
+
+    def _put(self, row: int, tree: tuple[list[int], list[int]], most: int) -> None:
+        memory, size = self.resident, min(len(tree[0]), max(most, 1))
+        memory.num_nodes[row] = size
+        memory.draft_tokens[row, :size] = torch.tensor(tree[0][:size], dtype=torch.int32)
+        memory.draft_parents[row, :size] = torch.tensor(tree[1][:size], dtype=torch.int32)

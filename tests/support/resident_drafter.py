@@ -1,0 +1,93 @@
+"""A drafter that drafts from device memory, by arithmetic; also runnable as a process of its own.
+
+Its ``device`` is that of GPU kernels on a CPU, so the memory is host memory and an ``await`` holds its thread up.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import uvloop
+
+from drafter_svc.config import DrafterSettings
+from drafter_svc.server import serve
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.models.target_weights import TargetWeights
+from foretoken.resident import ResidentMemory, StreamOrder
+from tests.support.draft_requests import draft_batch
+from tests.support.mirror_drafter import MirrorDrafter
+
+DEVICE = "cpu"
+# The tree of a seat: a root, and this many nodes in a chain.
+NUM_DRAFTED = 3
+
+
+class ResidentDrafter(MirrorDrafter):
+    """Node ``k`` of a seat's chain is the seat's last new token, plus ``k`` times the sum of its hidden row."""
+
+    def __init__(self, device: str = DEVICE) -> None:
+        super().__init__()
+        self._device = device
+        self.memory: ResidentMemory | None = None
+        self.order = StreamOrder()
+
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        return DrafterNeeds(features=(1,), num_rerun=1, device=self._device, resident=True)
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
+        super().attach(target, weights)
+        self.memory, self.order = None, StreamOrder()
+
+    def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
+        assert self.attached, "behind attach"
+        self.memory, self.order = memory, order
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        step = request.resident
+        if step is None:
+            return super().draft(request)
+        assert self.memory is not None
+        self.order.await_step(step.number)
+        draft_into(self.memory, step.number, request.num_rows)
+        self.order.signal_draft(step.number)
+        rows = request.num_rows
+        if step.is_last:
+            return trees(self.memory, request)
+        return draft_batch(
+            request.epoch,
+            request.step_id,
+            np.arange(rows + 1, dtype=np.int32),
+            np.zeros(rows, np.int32),
+            np.full(rows, -1, np.int32),
+        )
+
+
+def draft_into(memory: ResidentMemory, number: int, seats: int) -> None:
+    """Grow the trees of step ``number``; those of another step are of no use to it."""
+    if int(memory.stamp) != number:
+        return
+    for seat in range(seats):
+        last = int(memory.counts[seat]) - 1
+        step = int(memory.hidden[seat * memory.layout.tokens + last].sum())
+        for node in range(1 + NUM_DRAFTED):
+            memory.draft_tokens[seat, node] = int(memory.new_tokens[seat, last]) + node * step
+            memory.draft_parents[seat, node] = node - 1
+        memory.num_nodes[seat] = 1 + NUM_DRAFTED
+    memory.draft_stamp.fill_(number)
+
+
+def trees(memory: ResidentMemory, request: DraftRequest) -> DraftBatch:
+    """What ``draft_into`` left, as a reply."""
+    rows, nodes = request.num_rows, 1 + NUM_DRAFTED
+    return draft_batch(
+        request.epoch,
+        request.step_id,
+        np.arange(0, rows * nodes + 1, nodes, dtype=np.int32),
+        memory.draft_tokens[:rows, :nodes].numpy().flatten(),
+        memory.draft_parents[:rows, :nodes].numpy().flatten(),
+    )
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(DrafterSettings(name="resident", address=sys.argv[1]), ResidentDrafter))

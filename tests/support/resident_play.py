@@ -1,0 +1,225 @@
+"""The same committed tokens told to a drafter in ordinary requests, and through device memory: what comes of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from drafter_svc.model_drafter import ModelDrafter
+from foretoken.drafting import DraftBatch, DraftRequest, ResidentStep
+from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from tests.support.paged_draft import BLOCK, Row, feature, request_of
+
+# Tokens of one step at most, nodes of a tree, sequences of a step.
+TOKENS, NODES, SEATS = 3, 6, 4
+NUM_BLOCKS = 96
+
+# Tokens, parents and scores.
+Tree = tuple[list[int], list[int], list[float]]
+
+
+class RecordingOrder(StreamOrder):
+    """One stream, and what was asked for in it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def await_step(self, number: int) -> None:
+        self.calls.append(("await", number))
+
+    def signal_draft(self, number: int) -> None:
+        self.calls.append(("signal", number))
+
+    def release_step(self, number: int) -> None:
+        self.calls.append(("release", number))
+
+
+@dataclass
+class Text:
+    """A sequence and how it is committed: its prompt, then so many tokens in each step.
+
+    Attributes:
+        left: of each step: tokens that it may still emit behind it; beyond the last one, many.
+        told: of the prompt; less than all of it: the drafter did not see the rest.
+        hidden: features that come with the prompt's last tokens; None: all.
+    """
+
+    prompt: int
+    counts: Sequence[int]
+    seed: int
+    left: Sequence[int] = ()
+    told: int | None = None
+    hidden: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def tokens(self, vocab: int) -> list[int]:
+        random = np.random.default_rng(self.seed)
+        return [int(token) for token in random.integers(0, vocab, self.prompt + sum(self.counts) + 8)]
+
+    def left_after(self, step: int) -> int:
+        return self.left[step] if step < len(self.left) else 99
+
+
+class Play:
+    """A drafter on a device, its memory, and the texts of the moment."""
+
+    def __init__(self, drafter: ModelDrafter, device: str, *, vocab: int, width: int) -> None:
+        self.drafter, self.device, self.vocab, self.width = drafter, device, vocab, width
+        layout = ResidentLayout(SEATS, TOKENS, NODES, width, torch.float32)
+        whole = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+        self.memory = ResidentMemory.over(whole, layout)
+        self.order = RecordingOrder()
+        drafter.set_resident(self.memory, self.order)
+        self._step_id = 0
+        self._number = 100
+        self._generation = 0
+
+    def begin(self, texts: Sequence[Text], seed: int) -> None:
+        """New sequences of these texts, in blocks that were not theirs before."""
+        self.drafter.release(range(SEATS + 2))
+        self.texts = texts
+        self.all_tokens = [text.tokens(self.vocab) for text in texts]
+        self.lengths = [text.prompt for text in texts]
+        self._generation += 1
+        ids = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
+        share = NUM_BLOCKS // (SEATS + 1)
+        self.blocks = [ids[i * share : (i + 1) * share] for i in range(SEATS + 1)]
+        self.named = [-(-text.prompt // BLOCK) for text in texts]
+
+    def row(self, index: int, new: int, **options: Any) -> Row:
+        """The last ``new`` tokens of a text as it stands."""
+        tokens = self.all_tokens[index][: self.lengths[index]]
+        shape = {"max_nodes": NODES, "max_depth": 2, "max_branches": 2, "seed": 7 + index, "choice": index}
+        fields = shape | self.texts[index].options | options
+        return Row(
+            tokens, new, self.blocks[index], slot=index, generation=self._generation, width=self.width or 1, **fields
+        )
+
+    def ask(self, rows: Sequence[Row]) -> list[Tree]:
+        self._step_id += 1
+        request = request_of(rows, with_features=bool(self.width), step_id=self._step_id)
+        return trees_of(self.drafter.draft(request))
+
+    def prompts(self) -> list[Tree]:
+        rows = []
+        for index, text in enumerate(self.texts):
+            told = text.prompt if text.told is None else text.told
+            self.lengths[index] = told
+            rows.append(self.row(index, told, hidden=text.hidden))
+            self.lengths[index] = text.prompt
+        return self.ask(rows)
+
+    def tell(self, step: int) -> list[Tree]:
+        """A step in an ordinary request; a text without new tokens has an empty tree."""
+        rows, indices = [], []
+        for index, text in enumerate(self.texts):
+            if text.counts[step]:
+                self.lengths[index] += text.counts[step]
+                nodes = max(min(int(text.options.get("max_nodes", NODES)), text.left_after(step)), 1)
+                hidden = 0 if text.hidden == 0 else None
+                rows.append(self.row(index, text.counts[step], max_nodes=nodes, hidden=hidden))
+                indices.append(index)
+        found: list[Tree] = [([], [], [])] * len(self.texts)
+        for index, tree in zip(indices, self.ask(rows) if rows else [], strict=True):
+            found[index] = tree
+        return found
+
+    def fill(self, step: int, *, stamp: int | None = None, lengths: Sequence[int] | None = None) -> None:
+        """What the verifier's kernels leave. Everything that does not count is garbage."""
+        memory = self.memory
+        counts = np.zeros(SEATS, np.int32)
+        all_lengths, left = np.full(SEATS, 10**9, np.int32), np.full(SEATS, -5, np.int32)
+        tokens = np.full((SEATS, TOKENS), 10**9, np.int32)
+        hidden = np.full((SEATS * TOKENS, self.width), np.nan, np.float32)
+        for index, text in enumerate(self.texts):
+            count, before = text.counts[step], self.lengths[index]
+            counts[index], all_lengths[index], left[index] = count, before + count, text.left_after(step)
+            tokens[index, :count] = self.all_tokens[index][before : before + count]
+            for j in range(count if self.width else 0):
+                hidden[index * TOKENS + j] = feature(self.all_tokens[index][: before + j], self.width)
+            self.lengths[index] += count
+        if lengths is not None:
+            all_lengths[: len(lengths)] = lengths
+        memory.stamp.fill_(self._number if stamp is None else stamp)
+        for part, values in (
+            (memory.counts, counts),
+            (memory.lengths, all_lengths),
+            (memory.num_left, left),
+            (memory.new_tokens, tokens),
+            (memory.hidden, hidden),
+        ):
+            part.copy_(torch.from_numpy(values))
+
+    def request(self, step: int, *, begins: bool, is_last: bool) -> DraftRequest:
+        """Of a step whose results the memory is about to hold; names blocks for all that it may commit."""
+        self._number += 1
+        self._step_id += 1
+        if begins:
+            self._told = list(self.lengths)
+            self.named = [-(-length // BLOCK) for length in self.lengths]
+        rows, blocks = [], []
+        for index in range(len(self.texts)):
+            row = self.row(index, 0)
+            row.tokens = row.tokens[: self._told[index]]
+            rows.append(row)
+            need = -(-(self.lengths[index] + TOKENS) // BLOCK)
+            blocks.append(self.blocks[index][self.named[index] : need])
+            self.named[index] = max(need, self.named[index])
+        request = request_of(rows, with_features=bool(self.width), step_id=self._step_id)
+        starts = request.starts.copy()
+        starts[2] = np.cumsum([0, *map(len, blocks)])
+        return replace(
+            request,
+            starts=starts,
+            block_ids=np.array([block for part in blocks for block in part], np.int32),
+            resident=ResidentStep(self._number, begins, is_last),
+        )
+
+    def post(self, step: int, *, begins: bool = False, is_last: bool = False, **fill: Any) -> list[Tree]:
+        """A step of a run; its trees as the memory holds them."""
+        request = self.request(step, begins=begins, is_last=is_last)
+        self.fill(step, **fill)
+        reply = self.drafter.draft(request)
+        assert (reply.epoch, reply.step_id, reply.num_rows) == (1, self._step_id, len(self.texts))
+        found = self.in_memory()
+        if is_last:
+            assert trees_of(reply) == found
+        else:
+            assert reply.parents.tolist() == [-1] * len(self.texts)
+        return found
+
+    def in_memory(self) -> list[Tree]:
+        memory = self.memory
+        assert int(memory.draft_stamp) == self._number
+        sizes = memory.num_nodes.tolist()
+        parts = (memory.draft_tokens, memory.draft_parents, memory.draft_scores)
+        tokens, parents, scores = (part.cpu().tolist() for part in parts)
+        return [(tokens[i][:n], parents[i][:n], scores[i][:n]) for i, n in enumerate(sizes[: len(self.texts)])]
+
+    def finale(self) -> list[Tree]:
+        """Two ordinary requests behind it all: each text goes on, and another begins with the blocks of the first."""
+        for index in range(len(self.texts)):
+            self.lengths[index] += 2
+        trees = self.ask([self.row(index, 2) for index in range(len(self.texts))])
+        whole = self.lengths[0] // BLOCK * BLOCK
+        heir = replace(self.row(0, 0), tokens=[*self.all_tokens[0][:whole], 3, 1], slot=SEATS, hidden=2)
+        heir.new = whole + 2
+        heir.blocks = [*self.blocks[0][: whole // BLOCK], self.blocks[SEATS][0]]
+        return trees + self.ask([heir])
+
+
+def trees_of(batch: DraftBatch) -> list[Tree]:
+    return [
+        (batch.tree(row).tokens.tolist(), batch.tree(row).parents.tolist(), batch.row_scores(row).tolist())
+        for row in range(batch.num_rows)
+    ]
+
+
+def assert_same(found: Sequence[Tree], expected: Sequence[Tree]) -> None:
+    assert [tree[:2] for tree in found] == [tree[:2] for tree in expected]
+    for tree, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(tree[2], other[2], rtol=1e-5, atol=1e-5)
