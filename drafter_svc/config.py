@@ -78,7 +78,7 @@ class DrafterSettings(BaseModel):
     def _fits_algorithm(self) -> DrafterSettings:
         has_path = self.speculative_draft_model_path is not None
         if self.algorithm in ("EAGLE", "EAGLE3", "STANDALONE") and not has_path:
-            raise ValueError(f"--algorithm {self.algorithm} needs --speculative-draft-model-path")
+            raise ValueError(f"a drafter of algorithm {self.algorithm} needs --speculative-draft-model-path")
         if self.algorithm == "MTP" and has_path:
             raise ValueError("--speculative-draft-model-path: an MTP head is part of the target's checkpoint")
         if self.speculative_token_map is not None and self.algorithm not in ("EAGLE", "EAGLE3", "MTP"):

@@ -5,75 +5,46 @@ Between a request's arrival and its trees the host waits for the device once, fo
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
 import numpy as np
 import torch
 from foretoken_kernels.cpu import draft_tree as kernel
 from foretoken_kernels.cpu.draft_levels import Places
-from foretoken_kernels.gpu import draft_tree as gpu
-from foretoken_kernels.gpu import draft_tree_state as column
-from foretoken_kernels.gpu.draft_tree_state import (
-    MAX_BEAM_NODES,
-    NUM_COLUMNS,
-    DraftBeams,
-    DraftOutput,
-    DraftTrees,
-    OfferWorkspace,
-    new_draft_beams,
-    new_draft_trees,
-)
+from foretoken_kernels.gpu.draft_tree_state import MAX_BEAM_NODES, NUM_COLUMNS, DraftOutput
 
-from drafter_svc.growth import (
-    MAX_BRANCHES,
-    ROWS_PER_SLOT,
-    PassOutput,
-    VocabularyOwner,
-    vocabulary_of,
+from drafter_svc.device_levels import (
+    DeviceLevels,
+    FoundTrees,
+    LaunchingModel,
+    TreePlaces,
+    TreeShape,
+    batch_of,
+    write_requests,
 )
+from drafter_svc.draft_passes import PassFigures
+from drafter_svc.draft_rows import DraftRows
+from drafter_svc.growth import MAX_BRANCHES, ROWS_PER_SLOT, PassOutput
+from drafter_svc.resident_draft import ResidentDraft
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.models.device_batch import DeviceArrays, bucket, table_bucket
+from foretoken.models.device_batch import bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_twins import DeviceTwins
+from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 
-class LaunchingModel(VocabularyOwner, Protocol):
-    """A draft model on a GPU: foretoken.models.draft_head.DraftHead, or a StandaloneModel."""
-
-    num_depths: int
-    hidden_size: int
-
-    def launch(
-        self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
-    ) -> PassOutput: ...
-
-
-class _Shape(NamedTuple):
-    """What a graph is captured for: trees, branches of a node, levels, nodes of a tree, blocks of a row's table, and
-    whether any row has top-k, top-p or min-p."""
-
-    trees: int
-    branches: int
-    depth: int
-    nodes: int
-    blocks: int
-    filtered: bool
-
-
 class _Stage:
-    """The memory of one shape's graph: what the host says, the trees, and what the host learns."""
+    """The memory of one shape's graph: what the host says, the levels, and what the host learns."""
 
-    def __init__(self, shape: _Shape, num_modules: int, draft_vocab_size: int, device: torch.device) -> None:
-        trees, branches, depth, nodes, num_blocks, self.filtered = shape
+    def __init__(self, shape: TreeShape, levels: DeviceLevels) -> None:
+        trees, _, _, nodes, num_blocks, _ = shape
         self.asked = DeviceTwins(
             {
                 "requests": ((trees, NUM_COLUMNS), torch.int32),
                 "block_tables": ((trees, num_blocks), torch.int32),
                 "tree_starts": ((trees,), torch.int32),
-                "context_starts": ((num_modules, trees), torch.int32),
+                "context_starts": ((levels.model.num_depths, trees), torch.int32),
             },
-            device,
+            levels.device,
         )
         self.found = DeviceTwins(
             {
@@ -82,32 +53,9 @@ class _Stage:
                 "scores": ((trees, nodes), torch.float32),
                 "num_nodes": ((trees,), torch.int32),
             },
-            device,
+            levels.device,
         )
-        self.trees: DraftTrees = new_draft_trees(trees, branches, depth, device)._replace(
-            requests=self.asked.device["requests"]
-        )
-        self.output = DraftOutput(**self.found.device)
-        self.beams: DraftBeams = new_draft_beams(trees, branches, device)
-        self.workspace: OfferWorkspace = gpu.offer_workspace(trees, branches, draft_vocab_size, device)
-        self.all_rows = torch.arange(trees * branches, dtype=torch.int32, device=device)
-
-    def arrays(self, module: int) -> DeviceArrays:
-        """The beams as the rows of a pass of one of the model's modules."""
-        asked, beams = self.asked.device, self.beams
-        return DeviceArrays(
-            masks=beams.masks,
-            token_ids=beams.token_ids,
-            positions=beams.positions,
-            slot_mapping=beams.slot_mapping,
-            context_lens=beams.context_lens,
-            logit_rows=self.all_rows,
-            row_starts=beams.row_starts,
-            tree_starts=asked["tree_starts"],
-            context_starts=asked["context_starts"][module],
-            block_tables=asked["block_tables"],
-            max_seq_rows=self.trees.max_branches,
-        )
+        self.levels = levels.memory(shape, TreePlaces(**self.asked.device), DraftOutput(**self.found.device))
 
 
 class DeviceGrowth:
@@ -127,22 +75,22 @@ class DeviceGrowth:
         *,
         max_blocks: int,
         num_slots: int,
+        pass_rows: int,
         device: torch.device,
         dtype: torch.dtype,
         graphs: bool,
     ) -> None:
-        """``max_blocks``: of a row's block table; ``dtype``: of the model's hidden states."""
-        self._model, self._target, self._scale = model, target, scale
-        self._max_blocks, self._num_slots, self._device = max_blocks, num_slots, device
-        self._vocabulary = vocabulary_of(model, target)
-        ids = self._vocabulary.target_ids
-        self._target_ids = torch.from_numpy(ids).to(device) if len(ids) else None
+        """``max_blocks``: of a row's block table; ``pass_rows``: the most of one pass of the model; ``dtype``: of its
+        hidden states."""
+        self._model, self._target, self._max_blocks = model, target, max_blocks
+        self._pass_rows, self._dtype, self._has_graphs = pass_rows, dtype, graphs
+        self._levels = DeviceLevels(model, target, scale, num_slots=num_slots, device=device)
         # What the rows want, in the form that the CPU's growth takes too; no tree stands in it.
         self.trees = kernel.new_trees(ROWS_PER_SLOT * target.max_slots, 2, 1)
         self._root_logits = torch.zeros((target.max_slots, model.draft_vocab_size), dtype=torch.float32, device=device)
         self._root_hidden = torch.zeros((target.max_slots, max(model.hidden_size, 1)), dtype=dtype, device=device)
         self._ends = DeviceTwins({"ends": ((target.max_slots,), torch.int32)}, device)
-        self._stages: dict[_Shape, _Stage] = {}
+        self._stages: dict[TreeShape, _Stage] = {}
         self._graphs = DeviceGraphs(graphs and device.type == "cuda")
         # Of the request of the moment: its drafted rows, and the stage that holds their trees.
         self._rows = np.empty(0, np.int32)
@@ -162,45 +110,44 @@ class DeviceGrowth:
 
     @torch.inference_mode()
     def grow(self, rows: Int32, places: Places) -> None:
-        trees = self.trees
-        shapes = trees.shapes[rows]
         longest = int(places.tree_starts[rows].max()) + MAX_BEAM_NODES
-        shape = _Shape(
-            min(bucket(len(rows)), self._target.max_slots),
-            _branches(int(shapes[:, kernel.MAX_BRANCHES].max())),
-            max(int(shapes[:, kernel.MAX_DEPTH].max()), 1),
-            self._target.max_nodes,
-            min(table_bucket(-(-longest // places.block_size)), self._max_blocks),
-            self._is_filtered(rows),
+        shape = TreeShape.of(
+            self.trees,
+            rows,
+            trees=min(bucket(len(rows)), self._target.max_slots),
+            nodes=self._target.max_nodes,
+            blocks=min(table_bucket(-(-longest // places.block_size)), self._max_blocks),
         )
         if shape not in self._stages:
-            self._stages[shape] = _Stage(shape, self._model.num_depths, self._vocabulary.size, self._device)
+            self._stages[shape] = _Stage(shape, self._levels)
         stage = self._stages[shape]
         self._ask(stage, rows, places)
-        self._graphs.run(shape, lambda: self._launch(stage, places.block_size))
+        self._graphs.run(shape, lambda: self._launch(stage))
         self._rows, self._stage = rows, stage
 
     def emit(self, request: DraftRequest, roots: Int32) -> DraftBatch:
-        counts = np.ones(request.num_rows, np.int32)
-        found = None
-        if self._stage is not None:
-            found = self._stage.found.receive()
-            sizes = found["num_nodes"][: len(self._rows)]
-            counts[self._rows] = np.maximum(np.minimum(sizes, found["tokens"].shape[1]), 1)
-        node_starts = np.zeros(request.num_rows + 1, np.int32)
-        np.cumsum(counts, out=node_starts[1:])
-        total = int(node_starts[-1])
-        tokens, parents = np.zeros(total, np.int32), np.full(total, -1, np.int32)
-        scores = np.zeros(total, np.float32)
-        tokens[node_starts[:-1]] = roots
-        if found is not None:
-            pairs = [(tokens, found["tokens"]), (parents, found["parents"]), (scores, found["scores"])]
-            lows, ends = node_starts[self._rows].tolist(), node_starts[self._rows + 1].tolist()
-            for tree, (low, end) in enumerate(zip(lows, ends, strict=True)):
-                for values, trees in pairs:
-                    values[low + 1 : end] = trees[tree, 1 : end - low]
+        found = None if self._stage is None else FoundTrees(**self._stage.found.receive())
+        batch = batch_of(request, roots, self._rows, found)
         self._stage, self._rows = None, np.empty(0, np.int32)
-        return DraftBatch(request.epoch, request.step_id, node_starts, tokens, parents, scores)
+        return batch
+
+    def resident_draft(
+        self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
+    ) -> ResidentDraft:
+        draft = ResidentDraft(
+            self._levels,
+            self._target,
+            rows,
+            scratch,
+            memory,
+            order,
+            figures,
+            pass_rows=self._pass_rows,
+            dtype=self._dtype,
+            graphs=self._has_graphs,
+        )
+        draft.warm_up()
+        return draft
 
     def warm_up(self, output: PassOutput, scratch_block: int, block_size: int) -> None:
         """Compile the kernels of all shapes of trees, so that no request waits for a compiler.
@@ -225,79 +172,17 @@ class DeviceGrowth:
 
     def _ask(self, stage: _Stage, rows: Int32, places: Places) -> None:
         """Bring over what the rows want; trees that only fill up the shape want nothing."""
-        trees, count = self.trees, len(rows)
+        count = len(rows)
         stage.asked.wait()
         host = stage.asked.host
-        requests = host["requests"]
-        requests[count:] = 0
-        for name, source in (
-            (column.LENGTH, kernel.LENGTH),
-            (column.MAX_NODES, kernel.MAX_NODES),
-            (column.MAX_DEPTH, kernel.MAX_DEPTH),
-            (column.MAX_BRANCHES, kernel.MAX_BRANCHES),
-            (column.CHOICE_INDEX, kernel.CHOICE_INDEX),
-            (column.TOP_K, kernel.TOP_K),
-        ):
-            requests[:count, name] = trees.shapes[rows, source]
-        requests[:count, column.FIRST_SLOT] = trees.counts[rows, kernel.FIRST_SLOT]
-        requests[:count, column.SEED_LOW : column.SEED_HIGH + 1] = trees.seeds[rows].view(np.int32).reshape(-1, 2)
-        for name, source in (
-            (column.TEMPERATURE, kernel.TEMPERATURE),
-            (column.TOP_P, kernel.TOP_P),
-            (column.MIN_P, kernel.MIN_P),
-        ):
-            requests[:count, name] = trees.filters[rows, source].view(np.int32)
+        write_requests(host["requests"], self.trees, rows)
         tables = host["block_tables"]
         tables[:count] = places.block_tables[rows, : tables.shape[1]]
         host["tree_starts"][:count] = places.tree_starts[rows]
         host["context_starts"][:, :count] = places.context_starts[:, rows]
         stage.asked.send()
 
-    def _launch(self, stage: _Stage, block_size: int) -> None:
+    def _launch(self, stage: _Stage) -> None:
         """The whole of one growth; captured."""
-        model, trees, beams = self._model, stage.trees, stage.beams
-        num_modules = self._model.num_depths
-        num_trees = len(trees.requests)
-        self._offer(stage, self._root_logits[:num_trees], 0)
-        hidden = self._root_hidden[:num_trees]
-        for level in range(1, trees.max_depth):
-            if (level - 1) * trees.max_branches >= MAX_BEAM_NODES:
-                break
-            module = min(level, num_modules - 1)
-            gpu.choose_beams(
-                trees,
-                level,
-                stage.asked.device["block_tables"],
-                block_size,
-                beams,
-                num_slots=self._num_slots,
-                scratch_slot=self._num_slots - 1,
-                first_depth=module if num_modules > 1 else 0,
-            )
-            output = model.launch(stage.arrays(module), hidden, beams.sources, depth=module)
-            self._offer(stage, output.logits, level)
-            hidden = output.hidden
-        gpu.emit_trees(trees, stage.output)
-
-    def _offer(self, stage: _Stage, logits: torch.Tensor, level: int) -> None:
-        gpu.offer_children(
-            stage.trees,
-            logits,
-            level,
-            stage.workspace,
-            vocab_limit=self._vocabulary.limit,
-            target_ids=self._target_ids,
-            scale=self._scale,
-            filtered=stage.filtered,
-        )
-
-    def _is_filtered(self, rows: Int32) -> bool:
-        """Whether logits are to be cut: only where there is a temperature."""
-        filters, top_ks = self.trees.filters[rows], self.trees.shapes[rows, kernel.TOP_K]
-        cut = (top_ks > 0) | (filters[:, kernel.TOP_P] < 1) | (filters[:, kernel.MIN_P] > 0)
-        return bool((cut & (filters[:, kernel.TEMPERATURE] > 0)).any())
-
-
-def _branches(wanted: int) -> int:
-    """A power of two that holds them."""
-    return min(1 << (max(wanted, 1) - 1).bit_length(), MAX_BRANCHES)
+        num_trees = len(stage.levels.trees.requests)
+        self._levels.launch(stage.levels, self._root_logits[:num_trees], self._root_hidden[:num_trees])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,12 +18,15 @@ from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Voc
 from numpy.typing import NDArray
 
 from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension, told_rows
-from drafter_svc.growth import ROWS_PER_SLOT, Growth, GrowthMaker, HostGrowth, PassOutput
+from drafter_svc.growth import ROWS_PER_SLOT, Growth, GrowthMaker, HostGrowth, PassOutput, set_wishes
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import DeviceArrays
-from foretoken.sampling import MIN_TEMPERATURE
 from foretoken.tree import Int32
+
+if TYPE_CHECKING:
+    from drafter_svc.resident_draft import ResidentDraft
+    from foretoken.resident import ResidentMemory, StreamOrder
 
 Float32 = NDArray[np.float32]
 
@@ -131,13 +134,26 @@ class DraftPasses:
         # Of each block and each module but the last: its output in the slot of the block that was written last, which
         # the next module is fed with the token of the next slot.
         self._carry = np.zeros((model.num_depths - 1, target.num_blocks, model.hidden_size), np.float32)
+        self._resident: ResidentDraft | None = None
 
     def draft(self, request: DraftRequest) -> DraftBatch:
-        """Learn the new tokens and write their entries, then grow a tree for each row that wants and can have one."""
+        """Learn the new tokens and write their entries, then grow a tree for each row that wants and can have one.
+
+        Raises ValueError for a request that no attachment has: it has too many rows, or its tokens are in device memory
+        that was not set.
+        """
         started = perf_counter()
+        if request.resident is not None:
+            if self._resident is None:
+                raise ValueError("a request whose tokens are in device memory, and none was set")
+            batch = self._resident.draft(request)
+            self.figures.grow_s += perf_counter() - started
+            return batch
+        if self._resident is not None:
+            self._resident.finish()
         if request.num_rows > len(self._tables):
             raise ValueError(f"a request of {request.num_rows} rows, more than two a slot")
-        self._set_trees(request, request.num_rows)
+        set_wishes(self._growth.trees, request, self._target.max_nodes)
         roots = np.zeros(request.num_rows, np.int32)
         drafted = self._extend(request, request.num_rows, roots)
         extended = perf_counter()
@@ -151,21 +167,16 @@ class DraftPasses:
         self.figures.grow_s += perf_counter() - extended
         return batch
 
-    def _set_trees(self, request: DraftRequest, num_rows: int) -> None:
-        trees, most = self._growth.trees, self._target.max_nodes
-        shapes, filters = trees.shapes[:num_rows], trees.filters[:num_rows]
-        shapes[:, kernel.LENGTH] = request.lengths[:num_rows]
-        shapes[:, kernel.MAX_NODES] = np.minimum(request.max_nodes[:num_rows], most)
-        shapes[:, kernel.MAX_DEPTH] = np.minimum(request.max_depths[:num_rows], shapes[:, kernel.MAX_NODES] - 1)
-        shapes[:, kernel.MAX_BRANCHES] = request.max_branches[:num_rows]
-        shapes[:, kernel.CHOICE_INDEX] = request.choice_indices[:num_rows]
-        shapes[:, kernel.TOP_K] = request.top_ks[:num_rows]
-        temperatures = request.temperatures[:num_rows]
-        filters[:, kernel.TEMPERATURE] = np.where(temperatures < MIN_TEMPERATURE, 0, temperatures)
-        filters[:, kernel.TOP_P] = request.top_ps[:num_rows]
-        filters[:, kernel.MIN_P] = request.min_ps[:num_rows]
-        trees.seeds[:num_rows] = request.seeds[:num_rows]
-        trees.counts[:num_rows] = 0
+    def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
+        """Raises PreconditionError if drafts cannot be made over such memory."""
+        self._resident = self._growth.resident_draft(self._rows, self._scratch, memory, order, self.figures)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget slots. Behind that nothing reads device memory that was set, if they are all of those in it."""
+        if self._resident is not None:
+            self._resident.release(slots)
+        for slot in slots:
+            self._rows.release(slot)
 
     def _extend(self, request: DraftRequest, num_rows: int, roots: Int32) -> list[int]:
         """Write the entries of all rows and let the roots offer their children: the rows that have any."""

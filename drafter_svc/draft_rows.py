@@ -188,6 +188,48 @@ class DraftRows:
         self._accept_blocks(sequence, length - told.num_features)
         return sequence
 
+    def known(self, told: ToldRow) -> DraftSequence | None:
+        """The row's sequence, if it was told up to just its length: where a run in device memory goes on."""
+        for sequence in self._sequences.get(told.slot, ()):
+            if (sequence.generation, sequence.salt, sequence.length) == (told.generation, told.salt, told.length):
+                return sequence
+        return None
+
+    def can_go_on(self, sequence: DraftSequence) -> bool:
+        """Whether the entry of its next token would lengthen its valid range."""
+        return sequence.valid_end == sequence.length and not self._lost_block(sequence, sequence.valid_end)
+
+    def append_blocks(self, sequence: DraftSequence, first: int, block_ids: list[int]) -> bool:
+        """Blocks of positions that are not told yet, from logical block ``first`` on. False: they cannot be."""
+        target, stop = self._target, first + len(block_ids)
+        if stop > self.max_blocks or (block_ids and not 0 <= min(block_ids) <= max(block_ids) < target.num_blocks):
+            return False
+        sequence.table[first:stop] = block_ids
+        return True
+
+    def claim_blocks(self, sequence: DraftSequence, first: int, stop: int) -> None:
+        """Logical blocks [first, stop) may be written to from now on, before ``advance`` says what was."""
+        for block in sequence.table[first:stop].tolist():
+            self._writers[block] = sequence.number
+            self._block_keys[block] = _NO_KEY
+
+    def advance(self, sequence: DraftSequence, tokens: list[int], *, is_written: bool) -> bool:
+        """Take the tokens behind those that were told, their blocks known. False, and nothing is taken: they cannot be.
+
+        ``is_written``: their entries were written too, into claimed blocks; the valid range ended before them.
+        """
+        start, target = sequence.length, self._target
+        length = start + len(tokens)
+        if not tokens or length > target.max_model_len or not 0 <= min(tokens) <= max(tokens) < target.vocab_size:
+            return False
+        sequence.tokens[start:length] = tokens
+        sequence.length = length
+        self._accept_blocks(sequence, start if is_written else length)
+        if is_written:
+            self._mark_written(sequence, start, length)
+            sequence.valid_end = length
+        return True
+
     def _find(self, told: ToldRow, start: int) -> DraftSequence | None:
         """The sequence that was told up to ``start``, or a new one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -12,7 +12,15 @@ from foretoken_kernels.cpu.draft_levels import LevelPass, Places, Vocabulary, gr
 from numpy.typing import NDArray
 
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.errors import PreconditionError
+from foretoken.sampling import MIN_TEMPERATURE
 from foretoken.tree import Int32
+
+if TYPE_CHECKING:
+    from drafter_svc.draft_passes import PassFigures
+    from drafter_svc.draft_rows import DraftRows
+    from drafter_svc.resident_draft import ResidentDraft
+    from foretoken.resident import ResidentMemory, StreamOrder
 
 Float32 = NDArray[np.float32]
 
@@ -75,6 +83,15 @@ class Growth(Protocol):
         """The best nodes of each row's tree. ``roots``: int32 [rows]; tokens."""
         ...
 
+    def resident_draft(
+        self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
+    ) -> ResidentDraft:
+        """What drafts from device memory in the same way. ``scratch``: int32 [slots, blocks]: for trees.
+
+        Raises PreconditionError if drafts cannot be made over such memory.
+        """
+        ...
+
 
 # Of a scale of the coupled score, in logits; 0: without the sampler's noise.
 GrowthMaker = Callable[[float], Growth]
@@ -86,6 +103,23 @@ def vocabulary_of(model: VocabularyOwner, target: TargetInfo) -> Vocabulary:
     if model.target_ids is None:
         return Vocabulary(size, min(size, target.vocab_size), np.empty(0, np.int32))
     return Vocabulary(size, size, np.array(model.target_ids, np.int32))
+
+
+def set_wishes(trees: kernel.Trees, request: DraftRequest, max_nodes: int) -> None:
+    """What the rows of a request want, in the first rows of ``trees``; ``max_nodes``: of a tree at most."""
+    num_rows = request.num_rows
+    shapes, filters = trees.shapes[:num_rows], trees.filters[:num_rows]
+    shapes[:, kernel.LENGTH] = request.lengths
+    shapes[:, kernel.MAX_NODES] = np.minimum(request.max_nodes, max_nodes)
+    shapes[:, kernel.MAX_DEPTH] = np.minimum(request.max_depths, shapes[:, kernel.MAX_NODES] - 1)
+    shapes[:, kernel.MAX_BRANCHES] = request.max_branches
+    shapes[:, kernel.CHOICE_INDEX] = request.choice_indices
+    shapes[:, kernel.TOP_K] = request.top_ks
+    filters[:, kernel.TEMPERATURE] = np.where(request.temperatures < MIN_TEMPERATURE, 0, request.temperatures)
+    filters[:, kernel.TOP_P] = request.top_ps
+    filters[:, kernel.MIN_P] = request.min_ps
+    trees.seeds[:num_rows] = request.seeds
+    trees.counts[:num_rows] = 0
 
 
 class HostGrowth:
@@ -133,6 +167,11 @@ class HostGrowth:
         )
         if num_passes < 0:
             raise ValueError("a level of draft trees holds an index out of range")
+
+    def resident_draft(
+        self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
+    ) -> ResidentDraft:
+        raise PreconditionError("a drafter on the CPU does not draft from device memory")
 
     def emit(self, request: DraftRequest, roots: Int32) -> DraftBatch:
         sizes = np.maximum(np.minimum(request.max_nodes, self._target.max_nodes), 1)

@@ -6,6 +6,7 @@ The head's loading and arithmetic are foretoken.models.draft_head's.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -21,10 +22,13 @@ from drafter_svc.target_folder import target_folder
 from drafter_svc.token_map import check_token_map, load_token_map
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import ConfigError, PreconditionError
+from foretoken.models.backend import device_uuid
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.draft_config import head_config, head_features
 from foretoken.models.draft_head import DraftHead, load_draft_head
 from foretoken.models.target_weights import TargetWeights, load_target_weights
+
+logger = logging.getLogger(__name__)
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP"]
 # Slot 0 has no entry: it would need the target's state before the first token.
@@ -75,11 +79,22 @@ class HeadDrafter(ModelDrafter):
         with _as_refusals():
             path, config = self._folders(target)
             self._check_algorithm(path)
-            features = head_features(head_config(path), config.num_layers)
-        return DrafterNeeds(features=features, num_rerun=1, blocks=True, weights=True)
+            head = head_config(path)
+            features = head_features(head, config.num_layers)
+        return DrafterNeeds(
+            features=features,
+            num_rerun=1,
+            blocks=True,
+            weights=True,
+            device=device_uuid(self._placement.backend),
+            # A deeper module goes on from what the one before it left of a block's last slot, which the host keeps.
+            resident=self._placement.is_gpu and head.num_depths == 1,
+        )
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
-        """Forget all, load the head and make its cache. ``weights`` of None are read from the target's folder.
+        """Forget all, load the head and make its cache.
+
+        ``weights`` of None, or that are laid out for another device or type, are read from the target's folder.
 
         Raises PreconditionError, as ``needs``: the target's folder is not visible, or head and target do not fit.
         """
@@ -91,7 +106,7 @@ class HeadDrafter(ModelDrafter):
             head = load_draft_head(
                 path,
                 target_config=config,
-                weights=self._weights(target, config) if weights is None or placement.is_gpu else weights,
+                weights=self._weights(target, config, weights),
                 num_blocks=placement.cache_blocks(target),
                 block_size=target.block_size,
                 num_positions=target.max_model_len + target.max_nodes,
@@ -111,11 +126,15 @@ class HeadDrafter(ModelDrafter):
             make_growth=placement.growth_maker(head, target),
             entry_rows=placement.entry_rows,
         )
-        self._begin(rows, passes)
+        self._begin(passes)
 
-    def _weights(self, target: TargetInfo, config: ModelConfig) -> TargetWeights:
-        """The target's, read for this drafter alone: what the verifier shares is laid out for a CPU."""
+    def _weights(self, target: TargetInfo, config: ModelConfig, shared: TargetWeights | None) -> TargetWeights:
+        """The target's: where they are, or read for this drafter alone."""
+        if shared is not None and self._placement.reads(shared.layout):
+            logger.info("embedding and head are the verifier's own")
+            return shared
         folder = self._target_folder(target)
+        logger.info("embedding and head are a copy, read from %s", folder)
         return load_target_weights(folder, config, self._placement.dtype, self._placement.backend)
 
     def _target_folder(self, target: TargetInfo) -> Path:

@@ -23,7 +23,9 @@ from drafter_svc.growth import MAX_BRANCHES, ROWS_PER_SLOT, Growth, GrowthMaker,
 from foretoken.drafting import TargetInfo
 from foretoken.models.backend import CPU, Backend, choose_backend, default_dtype
 from foretoken.models.batch import ForwardBatch, chain_batch
+from foretoken.models.device_batch import DeviceArrays
 from foretoken.models.device_sizes import PassSizes, choices_file
+from foretoken.models.weight_layout import PanelLayout, RowLayout, WeightLayout
 
 # A pass of so many rows runs the kernels of longer ones too.
 _WARM_ROWS = 128
@@ -33,6 +35,7 @@ class LaunchedModel(DraftModel, Protocol):
     """A model that may be on a GPU."""
 
     def tune(self, path: Path | None) -> None: ...
+    def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> PassOutput: ...
 
 
 class Placement(NamedTuple):
@@ -50,6 +53,12 @@ class Placement(NamedTuple):
     def entry_rows(self) -> int:
         """As DraftPasses takes it."""
         return GPU_ENTRY_ROWS if self.is_gpu else ENTRY_ROWS
+
+    def reads(self, layout: WeightLayout) -> bool:
+        """Whether the kernels here take weights that are laid out so, where they are."""
+        if self.is_gpu:
+            return layout == RowLayout(self.backend.device, self.dtype)
+        return isinstance(layout, PanelLayout)
 
     def cache_blocks(self, target: TargetInfo) -> int:
         """Blocks of the drafter's own cache; on a GPU one more, which rows write to that only fill up a graph."""
@@ -77,12 +86,15 @@ class Placement(NamedTuple):
         # Triton is imported where there is a GPU alone.
         from drafter_svc.device_growth import DeviceGrowth
 
+        sizes = self.pass_sizes(target)
+        assert sizes is not None
         make = partial(
             DeviceGrowth,
             model,
             target,
             max_blocks=self._table_blocks(target),
             num_slots=self.cache_blocks(target) * target.block_size,
+            pass_rows=sizes.rows,
             device=self.backend.device,
             dtype=self.dtype,
             graphs=self.graphs,
@@ -113,11 +125,13 @@ class Placement(NamedTuple):
 
 
 def _scratch_batch(rows: int, target: TargetInfo) -> ForwardBatch:
-    """Rows of one sequence whose entries all go to the first slot of scratch."""
+    """Rows of one sequence whose entries all go to the first slot of scratch, the only one that they see: what is in
+    the others nobody knows."""
     chain = chain_batch(np.zeros(rows, np.int32), 0, target.block_size, np.array([rows - 1], np.int32))
     return replace(
         chain,
         slot_mapping=np.full(rows, target.num_blocks * target.block_size, np.int32),
+        context_lens=np.ones(rows, np.int32),
         block_tables=np.full_like(chain.block_tables, target.num_blocks),
     )
 

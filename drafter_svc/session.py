@@ -13,11 +13,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
-from foretoken.arena import ArenaPeer
+from foretoken.arena_peer import ArenaPeer
 from foretoken.corpora import Corpora, HoldsCorpora
 from foretoken.doorbell import Doorbell, Waiter, default_spin_us
-from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, DraftsResident, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
+from foretoken.lost_context import exit_if_context_lost
 from foretoken.transport import TransportClosedError, answer
 
 logger = logging.getLogger(__name__)
@@ -153,6 +154,7 @@ class DrafterThread:
                 future.set_result(command())
             except Exception as error:
                 future.set_exception(error)
+                exit_if_context_lost()
 
     def _cancel_commands(self) -> None:
         while self._commands:
@@ -170,6 +172,11 @@ class DrafterThread:
                 peer = ArenaPeer(arena_socket, epoch, target, needs)
                 undo.callback(peer.close)
             self._drafter.attach(target, None if peer is None else peer.weights)
+            if peer is not None and peer.share is not None:
+                if not isinstance(self._drafter, DraftsResident):
+                    kind = self._drafter.algorithm
+                    raise PreconditionError(f"a drafter of kind {kind} does not draft from device memory")
+                self._drafter.set_resident(peer.share.memory, peer.share.order)
             undo.pop_all()
         self._peer = peer
         self._attachment = Attachment(epoch, target, needs, "grpc" if peer is None else "shared-memory")
@@ -203,7 +210,7 @@ class DrafterThread:
             raise UnavailableError(f"the drafter failed: {error!r}") from error
 
     def _serve_arena(self, peer: ArenaPeer) -> None:
-        """Answer what has come. Whatever goes wrong ends the attachment, not the process."""
+        """Answer what has come. Whatever goes wrong ends the attachment, the loss of the GPU context the process."""
         try:
             for request in peer.requests():
                 if isinstance(request, tuple):
@@ -224,9 +231,14 @@ class DrafterThread:
     def _fail(self, error: Exception) -> None:
         logger.error("the drafter failed; the attachment ends", exc_info=error)
         self._end(f"the drafter failed: {error!r}")
+        exit_if_context_lost()
 
     def _end(self, reason: str) -> None:
-        """Give back what the attachment held, the sequences' state in the drafter included."""
+        """Give back what the attachment held, the sequences' state in the drafter included.
+
+        Device memory goes when the drafter lets go of it, at its next ``attach``: what it has queued may still run.
+        Nothing that is queued waits for the verifier any more once the peer is closed.
+        """
         attachment, self._attachment = self._attachment, None
         peer, self._peer = self._peer, None
         if peer is not None:

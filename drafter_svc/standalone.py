@@ -23,6 +23,7 @@ from drafter_svc.tokenizer_match import check_same_tokenizer
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache
+from foretoken.models.backend import device_uuid
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
@@ -66,6 +67,9 @@ class StandaloneModel:
     def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> _Output:
         return _Output(self._llama.launch(arrays), self._no_hidden)
 
+    def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> _Output:
+        return _Output(self._llama.launch(arrays), self._no_hidden)
+
     def level_pass(self, num_rows: int, longest: int) -> LevelPass:
         return self._llama.level_pass(num_rows, longest)
 
@@ -106,7 +110,8 @@ class StandaloneDrafter(ModelDrafter):
                 f"the draft model's vocabulary has {self._config.vocab_size} tokens, the target's {target.vocab_size}"
             )
         check_same_tokenizer(self._path, target_folder(target, self._target_path))
-        return DrafterNeeds(blocks=True)
+        placement = self._placement
+        return DrafterNeeds(blocks=True, device=device_uuid(placement.backend), resident=placement.is_gpu)
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         """Forget all; make the cache. Raises as ``needs``."""
@@ -127,10 +132,7 @@ class StandaloneDrafter(ModelDrafter):
         rows = DraftRows(target, first_position=0, needs_features=False)
         model = StandaloneModel(llama)
         growth = placement.growth_maker(model, target)
-        self._begin(
-            rows,
-            DraftPasses(model, target, rows, budget=PREFILL_TOKENS, coupled=self._coupled, make_growth=growth),
-        )
+        self._begin(DraftPasses(model, target, rows, budget=PREFILL_TOKENS, coupled=self._coupled, make_growth=growth))
 
 
 def _silent(_done: int, _total: int, _what: str) -> None:

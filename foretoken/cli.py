@@ -83,9 +83,11 @@ def serve(
     otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    numerics: flags.Numerics = None,
     threads: flags.Threads = None,
     mem_fraction_static: flags.MemFractionStatic = None,
     disable_cuda_graph: flags.DisableCudaGraph = False,
+    disable_overlap_schedule: flags.DisableOverlapSchedule = False,
     context_length: flags.ContextLength = None,
     block_size: flags.BlockSize = None,
     max_total_tokens: flags.MaxTotalTokens = None,
@@ -110,6 +112,7 @@ def serve(
     ngram_order: flags.NgramOrder = None,
     ngram_external_corpus_max_tokens: flags.NgramExternalCorpusMaxTokens = None,
     drafter_placement: flags.DrafterPlacement = "process",
+    mps: flags.Mps = "auto",
     dry_run: flags.DryRun = False,
     log_level: flags.LogLevel = "warning",
 ) -> None:
@@ -120,6 +123,9 @@ def serve(
     from foretoken.runtime_folder import runtime_folder
 
     if dry_run:
+        _check_device(context)
+        for spec in _drafter_specs(context):
+            _drafter_settings(context, spec, "unix:/none")
         _print_plan(_verifier_settings(context, _checkpoint(context), "unix:/none", []))
         return
     # Read by gRPC as it is loaded: the supervisor forks to start programs only, never to go on with gRPC, and its fork
@@ -179,9 +185,11 @@ def verifier(
     served_model_name: flags.ServedModelName = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    numerics: flags.Numerics = None,
     threads: flags.Threads = None,
     mem_fraction_static: flags.MemFractionStatic = None,
     disable_cuda_graph: flags.DisableCudaGraph = False,
+    disable_overlap_schedule: flags.DisableOverlapSchedule = False,
     context_length: flags.ContextLength = None,
     block_size: flags.BlockSize = None,
     max_total_tokens: flags.MaxTotalTokens = None,
@@ -217,9 +225,12 @@ def verifier(
     # while the one it waits for has lost its core.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     from foretoken.drafter_spec import parse_spec
+    from foretoken.errors import ConfigError
 
     held = [parse_spec(text) for text in drafters or [] if "address=" not in text]
     endpoints = [text for text in drafters or [] if "address=" in text]
+    if any(spec.placement is not None for spec in held):
+        raise ConfigError("--drafter: placement is for foretoken serve; what is given here runs in this process")
     settings = _verifier_settings(context, _checkpoint(context), address, endpoints)
     if all(spec.algorithm != "NGRAM" for spec in held):
         _refuse_ngram_flags(context, "--drafter name=NAME,algorithm=NGRAM")
@@ -288,17 +299,23 @@ def _supervise(context: typer.Context, folder: Path) -> int:
     import asyncio
 
     from foretoken import stack
+    from foretoken.mps import DRIVER, gpu_clients
     from foretoken.supervisor import Supervisor
 
     services, gateway_settings = _services(context, folder)
+    has_gpu = context.params["device"] != "cpu" and DRIVER.exists()
 
     def announce_ready() -> None:
         settings = gateway_settings
         name, host, port = settings.served_model_name, settings.host, settings.port
         print(stack.ready_text(name, host, port, settings.grpc_port, program()), flush=True)
 
-    supervisor = Supervisor(services, on_ready=announce_ready, announce=say, stop_notice=stack.STOP_NOTICE)
-    return asyncio.run(supervisor.run())
+    on_gpu = {stack.VERIFIER_NAME, *(stack.drafter_name(name) for name in _model_drafters(context))}
+    is_useful = sum(service.name in on_gpu for service in services) > 1
+    with gpu_clients(context.params["mps"], folder, has_gpu=has_gpu, is_useful=is_useful, announce=say) as clients:
+        services = [clients.run(service) if service.name in on_gpu else service for service in services]
+        supervisor = Supervisor(services, on_ready=announce_ready, announce=say, stop_notice=stack.STOP_NOTICE)
+        return asyncio.run(supervisor.run())
 
 
 def _services(context: typer.Context, folder: Path) -> tuple[list[Service], GatewaySettings]:
@@ -315,8 +332,9 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
     for spec in specs:
         address = f"unix:{folder}/{spec.name}.sock"
         settings = _drafter_settings(context, spec, address)
-        if context.params["drafter_placement"] == "in-process":
-            held += ["--drafter", spec_text(spec), *to_flags(settings.ngram, "ngram")]
+        if (spec.placement or context.params["drafter_placement"]) == "in-process":
+            inside = spec.model_copy(update={"placement": None})
+            held += ["--drafter", spec_text(inside), *to_flags(settings.ngram, "ngram")]
         else:
             endpoints.append(f"name={spec.name},address={address}")
             services.append(stack.drafter(spec.name, stack.command("drafter", settings, level), address))
@@ -350,9 +368,13 @@ def _check_ports(context: typer.Context) -> None:
 def _check_device(context: typer.Context) -> None:
     """What needs no library to be known, before anything is started."""
     from foretoken.errors import ConfigError
+    from foretoken.mps import DRIVER
 
-    if context.params["device"] == "cuda" and not Path("/dev/nvidiactl").exists():
+    device, has_driver = context.params["device"], DRIVER.exists()
+    if device == "cuda" and not has_driver:
         raise ConfigError("--device cuda: there is no NVIDIA GPU here, or no driver for it")
+    if context.params["mps"] == "on" and (device == "cpu" or not has_driver):
+        raise ConfigError("--mps on: models do not run on an NVIDIA GPU here")
 
 
 def _print_plan(settings: VerifierSettings) -> None:
@@ -394,7 +416,7 @@ def _drafter_specs(context: typer.Context) -> list[DrafterSpec]:
         if algorithm or path or token_map:
             raise ConfigError(
                 "--speculative-algorithm, --speculative-draft-model-path and --speculative-token-map do not go with "
-                "--drafter: its own keys say the same: name, algorithm, model, token_map, threads, coupled_noise"
+                "--drafter: its own keys say the same: " + ", ".join(DrafterSpec.model_fields)
             )
     elif algorithm == "NONE":
         specs = []
@@ -407,6 +429,11 @@ def _drafter_specs(context: typer.Context) -> list[DrafterSpec]:
     if all(spec.algorithm != "NGRAM" for spec in specs):
         _refuse_ngram_flags(context, "a drafter of --speculative-algorithm NGRAM")
     return specs
+
+
+def _model_drafters(context: typer.Context) -> list[str]:
+    """Names of the drafters that run a model, on the verifier's GPU if it is on one."""
+    return [spec.name for spec in _drafter_specs(context) if spec.algorithm != "NGRAM"]
 
 
 def _drafter_settings(context: typer.Context, spec: DrafterSpec, address: str) -> DrafterSettings:

@@ -23,8 +23,11 @@ def split_request(request: DraftRequest, token_capacity: int, block_size: int) -
     """The same request in parts of at most ``token_capacity`` new tokens each, and as many tokens of predictions.
 
     All parts but the last only extend. The last has every row, with the last new token of each, and asks for the
-    trees. All carry the request's step id. ``token_capacity`` is at least the number of rows.
+    trees. All carry the request's step id. ``token_capacity`` is at least the number of rows. A request whose tokens
+    are in device memory is one part.
     """
+    if request.resident is not None:
+        return [request]
     parts: list[DraftRequest] = []
     if len(request.prediction) > token_capacity:
         parts, request = _predictions_first(request, token_capacity)

@@ -43,10 +43,12 @@ def needs_from_proto(message: drafter_pb2.PrepareResponse, target: TargetInfo) -
     features = tuple(message.features)
     if any(not FINAL_NORM <= feature <= target.num_layers for feature in features):
         raise PreconditionError(f"the drafter wants features {features}; the target has {target.num_layers} layers")
-    return DrafterNeeds(features, message.num_rerun, message.blocks, message.weights)
+    return DrafterNeeds(features, message.num_rerun, message.blocks, message.weights, message.device, message.resident)
 
 
 def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:
+    """Of a request that carries its tokens: device memory is where both sides are on one device."""
+    assert request.resident is None, "a stream hands over no device memory"
     columns: dict[str, Any] = {name: getattr(request, name).tolist() for name in ROW_COLUMNS}
     for values, starts in RAGGED_COLUMNS.items():
         columns[starts] = getattr(request, starts).tolist()

@@ -52,6 +52,7 @@ def detach(
     """Do without a drafter; running requests go on."""
     with _client(url, key_file) as client:
         client.detach(name, verifier)
+    print(f"{name}: detached")
 
 
 def _client(url: str, key_file: Path) -> DraftersClient:
@@ -65,7 +66,9 @@ def _show(drafters: list[DrafterOf]) -> None:
     for drafter in drafters:
         kind = f" {drafter.algorithm}" if drafter.algorithm else ""
         place = f" at {drafter.address}" if drafter.address else ""
+        reason = f" ({drafter.reason})" if drafter.reason else ""
+        # An address ends at a space, so that it can be copied.
         print(
-            f"{drafter.name}{place}: {drafter.state},{kind} over {drafter.transport}, to the verifier at "
+            f"{drafter.name}: {drafter.state}{reason},{kind} over {drafter.transport}{place} for the verifier at "
             f"{drafter.verifier}"
         )

@@ -23,7 +23,7 @@ DrafterName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$"), Afte
 
 
 class DrafterSpec(BaseModel):
-    """One drafter by its kind; where it runs is the command's to decide."""
+    """One drafter by its kind."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,6 +37,8 @@ class DrafterSpec(BaseModel):
     threads: int = Field(default=0, ge=0, le=1024)
     # At a temperature, whether it drafts by the sampler's noise.
     coupled_noise: bool = True
+    # Where ``foretoken serve`` runs it; None: as --drafter-placement says.
+    placement: Literal["process", "in-process"] | None = None
 
     @field_validator("algorithm", mode="before")
     @classmethod

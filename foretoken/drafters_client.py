@@ -16,6 +16,8 @@ class DrafterOf(NamedTuple):
     transport: str
     address: str
     state: str
+    # Why it is not attached; empty where it is.
+    reason: str
 
 
 class DraftersClient(OperatorClient):

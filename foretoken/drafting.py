@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from foretoken.tree import DraftTree, Int32
 
 if TYPE_CHECKING:
     from foretoken.models.target_weights import TargetWeights
+    from foretoken.resident import ResidentMemory, StreamOrder
 
 Float32 = NDArray[np.float32]
 
@@ -86,12 +87,16 @@ class DrafterNeeds:
             that goes on from the target's hidden state, D for one of D layers, 0 without features.
         blocks: whether it keeps keys and values under the verifier's block ids.
         weights: whether it uses the target's embedding or output head (``attach`` gets them where they can be shared).
+        device: the GPU where its model runs, by the UUID that CUDA gives it. Empty: it has none, or it is on the CPU.
+        resident: whether it can draft from memory of that GPU (foretoken.resident).
     """
 
     features: tuple[int, ...] = ()
     num_rerun: int = 0
     blocks: bool = False
     weights: bool = False
+    device: str = ""
+    resident: bool = False
 
 
 def _column(name: str) -> Any:
@@ -101,6 +106,24 @@ def _column(name: str) -> Any:
 
 def _offsets(index: int) -> Any:
     return property(lambda request: request.starts[index])
+
+
+class ResidentStep(NamedTuple):
+    """That a request's tokens and hidden rows are in device memory (foretoken.resident), where the trees go too.
+
+    Requests whose first has ``begins`` set and whose last ``is_last`` are a run: their rows are the seats of the
+    device memory, the same in all of them.
+
+    Attributes:
+        number: of the step whose results are meant; grows by one from request to request.
+        begins: the first of a run. Its rows say what sits in the seats, and their ``lengths`` what the drafter was told
+            of before: those of the run's later requests are the same.
+        is_last: the trees are to come with the reply too. Replies to others say nothing: a root for each row.
+    """
+
+    number: int
+    begins: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +167,10 @@ class DraftRequest:
             Empty for drafters that want none.
         prediction_starts, prediction: int32 [rows + 1], int32 [sum]; tokens that the client expects as the output, told
             once a sequence and attachment, before or with its first tokens; later ones are appended.
+        resident: None: all that the request tells is in it. Else it tells of blocks alone: those behind the ones that
+            the run's earlier requests named, in logical order, and in its first one those behind the ones that hold
+            ``lengths`` tokens; there are enough for all that the run writes until the next one. The tokens count as
+            told once the step is done.
     """
 
     epoch: int
@@ -154,6 +181,7 @@ class DraftRequest:
     hidden: Float32
     block_ids: Int32
     prediction: Int32
+    resident: ResidentStep | None = None
 
     salts, seeds = _column("salts"), _column("seeds")
     slots, generations = _column("slots"), _column("generations")
@@ -252,4 +280,14 @@ class Drafter(Protocol):
 
     def gauges(self) -> dict[str, float]:
         """Drafter-specific figures for metrics, such as ``ngram_nodes``."""
+        ...
+
+
+@runtime_checkable
+class DraftsResident(Protocol):
+    """A Drafter that also takes requests whose tokens are in device memory."""
+
+    def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
+        """Where such requests' tokens are, and their trees go. Called behind ``attach``, if it is; holds until the
+        next ``attach``."""
         ...

@@ -116,6 +116,21 @@ Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
     typer.Option(help="Where models run; auto: on an NVIDIA GPU if there is one.", show_default="auto"),
 ]
+Numerics = Annotated[
+    Literal["auto", "strict", "fast"] | None,
+    typer.Option(
+        help="strict: the text never depends on what else runs, drafts included; fast: on a GPU near-ties may turn. "
+        "auto is strict on a CPU, fast on a GPU.",
+        show_default="auto",
+    ),
+]
+DisableOverlapSchedule = Annotated[
+    bool,
+    typer.Option(
+        "--disable-overlap-schedule",
+        help="On a GPU, launch no step before the host has read the one before.",
+    ),
+]
 DisableCudaGraph = Annotated[
     bool,
     typer.Option("--disable-cuda-graph", help="On a GPU, launch every kernel by itself."),
@@ -169,7 +184,8 @@ DrafterSpecs = Annotated[
     list[str] | None,
     typer.Option(
         "--drafter",
-        metavar="name=NAME,algorithm=ALGORITHM[,model=MODEL][,token_map=FILE][,threads=N][,coupled_noise=false]",
+        metavar="name=NAME,algorithm=ALGORITHM[,model=MODEL][,token_map=FILE][,threads=N][,coupled_noise=false]"
+        "[,placement=process|in-process]",
         help="A drafter to start, instead of --speculative-algorithm; may be given several times.",
         show_default="none",
     ),
@@ -205,7 +221,18 @@ DraftTimeoutMs = Annotated[
 ]
 DrafterPlacement = Annotated[
     Literal["process", "in-process"],
-    typer.Option(help="A process of its own, or inside the verifier: no hand-over and no isolation."),
+    typer.Option(
+        help="A process of its own, or inside the verifier: no hand-over and no isolation. Of drafters that do not say "
+        "it themselves."
+    ),
+]
+Mps = Annotated[
+    Literal["auto", "on", "off"],
+    typer.Option(
+        "--mps",
+        help="NVIDIA's multi-process service for verifier and drafters on one GPU; auto: where it is of use and can be "
+        "had. off isolates their faults, and costs time at each step.",
+    ),
 ]
 DrafterEndpoints = Annotated[
     list[str] | None,

@@ -55,7 +55,9 @@ def _download(model: str, revision: str | None) -> Path:
     except errors.RepositoryNotFoundError:
         raise ConfigError(f"no folder and no public hub id: {model} (a private one needs: hf auth login)") from None
     except errors.LocalEntryNotFoundError:
-        raise ConfigError(f"{model}{at} is not in the cache and the hub does not answer or is switched off") from None
+        raise ConfigError(
+            f"{model}{at} is no folder here and no model in the cache, and the hub does not answer or is switched off"
+        ) from None
     except Exception as error:  # The library's errors and those of its HTTP client share no base.
         raise ConfigError(f"cannot download {model}{at}: {_first_line(error)}") from error
     return Path(folder)

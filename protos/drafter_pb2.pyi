@@ -37,18 +37,22 @@ class PrepareRequest(_message.Message):
     def __init__(self, target: _Optional[_Union[TargetInfo, _Mapping]] = ...) -> None: ...
 
 class PrepareResponse(_message.Message):
-    __slots__ = ("algorithm", "features", "num_rerun", "blocks", "weights")
+    __slots__ = ("algorithm", "features", "num_rerun", "blocks", "weights", "device", "resident")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     NUM_RERUN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
     algorithm: str
     features: _containers.RepeatedScalarFieldContainer[int]
     num_rerun: int
     blocks: bool
     weights: bool
-    def __init__(self, algorithm: _Optional[str] = ..., features: _Optional[_Iterable[int]] = ..., num_rerun: _Optional[int] = ..., blocks: _Optional[bool] = ..., weights: _Optional[bool] = ...) -> None: ...
+    device: str
+    resident: bool
+    def __init__(self, algorithm: _Optional[str] = ..., features: _Optional[_Iterable[int]] = ..., num_rerun: _Optional[int] = ..., blocks: _Optional[bool] = ..., weights: _Optional[bool] = ..., device: _Optional[str] = ..., resident: _Optional[bool] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("epoch", "target", "arena_socket", "layout_version", "challenge")

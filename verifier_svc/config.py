@@ -36,6 +36,8 @@ class VerifierSettings(BaseModel):
     address: Address
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # strict: a row's logits have the same bits in any batch; auto: strict on a CPU, fast on a GPU.
+    numerics: Literal["auto", "strict", "fast"] = "auto"
     # Threads of the forward pass; 0: one per core but one, which is left to the other services.
     threads: int = Field(default=0, ge=0, le=256)
     # Tokens of context; 0: what the checkpoint says.
@@ -47,6 +49,8 @@ class VerifierSettings(BaseModel):
     mem_fraction_static: float = Field(default=0.8, gt=0, le=1)
     # Launch every kernel by itself.
     disable_cuda_graph: bool = False
+    # Launch no step before the host has read the one before.
+    disable_overlap_schedule: bool = False
     max_running_requests: int = Field(default=64, ge=1, le=1024)
     max_queued_requests: int = Field(default=256, ge=1, le=65536)
     chunked_prefill_size: int = Field(default=512, ge=1, le=65536)

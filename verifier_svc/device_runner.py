@@ -20,15 +20,16 @@ from foretoken.models.backend import Backend
 from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.device_sizes import PassSizes, choices_file
-from foretoken.models.llama import Llama
+from foretoken.models.llama import Llama, ResidentPass
+from foretoken.models.row_check import rows_are_independent
 from verifier_svc.model_runner import TargetModel, silent
 
 _log = logging.getLogger(__name__)
 
 # Of hidden rows that are fetched at once: a large batch's, accepted trees included.
 _MOST_PINNED_BYTES = 16 << 20
-# A prompt's pass of so many rows runs the kernels of longer ones too.
-_PROMPT_ROWS = 128
+# A prompt's pass of so many rows runs the kernels of longer ones too: attention's tiles are at their largest.
+_PROMPT_ROWS = 1024
 
 
 class DeviceRunner(TargetModel):
@@ -36,14 +37,20 @@ class DeviceRunner(TargetModel):
 
     Args:
         sizes: of the largest batch.
+        strict: whether a row is to have the same bits in any batch; else the kernels are the fastest for each.
         Others, errors and attributes as TargetModel.
+
+    Attributes:
+        planes: [2 * layers, slots, slot_size]; the cache, as kv_commit takes it.
     """
 
-    def __init__(self, path: Path, *, backend: Backend, sizes: PassSizes, **options: Any) -> None:
+    def __init__(self, path: Path, *, backend: Backend, sizes: PassSizes, strict: bool = False, **options: Any) -> None:
         super().__init__(path, backend=backend, **options)
         self._device = backend.device
-        self._model = Llama(self.config, self.weights, self.cache, self.max_model_len, 0, sizes=sizes)
-        self._planes = self.cache.data.view(2 * self.config.num_layers, self.cache.num_slots, -1)
+        self._most_rows, self._most_wanted = sizes.rows, sizes.wanted
+        self._strict = strict
+        self._model = Llama(self.config, self.weights, self.cache, self.max_model_len, 0, sizes=sizes, strict=strict)
+        self.planes = self.cache.data.view(2 * self.config.num_layers, self.cache.num_slots, -1)
 
     def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
         """float32 [len(rows), captured * hidden_size] of the last pass, fetched."""
@@ -75,7 +82,13 @@ class DeviceRunner(TargetModel):
         """
         self.check_slots(src_slots, dst_slots)
         moves = torch.from_numpy(np.stack([src_slots, dst_slots])).to(self._device, non_blocking=True)
-        copy_slots(self._planes, moves[0], moves[1])
+        copy_slots(self.planes, moves[0], moves[1])
+
+    def resident_pass(
+        self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
+    ) -> ResidentPass:
+        """As Llama.resident_pass."""
+        return self._model.resident_pass(features, rows, seqs, max_seq_rows, blocks)
 
     def tune(self, path: Path | None) -> None:
         """Time matmuls and take the fastest from now on; ``path`` keeps the choices for the next start."""
@@ -83,13 +96,14 @@ class DeviceRunner(TargetModel):
 
     def warm_up(self, progress: Progress = silent, *, max_nodes: int = 1) -> None:
         """Choose matmuls, compile the kernels of prompts' passes and of trees up to ``max_nodes``, so that no request
-        waits for a compiler. Leaves noise in the cache."""
+        waits for a compiler; where strict passes are wanted, check that they are. Leaves noise in the cache. Sets
+        ``mode``."""
         start = time.perf_counter()
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not self._strict:
             progress(0, 1, "timing matmuls")
             self.tune(choices_file())
-        room = min(self.max_model_len, self.cache.num_slots - self.block_size)
-        # The attention's kernel is another one for each power of two of a sequence's rows.
+        room = min(self.max_model_len, self.cache.num_slots - self.block_size, self._most_rows)
+        # The attention's kernel is another one for each of its tiles, which grow with the rows, and for splits.
         counts = [1 << power for power in range(max(max_nodes, _PROMPT_ROWS).bit_length())]
         for done, rows in enumerate(count for count in counts if count <= room):
             progress(done, len(counts), "compiling kernels")
@@ -98,4 +112,11 @@ class DeviceRunner(TargetModel):
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         progress(1, 1, "compiling kernels")
-        _log.info("numerics: fast; kernels ready in %.2f s", time.perf_counter() - start)
+        _log.info("kernels ready in %.2f s", time.perf_counter() - start)
+        if not self._strict:
+            _log.info("numerics: fast; a near-tie may fall differently with and without speculation")
+            return
+        start = time.perf_counter()
+        most = min(self.cache.num_slots, self.max_model_len, self._most_rows, self._most_wanted)
+        independent = rows_are_independent(self.forward, self.config, self.block_size, most, progress)
+        self.set_mode(independent, time.perf_counter() - start)

@@ -6,6 +6,7 @@ slot. A sequence with a grammar is walked on the host, since each of its masks d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from foretoken_kernels.sampler_state import WalkResult as DeviceResult
 from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES
 from foretoken.models.device_batch import bucket
 from foretoken.models.device_graph import DeviceGraphs
+from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_twins import DeviceTwins
 from foretoken.sampling import is_greedy, noise_key
 from verifier_svc.messages import FinishReason, TokenLogprobs
@@ -59,10 +61,11 @@ class _Shape(NamedTuple):
     seqs: int
 
 
-class _Stage:
-    """The memory of one shape's graph."""
+class WalkStage:
+    """The memory of one shape's graph: what is asked (SampleBatch), what is found (WalkResult), and ``num_nodes`` of
+    the trees that were walked, where the host does not know them. ``depth``: steps that may be unread."""
 
-    def __init__(self, shape: _Shape, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, shape: _Shape, max_tokens: int, depth: int, device: torch.device) -> None:
         rows, seqs = shape
         self.asked = DeviceTwins(
             {
@@ -77,21 +80,10 @@ class _Stage:
             },
             device,
         )
-        one, many = ((seqs,), torch.int32), ((seqs, max_tokens), torch.int32)
-        self.found = DeviceTwins(
-            {
-                "num_walked": one,
-                "num_tokens": one,
-                "tokens": many,
-                "nodes": many,
-                "num_matched": one,
-                "num_accepted": one,
-                "accepted": many,
-                "finish": one,
-            },
-            device,
-        )
-        self.result = DeviceResult(**self.found.device)
+        many = ("tokens", "nodes", "accepted")
+        found = {name: (seqs, max_tokens) if name in many else (seqs,) for name in (*DeviceResult._fields, "num_nodes")}
+        self.found = DeviceJournal(found, depth, device)
+        self.result = DeviceResult(**{name: self.found.device[name] for name in DeviceResult._fields})
         self.sampled = torch.zeros(rows, dtype=torch.int32, device=device)
 
 
@@ -129,7 +121,7 @@ class DeviceWalker:
         self._state: SamplerState = state._replace(**self._rules.device)
         # Of each slot the sequence whose rules it holds, by generation.
         self._generations = [-1] * max_slots
-        self._stages: dict[_Shape, _Stage] = {}
+        self._stages: dict[_Shape, WalkStage] = {}
         self._graphs = DeviceGraphs(graphs and device.type == "cuda")
 
     @torch.inference_mode()
@@ -137,9 +129,11 @@ class DeviceWalker:
         on_device = [each for each in walks if each.sequence.sampling.grammar is None]
         results: dict[int, WalkResult] = {}
         if on_device:
-            self._seat([each.sequence for each in on_device])
+            self.seat([each.sequence for each in on_device])
             stage = self._launch(on_device, logits)
-            found = stage.found.receive()
+            stage.found.record()
+            stage.found.wait()
+            found = stage.found.take()
             for index, each in enumerate(on_device):
                 results[id(each)] = self._result(each, index, found, logits)
         for each in walks:
@@ -150,17 +144,21 @@ class DeviceWalker:
     @torch.inference_mode()
     def warm_up(self, vocab_size: int) -> None:
         """Compile the kernels: so far no row belongs to a sequence."""
-        stage = _Stage(_Shape(1, 1), self._max_tokens, self._device)
+        stage = self.new_stage(1, 1, 1)
         stage.asked.host["row_seqs"][:] = -1
         stage.asked.send()
-        self._sample_and_walk(stage, torch.zeros((1, vocab_size), dtype=torch.float32, device=self._device))
+        self.sample_and_walk(stage, torch.zeros((1, vocab_size), dtype=torch.float32, device=self._device))
 
-    def _launch(self, walks: list[Walk], logits: torch.Tensor) -> _Stage:
+    def new_stage(self, rows: int, seqs: int, depth: int) -> WalkStage:
+        """A stage of its own for who fills it on the device. ``depth``: as WalkStage."""
+        return WalkStage(_Shape(rows, seqs), self._max_tokens, depth, self._device)
+
+    def _launch(self, walks: list[Walk], logits: torch.Tensor) -> WalkStage:
         rows = max(each.first_row + each.tree.num_nodes for each in walks)
         # Rows of logits past those of this step hold what an earlier one left.
         shape = _Shape(min(bucket(rows), len(self._workspace.depths)), min(bucket(len(walks)), self._max_slots))
         if shape not in self._stages:
-            self._stages[shape] = _Stage(shape, self._max_tokens, self._device)
+            self._stages[shape] = WalkStage(shape, self._max_tokens, 1, self._device)
         stage = self._stages[shape]
         stage.asked.wait()
         host = stage.asked.host
@@ -184,32 +182,19 @@ class DeviceWalker:
         stage.asked.send()
         whole = _first_rows(logits, shape.rows)
         key = (shape, whole.data_ptr())
-        self._graphs.run(key, lambda: self._sample_and_walk(stage, whole))
+        self._graphs.run(key, lambda: self.sample_and_walk(stage, whole))
         return stage
 
-    def _sample_and_walk(self, stage: _Stage, logits: torch.Tensor) -> None:
+    def sample_and_walk(self, stage: WalkStage, logits: torch.Tensor) -> None:
+        """Launch the kernels; nothing waits for them."""
         batch = SampleBatch(logits=logits, vocab_limit=self._token_limit, **stage.asked.device)
         sample_rows(batch, self._state, self._workspace, stage.sampled)
         walk(batch, stage.sampled, self._state, stage.result)
 
     def _result(self, each: Walk, index: int, found: dict[str, np.ndarray], logits: torch.Tensor) -> WalkResult:
-        num_walked, num_tokens = int(found["num_walked"][index]), int(found["num_tokens"][index])
-        tokens = found["tokens"][index, :num_walked].tolist()
-        matched = found["accepted"][index, : int(found["num_matched"][index])].tolist()
-        accepted = matched[: int(found["num_accepted"][index])]
-        sources = [1 if each.sources is None else int(each.sources[node]) for node in accepted]
-        finish = _FINISHES.get(int(found["finish"][index]))
-        nodes = found["nodes"][index, :num_tokens].tolist()
-        return WalkResult(
-            tokens=tokens[:num_tokens],
-            accepted_nodes=accepted,
-            sources=sources + [0] * (num_tokens - len(accepted)),
-            finish=finish,
-            stop_token_id=tokens[-1] if finish is FinishReason.STOP else None,
-            logprobs=self._logprobs(each, nodes, tokens[:num_tokens], logits),
-            num_walked_tokens=num_walked,
-            matched_nodes=matched,
-        )
+        result = walk_result(found, index, each.sources)
+        nodes = found["nodes"][index, : len(result.tokens)].tolist()
+        return result._replace(logprobs=self._logprobs(each, nodes, result.tokens, logits))
 
     def _logprobs(self, each: Walk, nodes: list[int], tokens: list[int], logits: torch.Tensor) -> list[TokenLogprobs]:
         """Of the raw logits of the rows that gave the tokens, which are fetched for it."""
@@ -219,7 +204,7 @@ class DeviceWalker:
         rows = torch.tensor([each.first_row + node for node in nodes], device=logits.device)
         return token_logprobs(logits[rows].cpu().numpy(), tokens, top_k)
 
-    def _seat(self, sequences: list[Sequence]) -> None:
+    def seat(self, sequences: Items[Sequence]) -> None:
         """Bring over the rules of sequences that are new in their slots."""
         fresh = [s for s in sequences if self._generations[s.slot] != s.generation]
         if not fresh:
@@ -271,6 +256,30 @@ class DeviceWalker:
         slots = torch.tensor([s.slot for s in sequences], device=self._device)
         pairs = [torch.tensor(each, dtype=torch.int64).reshape(-1, 2).to(self._device) for each in (prompt, output)]
         reset_slots(self._state, slots, pairs[0][:, 1], pairs[0][:, 0], pairs[1][:, 1], pairs[1][:, 0])
+
+
+def walk_result(found: Mapping[str, np.ndarray], index: int, sources: Items[int] | int | None) -> WalkResult:
+    """Of one sequence, without logprobs. ``found``: WalkResult of the device, fetched. ``sources``: as Walk has them;
+    a number stands for that of all nodes."""
+    num_walked, num_tokens = int(found["num_walked"][index]), int(found["num_tokens"][index])
+    tokens = found["tokens"][index, :num_walked].tolist()
+    matched = found["accepted"][index, : int(found["num_matched"][index])].tolist()
+    accepted = matched[: int(found["num_accepted"][index])]
+    if sources is None or isinstance(sources, int):
+        from_drafters = [1 if sources is None else sources] * len(accepted)
+    else:
+        from_drafters = [int(sources[node]) for node in accepted]
+    finish = _FINISHES.get(int(found["finish"][index]))
+    return WalkResult(
+        tokens=tokens[:num_tokens],
+        accepted_nodes=accepted,
+        sources=from_drafters + [0] * (num_tokens - len(accepted)),
+        finish=finish,
+        stop_token_id=tokens[-1] if finish is FinishReason.STOP else None,
+        logprobs=[],
+        num_walked_tokens=num_walked,
+        matched_nodes=matched,
+    )
 
 
 def _is_penalized(sequence: Sequence) -> bool:

@@ -7,47 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from foretoken.drafting import ROW_DTYPE, DraftBatch, DraftRequest, Float32, starts_of
+from foretoken.drafting import ROW_DTYPE, DraftBatch, DraftRequest, Float32, ResidentStep, starts_of
 from foretoken.sampling import MIN_TEMPERATURE
 from foretoken.transport import TransportClosedError
 from verifier_svc.acceptance_estimates import AcceptanceEstimates
 from verifier_svc.draft import Draft
 from verifier_svc.draft_source import DraftSource, State
 from verifier_svc.draft_times import DraftTimes
+from verifier_svc.drafter_counters import DrafterCounters
 from verifier_svc.feature_window import columns_of, joined
 from verifier_svc.gate import PRIOR_ACCEPTANCE, PRIOR_TRIALS
 from verifier_svc.patience import Patience
 from verifier_svc.sequence import Sequence, Told
-
-
-@dataclass(slots=True)
-class DrafterCounters:
-    """What one drafter's trees came to."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_rejected_drafts: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    # Requests that a step waited for, and seconds of these waits.
-    num_awaited: int = 0
-    wait_seconds: float = 0.0
-
-    def add(self, num_drafted: int, accepted_depths: Seq[int]) -> None:
-        """One row's verified tree: its nodes of this drafter, and the depths of those that were accepted."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
-        self.num_accepted_tokens += len(accepted_depths)
-        missing = max(accepted_depths, default=0) - len(self.accepted_per_position)
-        self.accepted_per_position.extend([0] * max(missing, 0))
-        for depth in accepted_depths:
-            self.accepted_per_position[depth - 1] += 1
 
 
 class Shape(NamedTuple):
@@ -143,7 +119,7 @@ class DraftLink:
         self._tenure = _Tenure(source)
         self._epoch = epoch
         self._vocab_size = vocab_size
-        self._block_size = block_size
+        self.block_size = block_size
         self._timeout_s = timeout_s
         self._late_reason = f"no sound draft within {timeout_s * 1e3:.0f} ms"
         self._clock = clock
@@ -162,7 +138,7 @@ class DraftLink:
         self._last_words: list[Row] = []
         self._last_words_to = 0
         self._to_release: list[int] = []
-        # When a request was sent that takes the drafter long, until it has answered it.
+        # Since when the drafter works on a request that takes it long, until it has answered it.
         self._catching_up_since: float | None = None
         self._accepted, self._trials = PRIOR_TRIALS * PRIOR_ACCEPTANCE, PRIOR_TRIALS
 
@@ -194,6 +170,12 @@ class DraftLink:
             self.source.report_failure(self._late_reason)
         return not is_idle
 
+    def leave_alone(self) -> None:
+        """A model that is late may be capturing graphs of a batch that it has not met: it is asked again once it has
+        answered."""
+        if self.has_model and self._catching_up_since is None:
+            self._catching_up_since = self._clock()
+
     def detach(self) -> None:
         """The source is of no more use: what was asked of it is dropped. Closing it is the caller's."""
         self.is_detached = True
@@ -211,6 +193,11 @@ class DraftLink:
     @property
     def state(self) -> State:
         return "detached" if self.is_detached else self.source.state
+
+    @property
+    def reason(self) -> str:
+        """Why there is no attachment; empty while there is one, and once it was taken away."""
+        return "" if self.is_detached else self.source.reason
 
     @property
     def num_attaches(self) -> int:
@@ -254,7 +241,7 @@ class DraftLink:
         length = len(sequence.tokens)
         needs = self.source.needs
         if needs.blocks:
-            length = min(length, len(sequence.block_ids) * self._block_size)
+            length = min(length, len(sequence.block_ids) * self.block_size)
         if needs.features:
             length = min(length, sequence.num_computed + 1)
         return length
@@ -297,7 +284,7 @@ class DraftLink:
     def _blocks(self, sequence: Sequence, told: int, length: int) -> list[int]:
         if not self.source.needs.blocks or told == length:
             return []
-        return sequence.block_ids[told // self._block_size : (length - 1) // self._block_size + 1]
+        return sequence.block_ids[told // self.block_size : (length - 1) // self.block_size + 1]
 
     def finish(self, sequence: Sequence, captured: tuple[int, ...]) -> None:
         """A sequence is about to give its slot back: its last tokens ride in the next request, to be learnt."""
@@ -338,6 +325,36 @@ class DraftLink:
         if self._catching_up_since is None and any(self._takes_long(len(row.new_tokens)) for row in rows):
             self._catching_up_since = self._clock()
         self._posted = Posted(self._step_id, rows)
+
+    def post_resident(self, rows: list[Row], step: ResidentStep) -> None:
+        """Ask for the trees behind a step whose results are in device memory. ``rows`` tell of blocks alone.
+
+        If it ``is_last`` the step has been read, and ``collect`` has the trees of sequences that still run.
+        """
+        transport = self.source.transport
+        if transport is None:
+            return
+        self._step_id += 1
+        try:
+            transport.post(replace(self._request(rows), resident=step))
+        except TransportClosedError as error:
+            self.source.report_failure(str(error))
+            return
+        if step.is_last:
+            ended = [row.sequence.slot != row.slot or row.sequence.generation != row.generation for row in rows]
+            self._posted = Posted(
+                self._step_id,
+                [
+                    row._replace(shape=NO_DRAFT)
+                    if has_ended
+                    else row._replace(new_tokens=row.sequence.tokens[-1:], awaited=row.shape.nodes > 1)
+                    for row, has_ended in zip(rows, ended, strict=True)
+                ],
+            )
+
+    def tell_resident(self, sequence: Sequence, length: int) -> None:
+        """The drafter finds the tokens up to ``length`` in device memory, before any later request."""
+        sequence.told[self.name] = Told(self.num_attaches, length)
 
     @property
     def is_awaited(self) -> bool:
@@ -398,6 +415,7 @@ class DraftLink:
         self.counters.wait_seconds += now - began
         if batch is None:
             self.patience.time_out(now)
+            self.leave_alone()
             self.source.report_failure(self._late_reason)
         else:
             self.times.observe(posted.depth, now - began)

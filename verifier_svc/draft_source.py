@@ -63,6 +63,11 @@ class DraftSource(Protocol):
         ...
 
     @property
+    def reason(self) -> str:
+        """Why there is no attachment, as far as is known; empty while there is one."""
+        ...
+
+    @property
     def num_attaches(self) -> int:
         """Grows with each attachment; a new one knows nothing of any sequence."""
         ...

@@ -19,6 +19,7 @@ from foretoken.arena_layout import ArenaLayout
 from foretoken.doorbell import Doorbell
 from foretoken.draft_wire import batch_from_proto, request_to_proto
 from foretoken.drafting import DraftBatch, DraftRequest
+from foretoken.resident import StreamOrder
 from foretoken.transport import RequestQueue, TransportClosedError, TransportCounters, token_capacity_for
 from protos import drafter_pb2
 
@@ -41,6 +42,8 @@ class StreamTransport:
         self._replies: queue.SimpleQueue[drafter_pb2.DraftResponse | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
+        self._is_over = False
+        self._order = StreamOrder()
         self._reason = "the stream ended"
         self._ended = Doorbell()
         self._call = stub.Draft(self._requests())
@@ -50,6 +53,18 @@ class StreamTransport:
     @property
     def name(self) -> str:
         return "grpc"
+
+    @property
+    def resident(self) -> None:
+        """A stream shares no memory."""
+        return None
+
+    @property
+    def order(self) -> StreamOrder:
+        return self._order
+
+    def is_open(self) -> bool:
+        return not (self._closed or self._is_over)
 
     def fileno(self) -> int:
         """Readable when the drafter is gone."""
@@ -123,6 +138,7 @@ class StreamTransport:
                 self._replies.put(message)
         except grpc.RpcError as error:
             self._reason = f"{error.code().name}: {error.details()}"
+        self._is_over = True
         self._replies.put(_END)
         self._outgoing.put(None)
         self._ended.ring()

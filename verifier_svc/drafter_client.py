@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from foretoken.doorbell import Doorbell, Waiter
 from foretoken.draft_wire import needs_from_proto, target_to_proto
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
+from foretoken.lost_context import exit_if_context_lost
 from foretoken.shared_weights import SharedWeights
 from foretoken.transport import (
     DEFAULT_TOKEN_CAPACITY,
@@ -45,6 +47,7 @@ from verifier_svc.draft_source import (
     checked_gauges,
 )
 from verifier_svc.draft_stream import StreamTransport
+from verifier_svc.resident_offer import ResidentOffer
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,9 @@ logger = logging.getLogger(__name__)
 ATTACH_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 5.0
 GAUGES_TIMEOUT_S = 2.0
+# A drafter that is started with the verifier compiles and loads for so long at most: until then, that it is not there
+# is no warning.
+STARTS_WITHIN_S = 60.0
 
 
 class DrafterClient:
@@ -66,10 +72,12 @@ class DrafterClient:
         token_capacity: int = DEFAULT_TOKEN_CAPACITY,
         spin_us: int | None = None,
         weights: SharedWeights | None = None,
+        resident: ResidentOffer | None = None,
     ) -> None:
         """``epoch``: the verifier's. ``token_capacity``: of one request. ``spin_us``: as ArenaTransport's.
 
-        ``weights``: of the target, for a drafter on this host that shares them.
+        ``weights``: of the target, for a drafter of this host that uses them where they are. ``resident``: for one on
+        the target's device.
         """
         self._endpoint = endpoint
         self._target = target
@@ -78,6 +86,7 @@ class DrafterClient:
         self._token_capacity = token_capacity
         self._spin_us = spin_us
         self._weights = weights
+        self._offer = resident
         self._needs = DrafterNeeds()
         self._counters = TransportCounters()
         self._breaker = CircuitBreaker()
@@ -87,14 +96,16 @@ class DrafterClient:
         # Set by the engine thread when the circuit opens.
         self._break_reason = ""
         self._state: State = "connecting"
+        self._reason = ""
         self._algorithm = ""
         self._num_attaches = 0
         self._gauges: dict[str, float] = {}
         self._transport: DraftTransport | None = None
         self._thread: threading.Thread | None = None
-        # What was logged of the present outage, and of faults since the last sound draft.
+        # What was logged of the present outage, and why, since the last sound draft.
         self._is_outage_known = False
-        self._known_fault = ""
+        self._known_reason = ""
+        self._started_at = time.monotonic()
 
     @property
     def name(self) -> str:
@@ -128,6 +139,10 @@ class DrafterClient:
         return self._state
 
     @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
     def num_attaches(self) -> int:
         return self._num_attaches
 
@@ -158,13 +173,14 @@ class DrafterClient:
             if self._transport is not None and self._breaker.failure():
                 self._state = "broken"
                 self._transport = None
-                self._break_reason = f"{MAX_CONSECUTIVE_FAILURES} failures in a row, the last: {reason}"
+                self._reason = f"{MAX_CONSECUTIVE_FAILURES} failures in a row, the last: {reason}"
+                self._break_reason = self._reason
                 self._wake.ring()
 
     def report_success(self) -> None:
         with self._lock:
             self._breaker.success()
-            self._known_fault = ""
+            self._known_reason = ""
 
     def _run(self) -> None:
         """Attach, watch, attach again, until closed."""
@@ -179,6 +195,8 @@ class DrafterClient:
                     "until drafter or target is another" if isinstance(error, PreconditionError) else "until it is"
                 )
                 self._lost("connecting" if isinstance(error, UnavailableError) else "broken", str(error), outlook)
+                # Where no request runs, a drafter's fault that was ours too is found here first.
+                exit_if_context_lost()
             if not self._closing:
                 with self._lock:
                     backoff_s = self._breaker.next_backoff_s()
@@ -216,20 +234,22 @@ class DrafterClient:
         self._gauges = {}
         with self._lock:
             # Readers do not lock: whoever finds no transport finds the state that says why.
-            self._state = state
+            self._state, self._reason = state, reason
             self._transport = None
         if not self._closing:
             self._log_loss(state, reason, outlook)
 
     def _log_loss(self, state: State, reason: str, outlook: str) -> None:
         """One warning an outage, and one for a fault that comes again and again without a sound draft between."""
-        if state == "broken":
-            is_news, self._known_fault = reason != self._known_fault, reason
+        is_starting = not self._num_attaches and time.monotonic() - self._started_at < STARTS_WITHIN_S
+        level = logging.INFO if is_starting and state == "connecting" else logging.WARNING
+        if state == "broken" or level == logging.INFO:
+            is_news, self._known_reason = reason != self._known_reason, reason
         else:
             is_news = not self._is_outage_known
-        self._is_outage_known = True
+        self._is_outage_known |= level == logging.WARNING
         logger.log(
-            logging.WARNING if is_news else logging.DEBUG,
+            level if is_news else logging.DEBUG,
             "drafter %s is not attached over %s (%s): %s; plain decode %s",
             self.name,
             self.transport_name,
@@ -257,13 +277,15 @@ class DrafterClient:
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         challenge = os.urandom(CHALLENGE_BYTES)
         needs = self._prepare(stub)
-        layout = ArenaLayout.of_target(self._target, needs, self._token_capacity)
         transport: ArenaTransport | StreamTransport
         if self.transport_name == "shared-memory":
-            transport, response = self._attach_arena(stub, challenge, layout, needs, attachment)
+            transport, response = self._attach_arena(stub, challenge, needs, attachment)
             transport.check_self_test()
         else:
             response = self._call_attach(stub, challenge, "", None)
+            # What it could do on one device with the target is of no use over a stream.
+            needs = replace(needs, device="", resident=False)
+            layout = ArenaLayout.of_target(self._target, needs, self._token_capacity)
             transport = StreamTransport(stub, self._epoch, layout, self._counters)
             attachment.callback(transport.close)
         if response.transport != transport.name:
@@ -276,7 +298,7 @@ class DrafterClient:
             self._needs = needs
             self._num_attaches += 1
             self._break_reason = ""
-            self._state = "attached"
+            self._state, self._reason = "attached", ""
             self._transport = transport
         self._is_outage_known = False
         logger.info("drafter %s (%s) attached over %s", self.name, response.algorithm, transport.name)
@@ -298,13 +320,24 @@ class DrafterClient:
         self,
         stub: Any,
         challenge: bytes,
-        layout: ArenaLayout,
         needs: DrafterNeeds,
         attachment: contextlib.ExitStack,
     ) -> tuple[ArenaTransport, drafter_pb2.AttachResponse]:
-        weights_fd = self._weights.fileno() if self._weights is not None and needs.weights else None
+        weights_fds: tuple[int, ...] = ()
+        if self._weights is not None and needs.weights and needs.device == self._weights.device:
+            weights_fds = self._weights.filenos()
+        resident = None if self._offer is None else self._offer.layout(self._target, needs)
+        layout = ArenaLayout.of_target(
+            self._target, needs, self._token_capacity, weights=bool(weights_fds), resident=resident
+        )
         transport = ArenaTransport(
-            layout, self._epoch, challenge, self._counters, spin_us=self._spin_us, weights_fd=weights_fd
+            layout,
+            self._epoch,
+            challenge,
+            self._counters,
+            spin_us=self._spin_us,
+            weights_fds=weights_fds,
+            device=None if self._offer is None else self._offer.device,
         )
         attachment.callback(transport.close)
         # Beside the drafter's own socket: a folder that both sides see.

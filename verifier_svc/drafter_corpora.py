@@ -42,6 +42,10 @@ class _Holder(Protocol):
     async def list(self) -> tuple[CorpusInfo, ...]: ...
 
 
+# What was added through this process to the drafters of one name: each corpus's texts.
+_Texts = dict[str, list[Int32]]
+
+
 class _InProcess:
     """Of a drafter in this process, which cannot die alone."""
 
@@ -61,10 +65,9 @@ class _InProcess:
 class _Remote:
     """Of a drafter in another process, by calls beside its attachment."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, texts: _Texts) -> None:
         self.address = address
-        # What was added through us, by name: its texts.
-        self._texts: dict[str, list[Int32]] = {}
+        self._texts = texts
 
     @property
     def is_empty(self) -> bool:
@@ -72,13 +75,12 @@ class _Remote:
         return not self._texts
 
     async def add(self, name: str, token_ids: Int32, *, append: bool) -> CorpusInfo:
-        info = await self._add(name, token_ids, append=append)
-        self._texts[name] = [*(self._texts.get(name, []) if append else []), token_ids]
-        return info
+        request = drafter_pb2.AddCorpusRequest(name=name, token_ids=token_bytes(token_ids), append=append)
+        async with self._stub() as stub:
+            corpus = (await stub.AddCorpus(request, timeout=CALL_TIMEOUT_S)).corpus
+        return CorpusInfo(corpus.name, corpus.num_tokens)
 
     async def remove(self, name: str) -> None:
-        """Forgotten here even if the drafter is gone or has lost it: it is not told again."""
-        self._texts.pop(name, None)
         async with self._stub() as stub:
             await stub.RemoveCorpus(drafter_pb2.RemoveCorpusRequest(name=name), timeout=CALL_TIMEOUT_S)
 
@@ -93,14 +95,8 @@ class _Remote:
         lost = [name for name, texts in self._texts.items() if held.get(name, -1) < sum(map(len, texts))]
         for name in lost:
             for number, text in enumerate(self._texts[name]):
-                await self._add(name, text, append=number > 0)
+                await self.add(name, text, append=number > 0)
         return len(lost)
-
-    async def _add(self, name: str, token_ids: Int32, *, append: bool) -> CorpusInfo:
-        request = drafter_pb2.AddCorpusRequest(name=name, token_ids=token_bytes(token_ids), append=append)
-        async with self._stub() as stub:
-            corpus = (await stub.AddCorpus(request, timeout=CALL_TIMEOUT_S)).corpus
-        return CorpusInfo(corpus.name, corpus.num_tokens)
 
     @contextlib.asynccontextmanager
     async def _stub(self) -> AsyncIterator[Any]:
@@ -121,7 +117,12 @@ class DrafterCorpora:
         in_process: Mapping[str, Drafter] | None = None,
     ) -> None:
         self._sources = {source.name: source for source in sources}
-        self._remotes = {endpoint.name: _Remote(endpoint.address) for endpoint in endpoints}
+        # By drafter.
+        self._texts: dict[str, _Texts] = {name: {} for name in self._sources}
+        self._remotes = {
+            endpoint.name: _Remote(endpoint.address, self._texts.setdefault(endpoint.name, {}))
+            for endpoint in endpoints
+        }
         self._in_process = dict(in_process or {})
         self._locks = {name: asyncio.Lock() for name in self._sources}
         # Attachments for which nothing has to be told again.
@@ -132,7 +133,7 @@ class DrafterCorpora:
         name = source.name
         self._sources[name] = source
         self._in_process.pop(name, None)
-        self._remotes.setdefault(name, _Remote(address)).address = address
+        self._remotes[name] = _Remote(address, self._texts.setdefault(name, {}))
         self._locks.setdefault(name, asyncio.Lock())
         self._kept[name] = 0
 
@@ -144,12 +145,16 @@ class DrafterCorpora:
         """Raises as ``Corpora.add``; InvalidRequestError for an unknown drafter, UnavailableError if it is gone."""
         drafter, holder = self._holder(drafter)
         async with self._locks[drafter]:
-            return drafter, await holder.add(name, token_ids, append=append)
+            info = await holder.add(name, token_ids, append=append)
+            texts = self._texts[drafter]
+            texts[name] = [*(texts.get(name, []) if append else []), token_ids]
+            return drafter, info
 
     async def remove(self, drafter: str, name: str) -> None:
-        """Raises as ``Corpora.remove`` and as ``add``."""
+        """Raises as ``Corpora.remove`` and as ``add``; forgotten here even if the drafter is gone or has lost it."""
         drafter, holder = self._holder(drafter)
         async with self._locks[drafter]:
+            self._texts[drafter].pop(name, None)
             await holder.remove(name)
 
     async def list(self, drafter: str) -> tuple[str, tuple[CorpusInfo, ...]]:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -23,6 +22,7 @@ from foretoken.errors import DeadlineError, ForetokenError, PreconditionError, Q
 from foretoken.models.batch import ForwardBatch
 from foretoken.tree import DraftTree
 from verifier_svc.block_manager import BlockManager
+from verifier_svc.engine_counters import EngineCounters
 from verifier_svc.inbox import Inbox
 from verifier_svc.messages import (
     Abort,
@@ -30,7 +30,6 @@ from verifier_svc.messages import (
     CloseSession,
     DetachDrafter,
     ErrorEvent,
-    Event,
     FinishedEvent,
     FinishReason,
     InboxMessage,
@@ -39,8 +38,10 @@ from verifier_svc.messages import (
     TokensEvent,
 )
 from verifier_svc.outbox import Outbox
+from verifier_svc.run_ahead import RunAhead
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.sequence import NO_SLOT, DecodeStep, DrafterShare, Sequence
+from verifier_svc.sessions import Sessions
 from verifier_svc.speculator import Speculator
 from verifier_svc.step import Scheduled, StepBatch, build_batch, commit_slots
 from verifier_svc.verify import WalkResult, token_logprobs
@@ -72,20 +73,6 @@ class TargetRunner(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class EngineCounters:
-    """What the engine did since it started. Times are seconds."""
-
-    num_steps: int = 0
-    num_generated_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_fallback_steps: int = 0
-    phase_seconds: dict[str, float] = field(default_factory=dict)
-
-    def add_time(self, phase: str, seconds: float) -> None:
-        self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
-
-
 class Engine:
     """Runs sequences on one target model. ``start`` makes the thread; ``run_step`` is the same step without one."""
 
@@ -100,12 +87,14 @@ class Engine:
         eos_ids: frozenset[int],
         token_limit: int,
         walker: Walker | None = None,
+        run_ahead: RunAhead | None = None,
     ) -> None:
         """``token_limit``: ids from here on are padding of the output head and never sampled.
 
-        ``walker``: goes with the runner's device; None: on the host.
+        ``walker``: goes with the runner's device; None: on the host. ``run_ahead``: for a runner on a GPU.
         """
         self._runner = runner
+        self._run_ahead = run_ahead
         self._walker: Walker = walker or HostWalker()
         self._blocks = blocks
         self._scheduler = scheduler
@@ -114,11 +103,8 @@ class Engine:
         self._eos_ids = eos_ids
         self._token_limit = token_limit
         self._inbox = Inbox()
-        self._sessions_lock = threading.Lock()
-        self._outboxes: dict[int, Outbox] = {}
-        self._next_session = 0
+        self._sessions = Sessions()
         self._sequences: dict[SequenceKey, Sequence] = {}
-        self._pending: dict[int, list[Event]] = {}
         # Hidden states of the target that this step captures.
         self._captured: tuple[int, ...] = ()
         self._stopping = False
@@ -131,10 +117,7 @@ class Engine:
 
     def open_session(self, outbox: Outbox) -> int:
         """Register where a session's events go; returns its id."""
-        with self._sessions_lock:
-            self._next_session += 1
-            self._outboxes[self._next_session] = outbox
-            return self._next_session
+        return self._sessions.open(outbox)
 
     def close_session(self, session_id: int) -> None:
         """Abort what the session runs and forget its outbox."""
@@ -226,10 +209,10 @@ class Engine:
         waits_for_model = self._speculator.waits_for_model
         if waits_for_model:
             # A model drafts for longer than the gateway works on the last tokens, on another core than this one.
-            self._publish()
+            self._sessions.publish()
         self._speculator.collect()
         collected_at = time.perf_counter()
-        self._publish()
+        self._sessions.publish()
         if scheduled:
             published_at = time.perf_counter()
             if all(part.was_decoding for part in scheduled):
@@ -242,6 +225,17 @@ class Engine:
                 ("step", published_at - began),
             ):
                 self.counters.add_time(phase, seconds)
+            if self._run_ahead is not None:
+                self._run_ahead.run(self._scheduler, self._speculator, self, self._is_undisturbed)
+
+    def _is_undisturbed(self) -> bool:
+        """Whether nobody wants anything of the engine but tokens."""
+        now = time.monotonic()
+        return not (
+            self._stopping
+            or self._inbox
+            or any(s.deadline is not None and s.deadline <= now for s in self._sequences.values())
+        )
 
     def _num_nodes(self, sequence: Sequence) -> int:
         """Nodes of the tree that is there for a sequence's next step, the root counted."""
@@ -250,6 +244,7 @@ class Engine:
 
     def _run_scheduled(self, scheduled: list[Scheduled]) -> None:
         for part in scheduled:
+            part.has_features = self._speculator.wants_features(part.sequence)
             if part.was_decoding:
                 draft = self._speculator.draft_of(part.sequence)
                 if draft is not None and draft.tree.num_nodes <= part.max_nodes:
@@ -260,7 +255,9 @@ class Engine:
         began = time.perf_counter()
         blocks = self._blocks
         batch = build_batch(scheduled, blocks.block_size, blocks.num_blocks * blocks.block_size)
-        logits = self._runner.forward(batch.forward, self._captured)
+        # Rows whose drafters want no hidden states, or that have none, do not pay for them.
+        captured = self._captured if any(part.has_features for part in scheduled) else ()
+        logits = self._runner.forward(batch.forward, captured)
         forward_at = time.perf_counter()
         self._verify(scheduled, batch, logits)
         self.counters.add_time("forward", forward_at - began)
@@ -307,12 +304,10 @@ class Engine:
 
     def _keep_features(self, scheduled: list[Scheduled], batch: StepBatch, results: list[WalkResult | None]) -> None:
         """Keep the hidden rows of what was computed, accepted nodes included, for the drafters to be told."""
-        if not self._captured:
-            return
         kept: list[tuple[Scheduled, int]] = []
         rows: list[int] = []
         for part, row_start, result in zip(scheduled, batch.row_starts, results, strict=True):
-            if self._speculator.wants_features(part.sequence):
+            if part.has_features:
                 end = row_start + part.num_rerun + part.num_tokens
                 # Nodes come behind the tokens, of which the root is the last one.
                 nodes = [end - 1 + node for node in result.accepted_nodes] if result is not None else []
@@ -332,20 +327,40 @@ class Engine:
         self._blocks.hash_full_blocks(sequence.table, sequence.tokens, sequence.num_computed)
 
     def _commit(self, part: Scheduled, result: WalkResult) -> None:
-        """Append what the walk emitted; end the sequence if it is done."""
-        sequence = part.sequence
+        if not part.was_decoding:
+            self._append(part.sequence, part.num_tokens, result)
+            return
+        shares: tuple[DrafterShare, ...] = ()
+        if part.draft is not None:
+            shares = part.draft.shares(result.matched_nodes)
+            self._speculator.observe(part.sequence, part.draft, result.matched_nodes, shares)
+        self.commit_decode(part.sequence, result, shares)
+
+    def commit_decode(self, sequence: Sequence, result: WalkResult, shares: tuple[DrafterShare, ...]) -> None:
+        """Append what a decode step's walk emitted; end the sequence if it is done.
+
+        ``shares``: of the drafters in the tree that was walked; empty if there was none.
+        """
+        wanted = self._speculator.wants_drafts(sequence)
+        sequence.steps.append(DecodeStep(result.num_walked_tokens, shares, wanted))
+        self.counters.num_fallback_steps += wanted and not shares
+        self._append(sequence, 1, result)
+
+    def end_step(self, num_rows: int, seconds: float, *, is_plain: bool) -> None:
+        """A step that ran ahead of this thread is over, so long after the one before."""
+        self.counters.num_steps += 1
+        self.counters.num_resident_steps += 1
+        for phase in ("resident", "step"):
+            self.counters.add_time(phase, seconds)
+        if is_plain:
+            self._speculator.costs.observe_step(num_rows, seconds)
+        self._sessions.publish()
+
+    def _append(self, sequence: Sequence, num_computed: int, result: WalkResult) -> None:
+        """Append what a walk emitted behind a pass over ``num_computed`` tokens; end the sequence if it is done."""
         offset = sequence.num_output_tokens
-        num_accepted = len(result.accepted_nodes)
         sequence.tokens.extend(result.tokens)
-        self._advance(sequence, part.num_tokens + num_accepted)
-        if part.was_decoding:
-            wanted = self._speculator.wants_drafts(sequence)
-            shares: tuple[DrafterShare, ...] = ()
-            if part.draft is not None:
-                shares = part.draft.shares(result.matched_nodes)
-                self._speculator.observe(sequence, part.draft, result.matched_nodes, shares)
-            sequence.steps.append(DecodeStep(result.num_walked_tokens, shares, wanted))
-            self.counters.num_fallback_steps += wanted and part.draft is None
+        self._advance(sequence, num_computed + len(result.accepted_nodes))
         is_first = sequence.first_token_at is None
         if is_first:
             sequence.first_token_at = time.monotonic()
@@ -364,7 +379,7 @@ class Engine:
                 sequence.num_cached_tokens if is_first else None,
             )
             sequence.prompt_logprobs_sent = True
-            self._emit(event)
+            self._sessions.emit(event)
         if result.finish is not None:
             self._finish(sequence, result.finish, stop_token_id=result.stop_token_id)
         elif result.error is not None:
@@ -382,7 +397,7 @@ class Engine:
         started = sequence.started_at if sequence.started_at is not None else now
         first_token = sequence.first_token_at if sequence.first_token_at is not None else now
         names = tuple(link.name for link in self._speculator.links)
-        self._emit(
+        self._sessions.emit(
             FinishedEvent(
                 key=sequence.key,
                 attempt=sequence.attempt,
@@ -400,7 +415,7 @@ class Engine:
         self._remove(sequence)
 
     def _fail(self, sequence: Sequence, error: ForetokenError) -> None:
-        self._emit(ErrorEvent(sequence.key, sequence.attempt, error.code, error.message, error.field))
+        self._sessions.emit(ErrorEvent(sequence.key, sequence.attempt, error.code, error.message, error.field))
         self._remove(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
@@ -408,19 +423,6 @@ class Engine:
         if sequence.slot != NO_SLOT:
             self._speculator.finish(sequence)
         self._scheduler.remove(sequence)
-
-    def _emit(self, event: Event) -> None:
-        self._pending.setdefault(event.key.session_id, []).append(event)
-
-    def _publish(self) -> None:
-        """Hand each session its events of this step, in one piece."""
-        if not self._pending:
-            return
-        pending, self._pending = self._pending, {}
-        for session_id, events in pending.items():
-            outbox = self._outboxes.get(session_id)
-            if outbox is not None:
-                outbox.put(events)
 
     # Messages.
 
@@ -452,7 +454,7 @@ class Engine:
         elif len(message.output_ids) >= message.sampling.max_tokens:
             error = PreconditionError("the output emitted so far is complete", field="output_token_ids")
         if error is not None:
-            self._emit(ErrorEvent(message.key, message.attempt, error.code, error.message, error.field))
+            self._sessions.emit(ErrorEvent(message.key, message.attempt, error.code, error.message, error.field))
             return
         sequence = Sequence(
             message, max_model_len=self._max_model_len, eos_ids=self._eos_ids, token_limit=self._token_limit, now=now
@@ -463,9 +465,7 @@ class Engine:
     def _close(self, session_id: int) -> None:
         for sequence in [s for s in self._sequences.values() if s.key.session_id == session_id]:
             self._remove(sequence)
-        self._pending.pop(session_id, None)
-        with self._sessions_lock:
-            self._outboxes.pop(session_id, None)
+        self._sessions.close(session_id)
 
     def _end_overdue(self, now: float) -> None:
         for sequence in [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]:

@@ -10,6 +10,7 @@ from foretoken.drafting import Drafter, DrafterNeeds, TargetInfo
 from foretoken.models.target_weights import TargetWeights
 from foretoken.transport import DraftTransport, InProcessTransport, TransportCounters, probe_request
 from verifier_svc.draft_source import GAUGES_EVERY_S, CircuitBreaker, State, TransportName, checked_gauges
+from verifier_svc.resident_offer import ResidentOffer
 
 logger = logging.getLogger(__name__)
 
@@ -28,23 +29,26 @@ class InProcessClient:
         epoch: int,
         *,
         weights: TargetWeights | None = None,
+        resident: ResidentOffer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``drafter``: built by the composition root. ``clock``: seconds, for the backoff after its failures.
 
-        ``weights``: of the target, for a drafter that shares them.
+        ``weights``: of the target, for a drafter that can read them as they are. ``resident``: for one on its device.
         """
         self._name = name
         self._drafter = drafter
         self._target = target
         self._epoch = epoch
         self._weights = weights
+        self._offer = resident
         self._needs = DrafterNeeds()
         self._clock = clock
         self._counters = TransportCounters()
         self._breaker = CircuitBreaker()
         self._transport: InProcessTransport | None = None
         self._state: State = "connecting"
+        self._reason = ""
         self._num_attaches = 0
         self._gauges: dict[str, float] = {}
         self._gauges_at = 0.0
@@ -78,6 +82,10 @@ class InProcessClient:
         return self._state
 
     @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
     def num_attaches(self) -> int:
         return self._num_attaches
 
@@ -102,7 +110,7 @@ class InProcessClient:
     def report_failure(self, reason: str) -> None:
         if self._transport is None:
             return
-        if self._breaker.failure() or self._transport.is_closed:
+        if self._breaker.failure() or not self._transport.is_open():
             self._break(reason)
 
     def report_success(self) -> None:
@@ -118,10 +126,13 @@ class InProcessClient:
             self._break(f"no gauges: {error!r}")
 
     def _attach(self) -> None:
-        transport = InProcessTransport(self._drafter, self._counters)
         try:
             self._needs = self._drafter.needs(self._target)
             self._drafter.attach(self._target, self._weights if self._needs.weights else None)
+            resident = None
+            if self._offer is not None:
+                resident = self._offer.in_process(self._drafter, self._target, self._needs)
+            transport = InProcessTransport(self._drafter, self._counters, resident)
             transport.post(probe_request(self._epoch, 0))
             transport.receive(0)
         except Exception as error:
@@ -129,13 +140,13 @@ class InProcessClient:
             return
         self._transport = transport
         self._num_attaches += 1
-        self._state = "attached"
+        self._state, self._reason = "attached", ""
         logger.info("drafter %s (%s) attached in-process", self._name, self.algorithm)
         self._look_at_gauges()
 
     def _break(self, reason: str) -> None:
         self._transport = None
         self._gauges = {}
-        self._state = "broken"
+        self._state, self._reason = "broken", reason
         self._retry_at = self._clock() + self._breaker.next_backoff_s()
-        logger.warning("drafter %s is not attached in-process: %s; trying again", self._name, reason)
+        logger.warning("drafter %s is not attached in-process: %s; tried again by later steps", self._name, reason)

@@ -18,6 +18,7 @@ class VerifierInfo:
     epoch: int
     model_name: str
     model_fingerprint: str
+    device: str
     dtype: str
     mode: str
     limits: ModelLimits
@@ -34,6 +35,7 @@ class VerifierInfo:
             epoch=self.epoch,
             model_name=self.model_name,
             model_fingerprint=self.model_fingerprint,
+            device=self.device,
             dtype=self.dtype,
             mode=self.mode,
             vocab_size=self.limits.vocab_size,
@@ -67,6 +69,7 @@ def drafter_state(link: DraftLink) -> verifier_pb2.DrafterState:
         transport=source.transport_name,
         address=source.address,
         state=link.state,
+        reason=link.reason,
         num_attaches=link.num_attaches,
         num_drafts=counters.num_drafts,
         num_draft_tokens=counters.num_draft_tokens,

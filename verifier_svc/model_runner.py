@@ -18,9 +18,9 @@ import torch
 from foretoken_kernels.cpu.kv_commit import kv_commit
 from numpy.typing import NDArray
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, PreconditionError
 from foretoken.kv_cache import KVCache, kv_bytes_per_token
-from foretoken.models.backend import CPU, Backend, default_dtype
+from foretoken.models.backend import CPU, Backend, default_dtype, device_name
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.decoder_weights import Progress, load_decoder_weights
@@ -59,6 +59,9 @@ class TargetModel:
         max_model_len: tokens of context.
         mode: "strict" if a row's logits have the same bits in any batch, as ``warm_up`` has checked.
         weights: as loaded.
+        target_weights: those of them that drafters use: embedding and head.
+        shared_weights: the memory that these two are in, for drafters of other processes; None where GPU memory cannot
+            be shared.
         cache: one block more than ``num_blocks``: the last one is scratch, where rows that are run again write.
     """
 
@@ -79,12 +82,15 @@ class TargetModel:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.mode: Literal["strict", "fast"] = "fast"
+        self._backend = backend
         with Checkpoint(path) as checkpoint:
             self.weights = load_decoder_weights(self.config, checkpoint, self.dtype, progress, backend)
             # The tokenizer decides which ids may be sampled, and which ones a grammar allows.
             tokenizer = [file for file in (path / "tokenizer.json",) if file.is_file()]
             self._checkpoint_hash = hash_files([path / "config.json", *tokenizer, *checkpoint.files])
         self.weights_bytes = self.weights.num_bytes
+        # Before there is a cache: for a moment the two are there twice.
+        self._share_weights(backend)
         self.cache = KVCache(
             self.config.num_layers,
             num_blocks + 1,
@@ -95,6 +101,21 @@ class TargetModel:
             backend.device,
         )
 
+    def _share_weights(self, backend: Backend) -> None:
+        """Move embedding and head to memory that other processes can map."""
+        self.target_weights = TargetWeights.of(self.config, self.weights)
+        self.shared_weights: SharedWeights | None = None
+        try:
+            self.shared_weights = SharedWeights(self.target_weights, backend)
+        except PreconditionError as error:
+            _log.warning("drafters' processes read embedding and head from the checkpoint, a copy each: %s", error)
+            return
+        self.target_weights = self.shared_weights.weights
+        self.weights = replace(self.weights, embedding=self.target_weights.embedding, head=self.target_weights.head)
+        if backend.device.type == "cuda":
+            # The memory plan counts them once.
+            torch.cuda.empty_cache()
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of the cache."""
@@ -104,11 +125,25 @@ class TargetModel:
     def fingerprint(self) -> str:
         """Hex sha256 over checkpoint and tokenizer, dtype, mode, sampler version and llguidance's version.
 
-        Equal for runners whose text is the same; final once ``warm_up`` has returned.
+        Equal for runners whose text is the same; final once ``warm_up`` has returned. What is strict on a GPU is not
+        what is strict on a CPU, or on a GPU of another kind.
         """
         dtype = str(self.dtype).removeprefix("torch.")
-        content = f"{self._checkpoint_hash} {dtype} {self.mode} {SAMPLER_VERSION} {LLGUIDANCE_VERSION}"
+        mode: str = self.mode
+        if mode == "strict" and self._backend.kernels == "gpu":
+            mode = f"strict in GPU kernels on {device_name(self._backend)}"
+        content = f"{self._checkpoint_hash} {dtype} {mode} {SAMPLER_VERSION} {LLGUIDANCE_VERSION}"
         return hashlib.sha256(content.encode()).hexdigest()
+
+    def set_mode(self, independent: bool, seconds: float) -> None:
+        """As the check of rows has found in so many seconds."""
+        self.mode = "strict" if independent else "fast"
+        if independent:
+            _log.info("numerics: strict; a row has the same bits in any batch (checked in %.2f s)", seconds)
+        else:
+            _log.warning(
+                "numerics: fast; a row's bits depend on its batch here, so near-ties may flip with speculation"
+            )
 
     def check_slots(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         """Raise ValueError if the arrays differ in length or name a slot that is not there."""
@@ -151,19 +186,6 @@ class ModelRunner(TargetModel):
         # While a prompt is computed drafters wait, and the gateway has little to do.
         self.wide_threads = threads or len(os.sched_getaffinity(0))
         self.mode = "strict"
-        # Drafters on this host that use embedding or head read this copy.
-        self.shared_weights = SharedWeights(
-            TargetWeights(
-                self.config.vocab_size,
-                self.config.hidden_size,
-                self.config.tie_word_embeddings,
-                self.weights.layout,
-                self.weights.embedding,
-                self.weights.head,
-            )
-        )
-        shared = self.shared_weights.weights
-        self.weights = replace(self.weights, embedding=shared.embedding, head=shared.head)
         self._planes = (
             self.cache.data.view(_plain(self.dtype))
             .numpy()
@@ -207,17 +229,9 @@ class ModelRunner(TargetModel):
         Leaves noise in the cache; call it before any sequence. Sets ``mode``.
         """
         start = time.perf_counter()
-        independent = rows_are_independent(
-            self._model.forward, self.config, self.block_size, self.cache.num_slots, progress
-        )
-        self.mode = "strict" if independent else "fast"
-        took = time.perf_counter() - start
-        if independent:
-            _log.info("numerics: strict; a row has the same bits in any batch (checked in %.2f s)", took)
-        else:
-            _log.warning(
-                "numerics: fast; a row's bits depend on its batch here, so near-ties may flip with speculation"
-            )
+        most = min(self.cache.num_slots, self.max_model_len)
+        independent = rows_are_independent(self._model.forward, self.config, self.block_size, most, progress)
+        self.set_mode(independent, time.perf_counter() - start)
 
 
 def default_threads() -> int:

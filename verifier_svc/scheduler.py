@@ -47,6 +47,15 @@ class Scheduler:
         """
         return self._max_waiting + len(self._free_slots) - len(self.waiting)
 
+    @property
+    def can_admit(self) -> bool:
+        """Whether a sequence waits and there is a slot for it, if not the pages."""
+        return bool(self.waiting and self._free_slots)
+
+    def reserve_ahead(self, sequence: Sequence, least: int, wanted: int) -> bool:
+        """Reserve pages for ``wanted`` tokens of a running sequence, or else for ``least``; whether there were some."""
+        return self._reserve(sequence, wanted) or self._reserve(sequence, least)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; whether the queue takes it is the caller's decision. Resumed ones stand before new ones."""
         index = len(self.waiting)
@@ -88,9 +97,8 @@ class Scheduler:
 
         One slot more, where there is room: a drafter keeps an entry for the next root before the target does.
         """
-        if self._reserve(sequence, sequence.num_computed + nodes + 1):
-            return nodes
-        if self._reserve(sequence, sequence.num_computed + nodes):
+        least = sequence.num_computed + nodes
+        if self.reserve_ahead(sequence, least, least + 1):
             return nodes
         while not self._reserve(sequence, sequence.num_computed + 1):
             youngest = self.running[-1]

@@ -21,6 +21,7 @@ from foretoken import rpc
 from foretoken.drafting import Drafter, TargetInfo
 from foretoken.errors import ConfigError
 from foretoken.limits import MAX_DRAFTERS, ModelLimits
+from foretoken.lost_context import exit_if_context_lost
 from foretoken.models.backend import choose_backend, device_name
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.tracing import make_tracer
@@ -38,6 +39,7 @@ from verifier_svc.grammar import Vocabulary
 from verifier_svc.grammar_compiler import GrammarCompiler
 from verifier_svc.in_process_client import InProcessClient
 from verifier_svc.info import VerifierInfo
+from verifier_svc.resident_offer import ResidentOffer
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.service import VerifierService
 from verifier_svc.simulated_acceptance import AcceptanceSimulator, SimulatedWalker
@@ -74,7 +76,7 @@ class ProgressLines:
 def plan(settings: VerifierSettings) -> str:
     """The memory plan as text, for ``--dry-run``."""
     backend = choose_backend(settings.device)
-    return f"{memory_plan(settings, backend)}\n  runs on    {device_name(backend)}"
+    return f"{memory_plan(settings, backend)}\n  device     {device_name(backend)}"
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ def build(
     placed = in_process_drafters or {}
     progress = progress or ProgressLines()
     backend = choose_backend(settings.device)
-    logger.info("the model runs on %s", device_name(backend))
+    logger.info("the model's device: %s", device_name(backend))
     budget = memory_plan(settings, backend)
     target_model = load_target(settings, budget, backend, progress)
     runner, walker, shared = target_model.runner, target_model.walker, target_model.shared_weights
@@ -135,9 +137,11 @@ def build(
         most_rows=max(max_nodes * 2, settings.max_running_requests),
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
-    make_source = partial(DrafterClient, target=target, epoch=epoch, weights=shared)
+    shape = TreeShape(max_nodes, settings.speculative_num_steps, settings.speculative_eagle_topk)
+    resident = ResidentOffer.of_backend(backend, shape.max_depth, runner.dtype)
+    make_source = partial(DrafterClient, target=target, epoch=epoch, weights=shared, resident=resident)
     inside = [
-        InProcessClient(name, drafter, target, epoch, weights=shared.weights if shared is not None else None)
+        InProcessClient(name, drafter, target, epoch, weights=runner.target_weights, resident=resident)
         for name, drafter in placed.items()
     ]
     for client in inside:
@@ -156,7 +160,7 @@ def build(
         epoch=epoch,
         vocab_size=runner.config.vocab_size,
         block_size=settings.block_size,
-        shape=TreeShape(max_nodes, settings.speculative_num_steps, settings.speculative_eagle_topk),
+        shape=shape,
         max_batch_size=settings.speculative_max_batch_size,
         timeout_s=settings.draft_timeout_ms / 1e3,
     )
@@ -177,12 +181,14 @@ def build(
         eos_ids=eos_ids,
         token_limit=token_limit,
         walker=walker,
+        run_ahead=target_model.run_ahead,
     )
     grammars = GrammarCompiler(partial(Vocabulary, settings.model, vocab_limit=token_limit, eos_ids=eos_ids))
     info = VerifierInfo(
         epoch=epoch,
         model_name=settings.served_model_name,
         model_fingerprint=runner.fingerprint,
+        device=device_name(backend),
         dtype=str(runner.dtype).removeprefix("torch."),
         mode=mode,
         limits=limits,
@@ -272,9 +278,13 @@ async def _build(
 
 
 async def _watch(engine: Engine, stop: asyncio.Event) -> None:
-    """Return when asked to stop. Raises RuntimeError if the engine dies: its state is lost, a new process is due."""
+    """Return when asked to stop. Raises RuntimeError if the engine dies: its state is lost, a new process is due.
+
+    Ends the process at once where the engine has lost its GPU context.
+    """
     while not stop.is_set():
         if not engine.is_alive():
+            exit_if_context_lost()
             raise RuntimeError("the engine died") from engine.failure
         try:
             await asyncio.wait_for(stop.wait(), WATCH_S)

@@ -18,9 +18,11 @@ from foretoken.limits import DRAFTER_JOIN, MAX_DRAFTER_NAMES, MAX_DRAFTERS
 from foretoken.tree import depths
 from verifier_svc.draft import Draft, merge
 from verifier_svc.draft_costs import DraftCosts
-from verifier_svc.draft_link import NO_DRAFT, DrafterCounters, DraftLink, Posted, Row
+from verifier_svc.draft_link import NO_DRAFT, DraftLink, Posted, Row, Shape
 from verifier_svc.draft_source import DraftSource
+from verifier_svc.drafter_counters import DrafterCounters
 from verifier_svc.gate import best_reach
+from verifier_svc.resident_drafting import ResidentDrafting
 from verifier_svc.sequence import DrafterShare, Sequence
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.tree_shape import TreeShape
@@ -35,6 +37,8 @@ TELL_BEHIND = 32
 # Tokens a second that a model's own steps must promise, over plain decode's, for the server to choose it by itself:
 # less is lost again in the prompt's entries and in telling it of what others drafted.
 MODEL_PAYS_FROM = 1.3
+# Steps that run ahead of the host with the shapes that paid when they began.
+PLAN_HOLDS = 64
 # Of the rows for which a model does not pay, one of so many tries it all the same.
 MODEL_TRIAL_EVERY = 32
 
@@ -148,7 +152,7 @@ class Speculator:
         elif link.is_detached:
             link.replace_source(source)
         else:
-            raise PreconditionError(f"a drafter {source.name!r} is attached: detach it first", field="name")
+            raise PreconditionError(f"there is a drafter {source.name!r}: detach it first", field="name")
 
     def remove_source(self, name: str) -> DraftSource:
         """Do without a drafter from now on; its source, which the caller closes, outside of the engine's thread.
@@ -157,7 +161,8 @@ class Speculator:
         """
         link = self._link(name)
         if link is None or link.is_detached:
-            raise NotFoundError(f"there is no drafter {name!r}", field="name")
+            what = f"there is no drafter {name!r}" if link is None else f"the drafter {name!r} is detached"
+            raise NotFoundError(what, field="name")
         link.detach()
         self._drafts = {key: draft for key, draft in self._drafts.items() if link.number not in draft.sources}
         return link.source
@@ -320,10 +325,63 @@ class Speculator:
         self._drafts = {}
         for key, drafts in found.items():
             draft = merge(drafts)
-            if draft.tree.num_nodes > 1:
+            if draft.tree.num_nodes > 1 and key in plans:
                 draft = self._trimmed(draft, plans[key], len(found))
             if draft.tree.num_nodes > 1:
                 self._drafts[key] = draft
+
+    def resident_drafting(self, decoding: Seq[Sequence]) -> ResidentDrafting | None:
+        """Who drafts where steps run ahead of the host: one model, on the target's GPU, or nobody. None: these
+        sequences want more than that.
+
+        Called behind ``collect``; the trees that it found are those of the first step, and those of the others have
+        the shapes that were asked for.
+        """
+        if self._max_batch_size and len(decoding) > self._max_batch_size:
+            return ResidentDrafting()
+        links = {link.number: link for sequence in decoding for link in self._links_of(sequence)}
+        if not links:
+            return ResidentDrafting()
+        link = next(iter(links.values()))
+        transport = link.source.transport
+        if (
+            len(links) > 1
+            or not (link.has_model and link.features == self._captured)
+            or transport is None
+            or transport.resident is None
+            or link.has_last_words
+            or link.is_catching_up()
+            or not link.patience.has_some(self._clock())
+        ):
+            return None
+        reaches = {plan.sequence.slot: plan.reach for plan in self._plans}
+        shapes: dict[int, Shape] = {}
+        for sequence in decoding:
+            if self._links_of(sequence):
+                # A tree is cut on the device to what may still be emitted.
+                most = sequence.speculation.max_draft_tokens
+                most = self._shape.max_nodes - 1 if most is None else min(most, self._shape.max_nodes - 1)
+                if link.told_length(sequence) != len(sequence.tokens):
+                    return None
+                reach = most if self._shape.is_fixed else reaches.get(sequence.slot, 0)
+                shapes[sequence.slot] = self._shape.of_row(True, reach, most) if reach else NO_DRAFT
+        drafts = {s.slot: draft for s in decoding if s.slot in shapes and (draft := self.draft_of(s)) is not None}
+        most_steps = None if self._shape.is_fixed else PLAN_HOLDS
+        return ResidentDrafting(link, shapes, drafts, self._captured, most_steps)
+
+    def still_drafts(self, drafting: ResidentDrafting) -> bool:
+        """Whether drafters are attached as they were when a run began."""
+        return drafting.is_current and [link for link in self._links if link.is_attached] == self._attached
+
+    def end_resident(self, drafting: ResidentDrafting, number: int, decoding: Seq[Sequence]) -> None:
+        """A run is over, its last step, ``number``, read: get the next step's trees. ``decoding``: who still runs."""
+        self._drafts, self._plans = {}, []
+        if drafting.link is None:
+            return
+        self.costs.begin_step(self._links)
+        self._plans = self._make_plans(decoding, max(len(decoding), 1), has_model=True)
+        drafting.post(number, is_last=True)
+        self.collect()
 
     def _worth_s(self, posted: Posted) -> float:
         """Each row that waits gains at most its drafted tokens, each of which is a plain step of all rows saved."""

@@ -24,6 +24,8 @@ class Scheduled:
     draft: Draft | None = None
     # Positions before the first one that are run again for their hidden states alone.
     num_rerun: int = 0
+    # Whether the pass captures hidden states for its drafters. They may come and go meanwhile.
+    has_features: bool = False
     # Whether this is a decode step of the sequence, as of when it was scheduled.
     was_decoding: bool = field(init=False)
 

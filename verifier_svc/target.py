@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -11,14 +12,17 @@ from foretoken.models.backend import Backend
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.device_sizes import PassSizes
+from foretoken.models.target_weights import TargetWeights
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.models.weights import Checkpoint
+from foretoken.resident import StreamOrder
 from foretoken.shared_weights import SharedWeights
 from foretoken.tree import MASK_WORD_BITS
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine import TargetRunner
 from verifier_svc.memory_plan import MemoryPlan, make_plan
 from verifier_svc.model_runner import ModelRunner, cache_bytes_per_token, context_tokens, element_type
+from verifier_svc.run_ahead import RunAhead
 from verifier_svc.walker import HostWalker, Walker
 
 # Positions before the first computed one that are run again for a drafter, at most: of one sequence.
@@ -36,17 +40,21 @@ class LoadedTarget(TargetRunner, Protocol):
     max_model_len: int
     dtype: torch.dtype
     mode: Literal["strict", "fast"]
+    target_weights: TargetWeights
+    shared_weights: SharedWeights | None
 
     @property
     def fingerprint(self) -> str: ...
 
 
 class Target(NamedTuple):
-    """``shared_weights``: what drafters on this host may map; None: they read their own."""
+    """``shared_weights``: what drafters' processes may map; None: they read their own. ``run_ahead``: on a GPU, unless
+    it is not wanted."""
 
     runner: LoadedTarget
     walker: Walker
     shared_weights: SharedWeights | None
+    run_ahead: RunAhead | None = None
 
 
 def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
@@ -71,15 +79,19 @@ def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
 
 def _refuse_gpu_flags(settings: VerifierSettings) -> None:
     """A flag without effect is a mistake that the user should know of."""
-    for field in ("mem_fraction_static", "disable_cuda_graph"):
+    for field in ("mem_fraction_static", "disable_cuda_graph", "disable_overlap_schedule"):
         if getattr(settings, field) != VerifierSettings.model_fields[field].default:
             raise ConfigError(
                 f"--{field.replace('_', '-')} has an effect on a GPU only, and models run on the CPU here"
             )
+    if settings.numerics == "fast":
+        raise ConfigError(
+            "--numerics fast has an effect on a GPU only: on a CPU no kernels are faster than strict ones"
+        )
 
 
 def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend, progress: Progress) -> Target:
-    """Load the model and warm it up."""
+    """Load the model and warm it up. Raises ConfigError if strict numerics are wanted and cannot be had."""
     if backend.kernels == "cpu":
         runner = ModelRunner(
             settings.model,
@@ -91,10 +103,12 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
             progress=progress,
         )
         runner.warm_up(progress)
+        _check_numerics(settings, runner)
         return Target(runner, HostWalker(), runner.shared_weights)
     # Triton is imported where there is a GPU alone.
     from verifier_svc.device_runner import DeviceRunner
     from verifier_svc.device_walker import DeviceWalker
+    from verifier_svc.resident_step import ResidentStep, plain_memory
 
     sizes = pass_sizes(settings)
     on_device = DeviceRunner(
@@ -102,12 +116,14 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
         dtype=settings.dtype,
         backend=backend,
         sizes=sizes,
+        strict=settings.numerics == "strict",
         block_size=settings.block_size,
         num_blocks=budget.num_blocks,
         context_length=settings.context_length,
         progress=progress,
     )
     on_device.warm_up(progress, max_nodes=settings.speculative_num_draft_tokens)
+    _check_numerics(settings, on_device)
     walker = DeviceWalker(
         vocab_size=on_device.config.vocab_size,
         token_limit=num_token_ids(settings.model, on_device.config.vocab_size),
@@ -118,7 +134,28 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
         graphs=not settings.disable_cuda_graph,
     )
     walker.warm_up(on_device.config.vocab_size)
-    return Target(on_device, walker, None)
+    if settings.disable_overlap_schedule:
+        return Target(on_device, walker, on_device.shared_weights)
+    make_step = partial(
+        ResidentStep,
+        on_device,
+        walker,
+        max_seats=settings.max_running_requests,
+        simulated=settings.simulate_accept_length,
+        graphs=not settings.disable_cuda_graph,
+    )
+    plain = make_step(plain_memory(settings.max_running_requests, backend.device), StreamOrder())
+    plain.warm_up(())
+    run_ahead = RunAhead(make_step, plain, timeout_s=settings.draft_timeout_ms / 1e3)
+    return Target(on_device, walker, on_device.shared_weights, run_ahead)
+
+
+def _check_numerics(settings: VerifierSettings, runner: LoadedTarget) -> None:
+    """A warmed-up runner is as strict as was asked for."""
+    if settings.numerics == "strict" and runner.mode != "strict":
+        raise ConfigError(
+            "--numerics strict: on this machine a row of this model has other bits in another batch; auto does without"
+        )
 
 
 def pass_sizes(settings: VerifierSettings) -> PassSizes:

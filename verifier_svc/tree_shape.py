@@ -33,10 +33,15 @@ class TreeShape:
         """Whether trees are drafted and verified as the flags say, whatever a smaller one, or none, would save."""
         return self.num_steps > 0
 
+    @property
+    def max_depth(self) -> int:
+        """Levels of a tree at most, of drafters that have a model."""
+        return min(self.num_steps or DEFAULT_STEPS, self.max_nodes - 1)
+
     def of_row(self, has_model: bool, reach: int, most: int) -> Shape:
         """The shape of one row's tree with at most ``most`` drafted tokens."""
         if not has_model:
             return Shape(1 + min(reach, most), min(reach, most), self.max_nodes)
-        depth = min(self.num_steps or min(reach, DEFAULT_STEPS), self.max_nodes - 1)
+        depth = self.max_depth if self.is_fixed else min(reach, self.max_depth)
         nodes = self.max_nodes if self.is_fixed else min(self.max_nodes, 1 + depth * min(self.branches, 2))
         return Shape(min(nodes, 1 + most), min(depth, most), self.branches)

@@ -17,9 +17,9 @@ from foretoken.errors import ConfigError
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"algorithm": "EAGLE3"}, "--algorithm EAGLE3 needs --speculative-draft-model-path"),
-        ({"algorithm": "EAGLE"}, "--algorithm EAGLE needs --speculative-draft-model-path"),
-        ({"algorithm": "STANDALONE"}, "--algorithm STANDALONE needs --speculative-draft-model-path"),
+        ({"algorithm": "EAGLE3"}, "a drafter of algorithm EAGLE3 needs --speculative-draft-model-path"),
+        ({"algorithm": "EAGLE"}, "a drafter of algorithm EAGLE needs --speculative-draft-model-path"),
+        ({"algorithm": "STANDALONE"}, "a drafter of algorithm STANDALONE needs --speculative-draft-model-path"),
         (
             {"algorithm": "MTP", "speculative_draft_model_path": "/h"},
             "--speculative-draft-model-path: an MTP head is part of the target's checkpoint",

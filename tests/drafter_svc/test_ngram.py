@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drafter_svc.config import NgramSettings
 from drafter_svc.ngram import NgramDrafter
-from foretoken.drafting import TargetInfo
+from foretoken.drafting import RAGGED_COLUMNS, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.tree import depths
 from tests.drafter_svc.ngram_feed import ROOT, TARGET, VOCAB_SIZE, Feed, Tree, make_drafter, ngram_request, trees_of
@@ -220,7 +220,7 @@ def test_attach_refuses_a_target_without_slots() -> None:
 
 def test_read_only_columns() -> None:
     request = ngram_request([[1, 2, 3, 1, 2]])
-    for name in request.__slots__[2:]:
+    for name in ("rows", "starts", *RAGGED_COLUMNS):
         getattr(request, name).setflags(write=False)
     assert trees_of(make_drafter().draft(request))[0][0][:2] == [2, 3]
 

@@ -24,25 +24,18 @@ from hypothesis import HealthCheck, given, settings
 
 from foretoken import rpc
 from foretoken.draft_wire import target_from_proto
-from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
-from foretoken.errors import PreconditionError
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.transport import DraftTransport, TransportClosedError
 from protos import drafter_pb2, drafter_pb2_grpc
 from tests.support.draft_requests import draft_request, draft_requests
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter
+from verifier_svc import drafter_client
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.draft_source import (
-    FIRST_BACKOFF_S,
-    GAUGES_EVERY_S,
-    MAX_BACKOFF_S,
     MAX_CONSECUTIVE_FAILURES,
-    MAX_GAUGES,
-    MIN_DRAFTS_OF_SUCCESS,
-    CircuitBreaker,
     DraftSource,
-    checked_gauges,
 )
-from verifier_svc.drafter_client import DrafterClient
+from verifier_svc.drafter_client import STARTS_WITHIN_S, DrafterClient
 from verifier_svc.in_process_client import InProcessClient
 
 Kind = Literal["shared-memory", "grpc", "in-process"]
@@ -198,8 +191,10 @@ def test_tokens_add_up_over_requests_and_are_forgotten_by_release_and_generation
 
 def test_a_source_that_is_closed_is_of_no_more_use(source: DraftSource) -> None:
     transport = attached(source)
+    assert transport.is_open()
     transport.close()
     transport.close()
+    assert not transport.is_open()
     with pytest.raises(TransportClosedError):
         transport.post(draft_request([[5]], epoch=EPOCH))
     with pytest.raises(TransportClosedError):
@@ -225,7 +220,7 @@ def test_what_the_drafter_raises_ends_the_attachment_and_it_comes_back(source: D
 
 def attached_again(source: DraftSource, num_attaches: int) -> DraftTransport:
     until(lambda: source.transport is not None and source.num_attaches >= num_attaches)
-    assert source.state == "attached"
+    assert (source.state, source.reason) == ("attached", "")
     return attached(source)
 
 
@@ -282,10 +277,12 @@ def test_a_killed_drafter_is_noticed_at_once_and_attached_again(
         transport.post(draft_request([[5]], epoch=EPOCH))
         killer = threading.Timer(SHORT_S, process.kill)
         killer.start()
+        assert transport.is_open(), "it only stands still"
         # It is not the time-out that ends this.
         with pytest.raises(TransportClosedError):
             transport.receive(LONG_S)
         killer.join()
+        assert not transport.is_open()
         until(lambda: client.transport is None)
         assert client.state == "connecting"
         process.start()
@@ -325,12 +322,33 @@ def test_a_drafter_that_is_restarted_in_a_loop_is_attached_in_the_end(kind: Kind
     process.kill()
 
 
+@pytest.mark.parametrize(("starts_within_s", "level"), [(STARTS_WITHIN_S, logging.INFO), (0.0, logging.WARNING)])
+def test_a_drafter_that_is_not_there_yet_is_a_warning_after_a_while(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    starts_within_s: float,
+    level: int,
+) -> None:
+    monkeypatch.setattr(drafter_client, "STARTS_WITHIN_S", starts_within_s)
+    caplog.set_level(logging.DEBUG, logger="verifier_svc.drafter_client")
+
+    def levels() -> list[int]:
+        return [record.levelno for record in caplog.records if record.name == "verifier_svc.drafter_client"]
+
+    with client_of(f"unix:{tmp_path}/nobody", "shared-memory"):
+        until(lambda: len(levels()) >= 3)
+    assert levels()[0] == level
+    assert set(levels()[1:]) == {logging.DEBUG}
+
+
 def test_an_idle_drafters_death_is_noticed_too(tmp_path: Path) -> None:
     process = DrafterProcess(tmp_path)
     with client_of(process.address, "shared-memory") as arena:
         attached(arena)
         process.kill()
         until(lambda: arena.transport is None and arena.state == "connecting")
+        assert arena.reason
 
 
 VERIFIER = """
@@ -449,6 +467,7 @@ def test_a_drafter_that_fails_its_self_test_is_refused_loudly(
     with client_of(address, kind) as client:
         until(lambda: len(drafter.targets) >= 3)
         assert (client.state, client.transport, client.num_attaches) == ("broken", None, 0)
+        assert reason in client.reason
         assert client.transport_name == kind
     assert drafter.targets[0] == TARGET
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -510,48 +529,6 @@ def test_transport_by_endpoint(address: str, transport: Any, expected: str) -> N
     assert DrafterClient(endpoint, TARGET, EPOCH).transport_name == expected
 
 
-def test_backoff_doubles_and_starts_over_after_a_success() -> None:
-    breaker = CircuitBreaker()
-    backoffs = [breaker.next_backoff_s() for _ in range(8)]
-    assert backoffs == [FIRST_BACKOFF_S, 0.2, 0.4, 0.8, 1.6, 3.2, MAX_BACKOFF_S, MAX_BACKOFF_S]
-    for _ in range(MIN_DRAFTS_OF_SUCCESS - 1):
-        breaker.success()
-    assert breaker.next_backoff_s() == MAX_BACKOFF_S
-    for _ in range(MIN_DRAFTS_OF_SUCCESS):
-        breaker.success()
-    assert [breaker.next_backoff_s() for _ in range(2)] == [FIRST_BACKOFF_S, 0.2]
-
-
-def test_in_process_drafter_is_left_alone_for_its_backoff() -> None:
-    class Refusing(MirrorDrafter):
-        def needs(self, target: TargetInfo) -> DrafterNeeds:
-            return DrafterNeeds()
-
-        def attach(self, target: TargetInfo, weights: object) -> None:
-            super().attach(target, None)
-            raise PreconditionError("another target")
-
-    now = 0.0
-    drafter = Refusing()
-    client = InProcessClient("mirror", drafter, TARGET, EPOCH, clock=lambda: now)
-    assert client.transport is None and client.state == "broken"
-    now = FIRST_BACKOFF_S * 0.9
-    assert client.transport is None and len(drafter.attached) == 1
-    now = FIRST_BACKOFF_S * 1.1
-    assert client.transport is None and len(drafter.attached) == 2
-    assert client.num_attaches == 0
-
-
-def test_in_process_drafter_attaches_at_start_and_once() -> None:
-    drafter = MirrorDrafter()
-    client = InProcessClient("mirror", drafter, TARGET, EPOCH)
-    assert client.state == "connecting"
-    client.start()
-    assert client.state == "attached" and len(drafter.attached) == 1
-    client.start()
-    assert client.transport is not None and len(drafter.attached) == client.num_attaches == 1
-
-
 def test_gauges_are_looked_at_in_the_background_and_gone_with_the_attachment(
     client: DrafterClient, process: DrafterProcess
 ) -> None:
@@ -566,45 +543,3 @@ def test_gauges_are_looked_at_in_the_background_and_gone_with_the_attachment(
     process.resume()
     assert attached(client) is not transport
     until(lambda: "requests" in client.gauges)
-
-
-def test_gauges_that_can_be_no_metrics_are_left_out() -> None:
-    good = {f"g_{number}": number for number in range(MAX_GAUGES)}
-    assert checked_gauges({"Bad": 1.0, "": 1.0, "a b": 1.0, "a" * 65: 1.0, **good}) == good
-    assert len(checked_gauges({**good, "one_more": 1.0})) == MAX_GAUGES
-
-
-class Gauging(MirrorDrafter):
-    """Says how many requests it saw; raises where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_faulty = False
-
-    def gauges(self) -> dict[str, float]:
-        if self.is_faulty:
-            raise RuntimeError("no figures")
-        return super().gauges()
-
-
-def test_gauges_of_a_drafter_in_this_process() -> None:
-    now = [100.0]
-    drafter = Gauging()
-    source = InProcessClient("mirror", drafter, TARGET, EPOCH, clock=lambda: now[0])
-    assert source.gauges == {}
-    transport = attached(source)
-    before = source.gauges["requests"]
-    transport.post(draft_request([[5]], epoch=EPOCH))
-    source.report_success()
-    assert source.gauges["requests"] == before, "not after every draft"
-    now[0] += GAUGES_EVERY_S
-    source.report_success()
-    assert source.gauges["requests"] == before + 1
-    drafter.is_faulty = True
-    now[0] += GAUGES_EVERY_S
-    source.report_success()
-    assert (source.state, source.gauges) == ("broken", {})
-    drafter.is_faulty = False
-    now[0] += MAX_BACKOFF_S
-    attached(source)
-    source.close()

@@ -159,6 +159,25 @@ async def test_a_drafter_in_this_process() -> None:
     assert drafter.corpora.list() == ()
 
 
+async def test_one_elsewhere_that_follows_a_drafter_in_this_process_gets_its_corpora(tmp_path: Path) -> None:
+    corpora = DrafterCorpora(cast("list[DraftSource]", [Source("ngram")]), (), {"ngram": ngram()})
+    await corpora.add("", "a", ids(1, 2), append=False)
+    await corpora.add("", "a", ids(3), append=True)
+    await corpora.add("", "gone", ids(5), append=False)
+    await corpora.remove("", "gone")
+    corpora.detach("ngram")
+    follower, source = ngram(), Source("ngram")
+    async with serving(follower, tmp_path / "d"):
+        corpora.attach(cast("DraftSource", source), f"unix:{tmp_path}/d")
+        source.num_attaches += 1
+        keeping = asyncio.create_task(corpora.keep())
+        async with asyncio.timeout(20):
+            # Two texts, one behind the other.
+            while follower.corpora.list() != (CorpusInfo("a", 3),):
+                await asyncio.sleep(0.02)
+        keeping.cancel()
+
+
 async def test_a_drafter_of_another_kind_says_so(tmp_path: Path) -> None:
     corpora = desk(tmp_path / "d")
     async with serving(MirrorDrafter(), tmp_path / "d"):
@@ -193,6 +212,7 @@ async def test_verifier_service(tmp_path: Path) -> None:
         epoch=5,
         model_name="hash",
         model_fingerprint="f",
+        device="CPU",
         dtype="float32",
         mode="strict",
         limits=ModelLimits(40, 64, ("ngram",)),

@@ -118,6 +118,7 @@ async def verifier() -> AsyncIterator[Verifier]:
         epoch=5,
         model_name="hash",
         model_fingerprint="f",
+        device="CPU",
         dtype="float32",
         mode="strict",
         limits=ModelLimits(VOCAB, 256),
@@ -271,7 +272,7 @@ async def test_names_in_requests(verifier: Verifier) -> None:
 async def test_a_verifier_whose_drafters_do_not_change(verifier: Verifier) -> None:
     assert (await verifier.generate(enabled=False))[0]
     server = rpc.async_server()
-    info = VerifierInfo(5, "hash", "f", "float32", "strict", ModelLimits(VOCAB, 256), (), 16, 0)
+    info = VerifierInfo(5, "hash", "f", "CPU", "float32", "strict", ModelLimits(VOCAB, 256), (), 16, 0)
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierService(verifier.harness.engine, info), server)
     port = rpc.bind(server, "127.0.0.1:0")
     await server.start()

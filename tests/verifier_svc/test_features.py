@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from foretoken.drafting import FINAL_NORM, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.models.batch import ForwardBatch
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transport import InProcessTransport
 from tests.support.draft_requests import draft_batch
@@ -85,10 +88,10 @@ def ask(prompt: list[int]) -> Request:
     return Request(prompt, GREEDY, speculation=SpeculationOptions(drafter="head"))
 
 
-def harness(drafter: HeadLike, **options: object) -> Harness:
+def harness(drafter: HeadLike, target: HashTarget | None = None, **options: object) -> Harness:
     num_blocks = int(options.pop("num_blocks", 100))  # type: ignore[call-overload]
     return Harness(
-        HashTarget(VOCAB, num_blocks, 4, spread=2.0),
+        target or HashTarget(VOCAB, num_blocks, 4, spread=2.0),
         vocab_size=VOCAB,
         num_blocks=num_blocks,
         block_size=4,
@@ -114,6 +117,15 @@ def test_each_token_is_told_with_the_features_of_the_position_before_it(
     for key, tokens in drafter.tokens.items():
         assert drafter.known[key] == list(range(1, len(tokens))), "a token without features, or out of order"
     assert run.speculator.counters["head"].num_accepted_tokens > 0
+
+
+def test_rows_that_draft_without_the_head_capture_nothing() -> None:
+    target = HashTarget(VOCAB, 100, 4, spread=2.0)
+    run = harness(HeadLike((2, 1)), target=target)
+    run.run([Request([1, 2, 3], GREEDY, speculation=SpeculationOptions(enabled=False))])
+    assert set(target.captured) == {()}
+    run.run([ask([1, 2, 3])])
+    assert target.captured[-1] == (2, 1)
 
 
 def test_a_prefix_hit_has_the_features_of_its_last_position() -> None:
@@ -167,6 +179,38 @@ def test_a_drafter_that_comes_back_is_told_all_tokens_and_the_features_from_then
     assert tokens == [1, 2, 3, *run.results[key].token_ids]
     (known,) = drafter.known.values()
     assert known[0] > 3 + at and known == list(range(known[0], len(tokens)))
+
+
+def test_a_drafter_that_is_away_while_a_pass_begins_gets_no_features_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is back before the pass is over, which has captured nothing."""
+
+    class Target(HashTarget):
+        def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
+            logits = super().forward(batch, features)
+            if source.transport is None:
+                source.start()
+            return logits
+
+    target = Target(VOCAB, 100, 4, spread=2.0)
+    run = harness(HeadLike(), target=target)
+    (source,) = run.sources
+    key = run.submit(ask([1, 2, 3]))
+    while len(run.results[key].token_ids) < 15:
+        run.step()
+    schedule = run.scheduler.schedule
+
+    def lose(*arguments: Any) -> Any:
+        source.transport = None
+        return schedule(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.scheduler, "schedule", lose)
+        run.step()
+    assert target.captured[-1] == () and source.num_attaches == 2
+    while not run.results[key].is_done:
+        run.step()
+    run.drain()
+    assert source.failures == [] and target.captured[-1] == (2, 1)
 
 
 def test_two_drafters_with_other_features_get_their_own_columns() -> None:
@@ -226,3 +270,31 @@ def test_a_model_that_never_catches_up_is_reported(monkeypatch: pytest.MonkeyPat
     assert len(result.token_ids) == 40
     (source,) = run.sources
     assert source.failures and "no sound draft within 100 ms" in source.failures[0]
+
+
+def test_a_model_that_was_late_is_asked_again_once_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug once: three drafts in a row that waited for the same capture of graphs detached the drafter."""
+    received = InProcessTransport.receive
+    num_receives, looks = 0, iter([False] * 4)
+
+    def receive(self: InProcessTransport, timeout_s: float) -> DraftBatch | None:
+        nonlocal num_receives
+        num_receives += 1
+        batch = received(self, timeout_s)
+        return None if num_receives == 1 else batch
+
+    monkeypatch.setattr(InProcessTransport, "receive", receive)
+    monkeypatch.setattr(InProcessTransport, "is_idle", lambda _: next(looks, True))
+    run = harness(HeadLike())
+    failures: list[str] = []
+    # One failure detaches nobody.
+    run.sources[0].report_failure = failures.append  # type: ignore[method-assign]
+    key = run.submit(ask([1, 2, 3, 1, 2]))
+    receives: list[int] = []
+    while not run.results[key].is_done:
+        run.step()
+        receives.append(num_receives)
+    first = receives.index(1)
+    assert receives[first : first + 5] == [1] * 5, "nobody waits while it is busy"
+    assert receives[first + 5] == 2, "then it is asked again"
+    assert len(failures) == 1

@@ -63,6 +63,7 @@ async def served(
         epoch=5,
         model_name="hash",
         model_fingerprint="f" * 64,
+        device="CPU",
         dtype="float32",
         mode="strict",
         limits=ModelLimits(VOCAB, CONTEXT, ()),

@@ -70,7 +70,9 @@ def test_progress_is_shown_for_what_takes_long_only(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "verifier: checking 50%\n"
 
 
-@pytest.mark.parametrize(("field", "value"), [("mem_fraction_static", 0.5), ("disable_cuda_graph", True)])
-def test_flags_of_a_gpu_are_refused_on_a_cpu(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} has an effect on a GPU only"):
+@pytest.mark.parametrize(
+    ("field", "value"), [("mem_fraction_static", 0.5), ("disable_cuda_graph", True), ("numerics", "fast")]
+)
+def test_flags_of_a_gpu_are_refused_on_a_cpu(field: str, value: float | str) -> None:
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}( fast)? has an effect on a GPU only"):
         memory_plan(settings(**{field: value}), CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +99,21 @@ def test_warm_up_fits_a_cache_smaller_than_its_longest_text(folder: Path) -> Non
     assert runner.mode == "strict"
 
 
+@pytest.mark.parametrize("is_other", [lambda batch: batch.num_rows > 8, lambda batch: batch.masks.any()])
 def test_rows_that_depend_on_their_batch_mean_fast_mode_and_a_warning(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path,
+    is_other: Callable[[ForwardBatch], bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A kernel that adds in another order from nine rows on, as a matrix library does."""
+    """A kernel that adds in another order from nine rows on, as a matrix library does, or in a tree."""
     runner = build(folder)
     strict_fingerprint = runner.fingerprint
     plain = runner._model.forward
 
     def forward(batch: ForwardBatch) -> torch.Tensor:
         logits = plain(batch)
-        return logits * (1 + 2**-23) if batch.num_rows > 8 else logits
+        return logits * (1 + 2**-23) if is_other(batch) else logits
 
     monkeypatch.setattr(runner._model, "forward", forward)
     with caplog.at_level(logging.WARNING):

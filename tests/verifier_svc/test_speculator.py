@@ -242,7 +242,7 @@ def test_an_address_is_attached_once() -> None:
     with pytest.raises(PreconditionError, match="unix:/run/d is attached as 'first'") as raised:
         add(source("second", "unix:/run/d"))
     assert raised.value.field == "address"
-    with pytest.raises(PreconditionError, match="'first' is attached"):
+    with pytest.raises(PreconditionError, match="there is a drafter 'first'"):
         add(source("first", "unix:/run/d"))
     harness.speculator.remove_source("first")
     add(source("second", "unix:/run/d"))

@@ -1,0 +1,373 @@
+"""Drafts from device memory: the trees of a run, and all that comes after it, are those of ordinary requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter_svc import draft_passes, resident_draft
+from drafter_svc.head_drafter import HeadDrafter
+from drafter_svc.placement import ON_CPU, Placement
+from drafter_svc.standalone import StandaloneDrafter
+from foretoken.drafting import DraftsResident, TargetInfo
+from foretoken.errors import PreconditionError
+from foretoken.kv_cache import KVCache
+from foretoken.models.backend import Backend
+from foretoken.models.device_journal import DeviceJournal
+from foretoken.resident import ResidentLayout, ResidentMemory
+from tests.references.head_files import (
+    HIDDEN,
+    NUM_LAYERS,
+    VOCAB,
+    eagle3_files,
+    eagle_files,
+    mimo_target,
+    random_target,
+    write_folder,
+)
+from tests.support.paged_draft import target_info
+from tests.support.resident_play import NODES, NUM_BLOCKS, SEATS, TOKENS, Play, Text, Tree, assert_same
+from tests.support.tiny_checkpoint import save_llama
+
+KINDS = ["EAGLE", "EAGLE3", "MTP", "STANDALONE"]
+TEMPERATURE = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
+
+
+def make(kind: str, folder: Path, placement: Placement) -> tuple[HeadDrafter | StandaloneDrafter, TargetInfo, int]:
+    """A drafter, its target, and the width of its features."""
+    target = folder / "target"
+    sizes: dict[str, Any] = {"max_slots": SEATS + 2, "max_nodes": NODES, "num_blocks": NUM_BLOCKS}
+    sizes |= {"checkpoint": str(target), "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS}
+    if kind == "STANDALONE":
+        save_llama(target, vocab_size=64)
+        return StandaloneDrafter(target, placement=placement), target_info(**(sizes | {"vocab_size": 64})), 0
+    if kind.startswith("MTP"):
+        mimo_target(target, int(kind[3:] or 1))
+        return HeadDrafter("MTP", None, placement=placement), target_info(**sizes), HIDDEN
+    random_target(target)
+    is_eagle3 = kind == "EAGLE3"
+    write_folder(folder / "head", *(eagle3_files() if is_eagle3 else eagle_files()))
+    drafter = HeadDrafter("EAGLE3" if is_eagle3 else "EAGLE", folder / "head", placement=placement)
+    return drafter, target_info(**sizes), 3 * HIDDEN if is_eagle3 else HIDDEN
+
+
+def on(device: str) -> Placement:
+    return Placement(Backend("gpu", torch.device(device)), torch.float32, graphs=device == "cuda")
+
+
+@pytest.fixture(scope="module")
+def plays(tmp_path_factory: pytest.TempPathFactory, device: str) -> Callable[[str], Play]:
+    """By kind; each is attached once."""
+
+    @cache
+    def attached(kind: str) -> Play:
+        drafter, target, width = make(kind, tmp_path_factory.mktemp("drafter"), on(device))
+        drafter.attach(target, None)
+        return Play(drafter, device, vocab=target.vocab_size, width=width)
+
+    return attached
+
+
+@pytest.fixture(params=["EAGLE3", "STANDALONE"])
+def play(request: pytest.FixtureRequest, plays: Callable[[str], Play]) -> Play:
+    """What may differ between a head and a draft model."""
+    return plays(request.param)
+
+
+@pytest.fixture
+def head(plays: Callable[[str], Play]) -> Play:
+    return plays("EAGLE3")
+
+
+def told(play: Play, texts: Sequence[Text], seed: int, lost: Sequence[int] = ()) -> tuple[list[list[Tree]], list[Tree]]:
+    """The trees of all steps, and those behind them, of ordinary requests; those of the steps ``lost`` never came."""
+    play.begin(texts, seed)
+    play.prompts()
+    steps: list[list[Tree]] = []
+    for step in range(len(texts[0].counts)):
+        if step in lost:
+            play.lengths = [n + text.counts[step] for n, text in zip(play.lengths, texts, strict=True)]
+            steps.append([])
+        else:
+            steps.append(play.tell(step))
+    return steps, play.finale()
+
+
+def is_root(tree: Tree) -> bool:
+    return tree[1:] == ([-1], [0.0])
+
+
+def check_run(play: Play, texts: Sequence[Text]) -> list[list[Tree]]:
+    """A run of all steps against ordinary requests."""
+    expected, expected_finale = told(play, texts, 1)
+    play.begin(texts, 2)
+    play.prompts()
+    last = len(texts[0].counts) - 1
+    run = []
+    for step in range(last + 1):
+        found = play.post(step, begins=step == 0, is_last=step == last)
+        kept = [i for i, text in enumerate(texts) if text.counts[step]]
+        assert_same([found[i] for i in kept], [expected[step][i] for i in kept])
+        assert all(is_root(found[i]) for i in set(range(len(texts))) - set(kept))
+        run.append(found)
+    assert_same(play.finale(), expected_finale)
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_texts(kind: str, plays: Callable[[str], Play]) -> None:
+    """Of different lengths, over bounds of blocks."""
+    deep = {"max_depth": 3}
+    texts = [Text(5, (1, 3, 2), 11, options=deep), Text(12, (2, 1, 3), 12, options=deep)]
+    run = check_run(plays(kind), texts)
+    assert all(len(tree[0]) == NODES for trees in run for tree in trees)
+
+
+def test_three_texts_at_a_temperature(play: Play) -> None:
+    texts = [
+        Text(9, (3, 2), 21, options=TEMPERATURE),
+        Text(4, (1, 1), 22, options={"max_depth": 1, "max_nodes": 3}),
+        Text(6, (2, 3), 23, options={"temperature": 0.6}),
+    ]
+    check_run(play, texts)
+
+
+def test_a_text_ends_within_a_run(play: Play) -> None:
+    """Its last tokens are learnt, and nothing is drafted; near its end trees are small."""
+    texts = [Text(5, (3, 2, 0, 0), 31, left=(3, 0, 0, 0)), Text(7, (1, 2, 3, 1), 32, left=(99, 9, 2, 1))]
+    run = check_run(play, texts)
+    assert [len(trees[0][0]) for trees in run] == [3, 1, 1, 1]
+    assert run[3][0][0] == [texts[0].tokens(play.vocab)[9]]
+    assert [len(trees[1][0]) for trees in run] == [6, 6, 2, 1]
+
+
+def test_the_order_of_the_streams(head: Play) -> None:
+    head.begin([Text(5, (1, 2, 1), 41)], 1)
+    head.prompts()
+    head.order.calls.clear()
+    for step in range(3):
+        head.post(step, begins=step == 0, is_last=step == 2)
+    first = head.memory.draft_stamp.item() - 2
+    expected = [(name, first + step) for step in range(3) for name in ("await", "signal")]
+    assert head.order.calls == expected
+
+
+def test_a_text_that_the_drafter_does_not_know(play: Play) -> None:
+    """It has missed tokens before the run, so that it does not draft in it; behind it there is a gap."""
+    texts = [Text(9, (1, 3), 51, told=8), Text(6, (2, 1), 52)]
+    play.begin(texts, 1)
+    play.prompts()
+    expected = []
+    for step in range(2):
+        play.lengths[0] += texts[0].counts[step]
+        play.lengths[1] += texts[1].counts[step]
+        expected.append(play.ask([play.row(1, texts[1].counts[step])])[0])
+    expected_finale = play.finale()
+    play.begin(texts, 2)
+    play.prompts()
+    for step in range(2):
+        found = play.post(step, begins=step == 0, is_last=step == 1)
+        assert is_root(found[0]) and found[0][0] == [play.all_tokens[0][play.lengths[0] - 1]]
+        assert_same(found[1:], [expected[step]])
+    assert_same(play.finale(), expected_finale)
+
+
+def test_a_text_that_waits_for_its_entries_is_learnt(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head lacks the features of its last tokens, a draft model has not caught up: it does behind the run."""
+    texts = [Text(11, (1, 3, 1), 61, hidden=0), Text(5, (2, 1, 3), 62)]
+    passes = play.drafter._passes
+    assert passes is not None
+    monkeypatch.setattr(draft_passes, "SMALL_EXTENSION", 5)
+    trees = []
+    for seed in (1, 2):
+        play.begin(texts, seed)
+        with monkeypatch.context() as short:
+            short.setattr(passes, "_budget", None if play.width else 5)
+            play.prompts()
+            steps = []
+            for step in range(3):
+                if seed == 1 and not play.width:
+                    # What catches up now is what the drafter learns alone in the run.
+                    play.lengths[0] += texts[0].counts[step]
+                    play.lengths[1] += texts[1].counts[step]
+                    waiting = play.row(0, texts[0].counts[step], max_nodes=1)
+                    steps.append(play.ask([waiting, play.row(1, texts[1].counts[step])])[1])
+                elif seed == 1:
+                    steps.append(play.tell(step)[1])
+                else:
+                    found = play.post(step, begins=step == 0, is_last=step == 2)
+                    assert is_root(found[0]) and found[0][0] == [play.all_tokens[0][play.lengths[0] - 1]]
+                    steps.append(found[1])
+        with monkeypatch.context() as wide:
+            wide.setattr(draft_passes, "SMALL_EXTENSION", 64)
+            trees.append(steps + play.finale())
+    assert_same(trees[1], trees[0])
+    assert all(len(tree[0]) == NODES for tree in trees[1])
+
+
+def test_a_step_of_another_number_leaves_a_gap(play: Play) -> None:
+    texts = [Text(5, (1, 3, 2), 71), Text(6, (2, 2, 1), 72)]
+    expected, _ = told(play, texts, 1)
+    play.begin(texts, 2)
+    play.prompts()
+    assert_same(play.post(0, begins=True), expected[0])
+    roots = [play.all_tokens[i][play.lengths[i] - 1] for i in range(2)]
+    found = play.post(1, stamp=3)
+    assert all(map(is_root, found)) and [tree[0][0] for tree in found] == roots
+    found = play.post(2, is_last=True)
+    assert all(map(is_root, found))
+    assert [tree[0][0] for tree in found] == [play.all_tokens[i][play.lengths[i] - 1] for i in range(2)]
+    finale = play.finale()
+    # As if the steps had been lost on their way.
+    assert_same(finale, told(play, texts, 3, lost=(1, 2))[1])
+
+
+def test_a_length_that_does_not_follow_releases_the_text(head: Play) -> None:
+    texts = [Text(5, (1, 3, 2), 81), Text(6, (2, 2, 1), 82)]
+    expected, _ = told(head, texts, 1)
+    head.begin(texts, 2)
+    head.prompts()
+    head.post(0, begins=True)
+    found = head.post(1, lengths=[20])
+    assert is_root(found[0])
+    assert_same(found[1:], expected[1][1:])
+    found = head.post(2, is_last=True)
+    assert is_root(found[0])
+    assert_same(found[1:], expected[2][1:])
+    rows = head.drafter._passes._rows  # type: ignore[union-attr]
+    assert 0 not in rows._sequences and rows._sequences[1][0].length == head.lengths[1]
+
+
+def test_runs_follow_each_other(play: Play) -> None:
+    """The second one names blocks again that the first one had in reserve."""
+    texts = [Text(5, (1, 1, 3, 1, 2), 91), Text(7, (2, 2, 1, 3, 1), 92)]
+    expected, expected_finale = told(play, texts, 1)
+    play.begin(texts, 2)
+    play.prompts()
+    assert_same(play.post(0, begins=True, is_last=True), expected[0])
+    assert_same(play.post(1, begins=True), expected[1])
+    # This one was left open.
+    assert_same(play.tell(2), expected[2])
+    assert_same(play.post(3, begins=True), expected[3])
+    assert_same(play.post(4, begins=True, is_last=True), expected[4])
+    assert_same(play.finale(), expected_finale)
+
+
+def test_a_run_goes_on_with_wider_tables(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident_draft, "_ROOM_BLOCKS", 1)
+    monkeypatch.setattr(resident_draft, "table_bucket", lambda blocks: blocks)
+    check_run(head, [Text(5, (1, 3, 2), 101), Text(10, (2, 1, 3), 102)])
+
+
+def test_a_release_within_a_run(head: Play) -> None:
+    texts = [Text(5, (1, 3, 2), 111), Text(6, (2, 2, 1), 112)]
+    expected, _ = told(head, texts, 1)
+    head.begin(texts, 2)
+    head.prompts()
+    head.post(0, begins=True)
+    head.drafter.release([0])
+    assert_same(head.post(1)[1:], expected[1][1:])
+    head.order.calls.clear()
+    head.drafter.release([1])
+    assert [name for name, _ in head.order.calls] == ["release"]
+    # The run is over: what comes of it is answered, and nothing is drafted.
+    request = head.request(2, begins=False, is_last=True)
+    reply = head.drafter.draft(request)
+    assert reply.parents.tolist() == [-1, -1]
+    assert request.resident is not None
+    assert head.order.calls[1:] == [("signal", request.resident.number)]
+    assert int(head.memory.draft_stamp) == request.resident.number - 1
+
+
+def test_steps_that_do_not_come_are_given_up(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that waits for the verifier goes on once it is told to; all that was on its way is learnt then."""
+    texts = [Text(5, (1, 3, 2), 141)]
+    expected, expected_finale = told(head, texts, 1)
+    monkeypatch.setattr(resident_draft, "_PATIENCE_S", 0.0)
+    head.begin(texts, 2)
+    head.prompts()
+    head.order.calls.clear()
+    monkeypatch.setattr(DeviceJournal, "is_ready", lambda journal: head.order.calls[-1][0] == "release")
+    for step in range(3):
+        assert_same(head.post(step, begins=step == 0, is_last=step == 2), expected[step])
+    assert [name for name, _ in head.order.calls] == ["await", "signal"] * 3 + ["release"]
+    assert_same(head.finale(), expected_finale)
+
+
+def test_blocks_that_cannot_be_release_the_text(head: Play) -> None:
+    texts = [Text(8, (1, 3), 121), Text(8, (2, 2), 122)]
+    expected, _ = told(head, texts, 1)
+    head.begin(texts, 2)
+    head.prompts()
+    request = head.request(0, begins=True, is_last=True)
+    request.block_ids[0] = NUM_BLOCKS
+    head.fill(0)
+    reply = head.drafter.draft(request)
+    assert reply.tree(0).tokens.tolist() == [head.all_tokens[0][8]]
+    assert_same(head.in_memory()[1:], expected[0][1:])
+
+
+def test_a_step_with_too_few_blocks_releases_the_text(head: Play) -> None:
+    texts = [Text(8, (1, 3), 131), Text(8, (2, 2), 132)]
+    expected, _ = told(head, texts, 1)
+    head.begin(texts, 2)
+    head.prompts()
+    request = head.request(0, begins=True, is_last=True)
+    starts = request.starts.copy()
+    starts[2] = [0, 0, 1]
+    head.fill(0)
+    reply = head.drafter.draft(replace(request, starts=starts, block_ids=request.block_ids[1:]))
+    assert reply.tree(0).tokens.tolist() == [head.all_tokens[0][8]]
+    assert_same(head.in_memory()[1:], expected[0][1:])
+    assert 0 not in head.drafter._passes._rows._sequences  # type: ignore[union-attr]
+
+
+def test_memory_that_does_not_fit_is_refused(head: Play, device: str) -> None:
+    def memory(seats: int = 2, tokens: int = 2, width: int = head.width) -> ResidentMemory:
+        layout = ResidentLayout(seats, tokens, NODES, width, torch.bfloat16)
+        return ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
+
+    assert isinstance(head.drafter, DraftsResident)
+    for fields in ({"seats": 99}, {"tokens": 9999}):
+        with pytest.raises(PreconditionError, match="is more than the drafter's"):
+            head.drafter.set_resident(memory(**fields), head.order)
+    with pytest.raises(PreconditionError, match="hidden rows of 7 values"):
+        head.drafter.set_resident(memory(width=7), head.order)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "MTP2"])
+def test_needs_say_where(kind: str, tmp_path: Path) -> None:
+    drafter, target, _ = make(kind, tmp_path, on("cpu"))
+    needs = drafter.needs(target)
+    assert (needs.device, needs.resident) == ("cpu", kind != "MTP2")
+
+
+def test_a_drafter_on_the_cpu_refuses(tmp_path: Path) -> None:
+    drafter, target, width = make("EAGLE", tmp_path, ON_CPU)
+    assert drafter.needs(target).device == ""
+    drafter.attach(target, None)
+    layout = ResidentLayout(2, TOKENS, NODES, width, torch.float32)
+    memory = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
+    with pytest.raises(PreconditionError, match="on the CPU"):
+        drafter.set_resident(memory, resident_draft.StreamOrder())
+
+
+def test_a_warm_up_reads_no_entry_that_nobody_wrote(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure once in a while: what memory happens to hold overflowed in the passes that compile kernels."""
+    made = KVCache.__init__
+
+    def garbage(cache: KVCache, *args: Any, **options: Any) -> None:
+        made(cache, *args, **options)
+        cache.data.fill_(1e38)
+
+    monkeypatch.setattr(KVCache, "__init__", garbage)
+    drafter, target, _ = make("STANDALONE", tmp_path, on(device))
+    drafter.attach(target, None)

@@ -1,0 +1,85 @@
+"""``--numerics``: what is asked for is what runs, or the verifier says that it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.errors import ConfigError
+from foretoken.models import device_pass
+from foretoken.models.backend import CPU, Backend
+from foretoken.models.device_sizes import PassSizes
+from tests.support.tiny_checkpoint import save_llama
+from verifier_svc import device_runner, model_runner
+from verifier_svc.config import VerifierSettings
+from verifier_svc.device_runner import DeviceRunner
+from verifier_svc.model_runner import ModelRunner, silent
+from verifier_svc.target import load_target, memory_plan
+
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("target"), std=0.3, num_hidden_layers=1)
+
+
+def settings(folder: Path, **fields: Any) -> VerifierSettings:
+    return VerifierSettings(
+        model=folder,
+        served_model_name="tiny",
+        address="unix:/none",
+        block_size=BLOCK,
+        max_total_tokens=2 * BLOCK,
+        context_length=BLOCK,
+        max_running_requests=1,
+        chunked_prefill_size=BLOCK,
+        speculative_num_draft_tokens=4,
+        **fields,
+    )
+
+
+def on_device(folder: Path, device: str, strict: bool) -> DeviceRunner:
+    runner = DeviceRunner(
+        folder,
+        backend=Backend("gpu", torch.device(device)),
+        sizes=PassSizes(rows=8, wanted=8, seqs=1, blocks=4),
+        strict=strict,
+        dtype="float32",
+        block_size=BLOCK,
+        num_blocks=1,
+    )
+    runner.warm_up()
+    return runner
+
+
+def test_a_device_is_strict_where_that_is_wanted(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is the CPU's, with trees: attention in another order is found. Fingerprints tell all of these apart."""
+    strict, fast = on_device(folder, device, True), on_device(folder, device, False)
+    assert (strict.mode, fast.mode) == ("strict", "fast")
+    on_cpu = ModelRunner(folder, threads=1, block_size=BLOCK, num_blocks=1)
+    assert on_cpu.mode == "strict"
+    assert len({runner.fingerprint for runner in (strict, fast, on_cpu)}) == 3
+    monkeypatch.setattr(device_pass, "strict_attention", device_pass.tree_attention)
+    assert on_device(folder, device, True).mode == "fast"
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "gpu"])
+def test_strict_numerics_that_cannot_be_had_are_refused(
+    folder: Path, kernels: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = CPU if kernels == "cpu" else Backend("gpu", torch.device(device))
+    asked = settings(folder, numerics="strict")
+    for module in (model_runner, device_runner):
+        monkeypatch.setattr(module, "rows_are_independent", lambda *_: False)
+    with pytest.raises(ConfigError, match="--numerics strict: on this machine"):
+        load_target(asked, memory_plan(asked, CPU), backend, silent)
+
+
+def test_auto_is_strict_on_a_cpu(folder: Path) -> None:
+    for numerics in ("auto", "strict"):
+        asked = settings(folder, numerics=numerics)
+        assert load_target(asked, memory_plan(asked, CPU), CPU, silent).runner.mode == "strict"

@@ -1,0 +1,133 @@
+"""Steps that run ahead of the host write what plain decode writes on the CPU. On a GPU, or in Triton's interpreter.
+
+That steps on the GPU which wait for the host write the same is tests/gpu/test_same_text.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from foretoken.drafting import FINAL_NORM
+from foretoken.sampling import SamplingParams
+from tests.support import on_device
+from tests.support.deployments import BLOCK, SeenHarness, Target, Targets
+from tests.support.engine_harness import Request, Result
+from tests.support.fitted_models import text
+from tests.support.oracle_drafter import OracleDrafter
+from verifier_svc import run_ahead
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    return Targets(tmp_path_factory.mktemp("targets"))
+
+
+def plain_on_cpu(target: Target, requests: list[Request]) -> list[Result]:
+    return target.harness({}).run([request.plain() for request in requests])
+
+
+def num_ahead(harness: SeenHarness) -> int:
+    """Steps that ran ahead."""
+    return harness.engine.counters.num_resident_steps
+
+
+def facts(results: list[Result]) -> list[object]:
+    found: list[object] = []
+    for result in results:
+        assert result.finished is not None
+        stats = result.finished.speculation
+        found.append((result.token_ids, result.finished.reason, result.finished.stop_token_id, stats.num_decode_steps))
+    return found
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=9),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=5, presence_penalty=0.4, repetition_penalty=1.2),
+    SamplingParams(
+        temperature=1.0, seed=2**63 + 1, max_tokens=7, top_k=9, top_p=0.9, logit_bias={5: 2.0}, min_tokens=3
+    ),
+]
+
+
+def test_plain_decode(targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of several lengths that end at different times, in blocks that are given out meanwhile."""
+    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
+    target = targets["llama"]
+    requests = [Request(text(1, 20 + 3 * i), params) for i, params in enumerate(PARAMS)]
+    ahead = on_device.harness(target, (), device)
+    assert facts(ahead.run(requests)) == facts(plain_on_cpu(target, requests))
+    assert num_ahead(ahead) > 5
+    assert ahead.blocks.num_free_blocks == ahead.blocks.num_blocks
+
+
+def drafted(
+    targets: Targets, device: str, requests: list[Request], spoil: Callable[[int], bool] = lambda number: False
+) -> tuple[list[Result], SeenHarness, OracleDrafter]:
+    """The requests with a drafter that knows the texts, which are those of plain decode."""
+    target = targets["llama"]
+    plain = plain_on_cpu(target, requests)
+    texts = [[*request.prompt, *result.token_ids, 3] for request, result in zip(requests, plain, strict=True)]
+    oracle = OracleDrafter(
+        texts,
+        device,
+        features=(1, FINAL_NORM),
+        width=2 * target.config.hidden_size,
+        dtype=torch.float32,
+        seats=on_device.MAX_RUNNING,
+        nodes=6,
+        block_size=BLOCK,
+        spoil=spoil,
+    )
+    harness = on_device.harness(target, (), device, max_nodes=6, num_steps=3, sources=[oracle])
+    results = harness.run(requests)
+    for result, expected in zip(results, plain, strict=True):
+        assert result.token_ids == expected.token_ids
+    harness.drain()
+    return results, harness, oracle
+
+
+def test_trees(targets: Targets, device: str) -> None:
+    """Accepted and refused nodes, entries that move, sequences that end within a run; what the drafter is told of is
+    checked by itself."""
+    requests = [Request(text(1, 20 + 3 * i), params) for i, params in enumerate(PARAMS)]
+    results, harness, oracle = drafted(targets, device, requests)
+    assert num_ahead(harness) > 1 and len(oracle.numbers) == num_ahead(harness)
+    for result in results:
+        assert result.finished is not None
+        stats = result.finished.speculation
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        assert sum(1 for source in result.sources if source == 1) == stats.num_accepted_tokens
+    assert harness.speculator.links[0].counters.num_accepted_tokens > 0
+
+
+def test_trees_that_never_come(targets: Targets, device: str) -> None:
+    requests = [Request(text(2, 24), SamplingParams(temperature=0.0, max_tokens=16))]
+    results, harness, _ = drafted(targets, device, requests, spoil=lambda number: number % 2 == 1)
+    assert num_ahead(harness) > 3
+    assert results[0].finished is not None and results[0].finished.speculation.fallback_steps > 0
+
+
+def test_a_new_request_ends_a_run_and_joins_the_next(targets: Targets, device: str) -> None:
+    target = targets["llama"]
+    long = Request(text(3, 20), SamplingParams(temperature=0.0, max_tokens=14))
+    short = Request(text(4, 20), SamplingParams(temperature=0.0, max_tokens=4, logprobs=1))
+    expected = [result.token_ids for result in plain_on_cpu(target, [long, short])]
+    harness = on_device.harness(target, (), device)
+    first = harness.submit(long)
+    receive = harness.engine.end_step
+    keys = [first]
+
+    def end_step(num_rows: int, seconds: float, *, is_plain: bool) -> None:
+        receive(num_rows, seconds, is_plain=is_plain)
+        if len(keys) == 1:
+            keys.append(harness.submit(short))
+
+    harness.engine.end_step = end_step  # type: ignore[method-assign]
+    while not all(harness.results[key].is_done for key in keys):
+        harness.step()
+    assert [harness.results[key].token_ids for key in keys] == expected
+    # Logprobs need each step's rows on the host.
+    assert num_ahead(harness) > 3 and len(harness.results[keys[1]].logprobs) == 4

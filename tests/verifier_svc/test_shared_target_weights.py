@@ -1,0 +1,189 @@
+"""Which drafters read the verifier's own embedding and head: drafters' processes of both kinds of kernels, attached by
+the verifier's client to targets of both."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+
+from drafter_svc.head_drafter import HeadDrafter
+from drafter_svc.placement import ON_CPU, Placement
+from foretoken.drafting import Drafter, TargetInfo
+from foretoken.errors import PreconditionError
+from foretoken.models.backend import Backend
+from foretoken.models.config import load_config
+from foretoken.models.device_sizes import PassSizes
+from foretoken.models.target_weights import load_target_weights
+from foretoken.shared_weights import SharedWeights
+from tests.references.head_files import HIDDEN, NUM_LAYERS, VOCAB, eagle_files, random_target, write_folder
+from tests.support.paged_draft import Row, request_of, target_info
+from verifier_svc import model_runner
+from verifier_svc.config import DrafterEndpoint
+from verifier_svc.device_runner import DeviceRunner
+from verifier_svc.drafter_client import DrafterClient
+from verifier_svc.in_process_client import InProcessClient
+from verifier_svc.model_runner import ModelRunner, TargetModel
+
+Kernels = Literal["cpu", "gpu"]
+KERNELS: tuple[Kernels, ...] = ("cpu", "gpu")
+EPOCH = 11
+LONG_S = 600.0
+TEXT = [int(token) for token in torch.randint(0, VOCAB, (9,), generator=torch.Generator().manual_seed(3))]
+
+
+class Trees(NamedTuple):
+    """What is drafted with the target's head, and with its negative."""
+
+    plain: list[int]
+    negated: list[int]
+
+
+@pytest.fixture(name="gpu", scope="module")
+def _gpu(device: str) -> Backend:
+    """Kernels of the GPU, or of the interpreter."""
+    return Backend("gpu", torch.device("cuda", 0) if device == "cuda" else torch.device(device))
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    random_target(folder / "target")
+    write_folder(folder / "head", *eagle_files())
+    return folder
+
+
+@pytest.fixture(name="target", scope="module")
+def _target(folder: Path) -> TargetInfo:
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS}
+    return target_info(**sizes, checkpoint=str(folder / "target"))
+
+
+def request(slot: int) -> Row:
+    return Row(TEXT, len(TEXT), [5, 2, 9], slot=slot, width=HIDDEN)
+
+
+@pytest.fixture(name="expected", scope="module")
+def _expected(folder: Path, target: TargetInfo) -> Trees:
+    """By a drafter on the CPU with weights of its own."""
+    weights = load_target_weights(folder / "target", load_config(folder / "target"))
+    found = []
+    for head in (weights.head, -weights.head):
+        drafter: Drafter = HeadDrafter("EAGLE", folder / "head")
+        drafter.attach(target, replace(weights, head=head))
+        found.append(drafter.draft(request_of([request(0)])).tree(0).tokens.tolist())
+    assert found[0] != found[1]
+    return Trees(*found)
+
+
+@contextmanager
+def drafter_process(folder: Path, kernels: Kernels, gpu: Backend) -> Iterator[str]:
+    address = f"unix:{folder}/{kernels}.sock"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    options = [str(folder / "target"), str(folder / "head"), kernels, str(gpu.device)]
+    command = [sys.executable, "-m", "tests.support.eagle_drafter", address, *options]
+    process = subprocess.Popen(command, env=environment)
+    yield address
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(name="addresses", scope="module")
+def _addresses(folder: Path, gpu: Backend) -> Iterator[dict[Kernels, str]]:
+    with drafter_process(folder, "cpu", gpu) as on_cpu, drafter_process(folder, "gpu", gpu) as on_gpu:
+        yield {"cpu": on_cpu, "gpu": on_gpu}
+
+
+def runner_of(kernels: Kernels, folder: Path, gpu: Backend) -> TargetModel:
+    if kernels == "cpu":
+        return ModelRunner(folder / "target", num_blocks=8, threads=1)
+    sizes = PassSizes(rows=16, wanted=16, seqs=2, blocks=8)
+    return DeviceRunner(folder / "target", backend=gpu, sizes=sizes, dtype="float32", num_blocks=8)
+
+
+@contextmanager
+def client_of(address: str, target: TargetInfo, weights: SharedWeights | None) -> Iterator[DrafterClient]:
+    endpoint = DrafterEndpoint(name="eagle", address=address)
+    client = DrafterClient(endpoint, target, EPOCH, weights=weights)
+    client.start()
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def tree_of(client: DrafterClient | InProcessClient, slot: int) -> list[int]:
+    while client.transport is None:
+        assert client.state == "connecting"
+        time.sleep(0.01)
+    transport = client.transport
+    transport.post(replace(request_of([request(slot)]), epoch=EPOCH, step_id=1 + slot))
+    batch = transport.receive(LONG_S)
+    assert batch is not None
+    return batch.tree(0).tokens.tolist()
+
+
+def check(client: DrafterClient | InProcessClient, runner: TargetModel, expected: Trees, *, is_shared: bool) -> None:
+    """Whether the drafter's head is the runner's own: what is done to the one shows in the other's trees."""
+    assert tree_of(client, 0) == expected.plain
+    runner.weights.head.neg_()
+    assert tree_of(client, 1) == (expected.negated if is_shared else expected.plain)
+
+
+@pytest.mark.parametrize("of_target", KERNELS)
+@pytest.mark.parametrize("of_drafter", KERNELS)
+def test_a_drafters_process_reads_the_targets_memory_where_its_kernels_can(
+    addresses: dict[Kernels, str],
+    folder: Path,
+    target: TargetInfo,
+    expected: Trees,
+    gpu: Backend,
+    of_target: Kernels,
+    of_drafter: Kernels,
+) -> None:
+    runner = runner_of(of_target, folder, gpu)
+    assert runner.shared_weights is not None
+    with client_of(addresses[of_drafter], target, runner.shared_weights) as client:
+        check(client, runner, expected, is_shared=of_target == of_drafter)
+
+
+def test_a_target_whose_memory_cannot_be_shared_keeps_its_weights_and_says_so(
+    folder: Path, gpu: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PreconditionError("cuMemCreate: CUDA_ERROR_NOT_SUPPORTED")
+
+    monkeypatch.setattr(model_runner, "SharedWeights", refuse)
+    with caplog.at_level(logging.WARNING):
+        runner = runner_of("gpu", folder, gpu)
+    assert runner.shared_weights is None
+    assert runner.target_weights.head is runner.weights.head
+    assert runner.target_weights.embedding is runner.weights.embedding
+    assert [record.getMessage() for record in caplog.records] == [
+        "drafters' processes read embedding and head from the checkpoint, a copy each: "
+        "cuMemCreate: CUDA_ERROR_NOT_SUPPORTED"
+    ]
+
+
+@pytest.mark.parametrize("of_target", KERNELS)
+@pytest.mark.parametrize("of_drafter", KERNELS)
+def test_so_does_one_in_the_process(
+    folder: Path, target: TargetInfo, expected: Trees, gpu: Backend, of_target: Kernels, of_drafter: Kernels
+) -> None:
+    runner = runner_of(of_target, folder, gpu)
+    placement = ON_CPU if of_drafter == "cpu" else Placement(gpu, torch.float32, graphs=False)
+    drafter = HeadDrafter("EAGLE", folder / "head", placement=placement)
+    client = InProcessClient("eagle", drafter, target, EPOCH, weights=runner.target_weights)
+    client.start()
+    check(client, runner, expected, is_shared=of_target == of_drafter)
+    client.close()

@@ -1,0 +1,30 @@
+"""What one drafter's trees came to so far. The engine's thread writes, any may read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class DrafterCounters:
+    """What one drafter's trees came to."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_rejected_drafts: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    # Requests that a step waited for, and seconds of these waits.
+    num_awaited: int = 0
+    wait_seconds: float = 0.0
+
+    def add(self, num_drafted: int, accepted_depths: Sequence[int]) -> None:
+        """One row's verified tree: its nodes of this drafter, and the depths of those that were accepted."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += len(accepted_depths)
+        missing = max(accepted_depths, default=0) - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * max(missing, 0))
+        for depth in accepted_depths:
+            self.accepted_per_position[depth - 1] += 1

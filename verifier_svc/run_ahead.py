@@ -1,0 +1,177 @@
+"""Steady decode without waiting for the host: when the engine's steps may run ahead of it, and what ends that.
+
+Between two ordinary steps of the engine a run of ResidentSteps takes place if every sequence is in plain decode, or
+drafts with one and the same model on this GPU. The host launches step n + 1, asks for the trees behind it, and then
+reads what step n came to. Whatever wants more than that (a message, a deadline, an end, a page that is not there, a
+drafter that came or went) ends the run once the steps in flight are read; the last trees are those of the engine's
+next ordinary step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from foretoken.resident import ResidentMemory, StreamOrder
+from verifier_svc.resident_drafting import ResidentDrafting
+from verifier_svc.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
+from verifier_svc.scheduler import Scheduler
+from verifier_svc.sequence import DrafterShare, Sequence
+from verifier_svc.speculator import Speculator
+from verifier_svc.verify import WalkResult
+
+if TYPE_CHECKING:
+    from verifier_svc.resident_step import ResidentStep
+
+# Between two looks whether a step is done. The next one runs meanwhile, so nothing waits for the host.
+_POLL_S = 50e-6
+# Tokens that a sequence gets pages for at once, so that tables change rarely.
+_PAGES_AHEAD = 64
+# Draft timeouts that a run's first draft may take: graphs of its shape are captured.
+_FIRST_TIMEOUTS = 10
+
+
+class Committer(Protocol):
+    """What the engine does with a step's outcome."""
+
+    def commit_decode(self, sequence: Sequence, result: WalkResult, shares: tuple[DrafterShare, ...]) -> None:
+        """Append what a decode step's walk emitted, tell the client, end the sequence if it is done."""
+        ...
+
+    def end_step(self, num_rows: int, seconds: float, *, is_plain: bool) -> None:
+        """One more step was made, so long after the one before: hand out its events."""
+        ...
+
+
+class RunAhead:
+    """Used by the engine's thread alone.
+
+    Args:
+        make_step: of the memory and the order that a drafter goes by.
+        plain: of runs without a drafter.
+        timeout_s: that a step with a draft may take, before it goes on without.
+    """
+
+    def __init__(
+        self,
+        make_step: Callable[[ResidentMemory, StreamOrder], ResidentStep],
+        plain: ResidentStep,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._make_step, self._plain = make_step, plain
+        self._timeout_s = timeout_s
+        # The step that goes with the memory of the last run's drafter.
+        self._drafted: ResidentStep | None = None
+
+    def run(
+        self, scheduler: Scheduler, speculator: Speculator, committer: Committer, may_go_on: Callable[[], bool]
+    ) -> None:
+        """Make steps until ``may_go_on`` or anything else ends the run; none if there is nothing to run ahead of."""
+        sequences = list(scheduler.running)
+        if not (sequences and may_go_on() and _is_steady(scheduler)):
+            return
+        drafting = speculator.resident_drafting(sequences)
+        if drafting is None:
+            return
+        step = self._step_of(drafting)
+        number = drafting.link.number if drafting.link is not None else 0
+        seats = [Seat(s, drafting.shape(s).nodes, drafting.tree(s), number) for s in sequences]
+        if not _reserve(scheduler, seats, 0, step.max_tokens):
+            return
+        step.begin(seats, drafting.features)
+        drafting.begin(sequences)
+        self._launch(step, drafting, is_first=True)
+        is_ending, num_read = False, 0
+        read_at = time.perf_counter()
+        while step.num_in_flight:
+            is_ending = is_ending or not (
+                may_go_on()
+                and _is_steady(scheduler)
+                and len(scheduler.running) == len(seats)
+                and (drafting.most_steps is None or num_read < drafting.most_steps)
+                and speculator.still_drafts(drafting)
+                and _reserve(scheduler, seats, step.num_in_flight, step.max_tokens)
+                and all(step.has_room(len(seat.sequence.block_ids)) for seat in seats)
+            )
+            if not is_ending:
+                self._launch(step, drafting, is_first=False)
+            if is_ending or step.num_in_flight == MAX_IN_FLIGHT:
+                # The first step has its trees from the host, the second waits for the run's first draft.
+                timeout_s = self._timeout_s * (_FIRST_TIMEOUTS if num_read < MAX_IN_FLIGHT else 1)
+                is_ending = not self._await(step, drafting, read_at + timeout_s) or is_ending
+                num_read += 1
+                _commit(step.receive(), seats, drafting, committer)
+                now = time.perf_counter()
+                num_rows = sum(seat.width for seat in seats)
+                committer.end_step(num_rows, now - read_at, is_plain=drafting.link is None)
+                read_at = now
+        for sequence in scheduler.running:
+            # What the steps captured has never been on the host.
+            sequence.features.clear()
+        speculator.end_resident(drafting, step.number, scheduler.running)
+
+    def _step_of(self, drafting: ResidentDrafting) -> ResidentStep:
+        memory = drafting.memory
+        if memory is None:
+            return self._plain
+        if self._drafted is None or self._drafted.memory is not memory:
+            self._drafted = self._make_step(memory, drafting.order)
+            self._drafted.warm_up(drafting.features)
+        return self._drafted
+
+    def _launch(self, step: ResidentStep, drafting: ResidentDrafting, *, is_first: bool) -> None:
+        if not is_first:
+            drafting.post(step.number, is_last=False)
+            step.send_tables()
+        step.launch(is_drafted=not is_first and drafting.link is not None)
+
+    def _await(self, step: ResidentStep, drafting: ResidentDrafting, deadline: float) -> bool:
+        """Until the oldest step is done; False if it had to go on without its trees."""
+        is_released = False
+        while not step.is_done():
+            if drafting.link is not None and (is_released or not self._is_alive(drafting, deadline)):
+                # Again and again: a drafter that comes back late may take the word of it back.
+                step.release()
+                is_released = True
+            time.sleep(_POLL_S)
+        return not is_released
+
+    def _is_alive(self, drafting: ResidentDrafting, deadline: float) -> bool:
+        assert drafting.link is not None
+        if not drafting.is_open:
+            return False
+        if time.perf_counter() < deadline:
+            return True
+        drafting.link.leave_alone()
+        drafting.link.source.report_failure(f"no draft within {self._timeout_s * 1e3:.0f} ms")
+        return False
+
+
+def _is_steady(scheduler: Scheduler) -> bool:
+    """Whether all that is to be done is decode steps without anything that the host must see between two."""
+    return not scheduler.can_admit and all(
+        s.is_decoding and s.sampling.grammar is None and s.sampling.logprobs is None and not s.wants_prompt_logprobs
+        for s in scheduler.running
+    )
+
+
+def _reserve(scheduler: Scheduler, seats: list[Seat], num_in_flight: int, max_tokens: int) -> bool:
+    """Pages for one more step, whatever those in flight come to."""
+    for seat in seats:
+        sequence = seat.sequence
+        # One slot more: a drafter keeps an entry for the next root before the target does.
+        most = sequence.max_len + seat.width + 1
+        least = min(len(sequence.tokens) + num_in_flight * max_tokens + seat.width + 1, most)
+        if not scheduler.reserve_ahead(sequence, least, min(least + _PAGES_AHEAD, most)):
+            return False
+    return True
+
+
+def _commit(results: list[SeatResult], seats: list[Seat], drafting: ResidentDrafting, committer: Committer) -> None:
+    for seat, result in zip(seats, results, strict=True):
+        if result.num_nodes:
+            walk = result.walk
+            shares = drafting.observe(seat.sequence, result.num_nodes, len(walk.matched_nodes), len(walk.tokens))
+            committer.commit_decode(seat.sequence, walk, shares)
