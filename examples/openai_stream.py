@@ -5,12 +5,15 @@ python examples/openai_stream.py ["def read_json(path):" [http://127.0.0.1:8000]
 
 import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 url = sys.argv[2] if len(sys.argv) > 2 else "http://127.0.0.1:8000"
 client = OpenAI(base_url=f"{url}/v1", api_key="none")
 prompt = sys.argv[1] if len(sys.argv) > 1 else "def read_json(path):"
-model = client.models.list().data[0].id
+try:
+    model = client.models.list().data[0].id
+except APIConnectionError:
+    sys.exit(f"nothing answers at {url}; start a server with: make serve")
 
 stream = client.completions.create(
     model=model,

@@ -80,7 +80,7 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
 
 
 def _verifier(address: str, info: VerifierInfo | None) -> dict[str, Any]:
-    names = ("version", "model_name", "model_fingerprint", "dtype", "mode", "max_model_len", "vocab_size")
+    names = ("version", "model_name", "model_fingerprint", "device", "dtype", "mode", "max_model_len", "vocab_size")
     known = {} if info is None else {name: getattr(info, name) for name in names}
     return {"address": address, **known, "drafters": _drafters(info)}
 

@@ -87,7 +87,7 @@ async def _change(core: GatewayCore, clients: Sequence[VerifierClient], method: 
 
 
 def _list(drafters: Iterable[tuple[VerifierClient, DrafterInfo]]) -> Response:
-    names = ("name", "algorithm", "transport", "address", "state", "num_attaches")
+    names = ("name", "algorithm", "transport", "address", "state", "reason", "num_attaches")
     data = [
         {"object": "drafter", "verifier": client.address, **{name: getattr(drafter, name) for name in names}}
         for client, drafter in drafters

@@ -162,6 +162,8 @@ class DrafterInfo:
     # Where it listens; empty: in the verifier's process.
     address: str
     state: str
+    # Why it is not attached, as far as the verifier knows.
+    reason: str
     num_attaches: int
     num_drafts: int
     num_draft_tokens: int
@@ -183,6 +185,7 @@ class VerifierInfo:
     epoch: int
     model_name: str
     model_fingerprint: str
+    device: str
     dtype: str
     mode: str
     vocab_size: int

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -32,10 +33,21 @@ class Tokenizer:
         self._backend.no_padding()
         if chat_template is not None:
             self._hf.chat_template = _read_template(chat_template)
+            self._check_template(chat_template)
         self.has_chat_template = bool(self._hf.chat_template)
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes = ByteTable.of(self._backend)
+
+    def _check_template(self, path: Path) -> None:
+        """Raises ConfigError for what is no template."""
+        try:
+            self._hf.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"--chat-template: {path}, line {error.lineno}: {error.message}") from error
+        except Exception:
+            # A program of its own: whatever else it raises is about this message, as in render_chat.
+            return
 
     @property
     def vocab_size(self) -> int:

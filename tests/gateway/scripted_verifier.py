@@ -124,6 +124,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             epoch=1,
             model_name="scripted",
             model_fingerprint="fp",
+            device="CPU",
             dtype="float32",
             mode="strict",
             vocab_size=vocab_size,

@@ -48,7 +48,11 @@ class ChangingVerifier(ScriptedVerifier):
 
     def add(self, name: str) -> verifier_pb2.DrafterState:
         drafter = verifier_pb2.DrafterState(
-            name=name, transport="shared-memory", address="unix:/run/late", state="connecting"
+            name=name,
+            transport="shared-memory",
+            address="unix:/run/late",
+            state="connecting",
+            reason="nothing listens at unix:/run/late",
         )
         self.info.drafters.append(drafter)
         return drafter
@@ -128,6 +132,7 @@ async def test_attach_list_detach_on_all_verifiers(operated: Operated) -> None:
     answer = await operated.http.post(URL, json={**BODY, "transport": "grpc"}, headers=AUTH)
     entry = {"object": "drafter", "name": "late", "algorithm": "", "transport": "shared-memory"}
     entry |= {"address": "unix:/run/late", "state": "connecting", "num_attaches": 0}
+    entry["reason"] = "nothing listens at unix:/run/late"
     assert answer.json() == {"object": "list", "data": [{**entry, "verifier": a} for a in operated.addresses]}
     assert [v.attached for v in operated.verifiers] == [[("late", "unix:/run/late", "grpc")]] * 2
     listed = (await operated.http.get(URL, headers=AUTH)).json()["data"]
@@ -235,15 +240,18 @@ async def test_commands(operated: Operated) -> None:
 
     first, second = operated.addresses
     attached = await run("attach", "late", "unix:/run/late", "--transport", "grpc", "--verifier", second)
-    late = f"late at unix:/run/late: connecting, over shared-memory, to the verifier at {second}\n"
+    late = (
+        "late: connecting (nothing listens at unix:/run/late), over shared-memory at unix:/run/late "
+        f"for the verifier at {second}\n"
+    )
     assert attached.output == late, attached.output
     assert [v.attached for v in operated.verifiers] == [[], [("late", "unix:/run/late", "grpc")]]
     listed = await run("list")
-    ngram = "ngram: attached, NGRAM over shared-memory, to the verifier at"
+    ngram = "ngram: attached, NGRAM over shared-memory for the verifier at"
     assert listed.output == f"{ngram} {first}\n{ngram} {second}\n{attached.output}"
     assert (await run("list", "--verifier", first)).output == f"{ngram} {first}\n"
     detached = await run("detach", "ngram")
-    assert (detached.exit_code, detached.output) == (0, "")
+    assert (detached.exit_code, detached.output) == (0, "ngram: detached\n")
     assert [states["ngram"] for states in operated.states] == ["detached"] * 2
     missing = await run("detach", "ngram")
     assert isinstance(missing.exception, ForetokenError) and "no drafter 'ngram'" in str(missing.exception)

@@ -66,6 +66,7 @@ async def test_ready_and_version_show_drafters_and_transports(stack: Stack) -> N
         (verifier,) = body["verifiers"]
         (drafter,) = verifier["drafters"]
         assert (drafter["name"], drafter["transport"], drafter["state"]) == ("ngram", "shared-memory", "attached")
+    assert (verifier["device"], verifier["dtype"], verifier["mode"]) == ("CPU", "float32", "strict")
     models = (await stack.http.get("/v1/models")).json()
     assert models["object"] == "list"
     (model,) = models["data"]

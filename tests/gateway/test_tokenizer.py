@@ -131,6 +131,11 @@ def test_template_file_replaces_the_tokenizers_own(tmp_path: Path) -> None:
     assert Tokenizer(folder, template).render_chat([{"role": "user", "content": "hi"}]) == "hi!"
     with pytest.raises(ConfigError, match="--chat-template"):
         Tokenizer(folder, tmp_path / "missing.jinja")
+    template.write_text("{{ messages[0].content }}\n{% bad %}")
+    with pytest.raises(ConfigError, match=r"--chat-template: .*chat.jinja, line 2: .*bad"):
+        Tokenizer(folder, template)
+    template.write_text("{{ raise_exception('no system message') }}")
+    assert Tokenizer(folder, template).has_chat_template
 
 
 def test_unusable_folders_are_refused_by_file_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,20 @@ def free_port() -> int:
         return port
 
 
-def start(checkpoint: Path, log: Path, *flags: str, port: int = 0, grpc_port: int = 0) -> Stack:
+def start(
+    checkpoint: Path,
+    log: Path,
+    *flags: str,
+    port: int = 0,
+    grpc_port: int = 0,
+    environment: Mapping[str, str] = ENVIRONMENT,
+) -> Stack:
     port, grpc_port = port or free_port(), grpc_port or free_port()
     ports = ("--port", str(port), "--grpc-port", str(grpc_port))
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "foretoken", "serve", str(checkpoint), *ports, "--threads", "1", *flags],
-            env=ENVIRONMENT,
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -100,9 +107,9 @@ def start(checkpoint: Path, log: Path, *flags: str, port: int = 0, grpc_port: in
 
 
 @contextlib.contextmanager
-def running(checkpoint: Path, log: Path, *flags: str) -> Iterator[Stack]:
+def running(checkpoint: Path, log: Path, *flags: str, environment: Mapping[str, str] = ENVIRONMENT) -> Iterator[Stack]:
     """A stack that is ready; killed on leaving, if it is still there."""
-    stack = start(checkpoint, log, *flags)
+    stack = start(checkpoint, log, *flags, environment=environment)
     try:
         stack.wait_ready()
         yield stack

@@ -82,7 +82,8 @@ def text(answer: dict[str, Any]) -> str:
 
 def test_a_drafter_comes_dies_comes_back_and_goes(stack: Stack, drafter: Drafter) -> None:
     plain = text(ask(stack, ""))
-    assert operate(stack, "attach", "second", drafter.address).startswith(f"second at {drafter.address}: ")
+    attached = operate(stack, "attach", "second", drafter.address)
+    assert attached.startswith("second: ") and f" at {drafter.address} for the verifier at " in attached
     wait_until(lambda: is_attached(stack, 1), stack)
 
     def is_of_use() -> bool:
@@ -107,13 +108,13 @@ def test_a_drafter_comes_dies_comes_back_and_goes(stack: Stack, drafter: Drafter
     again = []
     for chunk in stream(stack.url, max_tokens=1500, speculative={"drafter": "second"}):
         if len(again) == 20:
-            assert operate(stack, "detach", "second") == ""
+            assert operate(stack, "detach", "second") == "second: detached\n"
         again.append(chunk)
     assert text_of(again) == text_of(chunks)
     assert text_of(list(stream(stack.url, max_tokens=1500, speculative={"enabled": False}))) == text_of(chunks)
     assert text(ask(stack, "second")) == plain
     assert drafters(stack)["second"]["state"] == "detached" and drafters(stack)["ngram"]["state"] == "attached"
-    assert f"second at {drafter.address}: detached, NGRAM over shared-memory" in operate(stack, "list")
+    assert f"second: detached, NGRAM over shared-memory at {drafter.address} for" in operate(stack, "list")
 
     # The drafter is free for whoever wants it: here, the same verifier under another name.
     operate(stack, "attach", "third", drafter.address, "--transport", "grpc")
