@@ -21,7 +21,7 @@ NAME := $(if $(filter $(DEMO),$(MODEL)),--served-model-name foretoken-demo)
 # The demo model comes with a trained head.
 DRAFTERS := $(if $(filter $(DEMO),$(MODEL)),$(if $(findstring --drafter name=,$(ARGS))$(findstring \
   --speculative-algorithm,$(ARGS)),,--drafter name=eagle3,algorithm=EAGLE3,model=models/demo/eagle3,token_map=models/demo/token_map.safetensors \
-  --drafter name=ngram,algorithm=NGRAM))
+  --drafter name=ngram,algorithm=NGRAM,placement=in-process))
 # Stamps: what is installed is as new as these files.
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev

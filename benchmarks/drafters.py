@@ -44,7 +44,7 @@ TREE = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "4", "--spec
 CHAIN = ("--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5")
 SERVED = (
     *("--drafter", f"name=eagle3,algorithm=EAGLE3,model={DEMO / 'eagle3'},token_map={DEMO / 'token_map.safetensors'}"),
-    *("--drafter", "name=ngram,algorithm=NGRAM"),
+    *("--drafter", "name=ngram,algorithm=NGRAM,placement=in-process"),
 )
 
 

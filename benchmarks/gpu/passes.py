@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,33 +35,38 @@ MAX_BATCH = 16
 BATCHES = (1, 4, 16)
 # Rows of one sequence: plain decode, chains, trees.
 ROWS = (1, 2, 4, 6, 32, 64)
+# One sequence with a tree beside others in plain decode, against as many rows of plain decode.
+RAGGED_TREE, PLAIN_ROWS = 32, 48
 # Steps, branches, nodes, and tokens accepted a step.
 SHAPES = ((1, 1, 2, 2), (3, 1, 4, 3), (5, 1, 6, 4), (5, 8, 32, 4), (5, 8, 64, 4))
 REPEATS = 30
 BLOCKS_PER_SEQ = -(-(CONTEXT + 80) // BLOCK) + 1
 
 
-def verify_batch(batch: int, rows: int) -> ForwardBatch:
-    """``rows`` nodes of a bushy tree for each of ``batch`` sequences: node i stands below node (i - 1) // 2."""
-    parents = (np.arange(rows) - 1) // 2
-    masks = np.zeros(rows, np.uint64)
-    depths = np.zeros(rows, np.int32)
-    for node in range(1, rows):
+def verify_batch(rows: Sequence[int]) -> ForwardBatch:
+    """So many nodes of a bushy tree for each sequence: node i stands below node (i - 1) // 2."""
+    most, total, batch = max(rows), sum(rows), len(rows)
+    parents = (np.arange(most) - 1) // 2
+    masks = np.zeros(most, np.uint64)
+    depths = np.zeros(most, np.int32)
+    for node in range(1, most):
         masks[node] = masks[parents[node]] | (np.uint64(1) << np.uint64(node))
         depths[node] = depths[parents[node]] + 1
     tables = np.arange(batch * BLOCKS_PER_SEQ, dtype=np.int32).reshape(batch, -1)
-    logical = CONTEXT + np.arange(rows)
-    slots = tables[:, logical // BLOCK] * BLOCK + logical % BLOCK
+    nodes = np.concatenate([np.arange(count) for count in rows])
+    seqs = np.repeat(np.arange(batch, dtype=np.int32), rows)
+    logical = CONTEXT + nodes
+    slots = tables[seqs, logical // BLOCK] * BLOCK + logical % BLOCK
     return ForwardBatch(
-        token_ids=np.arange(batch * rows, dtype=np.int32) % 8000,
-        positions=np.tile(CONTEXT + depths, batch).astype(np.int32),
-        slot_mapping=slots.reshape(-1).astype(np.int32),
-        row_seqs=np.repeat(np.arange(batch, dtype=np.int32), rows),
-        context_lens=np.full(batch * rows, CONTEXT + 1, np.int32),
-        masks=np.tile(masks, batch)[:, None],
+        token_ids=np.arange(total, dtype=np.int32) % 8000,
+        positions=(CONTEXT + depths[nodes]).astype(np.int32),
+        slot_mapping=slots.astype(np.int32),
+        row_seqs=seqs,
+        context_lens=np.full(total, CONTEXT + 1, np.int32),
+        masks=masks[nodes][:, None],
         tree_starts=np.full(batch, CONTEXT, np.int32),
         block_tables=tables,
-        logit_rows=np.arange(batch * rows, dtype=np.int32),
+        logit_rows=np.arange(total, dtype=np.int32),
     )
 
 
@@ -114,22 +119,24 @@ def device_ms(launch: Callable[[], object]) -> float:
     return min(times)
 
 
-def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path) -> tuple[int, int]:
+def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path, strict: bool) -> tuple[int, int]:
     """Prints the passes' times; returns the number of layers and the hidden size."""
     rows = MAX_BATCH * max(ROWS)
-    sizes = PassSizes(rows, rows, MAX_BATCH, BLOCKS_PER_SEQ)
+    sizes = PassSizes(rows, rows, PLAIN_ROWS, BLOCKS_PER_SEQ)
     began = time.perf_counter()
     runner = DeviceRunner(
         model,
         backend=backend,
         sizes=sizes,
+        strict=strict,
         block_size=BLOCK,
-        num_blocks=MAX_BATCH * BLOCKS_PER_SEQ,
+        num_blocks=PLAIN_ROWS * BLOCKS_PER_SEQ,
         context_length=MAX_MODEL_LEN,
     )
     torch.nn.init.normal_(runner.cache.data, std=0.5)
     print(f"loaded in {time.perf_counter() - began:.1f} s", flush=True)
-    for tuned in (False, True):
+    # A strict pass has one matmul for each shape.
+    for tuned in (False,) if strict else (False, True):
         if tuned:
             began = time.perf_counter()
             runner.tune(matmuls)
@@ -138,12 +145,17 @@ def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path) 
             found = []
             for count in ROWS:
                 if batch * count <= rows:
-                    made = verify_batch(batch, count)
+                    made = verify_batch([count] * batch)
                     found.append(f"{count}: {device_ms(partial(runner.forward, made)):.3f}")
             print(f"target{' tuned' if tuned else ''}, batch {batch}, ms by rows  " + "  ".join(found), flush=True)
+    ragged, plain = [RAGGED_TREE] + [1] * (MAX_BATCH - 1), [1] * PLAIN_ROWS
+    found = [f"{device_ms(partial(runner.forward, verify_batch(each))):.3f}" for each in (ragged, plain)]
+    print(
+        f"target, ms  a tree of {RAGGED_TREE} beside 15 roots: {found[0]}  {PLAIN_ROWS} roots: {found[1]}", flush=True
+    )
     if profile:
-        for batch, count in ((1, 1), (1, 32), (16, 6)):
-            made = verify_batch(batch, count)
+        for batch, count in ((1, 1), (1, 32), (16, 1), (16, 6), (16, 32)):
+            made = verify_batch([count] * batch)
             show_profile(f"target, batch {batch}, {count} rows", partial(runner.forward, made))
     return runner.config.num_layers, runner.config.hidden_size
 
@@ -210,10 +222,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="the target's folder")
     parser.add_argument("--drafter-head", type=Path, required=True, help="the EAGLE-3 head's folder")
     parser.add_argument("--matmuls", type=Path, default=None, help="file that keeps the choice of matmuls")
+    parser.add_argument("--numerics", choices=("fast", "strict"), default="fast", help="of the target's passes")
     parser.add_argument("--profile", action="store_true", help="print the kernels of some passes")
     args = parser.parse_args()
     backend = choose_backend("cuda")
-    size = measure_target(args.model, backend, args.profile, args.matmuls)
+    size = measure_target(args.model, backend, args.profile, args.matmuls, args.numerics == "strict")
     measure_draft(args.model, args.drafter_head, backend, size, args.profile)
 
 

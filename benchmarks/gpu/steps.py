@@ -41,7 +41,7 @@ from benchmarks.stack import StackError, describe, running_stack
 FORMAT = 1
 READY_TIMEOUT_S = 600.0
 MOST_ROUNDS = 100
-GPU_PACKAGES = ("triton", "flashinfer-python")
+GPU_PACKAGES = ("triton", "cuda-bindings")
 
 # Decodes prompts and says for each when its tokens came.
 Decode = Callable[[Sequence[Sequence[int]]], list[Arrivals]]
@@ -159,7 +159,8 @@ def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: 
         "dtype": after.dtype,
         "model_fingerprint": after.model_fingerprint,
         "drafters": {drafter.name: drafter.transport for drafter in after.drafters},
-        "mps": "CUDA_MPS_PIPE_DIRECTORY" in server.environ,
+        # Of a server without MPS it names a folder that is not there.
+        "mps": Path(server.environ.get("CUDA_MPS_PIPE_DIRECTORY", "none")).is_dir(),
         "median_ms": step_ms,
         "tokens_per_step": times.tokens_per_step,
         "tokens_per_s": key.batch * times.tokens_per_step / step_ms * 1e3,
@@ -227,10 +228,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "versions": f"{environment.versions()}, {environment.optional_versions(GPU_PACKAGES)}",
         "device": device,
         "workload": dataclasses.asdict(workload),
+        "numerics": options.numerics,
         "model": config,
         "drafter_head": json.loads((options.drafter_head / "config.json").read_text()),
     }
-    extra = shlex.split(options.serve_flags)
+    extra = ["--numerics", options.numerics, *shlex.split(options.serve_flags)]
     rows = measure(options.model.resolve(), options.drafter_head.resolve(), keys, workload, options.threads, extra)
     common = {"invocation": result["invocation"], "commit": result["commit"], "gpu": device["gpu"]}
     for row in rows:
@@ -258,6 +260,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--drafter-head", type=Path, required=True, help="the EAGLE-3 head's folder")
     found.add_argument("--output", type=Path, required=True, help="a folder for the JSON and the picture")
     found.add_argument("--threads", type=int, default=0, help="as foretoken serve's; counts on a CPU")
+    found.add_argument("--numerics", choices=("auto", "strict", "fast"), default="auto", help="as foretoken serve's")
     found.add_argument("--serve-flags", default="", help="more flags of foretoken serve, as one word")
     found.add_argument("--temperature", type=float, default=0.0)
     found.add_argument("--commit", default="", help="the commit, in a copy without its history")

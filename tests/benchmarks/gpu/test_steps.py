@@ -30,7 +30,7 @@ def test_every_path_is_measured(
 ) -> None:
     words = ["--model", str(folder / "target"), "--drafter-head", str(folder / "eagle3"), "--output", str(tmp_path)]
     words += ["--settings", "plain", "tree 5-8-32", "--batches", "1", "--threads", "1"]
-    words += ["--output-tokens", "48", "--prompt-tokens", "20", "--min-steps", "12"]
+    words += ["--output-tokens", "48", "--prompt-tokens", "20", "--min-steps", "12", "--numerics", "strict"]
     monkeypatch.setattr(sys, "argv", ["steps", *words])
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")
     steps.main()
@@ -47,7 +47,7 @@ def test_every_path_is_measured(
     }
     for (setting, path), row in rows.items():
         assert len(row["step_ms"]) >= 12 and min(row["step_ms"]) > 0
-        assert row["mode"] in ("strict", "fast") and row["commit"] == result["commit"]
+        assert row["mode"] == result["numerics"] == "strict" and row["commit"] == result["commit"]
         assert row["phases_ms"]["forward"] > 0
         # Steps without a draft are those of a machine that has no time for one.
         assert row["tokens_per_step"] == 1 if setting == "plain" else 1 < row["tokens_per_step"] <= 4.2
