@@ -20,9 +20,9 @@ from drafter_svc.device_levels import (
     batch_of,
     write_requests,
 )
-from drafter_svc.draft_passes import PassFigures
 from drafter_svc.draft_rows import DraftRows
 from drafter_svc.growth import MAX_BRANCHES, ROWS_PER_SLOT, PassOutput
+from drafter_svc.pass_figures import PassFigures
 from drafter_svc.resident_draft import ResidentDraft
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.device_batch import bucket, table_bucket

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,15 +18,14 @@ from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Voc
 from numpy.typing import NDArray
 
 from drafter_svc.draft_rows import DraftRows, DraftSequence, Extension, told_rows
-from drafter_svc.growth import ROWS_PER_SLOT, Growth, GrowthMaker, HostGrowth, PassOutput, set_wishes
+from drafter_svc.growth import ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput, ResidentDrafts, set_wishes
+from drafter_svc.host_growth import HostGrowth
+from drafter_svc.pass_figures import PassFigures
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import DeviceArrays
+from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
-
-if TYPE_CHECKING:
-    from drafter_svc.resident_draft import ResidentDraft
-    from foretoken.resident import ResidentMemory, StreamOrder
 
 Float32 = NDArray[np.float32]
 
@@ -65,21 +64,6 @@ class DraftModel(Protocol):
     def launch(
         self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
     ) -> PassOutput: ...
-
-
-class PassFigures:
-    """Running totals for the drafter's gauges."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.drafted_rows = 0
-        self.window_rows = 0
-        self.extend_tokens = 0
-        self.extend_s = 0.0
-        self.grow_s = 0.0
-
-    def gauges(self) -> dict[str, float]:
-        return {f"draft_{name}": float(value) for name, value in vars(self).items()}
 
 
 class _Piece(NamedTuple):
@@ -134,7 +118,7 @@ class DraftPasses:
         # Of each block and each module but the last: its output in the slot of the block that was written last, which
         # the next module is fed with the token of the next slot.
         self._carry = np.zeros((model.num_depths - 1, target.num_blocks, model.hidden_size), np.float32)
-        self._resident: ResidentDraft | None = None
+        self._resident: ResidentDrafts | None = None
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         """Learn the new tokens and write their entries, then grow a tree for each row that wants and can have one.

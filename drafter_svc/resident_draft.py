@@ -26,9 +26,9 @@ from foretoken_kernels.gpu.embedding import copy_rows
 from foretoken_kernels.resident_state import NO_SLOT, StepResults
 
 from drafter_svc.device_levels import DeviceLevels, FoundTrees, TreePlaces, TreeShape, batch_of, write_requests
-from drafter_svc.draft_passes import PassFigures
 from drafter_svc.draft_rows import DraftRows, DraftSequence, ToldRow, told_rows
 from drafter_svc.growth import set_wishes
+from drafter_svc.pass_figures import PassFigures
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.device_batch import DeviceArrays, bucket, table_bucket
