@@ -55,6 +55,16 @@ def gateway(command: tuple[str, ...], host: str, port: int) -> Service:
     return Service("gateway", command, probes.HttpProbe(host, port), GATEWAY_GRACE_S)
 
 
+def check_ports(host: str, port: int, grpc_port: int) -> None:
+    """Before anything is loaded or downloaded. Raises ConfigError for ports that are none, or not free."""
+    for value, flag, variable in ((port, "--port", "PORT"), (grpc_port, "--grpc-port", "GRPC_PORT")):
+        if not 1 <= value <= 65535:
+            raise ConfigError(f"{flag}: expected 1 to 65535, got {value}")
+        check_port_free(host, value, flag, variable)
+    if port == grpc_port:
+        raise ConfigError(f"--port and --grpc-port are both {port}")
+
+
 def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
     """Raises ConfigError that names ``flag`` and the Makefile's ``variable`` if somebody listens on the port."""
     try:
