@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foretoken.errors import ConfigError
+from foretoken.limits import check_name
 from foretoken.operator_client import OperatorClient
 
 # Characters of one request: a token has about four, and one request takes a million tokens.
@@ -46,6 +47,8 @@ class CorpusClient(OperatorClient):
         return [_info(entry) for entry in self._call("GET", "/v1/corpora", params=self._params)["data"]]
 
     def remove(self, name: str) -> None:
+        # A path of more parts would be no route at all.
+        check_name("NAME", name)
         self._call("DELETE", f"/v1/corpora/{name}", params=self._params)
 
     @property

@@ -201,9 +201,10 @@ class DrafterCorpora:
             raise InvalidRequestError(
                 f"there is no drafter {drafter!r}; there is: {', '.join(self._sources)}", field="drafter"
             )
-        for name, source in self._sources.items():
-            if name != drafter and (drafter or source.algorithm not in (ALGORITHM, "")):
-                continue
+        # One that was never attached may be of any kind: asked only where none is known.
+        algorithms = [(name, source.algorithm) for name, source in self._sources.items()]
+        known = [name for name, algorithm in algorithms if algorithm == ALGORITHM]
+        for name in [drafter] if drafter else [*known, *(name for name, algorithm in algorithms if not algorithm)]:
             if name in self._remotes:
                 return name, self._remotes[name]
             local = self._in_process.get(name)

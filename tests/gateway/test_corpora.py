@@ -227,6 +227,8 @@ async def test_commands(operated: Operated, tmp_path: Path) -> None:
     assert await run("remove", "docs") == (0, "", "")
     assert operated.corpora == [{}, {}]
     assert await run("remove", "docs") == (1, "", "foretoken: there is no corpus 'docs'\n")
+    status, output, errors = await run("remove", "a/b")
+    assert (status, output) == (1, "") and errors.startswith("foretoken: NAME must be 1 to 64 characters of a-z")
 
 
 async def test_long_texts_go_in_parts(operated: Operated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

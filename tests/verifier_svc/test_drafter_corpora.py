@@ -184,7 +184,7 @@ async def test_all_drafters_are_listed_unless_one_is_named(tmp_path: Path) -> No
     endpoints = [DrafterEndpoint(name=name, address=f"unix:{tmp_path / name}") for name in ("new", "eagle", "ngram")]
     corpora = DrafterCorpora(cast("list[DraftSource]", sources), endpoints, {"inside": inside})
     async with serving(ngram(), tmp_path / "ngram"):
-        await corpora.add("ngram", "docs", ids(1, 2), append=False)
+        assert await corpora.add("", "docs", ids(1, 2), append=False) == ("ngram", CorpusInfo("docs", 2))
         await corpora.add("inside", "docs", ids(3), append=False)
         both = [("ngram", CorpusInfo("docs", 2)), ("inside", CorpusInfo("docs", 1))]
         assert await corpora.list("") == both
