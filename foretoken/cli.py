@@ -125,7 +125,9 @@ def serve(
     if dry_run:
         _check_device(context)
         drafter_settings = [_drafter_settings(context, spec, "unix:/none") for spec in _drafter_specs(context)]
-        settings = _verifier_settings(context, _checkpoint(context), "unix:/none", [])
+        checkpoint = _checkpoint(context)
+        settings = _verifier_settings(context, checkpoint, "unix:/none", [])
+        _gateway_settings(context, checkpoint, ["unix:/none"])
         _check_drafters(context, drafter_settings, settings.model)
         _print_plan(settings)
         return
@@ -231,7 +233,7 @@ def verifier(
     # Read by the OpenMP library as it is loaded: by default a thread spins through milliseconds at each barrier, also
     # while the one it waits for has lost its core.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
-    from foretoken.drafter_spec import parse_spec
+    from foretoken.drafter_spec import check_together, parse_spec
     from foretoken.errors import ConfigError
 
     held = [parse_spec(text) for text in drafters or [] if "address=" not in text]
@@ -239,6 +241,7 @@ def verifier(
     if any(spec.placement is not None for spec in held):
         raise ConfigError("--drafter: placement is for foretoken serve; what is given here runs in this process")
     settings = _verifier_settings(context, _checkpoint(context), address, endpoints)
+    check_together([*(spec.name for spec in held), *(endpoint.name for endpoint in settings.drafters)])
     if all(spec.algorithm != "NGRAM" for spec in held):
         _refuse_ngram_flags(context, "--drafter name=NAME,algorithm=NGRAM")
     inside = {spec.name: _drafter_settings(context, spec, "unix:/none") for spec in held}
@@ -338,8 +341,10 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
     verifier_address = f"unix:{folder}/verifier.sock"
     level = ("--log-level", context.params["log_level"])
     services, endpoints, held, drafter_settings = [], [], [], []
+    # A folder of their own: one may be called verifier.
+    (folder / "drafters").mkdir()
     for spec in _drafter_specs(context):
-        address = f"unix:{folder}/{spec.name}.sock"
+        address = f"unix:{folder}/drafters/{spec.name}.sock"
         settings = _drafter_settings(context, spec, address)
         drafter_settings.append(settings)
         if (spec.placement or context.params["drafter_placement"]) == "in-process":
@@ -383,7 +388,11 @@ def _gateway_settings(
     from foretoken.config import build
     from gateway.config import GatewaySettings
 
-    return build(GatewaySettings, _given(context, GatewaySettings) | checkpoint | {"verifiers": verifiers} | more)
+    given = _given(context, GatewaySettings) | checkpoint | {"verifiers": verifiers} | more
+    settings = build(GatewaySettings, given)
+    # Read again by the gateway: that it cannot be is known before a model is loaded.
+    settings.admin_key()
+    return settings
 
 
 def _verifier_settings(
@@ -400,7 +409,7 @@ def _verifier_settings(
 def _drafter_specs(context: typer.Context) -> list[DrafterSpec]:
     """The drafters of a stack: those of --drafter, or the one of --speculative-algorithm. Raises ConfigError."""
     from foretoken.config import build
-    from foretoken.drafter_spec import DrafterSpec, algorithm_of, parse_spec
+    from foretoken.drafter_spec import DrafterSpec, algorithm_of, check_together, parse_spec
     from foretoken.errors import ConfigError
 
     given, algorithm = context.params["drafters"], context.params["speculative_algorithm"]
@@ -418,9 +427,7 @@ def _drafter_specs(context: typer.Context) -> list[DrafterSpec]:
         name = algorithm_of(algorithm or "NGRAM")
         fields = {"name": name.lower(), "algorithm": name, "model": path, "token_map": token_map}
         specs = [build(DrafterSpec, fields)]
-    names = [spec.name for spec in specs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"--drafter name: {twice[0]} is given twice")
+    check_together([spec.name for spec in specs])
     if all(spec.algorithm != "NGRAM" for spec in specs):
         _refuse_ngram_flags(context, "a drafter of --speculative-algorithm NGRAM")
     return specs

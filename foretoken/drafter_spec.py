@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from foretoken.config import build, parse_pairs
 from foretoken.errors import ConfigError
-from foretoken.limits import DRAFTER_CHOICES, NAME_RULE, is_name
+from foretoken.limits import DRAFTER_CHOICES, MAX_DRAFTERS, NAME_RULE, is_name
 
 FLAG = "--drafter"
 _WITH_A_MODEL = ("EAGLE", "EAGLE3", "STANDALONE")
@@ -84,7 +84,18 @@ def parse_spec(text: str) -> DrafterSpec:
     return spec
 
 
+def check_together(names: Sequence[str]) -> None:
+    """Raises ConfigError for names of drafters that one verifier cannot have at once."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{FLAG} name: {twice[0]} is given twice")
+    if len(names) > MAX_DRAFTERS:
+        raise ConfigError(f"{FLAG}: at most {MAX_DRAFTERS} drafters, got {len(names)}")
+
+
 def spec_text(spec: DrafterSpec) -> str:
-    """The flag's value that gives ``spec`` again."""
+    """The flag's value that gives ``spec`` again. Raises ConfigError for a value with a comma, which none can have."""
     given = spec.model_dump(exclude_defaults=True)
+    for key, value in given.items():
+        if "," in str(value):
+            raise ConfigError(f"a drafter inside the verifier cannot have a comma in its {key}: {value}")
     return ",".join(f"{key}={value}" for key, value in given.items())

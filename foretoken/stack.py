@@ -71,6 +71,8 @@ def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ConfigError(f"--host: cannot resolve {host!r}: {error.strerror}") from None
+    except UnicodeError:
+        raise ConfigError(f"--host: cannot resolve {host!r}: not a host's name") from None
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as probe:
             # Connections that linger from an earlier run do not count.

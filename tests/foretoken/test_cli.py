@@ -483,6 +483,76 @@ def test_what_a_drafter_is_checked_by_loads_no_torch() -> None:
     assert loaded & {"torch", "transformers", "numba"} == set()
 
 
+def test_a_drafter_may_be_called_as_its_verifier(
+    tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
+) -> None:
+    serve(str(tmp_path), "--drafter", "name=verifier,algorithm=NGRAM")
+    for service in supervised.values():
+        invoke(*words(service))
+    (drafter,), (verifier, _) = served["drafter"], served["verifier"]
+    assert verifier.drafters == (DrafterEndpoint(name="verifier", address=drafter.address),)
+    assert verifier.address != drafter.address
+
+
+SEVENTEEN = tuple(word for i in range(17) for word in ("--drafter", f"name=d{i},algorithm=NGRAM"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (SEVENTEEN, "--drafter: at most 16 drafters, got 17"),
+        (("--drafter", "name=a,algorithm=NGRAM") * 2, "--drafter name: a is given twice"),
+        (("--admin-api-key-file", "/nowhere/key"), "--admin-api-key-file: cannot read /nowhere/key: "),
+        (("--request-timeout", "0"), "--request-timeout: expected more than 0.0, got 0.0"),
+        (
+            ("--drafter", "name=a,algorithm=NGRAM", "--speculative-algorithm", "NGRAM"),
+            f"--speculative-algorithm beside --drafter, whose keys say the same: {KEYS}",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [("--dry-run",), ()])
+def test_what_a_service_would_refuse_is_refused_before_anything_starts(
+    flags: tuple[str, ...],
+    message: str,
+    dry_run: tuple[str, ...],
+    tmp_path: Path,
+    served: dict[str, tuple[Any, ...]],
+    supervised: dict[str, Service],
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).touch()
+    ports = ("--port", free_port(), "--grpc-port", free_port())
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), *flags, *ports, *dry_run])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(message)
+    assert (served, supervised) == ({}, {})
+
+
+@pytest.mark.parametrize("drafter", ["name=a,address=unix:/a", "name=a,algorithm=NGRAM"])
+def test_a_verifier_refuses_one_name_twice_before_it_loads(
+    tmp_path: Path, served: dict[str, tuple[Any, ...]], drafter: str
+) -> None:
+    flags = ("--drafter", "name=a,algorithm=NGRAM", "--drafter", drafter)
+    result = CliRunner().invoke(app, ["verifier", str(tmp_path), "--address", "unix:/v", *flags])
+    assert str(result.exception) == "--drafter name: a is given twice"
+    assert served == {}
+
+
+def test_a_comma_in_a_path_is_refused_where_it_could_not_be_passed_on(
+    tmp_path: Path, supervised: dict[str, Service]
+) -> None:
+    for name in ("config.json", "tokenizer.json", "a,b/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    flags = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(tmp_path / "a,b"))
+    serve(str(tmp_path), *flags)
+    supervised.clear()
+    ports = ("--port", free_port(), "--grpc-port", free_port())
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), *flags, *ports, "--drafter-placement", "in-process"])
+    assert str(result.exception) == f"a drafter inside the verifier cannot have a comma in its model: {tmp_path}/a,b"
+    assert supervised == {}
+
+
 def test_a_port_in_use_is_noticed_before_anything_starts() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
