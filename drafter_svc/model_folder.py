@@ -10,7 +10,7 @@ from typing import Literal
 
 from drafter_svc.token_map import check_token_map, load_token_map
 from foretoken.errors import CheckpointError, ConfigError, PreconditionError
-from foretoken.models.checkpoint_files import tensor_files
+from foretoken.models.checkpoint_files import tensor_files, tensor_shape
 from foretoken.models.config import load_config
 from foretoken.models.draft_config import MTP_PREFIXES, HeadConfig, head_config, head_features
 
@@ -28,12 +28,22 @@ def check_folder(algorithm: Algorithm, path: Path | None, target: Path) -> None:
     if algorithm == "STANDALONE":
         assert path is not None, "checked by the settings"
         _check_draft_model(path, target, config.vocab_size)
-    else:
-        head_features(check_head(algorithm, path or target), config.num_layers)
+        return
+    head = check_head(algorithm, path or target)
+    num_features = len(head_features(head, config.num_layers))
+    if head.family != "mtp":
+        # EAGLE's takes an embedding beside its one feature, EAGLE-3's its features alone.
+        wanted = config.hidden_size * (2 if head.family == "eagle" else num_features)
+        name = head.stored_names["fc.weight"]
+        *_, width = tensor_shape(tensor_files(path or target)[name], name)
+        if width != wanted:
+            raise ConfigError(f"{path} is a head for another target: {name} takes {width} values, not {wanted}")
 
 
-def check_map(path: Path, target: Path) -> None:
-    """Raises ConfigError for a file that is no token map, or one that is not this target's."""
+def check_map(path: Path, target: Path, head: Path) -> None:
+    """Raises ConfigError for a file that is no token map of this target, or a head that takes none."""
+    if head_config(head).draft_vocab_size is not None:
+        raise ConfigError(f"{head} has an output head of its own, which has its own choice of tokens")
     try:
         check_token_map(load_token_map(path), load_config(target).vocab_size)
     except PreconditionError as error:

@@ -475,7 +475,7 @@ def _check_drafters(context: typer.Context, drafters: list[DrafterSettings], tar
             check_folder(settings.algorithm, path, target)
         if token_map is not None:
             with at_fault(_drafter_option(context, "token_map")):
-                check_map(token_map, target)
+                check_map(token_map, target, path or target)
 
 
 def _drafter_option(context: typer.Context, key: str) -> str:

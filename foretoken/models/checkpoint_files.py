@@ -33,6 +33,14 @@ def tensor_files(path: Path) -> dict[str, Path]:
     return found
 
 
+def tensor_shape(file: Path, name: str) -> tuple[int, ...]:
+    """The shape of the tensor ``name``, which is in ``file``; it is not read. Raises as ``tensor_files``."""
+    handle = open_file(file, "numpy")
+    shape = tuple(handle.get_slice(name).get_shape())
+    handle.__exit__(None, None, None)
+    return shape
+
+
 def check_index(path: Path, found: Container[str]) -> None:
     """Raises CheckpointError for a shard that lacks what the index says it holds, before anything is read."""
     if (path / SINGLE).is_file():
