@@ -128,6 +128,7 @@ def serve(
         checkpoint = _checkpoint(context)
         settings = _verifier_settings(context, checkpoint, "unix:/none", [])
         _gateway_settings(context, checkpoint, ["unix:/none"])
+        _check_checkpoint(settings.model)
         _check_drafters(context, drafter_settings, settings.model)
         _print_plan(settings)
         return

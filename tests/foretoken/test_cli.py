@@ -349,9 +349,17 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     supervised: dict[str, Service],
     command: tuple[str, ...],
 ) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).touch()
     result = CliRunner().invoke(app, [*command, str(tmp_path), "--dry-run"])
     assert result.stdout == "a plan\n"
     assert (served, supervised) == ({}, {})
+
+
+def test_dry_run_refuses_a_checkpoint_without_a_tokenizer(tmp_path: Path, served: dict[str, tuple[Any, ...]]) -> None:
+    (tmp_path / "config.json").touch()
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--dry-run"])
+    assert str(result.exception) == f"{tmp_path} holds no checkpoint: there is no tokenizer.json"
 
 
 def test_dry_run_refuses_a_drafter_that_could_not_start(tmp_path: Path, served: dict[str, tuple[Any, ...]]) -> None:
