@@ -8,6 +8,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foretoken.address import Address
+from foretoken.config import flag_of
+from foretoken.drafter_spec import DrafterName, misfit
 
 
 class NgramSettings(BaseModel):
@@ -37,16 +39,17 @@ class NgramSettings(BaseModel):
         return self
 
 
-# Settings that mean nothing to a drafter without a model.
-_OF_MODELS = (
-    "target",
-    "device",
-    "threads",
-    "dtype",
-    "disable_coupled_noise",
-    "disable_cuda_graph",
-    "speculative_draft_model_path",
-)
+# Settings that only drafters of some algorithms take, by their keys in a DrafterSpec if they are there.
+_OF_SOME = {
+    "model": "speculative_draft_model_path",
+    "token_map": "speculative_token_map",
+    "target": "target",
+    "device": "device",
+    "threads": "threads",
+    "dtype": "dtype",
+    "coupled_noise": "disable_coupled_noise",
+    "disable_cuda_graph": "disable_cuda_graph",
+}
 
 
 class DrafterSettings(BaseModel):
@@ -54,7 +57,7 @@ class DrafterSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
+    name: DrafterName
     # unix:/path or host:port.
     address: Address
     algorithm: Literal["NGRAM", "EAGLE", "EAGLE3", "MTP", "STANDALONE"] = "NGRAM"
@@ -76,17 +79,9 @@ class DrafterSettings(BaseModel):
 
     @model_validator(mode="after")
     def _fits_algorithm(self) -> DrafterSettings:
-        has_path = self.speculative_draft_model_path is not None
-        if self.algorithm in ("EAGLE", "EAGLE3", "STANDALONE") and not has_path:
-            raise ValueError(f"a drafter of algorithm {self.algorithm} needs --speculative-draft-model-path")
-        if self.algorithm == "MTP" and has_path:
-            raise ValueError("--speculative-draft-model-path: an MTP head is part of the target's checkpoint")
-        if self.speculative_token_map is not None and self.algorithm not in ("EAGLE", "EAGLE3", "MTP"):
-            raise ValueError(
-                f"--speculative-token-map is for heads that use the target's output head, not for {self.algorithm}"
-            )
-        if self.algorithm == "NGRAM":
-            for field in _OF_MODELS:
-                if getattr(self, field) != type(self).model_fields[field].default:
-                    raise ValueError(f"--{field.replace('_', '-')} has no effect with --algorithm NGRAM")
+        fields = type(self).model_fields
+        given = [key for key, name in _OF_SOME.items() if getattr(self, name) != fields[name].default]
+        if found := misfit(self.algorithm, given):
+            key, problem = found
+            raise ValueError(f"{flag_of(_OF_SOME[key])}: {problem}")
         return self

@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 from drafter_svc.draft_passes import DraftPasses
 from drafter_svc.draft_rows import DraftRows
 from drafter_svc.model_drafter import ModelDrafter
+from drafter_svc.model_folder import check_head
 from drafter_svc.placement import ON_CPU, Placement
 from drafter_svc.target_folder import target_folder
 from drafter_svc.token_map import check_token_map, load_token_map
+from foretoken.config import at_fault
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import ConfigError, PreconditionError
 from foretoken.models.backend import device_uuid
 from foretoken.models.config import ModelConfig, load_config
-from foretoken.models.draft_config import head_config, head_features
+from foretoken.models.draft_config import head_features
 from foretoken.models.draft_head import DraftHead, load_draft_head
 from foretoken.models.target_weights import TargetWeights, load_target_weights
 
@@ -62,9 +64,13 @@ class HeadDrafter(ModelDrafter):
         self._threads = threads
         self._placement = placement
         self._coupled = coupled_noise
-        self._token_map: NDArray[np.int32] | None = None if token_map is None else load_token_map(token_map)
+        self._token_map: NDArray[np.int32] | None = None
+        if token_map is not None:
+            with at_fault("--speculative-token-map"):
+                self._token_map = load_token_map(token_map)
         if path is not None:
-            self._check_algorithm(path)
+            with at_fault("--speculative-draft-model-path"):
+                check_head(algorithm, path)
 
     @property
     def algorithm(self) -> str:
@@ -78,8 +84,7 @@ class HeadDrafter(ModelDrafter):
         """
         with _as_refusals():
             path, config = self._folders(target)
-            self._check_algorithm(path)
-            head = head_config(path)
+            head = check_head(self._algorithm, path)
             features = head_features(head, config.num_layers)
         return DrafterNeeds(
             features=features,
@@ -152,12 +157,6 @@ class HeadDrafter(ModelDrafter):
                 f"{theirs} at the verifier"
             )
         return self._path or folder, config
-
-    def _check_algorithm(self, path: Path) -> None:
-        family = head_config(path).family
-        wanted = self._algorithm.lower()
-        if family != wanted:
-            raise ConfigError(f"--algorithm {self._algorithm}: {path} holds a head of the family {family}")
 
     def _check_head(self, head: DraftHead, target: TargetInfo) -> None:
         ids = head.target_ids

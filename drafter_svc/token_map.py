@@ -24,29 +24,25 @@ def load_token_map(path: Path) -> NDArray[np.int32]:
         ConfigError: a file that is neither, or a map that is empty, has an id twice or one that is no id.
     """
     if path.suffix in _PICKLES:
-        raise ConfigError(
-            f"--speculative-token-map {path}: a pickle is never loaded; make it safetensors with: foretoken convert"
-        )
+        raise ConfigError(f"{path}: a pickle is never loaded; make it safetensors with: foretoken convert")
     if not path.is_file():
-        raise ConfigError(f"--speculative-token-map {path}: no such file")
+        raise ConfigError(f"{path}: no such file")
     ids = _read_safetensors(path) if path.suffix == ".safetensors" else _read_json(path)
     if ids.size == 0:
-        raise ConfigError(f"--speculative-token-map {path} is empty")
+        raise ConfigError(f"{path} is empty")
     if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
         wrong = ids[(ids < 0) | (ids > np.iinfo(np.int32).max)][0]
-        raise ConfigError(f"--speculative-token-map {path}: {wrong} is no token id")
+        raise ConfigError(f"{path}: {wrong} is no token id")
     values, counts = np.unique(ids, return_counts=True)
     if (counts > 1).any():
-        raise ConfigError(f"--speculative-token-map {path}: token {values[counts > 1][0]} is there more than once")
+        raise ConfigError(f"{path}: token {values[counts > 1][0]} is there more than once")
     return ids.astype(np.int32)
 
 
 def check_token_map(token_map: NDArray[np.int32], vocab_size: int) -> None:
     """Raises PreconditionError for an id beyond the target's vocabulary."""
     if token_map.max() >= vocab_size:
-        raise PreconditionError(
-            f"--speculative-token-map: token {token_map.max()} is not in the target's vocabulary of {vocab_size}"
-        )
+        raise PreconditionError(f"token map: token {token_map.max()} is not in the target's vocabulary of {vocab_size}")
 
 
 def _read_safetensors(path: Path) -> NDArray[np.int64]:
@@ -54,14 +50,14 @@ def _read_safetensors(path: Path) -> NDArray[np.int64]:
         with safe_open(path, "numpy") as file:
             names = list(file.keys())
             if len(names) != 1:
-                raise ConfigError(f"--speculative-token-map {path}: expected one tensor, there are {len(names)}")
+                raise ConfigError(f"{path}: expected one tensor, there are {len(names)}")
             # numpy does not know all types of the format.
             shown = file.get_slice(names[0])
             if len(shown.get_shape()) != 1 or shown.get_dtype() not in _INTEGERS:
-                raise ConfigError(f"--speculative-token-map {path}: tensor {names[0]} is not a flat list of integers")
+                raise ConfigError(f"{path}: tensor {names[0]} is not a flat list of integers")
             ids: NDArray[np.int64] = file.get_tensor(names[0]).astype(np.int64)
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"--speculative-token-map {path}: {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
     return ids
 
 
@@ -69,8 +65,8 @@ def _read_json(path: Path) -> NDArray[np.int64]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--speculative-token-map {path}: neither safetensors nor JSON: {error}") from error
+        raise ConfigError(f"{path}: neither safetensors nor JSON: {error}") from error
     # bool is an int to Python, and JSON's numbers have no bounds.
     if not isinstance(content, list) or not all(type(item) is int and abs(item) < 2**62 for item in content):
-        raise ConfigError(f"--speculative-token-map {path}: expected a JSON list of token ids")
+        raise ConfigError(f"{path}: expected a JSON list of token ids")
     return np.array(content, np.int64)

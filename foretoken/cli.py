@@ -124,14 +124,24 @@ def serve(
 
     if dry_run:
         _check_device(context)
-        for spec in _drafter_specs(context):
-            _drafter_settings(context, spec, "unix:/none")
-        _print_plan(_verifier_settings(context, _checkpoint(context), "unix:/none", []))
+        drafter_settings = [_drafter_settings(context, spec, "unix:/none") for spec in _drafter_specs(context)]
+        checkpoint = _checkpoint(context)
+        settings = _verifier_settings(context, checkpoint, "unix:/none", [])
+        _gateway_settings(context, checkpoint, ["unix:/none"])
+        _check_checkpoint(settings.model)
+        _check_drafters(context, drafter_settings, settings.model)
+        _print_plan(settings)
         return
     # Read by gRPC as it is loaded: the supervisor forks to start programs only, never to go on with gRPC, and its fork
     # handlers would complain of each start on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    _check_ports(context)
+    from foretoken import stack
+
+    stack.check_ports(
+        host or flags.DEFAULT_HOST,
+        flags.DEFAULT_PORT if port is None else port,
+        flags.DEFAULT_GRPC_PORT if grpc_port is None else grpc_port,
+    )
     _check_device(context)
     with runtime_folder() as folder:
         raise typer.Exit(_supervise(context, folder))
@@ -224,7 +234,7 @@ def verifier(
     # Read by the OpenMP library as it is loaded: by default a thread spins through milliseconds at each barrier, also
     # while the one it waits for has lost its core.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
-    from foretoken.drafter_spec import parse_spec
+    from foretoken.drafter_spec import check_together, parse_spec
     from foretoken.errors import ConfigError
 
     held = [parse_spec(text) for text in drafters or [] if "address=" not in text]
@@ -232,16 +242,19 @@ def verifier(
     if any(spec.placement is not None for spec in held):
         raise ConfigError("--drafter: placement is for foretoken serve; what is given here runs in this process")
     settings = _verifier_settings(context, _checkpoint(context), address, endpoints)
+    check_together([*(spec.name for spec in held), *(endpoint.name for endpoint in settings.drafters)])
     if all(spec.algorithm != "NGRAM" for spec in held):
         _refuse_ngram_flags(context, "--drafter name=NAME,algorithm=NGRAM")
+    inside = {spec.name: _drafter_settings(context, spec, "unix:/none") for spec in held}
+    _check_drafters(context, list(inside.values()), settings.model)
     if dry_run:
         _print_plan(settings)
         return
     in_process: dict[str, Drafter] = {}
-    if held:
+    if inside:
         from drafter_svc.server import make_drafter
 
-        in_process = {spec.name: make_drafter(_drafter_settings(context, spec, "unix:/none")) for spec in held}
+        in_process = {name: make_drafter(drafter_settings) for name, drafter_settings in inside.items()}
     from foretoken.telemetry import configure_logging
     from verifier_svc import server
 
@@ -277,11 +290,12 @@ def drafter(
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     from drafter_svc.config import DrafterSettings
     from foretoken import hub
-    from foretoken.config import build
+    from foretoken.config import at_fault, build
 
     given = _given(context, DrafterSettings) | {"ngram": _ngram_given(context)}
     if speculative_draft_model_path is not None:
-        given["speculative_draft_model_path"] = hub.resolve(speculative_draft_model_path).resolve()
+        with at_fault("--speculative-draft-model-path"):
+            given["speculative_draft_model_path"] = hub.resolve(speculative_draft_model_path).resolve()
     settings = build(DrafterSettings, given)
     from drafter_svc import server
     from foretoken.telemetry import configure_logging
@@ -327,11 +341,13 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
     checkpoint = _checkpoint(context)
     verifier_address = f"unix:{folder}/verifier.sock"
     level = ("--log-level", context.params["log_level"])
-    services, endpoints, held = [], [], []
-    specs = _drafter_specs(context)
-    for spec in specs:
-        address = f"unix:{folder}/{spec.name}.sock"
+    services, endpoints, held, drafter_settings = [], [], [], []
+    # A folder of their own: one may be called verifier.
+    (folder / "drafters").mkdir()
+    for spec in _drafter_specs(context):
+        address = f"unix:{folder}/drafters/{spec.name}.sock"
         settings = _drafter_settings(context, spec, address)
+        drafter_settings.append(settings)
         if (spec.placement or context.params["drafter_placement"]) == "in-process":
             inside = spec.model_copy(update={"placement": None})
             held += ["--drafter", spec_text(inside), *to_flags(settings.ngram, "ngram")]
@@ -345,24 +361,8 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
         stack.gateway(stack.command("gateway", gateway_settings, level), gateway_settings.host, gateway_settings.port)
     )
     _check_checkpoint(checkpoint["model"])
+    _check_drafters(context, drafter_settings, checkpoint["model"])
     return services, gateway_settings
-
-
-def _check_ports(context: typer.Context) -> None:
-    """Before anything is loaded or downloaded: the ports are free."""
-    from foretoken import stack
-    from foretoken.errors import ConfigError
-
-    host = context.params["host"] or flags.DEFAULT_HOST
-    port, grpc_port = context.params["port"], context.params["grpc_port"]
-    port = flags.DEFAULT_PORT if port is None else port
-    grpc_port = flags.DEFAULT_GRPC_PORT if grpc_port is None else grpc_port
-    for value, flag, variable in ((port, "--port", "PORT"), (grpc_port, "--grpc-port", "GRPC_PORT")):
-        if not 1 <= value <= 65535:
-            raise ConfigError(f"{flag}: expected 1 to 65535, got {value}")
-        stack.check_port_free(host, value, flag, variable)
-    if port == grpc_port:
-        raise ConfigError(f"--port and --grpc-port are both {port}")
 
 
 def _check_device(context: typer.Context) -> None:
@@ -389,7 +389,11 @@ def _gateway_settings(
     from foretoken.config import build
     from gateway.config import GatewaySettings
 
-    return build(GatewaySettings, _given(context, GatewaySettings) | checkpoint | {"verifiers": verifiers} | more)
+    given = _given(context, GatewaySettings) | checkpoint | {"verifiers": verifiers} | more
+    settings = build(GatewaySettings, given)
+    # Read again by the gateway: that it cannot be is known before a model is loaded.
+    settings.admin_key()
+    return settings
 
 
 def _verifier_settings(
@@ -406,17 +410,17 @@ def _verifier_settings(
 def _drafter_specs(context: typer.Context) -> list[DrafterSpec]:
     """The drafters of a stack: those of --drafter, or the one of --speculative-algorithm. Raises ConfigError."""
     from foretoken.config import build
-    from foretoken.drafter_spec import DrafterSpec, algorithm_of, parse_spec
+    from foretoken.drafter_spec import DrafterSpec, algorithm_of, check_together, parse_spec
     from foretoken.errors import ConfigError
 
     given, algorithm = context.params["drafters"], context.params["speculative_algorithm"]
     path, token_map = (context.params[f"speculative_{name}"] for name in ("draft_model_path", "token_map"))
     if given:
         specs = [parse_spec(text) for text in given]
-        if algorithm or path or token_map:
+        keys = {"algorithm": algorithm, "draft-model-path": path, "token-map": token_map}
+        if doubled := [f"--speculative-{key}" for key, value in keys.items() if value]:
             raise ConfigError(
-                "--speculative-algorithm, --speculative-draft-model-path and --speculative-token-map do not go with "
-                "--drafter: its own keys say the same: " + ", ".join(DrafterSpec.model_fields)
+                f"{', '.join(doubled)} beside --drafter, whose keys say the same: {', '.join(DrafterSpec.model_fields)}"
             )
     elif algorithm == "NONE":
         specs = []
@@ -424,8 +428,7 @@ def _drafter_specs(context: typer.Context) -> list[DrafterSpec]:
         name = algorithm_of(algorithm or "NGRAM")
         fields = {"name": name.lower(), "algorithm": name, "model": path, "token_map": token_map}
         specs = [build(DrafterSpec, fields)]
-    if len({spec.name for spec in specs}) != len(specs):
-        raise ConfigError("--drafter: two drafters have the same name")
+    check_together([spec.name for spec in specs])
     if all(spec.algorithm != "NGRAM" for spec in specs):
         _refuse_ngram_flags(context, "a drafter of --speculative-algorithm NGRAM")
     return specs
@@ -440,11 +443,12 @@ def _drafter_settings(context: typer.Context, spec: DrafterSpec, address: str) -
     """Of one drafter that a server starts or holds. A model's hub id is downloaded."""
     from drafter_svc.config import DrafterSettings
     from foretoken import hub
-    from foretoken.config import build
+    from foretoken.config import at_fault, build
 
     given: dict[str, Any] = spec.model_dump(include={"name", "algorithm", "threads"}) | {"address": address}
     if spec.model is not None:
-        given["speculative_draft_model_path"] = hub.resolve(spec.model).resolve()
+        with at_fault(_drafter_option(context, "model")):
+            given["speculative_draft_model_path"] = hub.resolve(spec.model).resolve()
     if spec.token_map is not None:
         given["speculative_token_map"] = spec.token_map.resolve()
     if not spec.coupled_noise:
@@ -455,6 +459,30 @@ def _drafter_settings(context: typer.Context, spec: DrafterSpec, address: str) -
         given["device"] = context.params["device"] or "auto"
         given["disable_cuda_graph"] = context.params["disable_cuda_graph"]
     return build(DrafterSettings, given)
+
+
+def _check_drafters(context: typer.Context, drafters: list[DrafterSettings], target: Path) -> None:
+    """What a drafter would find in its files when it is attached, as far as it is known without reading a weight."""
+    from foretoken.config import at_fault
+
+    for settings in drafters:
+        if settings.algorithm == "NGRAM":
+            continue
+        # Numpy and the formats of checkpoints.
+        from drafter_svc.model_folder import check_folder, check_map
+
+        path, token_map = settings.speculative_draft_model_path, settings.speculative_token_map
+        with at_fault(_drafter_option(context, "algorithm" if path is None else "model")):
+            check_folder(settings.algorithm, path, target)
+        if token_map is not None:
+            with at_fault(_drafter_option(context, "token_map")):
+                check_map(token_map, target, path or target)
+
+
+def _drafter_option(context: typer.Context, key: str) -> str:
+    """What a drafter's key is called where it was set."""
+    flags_of_keys = {"algorithm": "algorithm", "model": "draft-model-path", "token_map": "token-map"}
+    return f"--drafter {key}" if context.params["drafters"] else f"--speculative-{flags_of_keys[key]}"
 
 
 def _given(context: typer.Context, settings: Any) -> dict[str, Any]:

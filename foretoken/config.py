@@ -5,7 +5,8 @@ It knows no service: settings are any frozen pydantic models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -45,7 +46,16 @@ def build(kind: type[Settings], values: Mapping[str, Any], flag: str = "") -> Se
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError("; ".join(_describe(item, flag) for item in error.errors())) from None
+        raise ConfigError("; ".join(_describe(item, kind, flag) for item in error.errors())) from None
+
+
+@contextlib.contextmanager
+def at_fault(option: str) -> Iterator[None]:
+    """Errors in the block name ``option``."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{option}: {error.message}") from error
 
 
 def to_flags(settings: BaseModel, section: str = "") -> list[str]:
@@ -86,14 +96,16 @@ def parse_pairs(text: str, flag: str) -> dict[str, str]:
     return pairs
 
 
-def _describe(item: Any, flag: str = "") -> str:
-    """One line for one entry of ``ValidationError.errors()``."""
-    message = str(item["msg"]).removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
+def _describe(item: Any, kind: type[BaseModel], flag: str) -> str:
+    """One line for one entry of ``ValidationError.errors()`` of ``kind``."""
+    message = _words(item)
     path = [str(part) for part in item["loc"]]
     if not path:
-        return message
-    if isinstance(item["input"], (str, int, float)):
+        return f"{flag} {message}" if flag else message
+    if item["type"] == "extra_forbidden":
+        # Of a repeated flag that is one of several settings the keys are another model's.
+        message += f"; there is: {', '.join(kind.model_fields)}" if flag else ""
+    elif isinstance(item["input"], (str, int, float)):
         message += f", got {item['input']!r}"
     if flag:
         return f"{flag} {path[0]}: {message}"
@@ -103,3 +115,33 @@ def _describe(item: Any, flag: str = "") -> str:
     if path[0] in _REPEATED and len(path) > 2:
         return f"{flag_of(path[0])} {path[2]}: {message}"
     return f"{flag_of(path[0])}: {message}"
+
+
+def _words(item: Any) -> str:
+    """What was expected, in words of ours where the library's are about models and schemas."""
+    context: Mapping[str, Any] = item.get("ctx", {})
+    match item["type"]:
+        case "missing":
+            return "must be given"
+        case "extra_forbidden":
+            return "there is no such key"
+        case "literal_error":
+            return f"expected {context['expected'].replace(chr(39), '')}"
+        case "int_parsing" | "int_type" | "int_from_float" | "int_parsing_size":
+            return "expected a whole number"
+        case "float_parsing" | "float_type" | "finite_number":
+            return "expected a number"
+        case "bool_parsing" | "bool_type":
+            return "expected true or false"
+        case "string_type":
+            return "expected text"
+        case "string_too_short":
+            return "must not be empty"
+        case "greater_than_equal":
+            return f"expected at least {context['ge']}"
+        case "less_than_equal":
+            return f"expected at most {context['le']}"
+        case "greater_than":
+            return f"expected more than {context['gt']}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from foretoken.corpora import CorpusInfo
 from foretoken.errors import ConfigError
+from foretoken.limits import check_name
 from foretoken.operator_client import OperatorClient
 
 # Characters of one request: a token has about four, and one request takes a million tokens.
@@ -18,15 +18,23 @@ MAX_TEXT_CHARS = 1_000_000
 SEPARATOR = "\n\n"
 
 
+class CorpusOf(NamedTuple):
+    """One corpus of one drafter."""
+
+    drafter: str
+    name: str
+    num_tokens: int
+
+
 class CorpusClient(OperatorClient):
     """Adds, lists and removes corpora through one gateway."""
 
     def __init__(self, url: str, key: str, drafter: str = "") -> None:
-        """``url``, ``key``: as OperatorClient's. ``drafter``: empty for the first that holds corpora."""
+        """``url``, ``key``: as OperatorClient's. ``drafter``: empty for the first that holds some, in lists all."""
         super().__init__(url, key)
         self._drafter = drafter
 
-    def add(self, name: str, texts: Iterable[str], *, append: bool = False) -> CorpusInfo | None:
+    def add(self, name: str, texts: Iterable[str], *, append: bool = False) -> CorpusOf | None:
         """Put texts into a corpus, in place of what it holds unless ``append``; None if there was no text."""
         info = None
         for text in texts:
@@ -35,10 +43,12 @@ class CorpusClient(OperatorClient):
             append = True
         return info
 
-    def list(self) -> list[CorpusInfo]:
+    def list(self) -> list[CorpusOf]:
         return [_info(entry) for entry in self._call("GET", "/v1/corpora", params=self._params)["data"]]
 
     def remove(self, name: str) -> None:
+        # A path of more parts would be no route at all.
+        check_name("NAME", name)
         self._call("DELETE", f"/v1/corpora/{name}", params=self._params)
 
     @property
@@ -84,5 +94,5 @@ def cut(text: str) -> list[str]:
     return [*parts, text]
 
 
-def _info(entry: dict[str, Any]) -> CorpusInfo:
-    return CorpusInfo(str(entry["name"]), int(entry["num_tokens"]))
+def _info(entry: dict[str, Any]) -> CorpusOf:
+    return CorpusOf(str(entry["drafter"]), str(entry["name"]), int(entry["num_tokens"]))

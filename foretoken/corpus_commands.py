@@ -10,7 +10,7 @@ import typer
 from foretoken import flags
 
 if TYPE_CHECKING:
-    from foretoken.corpus_client import CorpusClient
+    from foretoken.corpus_client import CorpusClient, CorpusOf
 
 app = typer.Typer(help="Texts that n-gram drafters draft from, changed while the server runs.", no_args_is_help=True)
 
@@ -18,6 +18,7 @@ Name = Annotated[str, typer.Argument(help="Name of the corpus.")]
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="Text files, or folders of them.")]
 Append = Annotated[bool, typer.Option("--append", help="Keep what the corpus holds already.")]
 DrafterName = Annotated[str, typer.Option("--drafter", help="Name of a drafter.", show_default="the first")]
+OneDrafter = Annotated[str, typer.Option("--drafter", help="Name of a drafter.", show_default="all")]
 
 
 @app.command()
@@ -37,17 +38,15 @@ def add(
         info = client.add(name, texts_of(paths), append=append)
     if info is None:
         raise ConfigError("there is no text in these files")
-    print(f"{info.name}: {info.num_tokens} tokens")
+    _show(info)
 
 
 @app.command("list")
-def list_corpora(
-    key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT_URL, drafter: DrafterName = ""
-) -> None:
-    """Names and tokens of all corpora."""
+def list_corpora(key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT_URL, drafter: OneDrafter = "") -> None:
+    """Names and tokens of all corpora, and whose they are."""
     with _client(url, key_file, drafter) as client:
         for info in client.list():
-            print(f"{info.name}: {info.num_tokens} tokens")
+            _show(info)
 
 
 @app.command()
@@ -57,6 +56,10 @@ def remove(
     """Draft from a corpus no more."""
     with _client(url, key_file, drafter) as client:
         client.remove(name)
+
+
+def _show(corpus: CorpusOf) -> None:
+    print(f"{corpus.name}: {corpus.num_tokens} tokens, drafter {corpus.drafter}")
 
 
 def _client(url: str, key_file: Path, drafter: str) -> CorpusClient:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from foretoken.limits import check_name
 from foretoken.operator_client import OperatorClient
 
 
@@ -28,6 +29,8 @@ class DraftersClient(OperatorClient):
         return _drafters(self._call("POST", "/v1/drafters", json=body))
 
     def detach(self, name: str, verifier: str = "") -> None:
+        # A path of more parts would be no route at all.
+        check_name("NAME", name)
         self._call("DELETE", f"/v1/drafters/{name}", params={"verifier": verifier})
 
     def list(self, verifier: str = "") -> list[DrafterOf]:

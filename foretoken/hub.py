@@ -34,7 +34,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
             raise ConfigError(f"--revision has no meaning for a folder: {model}")
         return path
     if path.is_file():
-        raise ConfigError(f"MODEL is a file, expected a folder or a hub id: {model}")
+        raise ConfigError(f"expected a folder or a hub id, not a file: {model}")
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise ConfigError(f"no such folder: {model}")
     return _download(model, revision)

@@ -89,6 +89,7 @@ MAX_CHOICE_INDEX = MAX_N - 1
 MAX_SHOWN_CHARS = 64
 MAX_SHOWN_BITS = 128
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+NAME_RULE = "1 to 64 characters of a-z, 0-9, '_', '.' and '-', the first a letter or digit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +123,13 @@ def check_text(field: str, value: str, max_chars: int, *, min_chars: int = 0) ->
 
 def check_name(field: str, value: str) -> None:
     """Raise InvalidRequestError naming ``field`` unless it is a name as drafters and corpora have them."""
-    if not _NAME.fullmatch(value):
-        raise InvalidRequestError(
-            f"{field} must be 1 to 64 characters of a-z, 0-9, '_', '.' and '-', the first a letter or digit, got "
-            f"{_shown(value)}",
-            field=field,
-        )
+    if not is_name(value):
+        raise InvalidRequestError(f"{field} must be {NAME_RULE}, got {_shown(value)}", field=field)
+
+
+def is_name(value: str) -> bool:
+    """Whether drafters and corpora may have it for a name."""
+    return _NAME.fullmatch(value) is not None
 
 
 def check_drafter_name(field: str, value: str) -> None:

@@ -141,7 +141,9 @@ def _daemon(folder: Path) -> Iterator[GpuClients]:
         _start(control, environment, logs)
         yield GpuClients({PIPES: str(pipes)}, before_kill, share_faults=True)
     finally:
-        subprocess.run(["/bin/sh", str(at_end)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # As at the start: a Ctrl-C must not reach it. One that ends our wait leaves the script for the folder's end.
+        silent = subprocess.DEVNULL
+        subprocess.run(["/bin/sh", str(at_end)], stdout=silent, stderr=silent, start_new_session=True)
         at_end.unlink()
 
 

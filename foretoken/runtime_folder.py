@@ -18,7 +18,7 @@ _CLEANER = f'read -r _; [ ! -f "$0/{AT_END}" ] || /bin/sh "$0/{AT_END}"; rm -rf 
 
 @contextlib.contextmanager
 def runtime_folder() -> Iterator[Path]:
-    """A new folder of mode 0700; removed on leaving, or by a waiting shell if this process is killed."""
+    """A new folder of mode 0700; removed on leaving, by a waiting shell, also if this process is killed."""
     folder = Path(tempfile.mkdtemp(prefix="foretoken-"))
     cleaner = subprocess.Popen(
         ["/bin/sh", "-c", _CLEANER, str(folder)],
@@ -31,5 +31,6 @@ def runtime_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        # The shell removes it also where an impatient signal ends this wait, and runs what was left to be run before.
         cleaner.communicate()
+        shutil.rmtree(folder, ignore_errors=True)

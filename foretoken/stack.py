@@ -5,6 +5,7 @@ It knows services by their flags and health names only.
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import socket
@@ -55,26 +56,42 @@ def gateway(command: tuple[str, ...], host: str, port: int) -> Service:
     return Service("gateway", command, probes.HttpProbe(host, port), GATEWAY_GRACE_S)
 
 
+def check_ports(host: str, port: int, grpc_port: int) -> None:
+    """Before anything is loaded or downloaded. Raises ConfigError for ports that are none, or not free."""
+    for value, flag, variable in ((port, "--port", "PORT"), (grpc_port, "--grpc-port", "GRPC_PORT")):
+        if not 1 <= value <= 65535:
+            raise ConfigError(f"{flag}: expected 1 to 65535, got {value}")
+        check_port_free(host, value, flag, variable)
+    if port == grpc_port:
+        raise ConfigError(f"--port and --grpc-port are both {port}")
+
+
 def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
     """Raises ConfigError that names ``flag`` and the Makefile's ``variable`` if somebody listens on the port."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ConfigError(f"--host: cannot resolve {host!r}: {error.strerror}") from None
+    except UnicodeError:
+        raise ConfigError(f"--host: cannot resolve {host!r}: not a host's name") from None
+    problems: list[str | None] = []
     for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            # Connections that linger from an earlier run do not count.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # Connections that linger from an earlier run do not count.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-            except PermissionError:
-                raise ConfigError(f"no permission to listen on port {port}; choose one above 1023: {flag}") from None
-            except OSError as error:
-                if error.strerror and "in use" in error.strerror:
-                    raise ConfigError(
-                        f"port {port} is in use; choose another with {flag} (make serve {variable}=...)"
-                    ) from None
-                raise ConfigError(f"--host: cannot listen on {host}: {error.strerror}") from None
+        except PermissionError:
+            raise ConfigError(f"no permission to listen on port {port}; choose one above 1023: {flag}") from None
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"port {port} is in use; choose another with {flag} (make serve {variable}=...)"
+                ) from None
+            problems.append(error.strerror)
+    # localhost has an address of IPv6 also where there is no IPv6; one that works is enough.
+    if len(problems) == len(found):
+        raise ConfigError(f"--host: cannot listen on {host}: {problems[0]}")
 
 
 def ready_text(model: str, host: str, port: int, grpc_port: int, program: str) -> str:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 
 import psutil
 
+from foretoken.descendants import die_with, ended_child, is_stopped, kill_descendants, subreaper
 from foretoken.lost_context import ASSERTION_STATUS, CONTEXT_LOST_STATUS
 
 # A child that ends with this status has refused its settings and has said why.
@@ -43,10 +43,9 @@ BEFORE_KILL_S = 2.0
 # From SIGTERM to SIGKILL of a child that can do nothing more, since its GPU context is lost.
 LOST_CONTEXT_GRACE_S = 1.0
 
+Heard = ParamSpec("Heard")
+
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_LIBC = ctypes.CDLL(None)
 
 
 class Probe(Protocol):
@@ -157,12 +156,15 @@ class Supervisor:
         stop_notice: str = "",
         stops_together: bool = False,
     ) -> None:
-        """``on_ready`` is called once; ``announce`` gets a line for each event, ``stop_notice`` at a stop signal."""
+        """``on_ready`` is called once; ``announce`` gets a line for each event, ``stop_notice`` at a stop signal.
+
+        An OSError of either is no failure: services outlive the terminal or pipe that was told of them.
+        """
         self._stop_notice = stop_notice
         self._stops_together = stops_together
         self._watches = [_Watch(service) for service in services]
-        self._on_ready = on_ready
-        self._announce = announce
+        self._on_ready = _unless_unheard(on_ready)
+        self._announce = _unless_unheard(announce)
         self._children: dict[int, _Child] = {}
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
@@ -175,7 +177,7 @@ class Supervisor:
         Returns 0 after a signal, else the status to exit with. Runs in the main thread, once.
         """
         own_children = {process.pid for process in psutil.Process().children()}
-        with _subreaper(), self._signal_handlers():
+        with subreaper(), self._signal_handlers():
             self._announce(f"starting {', '.join(watch.service.name for watch in self._watches)}")
             try:
                 async with asyncio.TaskGroup() as self._group:
@@ -190,19 +192,22 @@ class Supervisor:
                 else:
                     for watch in reversed(self._watches):
                         await self._stop(watch)
-                _kill_descendants(own_children)
+                kill_descendants(own_children)
         return self._exit_status
 
     @contextlib.contextmanager
     def _signal_handlers(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        for number in _STOP_SIGNALS:
+        # Under nohup the end of the terminal is to end nothing.
+        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        stop_signals = [number for number in _STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+        for number in stop_signals:
             loop.add_signal_handler(number, self._on_stop_signal, number)
         try:
             yield
         finally:
-            for number in (signal.SIGCHLD, *_STOP_SIGNALS):
+            for number in (signal.SIGCHLD, *stop_signals):
                 loop.remove_signal_handler(number)
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
@@ -217,7 +222,7 @@ class Supervisor:
 
     def _reap(self) -> None:
         """Collect every ended child, and the orphans that fell to us as the subreaper."""
-        while (pid := _ended_child()) is not None:
+        while (pid := ended_child()) is not None:
             child = self._children.pop(pid, None)
             if child is None:
                 os.waitpid(pid, 0)
@@ -234,7 +239,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             # A session of its own: a signal to our process group reaches us alone, and we stop in order.
             start_new_session=True,
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=die_with(os.getpid()),
         )
         child = _Child(process, asyncio.get_running_loop().create_future())
         self._children[process.pid] = child
@@ -245,16 +250,24 @@ class Supervisor:
         while True:
             if service.shares_faults:
                 await self._wait_for_faulted()
-            child = watch.child = self._spawn(service.command, service.environment)
-            end = await self._end_of(watch, child)
-            if watch.away_since is None:
-                watch.away_since = time.monotonic()
-            status = child.ended.result()
-            if status == CONTEXT_LOST_STATUS and service.shares_faults and not child.fault_of:
-                self._end_faulted(watch)
-            if not (watch.ready.is_set() or child.fault_of) and self._gives_up(watch, status):
-                return
-            delay_s = watch.delays.after(0.0 if child.ready_at is None else time.monotonic() - child.ready_at)
+            try:
+                child = watch.child = self._spawn(service.command, service.environment)
+            except OSError as error:
+                # Too many processes, or too little memory for one more: it passes, and the others serve on.
+                end, ready_s = f"could not be started ({error.strerror})", 0.0
+                if not watch.ready.is_set() and self._gives_up(watch, None):
+                    return
+            else:
+                end = await self._end_of(watch, child)
+                if watch.away_since is None:
+                    watch.away_since = time.monotonic()
+                status = child.ended.result()
+                if status == CONTEXT_LOST_STATUS and service.shares_faults and not child.fault_of:
+                    self._end_faulted(watch)
+                if not (watch.ready.is_set() or child.fault_of) and self._gives_up(watch, status):
+                    return
+                ready_s = 0.0 if child.ready_at is None else time.monotonic() - child.ready_at
+            delay_s = watch.delays.after(ready_s)
             when = f" in {delay_s:g} s" if delay_s else ""
             self._announce(f"{service.name} {end}; starting it again{when}")
             await asyncio.sleep(delay_s)
@@ -293,9 +306,13 @@ class Supervisor:
     async def _kill(self, service: Service, child: _Child) -> None:
         """SIGKILL, the one signal that a stopped process obeys, behind the command that goes before it."""
         if service.before_kill:
-            notice = self._spawn((*service.before_kill, str(child.process.pid)), service.environment)
-            await asyncio.wait([notice.ended], timeout=BEFORE_KILL_S)
-            _send(notice, signal.SIGKILL)
+            try:
+                notice = self._spawn((*service.before_kill, str(child.process.pid)), service.environment)
+            except OSError as error:
+                self._announce(f"{service.name} is killed without what goes before it ({error.strerror})")
+            else:
+                await asyncio.wait([notice.ended], timeout=BEFORE_KILL_S)
+                _send(notice, signal.SIGKILL)
         _send(child, signal.SIGKILL)
         await asyncio.wait([child.ended])
 
@@ -313,7 +330,7 @@ class Supervisor:
                 answers = await probe.is_alive()
             has_answered |= answers
             # A start may take as long as it likes, but not while it is stopped.
-            is_well = answers or not (has_answered or _is_stopped(child.process.pid))
+            is_well = answers or not (has_answered or is_stopped(child.process.pid))
             now = time.monotonic()
             if heartbeats.observe(is_well, asked_at, now):
                 return now - heartbeats.missing_since
@@ -329,13 +346,13 @@ class Supervisor:
         watch.ready.set()
         self._announce(f"{watch.service.name} is ready{again} after {away_s:.1f} s")
 
-    def _gives_up(self, watch: _Watch, status: int) -> bool:
-        """Whether a service that was never ready cannot become so; then everything stops."""
+    def _gives_up(self, watch: _Watch, status: int | None) -> bool:
+        """Whether a service that was never ready cannot become so; then everything stops. None: it did not start."""
         watch.failed_starts += 1
         if status == CONFIG_ERROR_STATUS:
             self._exit_status = CONFIG_ERROR_STATUS
         elif watch.service.required and watch.failed_starts >= MAX_FAILED_STARTS:
-            self._announce(f"{watch.service.name} ended {watch.failed_starts} times before it was ready: giving up")
+            self._announce(f"{watch.service.name} failed {watch.failed_starts} times before it was ready: giving up")
             self._exit_status = 1
         else:
             return False
@@ -372,6 +389,16 @@ class Supervisor:
             await self._kill(watch.service, child)
 
 
+def _unless_unheard(tell: Callable[Heard, None]) -> Callable[Heard, None]:
+    """``tell``, which does nothing where whoever was to hear it is gone."""
+
+    def told(*args: Heard.args, **kwargs: Heard.kwargs) -> None:
+        with contextlib.suppress(OSError):
+            tell(*args, **kwargs)
+
+    return told
+
+
 async def _end_now(child: _Child) -> None:
     """End a child whose GPU context is lost: it has nothing to finish, and no work on the GPU that a kill would cut."""
     _send(child, signal.SIGTERM, signal.SIGCONT)
@@ -399,52 +426,3 @@ def describe_status(status: int) -> str:
         return signal.Signals(-status).name
     except ValueError:
         return f"signal {-status}"
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process; a debugger's stop does not count."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _ended_child() -> int | None:
-    """The process id of a child that has ended and was not waited for, or None. Leaves it waitable."""
-    try:
-        result = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return None if result is None else result.si_pid
-
-
-def _die_with(parent: int) -> Callable[[], None]:
-    """What a new child runs before its program: from now on the kernel kills it when ``parent`` dies."""
-
-    def in_child() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before the line above.
-            os._exit(1)
-
-    return in_child
-
-
-@contextlib.contextmanager
-def _subreaper() -> Iterator[None]:
-    """Orphaned descendants become children of this process, so that it can see and end them."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
-
-
-def _kill_descendants(spared: set[int]) -> None:
-    """Kill what children left behind in sessions of its own, and wait for it. ``spared`` are process ids."""
-    for child in psutil.Process().children():
-        if child.pid not in spared:
-            tree = [child, *child.children(recursive=True)]
-            for process in tree:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(tree)

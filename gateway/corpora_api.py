@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -54,10 +55,13 @@ def corpora_router(core: GatewayCore, key: str) -> APIRouter:
 
     @router.get("")
     async def list_all(request: Request, drafter: str = "") -> Response:
-        """The corpora of a drafter as the first verifier has them."""
+        """The corpora of one drafter, or of all; one that several verifiers have is that of the first."""
         check_key(request, key)
-        (response, *_) = await call("ListCorpora", verifier_pb2.ListCorporaRequest(drafter=drafter))
-        return http.json_response({"object": "list", "data": [_corpus(corpus) for corpus in response.corpora]})
+        responses = await call("ListCorpora", verifier_pb2.ListCorporaRequest(drafter=drafter))
+        corpora: dict[tuple[str, str], verifier_pb2.Corpus] = {}
+        for corpus in itertools.chain.from_iterable(response.corpora for response in responses):
+            corpora.setdefault((corpus.drafter, corpus.name), corpus)
+        return http.json_response({"object": "list", "data": [_corpus(corpus) for corpus in corpora.values()]})
 
     @router.delete("/{name}")
     async def remove(request: Request, name: str, drafter: str = "") -> Response:

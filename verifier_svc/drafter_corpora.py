@@ -157,10 +157,19 @@ class DrafterCorpora:
             self._texts[drafter].pop(name, None)
             await holder.remove(name)
 
-    async def list(self, drafter: str) -> tuple[str, tuple[CorpusInfo, ...]]:
-        """Raises as ``add``."""
-        drafter, holder = self._holder(drafter)
-        return drafter, await holder.list()
+    async def list(self, drafter: str) -> list[tuple[str, CorpusInfo]]:
+        """Corpora and their drafters: of one, or of all that are known to hold some. Raises as ``add``."""
+        known = [name for name, source in self._sources.items() if source.algorithm == ALGORITHM]
+        if drafter or not known:
+            known = [drafter]
+        found: list[tuple[str, CorpusInfo]] = []
+        for wanted in known:
+            name, holder = self._holder(wanted)
+            try:
+                found += [(name, info) for info in await holder.list()]
+            except ForetokenError as error:
+                raise type(error)(f"drafter {name}: {error.message}", field=error.field) from error
+        return found
 
     async def keep(self) -> None:
         """Tell drafters that were attached anew what they lost, until cancelled."""
@@ -192,9 +201,10 @@ class DrafterCorpora:
             raise InvalidRequestError(
                 f"there is no drafter {drafter!r}; there is: {', '.join(self._sources)}", field="drafter"
             )
-        for name, source in self._sources.items():
-            if name != drafter and (drafter or source.algorithm not in (ALGORITHM, "")):
-                continue
+        # One that was never attached may be of any kind: asked only where none is known.
+        algorithms = [(name, source.algorithm) for name, source in self._sources.items()]
+        known = [name for name, algorithm in algorithms if algorithm == ALGORITHM]
+        for name in [drafter] if drafter else [*known, *(name for name, algorithm in algorithms if not algorithm)]:
             if name in self._remotes:
                 return name, self._remotes[name]
             local = self._in_process.get(name)

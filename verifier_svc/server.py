@@ -18,9 +18,9 @@ from functools import partial
 import uvloop
 
 from foretoken import rpc
+from foretoken.drafter_spec import check_together
 from foretoken.drafting import Drafter, TargetInfo
-from foretoken.errors import ConfigError
-from foretoken.limits import MAX_DRAFTERS, ModelLimits
+from foretoken.limits import ModelLimits
 from foretoken.lost_context import exit_if_context_lost
 from foretoken.models.backend import choose_backend, device_name
 from foretoken.models.tokenizer_size import num_token_ids
@@ -103,6 +103,7 @@ def build(
 ) -> Verifier:
     """Load the model, warm it up, attach drafters, wire the engine. The engine is not started."""
     placed = in_process_drafters or {}
+    check_together([*(endpoint.name for endpoint in settings.drafters), *placed])
     progress = progress or ProgressLines()
     backend = choose_backend(settings.device)
     logger.info("the model's device: %s", device_name(backend))
@@ -110,11 +111,6 @@ def build(
     target_model = load_target(settings, budget, backend, progress)
     runner, walker, shared = target_model.runner, target_model.walker, target_model.shared_weights
     verify.warm_up()
-    names = (*(endpoint.name for endpoint in settings.drafters), *placed)
-    if len(set(names)) != len(names):
-        raise ConfigError("two drafters have the same name")
-    if len(names) > MAX_DRAFTERS:
-        raise ConfigError(f"--drafter: at most {MAX_DRAFTERS} drafters, got {len(names)}")
     max_nodes = settings.speculative_num_draft_tokens
     limits = ModelLimits(runner.config.vocab_size, runner.max_model_len)
     epoch = secrets.randbits(63) | 1

@@ -156,8 +156,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     async def ListCorpora(
         self, request: verifier_pb2.ListCorporaRequest, context: Any
     ) -> verifier_pb2.ListCorporaResponse:
-        drafter, infos = await self._corpora.list(request.drafter)
-        return verifier_pb2.ListCorporaResponse(corpora=[_corpus_to_proto(drafter, info) for info in infos])
+        found = await self._corpora.list(request.drafter)
+        return verifier_pb2.ListCorporaResponse(corpora=[_corpus_to_proto(drafter, info) for drafter, info in found])
 
     async def AttachDrafter(
         self, request: verifier_pb2.AttachDrafterRequest, context: Any

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from foretoken.drafting import FINAL_NORM
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.models.checkpoint_files import tensor_files
 from foretoken.models.config import ModelConfig, parse_config, read_config_file
-from foretoken.models.weights import Checkpoint
 
 Layout = Literal["eagle", "eagle3", "mimo", "qwen3_next"]
 
@@ -31,6 +31,7 @@ _MTP_NAMES: tuple[tuple[Layout, str, str], ...] = (
     ("mimo", "model.mtp_layers.", r"model\.mtp_layers\.(\d+)\."),
     ("qwen3_next", "mtp.", r"mtp\.layers\.(\d+)\."),
 )
+MTP_PREFIXES = tuple(prefix for _, prefix, _ in _MTP_NAMES)
 _HEAD_MODEL_TYPES = ("llama", "llama4_text", "mistral", "qwen2", "qwen3")
 _DEFAULT_NUM_FEATURES = 3
 
@@ -75,12 +76,11 @@ def head_config(path: Path) -> HeadConfig:
         ConfigError: a kind or feature that is not supported, by name.
     """
     raw = read_config_file(path)
-    with Checkpoint(path) as checkpoint:
-        names = checkpoint.names
-        for layout, prefix, layer in _MTP_NAMES:
-            if any(name.startswith(prefix) for name in names):
-                return _mtp_config(raw, path, layout, {name: name for name in names if name.startswith(prefix)}, layer)
-        stored = _canonical_names(checkpoint)
+    files = tensor_files(path)
+    for layout, prefix, layer in _MTP_NAMES:
+        if any(name.startswith(prefix) for name in files):
+            return _mtp_config(raw, path, layout, {name: name for name in files if name.startswith(prefix)}, layer)
+    stored = _canonical_names(files)
     if "fc.weight" not in stored or not any(name.startswith("layers.0.") for name in stored):
         raise CheckpointError(f"{path} holds no draft head: neither fc.weight and a layer, nor MTP layers")
     if any(".kv_a_proj" in name for name in stored):
@@ -107,15 +107,15 @@ def head_features(config: HeadConfig, num_target_layers: int) -> tuple[int, ...]
     return found
 
 
-def _canonical_names(checkpoint: Checkpoint) -> dict[str, str]:
+def _canonical_names(files: dict[str, Path]) -> dict[str, str]:
     stored: dict[str, str] = {}
-    for name in sorted(checkpoint.names):
+    for name in sorted(files):
         canonical = name.removeprefix("model.")
         for old, new in _SPELLINGS:
             if canonical.startswith(old):
                 canonical = new + canonical.removeprefix(old)
         if canonical in stored:
-            raise CheckpointError(f"{checkpoint.file_of(name)}: {name} and {stored[canonical]} are one tensor twice")
+            raise CheckpointError(f"{files[name]}: {name} and {stored[canonical]} are one tensor twice")
         stored[canonical] = name
     return stored
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -12,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from foretoken.errors import CheckpointError
+from foretoken.models.checkpoint_files import INDEX, check_index, find_files, open_file
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Checkpoints up to this size are hashed whole, larger ones by sampled blocks.
 _WHOLE_HASH_BYTES = 256 * 1024 * 1024
@@ -35,15 +33,15 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files = _find_files(path)
+        self.files = find_files(path)
         self._handles: list[Any] = []
         self._places: dict[str, tuple[Path, Any]] = {}
         for file in self.files:
-            handle = _open(file)
+            handle = open_file(file, "pt")
             self._handles.append(handle)
             for name in handle.keys():  # noqa: SIM118 - not a dict
                 self._places[name] = (file, handle)
-        self._check_index()
+        check_index(path, self._places)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -110,54 +108,9 @@ class Checkpoint:
 
     def _place(self, name: str) -> tuple[Path, Any]:
         if name not in self._places:
-            where = self.files[0] if len(self.files) == 1 else self.path / _INDEX
+            where = self.files[0] if len(self.files) == 1 else self.path / INDEX
             raise CheckpointError(f"{where}: tensor {name} is missing")
         return self._places[name]
-
-    def _check_index(self) -> None:
-        """A shard that lacks what the index says it holds is named here, before anything is read."""
-        if len(self.files) == 1 and self.files[0].name == _SINGLE:
-            return
-        for name, file in _read_index(self.path / _INDEX).items():
-            if name not in self._places:
-                raise CheckpointError(f"{self.path / file}: tensor {name} is missing, though {_INDEX} lists it")
-
-
-def _find_files(path: Path) -> list[Path]:
-    if (path / _SINGLE).is_file():
-        return [path / _SINGLE]
-    if (path / _INDEX).is_file():
-        files = [path / name for name in sorted(set(_read_index(path / _INDEX).values()))]
-        for file in files:
-            if not file.is_file():
-                raise CheckpointError(f"{file} does not exist, though {_INDEX} lists it")
-        return files
-    other = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(kind))
-    if other:
-        way = "" if other[0].endswith(".gguf") else "; `foretoken convert` makes one of it"
-        raise CheckpointError(f"{path / other[0]}: only safetensors checkpoints are loaded, not {other[0]}{way}")
-    raise CheckpointError(f"{path} holds neither {_SINGLE} nor {_INDEX}")
-
-
-def _read_index(file: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is not an index of safetensors files: {error!r}") from error
-    names_are_plain = isinstance(weight_map, dict) and all(
-        isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values()
-    )
-    if not names_are_plain or not weight_map:
-        raise CheckpointError(f"{file}: weight_map must map tensors to files of the same folder")
-    return dict(weight_map)
-
-
-def _open(file: Path) -> Any:
-    try:
-        opened: Any = safe_open(file, framework="pt")
-        return opened.__enter__()
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
 
 def hash_files(files: Iterable[Path]) -> str:

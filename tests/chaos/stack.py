@@ -83,7 +83,7 @@ class Stack:
         return f"unix:{self.folder}/verifier.sock"
 
     def drafter_address(self, process: Process) -> str:
-        return f"unix:{self.folder}/{DRAFTERS[process]}.sock"
+        return f"unix:{self.folder}/drafters/{DRAFTERS[process]}.sock"
 
     def find(self, name: Process) -> psutil.Process:
         """The process of that name. Raises psutil.NoSuchProcess while there is none."""

@@ -17,22 +17,25 @@ from foretoken.errors import ConfigError
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"algorithm": "EAGLE3"}, "a drafter of algorithm EAGLE3 needs --speculative-draft-model-path"),
-        ({"algorithm": "EAGLE"}, "a drafter of algorithm EAGLE needs --speculative-draft-model-path"),
-        ({"algorithm": "STANDALONE"}, "a drafter of algorithm STANDALONE needs --speculative-draft-model-path"),
+        ({"algorithm": "EAGLE3"}, "--speculative-draft-model-path: must be given for a drafter of algorithm EAGLE3"),
+        ({"algorithm": "EAGLE"}, "--speculative-draft-model-path: must be given for a drafter of algorithm EAGLE"),
+        (
+            {"algorithm": "STANDALONE"},
+            "--speculative-draft-model-path: must be given for a drafter of algo",
+        ),
         (
             {"algorithm": "MTP", "speculative_draft_model_path": "/h"},
-            "--speculative-draft-model-path: an MTP head is part of the target's checkpoint",
+            "--speculative-draft-model-path: is not for a drafter of algorithm MTP",
         ),
         (
             {"algorithm": "STANDALONE", "speculative_draft_model_path": "/d", "speculative_token_map": "/m"},
-            "--speculative-token-map is for heads that use the target's output head, not for STANDALONE",
+            "--speculative-token-map: is for drafters of algorithm EAGLE, EAGLE3, MTP, not for STANDALONE",
         ),
-        ({"speculative_token_map": "/m"}, "--speculative-token-map is for .* not for NGRAM"),
-        ({"threads": 2}, "--threads has no effect with --algorithm NGRAM"),
-        ({"target": "/t"}, "--target has no effect with --algorithm NGRAM"),
-        ({"disable_coupled_noise": True}, "--disable-coupled-noise has no effect with --algorithm NGRAM"),
-        ({"algorithm": "MEDUSA"}, "--algorithm: input should be 'NGRAM', 'EAGLE', 'EAGLE3', 'MTP' or 'STANDALONE'"),
+        ({"speculative_token_map": "/m"}, "--speculative-token-map: is for .* not for NGRAM"),
+        ({"threads": 2}, "--threads: has no effect on a drafter of algorithm NGRAM"),
+        ({"target": "/t"}, "--target: has no effect on a drafter of algorithm NGRAM"),
+        ({"disable_coupled_noise": True}, "--disable-coupled-noise: has no effect on a drafter of algorithm NGRAM"),
+        ({"algorithm": "MEDUSA"}, "--algorithm: expected NGRAM, EAGLE, EAGLE3, MTP or STANDALONE"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_their_flags(values: dict[str, Any], message: str) -> None:

@@ -162,12 +162,12 @@ def test_a_token_map_limits_what_is_drafted(eagle: Case, tmp_path: Path) -> None
 
 
 def test_a_head_of_another_algorithm_is_refused(eagle: Case) -> None:
-    with pytest.raises(ConfigError, match=r"--algorithm EAGLE3: .* holds a head of the family eagle"):
+    with pytest.raises(ConfigError, match=r"^--speculative-draft-model-path: .* holds a head of the family eagle, not"):
         HeadDrafter("EAGLE3", eagle.head)
 
 
 def test_a_target_without_mtp_layers_is_refused(eagle: Case) -> None:
-    with pytest.raises(PreconditionError, match="holds no draft head"):
+    with pytest.raises(PreconditionError, match="has no MTP layers"):
         HeadDrafter("MTP", None).needs(info(eagle.target))
 
 

@@ -217,7 +217,7 @@ def test_no_folder_and_no_hub_id(model: str) -> None:
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="MODEL is a file"):
+    with pytest.raises(ConfigError, match="expected a folder or a hub id, not a file"):
         resolve(str(tmp_path / "model.safetensors"))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -116,6 +118,33 @@ def test_sigkill_of_the_owner_ends_the_daemon_too(mode: str, install: Install) -
     daemon, cleaners = daemon_of(pipes), psutil.Process(owner.pid).children()
     owner.kill()
     owner.communicate()
+    _, alive = psutil.wait_procs([daemon, *cleaners], timeout=60)
+    assert alive == []
+    assert not pipes.parent.exists()
+
+
+def test_an_impatient_ctrl_c_leaves_no_daemon(install: Install) -> None:
+    """To the whole group, as a terminal sends it, while the daemon is told to quit."""
+    journal = install("deaf")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert owner.stdout is not None and owner.stdin is not None
+    pipes = Path(owner.stdout.readline().strip())
+    daemon, cleaners = daemon_of(pipes), psutil.Process(owner.pid).children()
+    owner.stdin.close()
+    while "\nquit" not in journal.read_text():
+        assert owner.poll() is None
+        time.sleep(0.01)
+    os.killpg(owner.pid, signal.SIGINT)
+    owner.wait(60)
+    owner.stdout.close()
     _, alive = psutil.wait_procs([daemon, *cleaners], timeout=60)
     assert alive == []
     assert not pipes.parent.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import socket
 import sys
@@ -43,6 +44,24 @@ def test_a_port_in_use_is_one_line_that_says_what_to_do(reuse_port: bool) -> Non
             stack.check_port_free("127.0.0.1", port, "--port", "PORT")
     assert str(caught.value) == f"port {port} is in use; choose another with --port (make serve PORT=...)"
     stack.check_port_free("127.0.0.1", port, "--port", "PORT")
+
+
+def test_one_address_of_a_host_that_can_be_listened_on_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with localhost in a container without IPv6: the second address is for documents, and no machine's."""
+    here = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))
+    nowhere = (socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("2001:db8::1", 0, 0, 0))
+    found = [here, nowhere]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
+    stack.check_port_free("localhost", 8000, "--port", "PORT")
+    found.remove(here)
+    with pytest.raises(ConfigError, match=r"^--host: cannot listen on localhost: "):
+        stack.check_port_free("localhost", 8000, "--port", "PORT")
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_a_host_that_is_no_name_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--host: cannot resolve '{re.escape(host)}': not a host's name$"):
+        stack.check_port_free(host, 8000, "--port", "PORT")
 
 
 def test_a_connection_that_lingers_is_no_use_of_the_port() -> None:

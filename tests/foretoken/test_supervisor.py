@@ -130,11 +130,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
         stops_together: bool = False,
         shares_faults: str = "",
         before_kill: tuple[str, ...] = (),
+        program: str = sys.executable,
+        launcher: tuple[str, ...] = (),
     ) -> Driver:
         services: list[dict[str, Any]] = [
             {
                 "name": name,
-                "command": [sys.executable, "-c", CHILD, name, str(tmp_path), mode],
+                "command": [program, "-c", CHILD, name, str(tmp_path), mode],
                 "ready_file": str(tmp_path / name),
                 "alive_socket": str(tmp_path / f"{name}.sock"),
                 "stop_grace_s": grace_s,
@@ -148,7 +150,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         spec = {"services": services, "optional_ready_s": 0.1}
         spec |= {"heartbeat_s": heartbeat_s, "max_silence_s": max_silence_s, "stops_together": stops_together}
         process = subprocess.Popen(
-            [sys.executable, str(DRIVER), json.dumps(spec)],
+            [*launcher, sys.executable, str(DRIVER), json.dumps(spec)],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -297,6 +299,84 @@ def test_a_child_stopped_during_its_start_is_found_and_a_slow_start_is_not(start
     driver.process.send_signal(signal.SIGTERM)
     assert driver.wait() == 0
     assert not any(line.startswith("slow did not answer") for line in driver.lines)
+
+
+def test_a_stop_signal_stops_also_where_nobody_hears_of_it(start: Start) -> None:
+    """As when the terminal is gone, which is what SIGHUP says."""
+    driver = start(("only", "obeys"))
+    driver.read_until("READY")
+    assert driver.process.stdout is not None
+    driver.process.stdout.close()
+    driver.process.send_signal(signal.SIGHUP)
+    driver.process.wait(60)
+    assert driver.log == ["only SIGTERM"]
+
+
+def test_a_child_is_started_again_also_where_nobody_hears_of_it(start: Start) -> None:
+    driver = start(("first", "obeys"), ("second", "obeys"))
+    driver.read_until("READY")
+    assert driver.process.stdout is not None
+    driver.process.stdout.close()
+    first, second = driver.child("first"), driver.child("second")
+    (driver.folder / "first").unlink()
+    first.kill()
+    driver.wait_for_file("first")
+    assert driver.child("first") != first and driver.child("second") == second
+    driver.process.send_signal(signal.SIGTERM)
+    driver.process.wait(60)
+
+
+def test_under_nohup_the_end_of_the_terminal_ends_nothing(start: Start) -> None:
+    driver = start(("only", "obeys"), launcher=("nohup",))
+    driver.read_until("READY")
+    driver.process.send_signal(signal.SIGHUP)
+    child = driver.child("only")
+    (driver.folder / "only").unlink()
+    child.kill()
+    driver.read_until("only is ready again after")
+    assert "stopping" not in driver.lines
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+
+
+def test_a_child_that_cannot_be_started_now_is_started_later_and_the_others_stay(start: Start, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+
+    def install() -> None:
+        (tmp_path / "new").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (tmp_path / "new").chmod(0o755)
+        (tmp_path / "new").rename(program)
+
+    install()
+    driver = start(("first", "obeys"), ("second", "obeys"), program=str(program))
+    driver.read_until("READY")
+    first, second = driver.child("first"), driver.child("second")
+    (driver.folder / "first").unlink()
+    program.unlink()
+    first.kill()
+    driver.read_until("first could not be started (No such file or directory); starting it again")
+    install()
+    driver.read_until("first is ready again after")
+    assert driver.child("second") == second
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+
+
+def test_a_child_that_can_never_be_started_ends_everything(start: Start) -> None:
+    driver = start(("only", "obeys"), program="/nowhere/program")
+    assert driver.wait() == 1
+    assert "only failed 3 times before it was ready: giving up" in driver.lines
+
+
+def test_a_child_is_killed_also_where_the_command_before_it_is_not_there(start: Start) -> None:
+    driver = start(("first", "obeys"), ("second", "stubborn"), grace_s=0.1, before_kill=("/nowhere/program",))
+    driver.read_until("READY")
+    second = driver.child("second")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+    assert "second is killed without what goes before it (No such file or directory)" in driver.lines
+    assert driver.log[-1] == "first SIGTERM"
+    assert_gone(second)
 
 
 def test_restarts_go_on_for_ever_once_a_service_was_ready(start: Start) -> None:
@@ -456,7 +536,7 @@ def test_a_refused_configuration_ends_everything_with_status_2(start: Start) -> 
 def test_a_required_service_that_never_starts_ends_everything(start: Start) -> None:
     driver = start(("first", "obeys"), ("second", "crashes"))
     assert driver.wait() == 1
-    assert "second ended 3 times before it was ready: giving up" in driver.lines
+    assert "second failed 3 times before it was ready: giving up" in driver.lines
     assert "second ended (status 7); starting it again" in driver.lines
 
 

@@ -39,6 +39,14 @@ async def test_messages_go_through_the_template_and_may_fill_the_context(stack: 
     assert sequence.sampling.max_tokens == stack.verifier.info.max_model_len - len(prompt)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_token_limit_beyond_the_context_is_cut(stack: Stack, name: str) -> None:
+    answer = await stack.http.post(URL, json={**HELLO, name: 100_000})
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    sequence = stack.verifier.submitted[0]
+    assert sequence.sampling.max_tokens == stack.verifier.info.max_model_len - len(sequence.prompt_token_ids)
+
+
 async def test_stream_gives_the_role_once_then_content_then_the_end(stack: Stack) -> None:
     stack.verifier.script = steps(stack.ids("hello"), stack.ids(" world"), reason=STOP)
     body = {**HELLO, "stream": True, "n": 2}

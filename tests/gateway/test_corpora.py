@@ -36,6 +36,8 @@ class CorpusVerifier(ScriptedVerifier):
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
         self.corpora: dict[str, list[list[int]]] = {}
+        # Of drafters that this one has beside ``ngram``.
+        self.others: list[verifier_pb2.Corpus] = []
         self.drafters: list[str] = []
 
     async def AddCorpus(self, request: verifier_pb2.AddCorpusRequest, context: Any) -> verifier_pb2.AddCorpusResponse:
@@ -54,7 +56,7 @@ class CorpusVerifier(ScriptedVerifier):
     async def ListCorpora(
         self, request: verifier_pb2.ListCorporaRequest, context: Any
     ) -> verifier_pb2.ListCorporaResponse:
-        return verifier_pb2.ListCorporaResponse(corpora=[self._corpus(name) for name in self.corpora])
+        return verifier_pb2.ListCorporaResponse(corpora=[*map(self._corpus, self.corpora), *self.others])
 
     def _corpus(self, name: str) -> verifier_pb2.Corpus:
         return verifier_pb2.Corpus(name=name, num_tokens=sum(map(len, self.corpora[name])), drafter="ngram")
@@ -149,6 +151,14 @@ async def test_add_list_remove_on_all_verifiers(operated: Operated) -> None:
     assert missing.status_code == 404 and missing.json()["error"]["code"] is None
 
 
+async def test_the_list_is_of_all_drafters_of_all_verifiers(operated: Operated) -> None:
+    await operated.http.post(URL, json={"name": "docs", "token_ids": [1]}, headers=AUTH)
+    other = verifier_pb2.Corpus(name="docs", num_tokens=7, drafter="other")
+    operated.verifiers[1].others.append(other)
+    listed = (await operated.http.get(URL, headers=AUTH)).json()["data"]
+    assert [(entry["drafter"], entry["num_tokens"]) for entry in listed] == [("ngram", 1), ("other", 7)]
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
@@ -209,14 +219,16 @@ async def test_commands(operated: Operated, tmp_path: Path) -> None:
         return process.returncode, output.decode(), errors.decode()
 
     first, second = operated.tokenizer.encode("hello world"), operated.tokenizer.encode("stop here")
-    assert await run("add", "docs", str(tmp_path / "a.txt")) == (0, f"docs: {len(first)} tokens\n", "")
-    both = (0, f"docs: {len(first) + len(second)} tokens\n", "")
+    assert await run("add", "docs", str(tmp_path / "a.txt")) == (0, f"docs: {len(first)} tokens, drafter ngram\n", "")
+    both = (0, f"docs: {len(first) + len(second)} tokens, drafter ngram\n", "")
     assert await run("add", "docs", "--append", str(tmp_path / "b.txt")) == both
     assert operated.corpora == [{"docs": [first, second]}] * 2
     assert await run("list") == both
     assert await run("remove", "docs") == (0, "", "")
     assert operated.corpora == [{}, {}]
     assert await run("remove", "docs") == (1, "", "foretoken: there is no corpus 'docs'\n")
+    status, output, errors = await run("remove", "a/b")
+    assert (status, output) == (1, "") and errors.startswith("foretoken: NAME must be 1 to 64 characters of a-z")
 
 
 async def test_long_texts_go_in_parts(operated: Operated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

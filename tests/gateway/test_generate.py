@@ -27,6 +27,13 @@ async def test_generate_reports_meta_info(stack: Stack) -> None:
     assert (sequence.max_tokens, sequence.temperature, sequence.ignore_eos) == (50, 0, True)
 
 
+async def test_generate_cuts_a_token_limit_beyond_the_context(stack: Stack) -> None:
+    body = {"input_ids": [5] * 120, "sampling_params": {"max_new_tokens": 100_000}}
+    answer = (await stack.http.post("/generate", json=body)).json()
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    assert stack.verifier.submitted[0].sampling.max_tokens == 8
+
+
 async def test_generate_stops_and_streams_cumulative_text(stack: Stack) -> None:
     stack.verifier.script = steps(stack.ids("hello"), stack.ids(" stop"), stack.ids(" more"), stats=STATS)
     body = {"input_ids": [5, 6], "sampling_params": {"stop": "stop"}, "stream": True}

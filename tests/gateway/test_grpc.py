@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gateway.grpc_api import SERVICE_NAME, GatewayServicer
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.gateway.conftest import LONG_TOKEN, Stack
-from tests.gateway.scripted_verifier import STOP, Player, steps
+from tests.gateway.scripted_verifier import LENGTH, STOP, Player, steps
 
 pytestmark = pytest.mark.anyio
 STATS = common_pb2.SpeculationStats(num_decode_steps=3, num_accepted_tokens=2, acceptance_histogram=[1, 2])
@@ -44,6 +44,13 @@ async def test_text_in_chunks_and_completions_out(stack: Stack) -> None:
     assert complete.speculation == STATS
     assert complete.seed == stack.verifier.submitted[0].sampling.seed > 0
     assert stack.verifier.submitted[0].sampling.max_tokens == 16
+
+
+async def test_a_token_limit_beyond_the_context_is_cut(stack: Stack) -> None:
+    sampling = common_pb2.SamplingParams(max_tokens=100_000)
+    responses = await generate(stack, token_ids=gateway_pb2.TokenIds(ids=[5] * 120), sampling=sampling)
+    assert responses[-1].complete.reason == LENGTH
+    assert stack.verifier.submitted[0].sampling.max_tokens == 8
 
 
 async def test_offsets_are_those_of_the_chunk_whatever_comes_while_others_are_sent(

@@ -84,7 +84,7 @@ async def test_add_list_remove(tmp_path: Path) -> None:
         assert await corpora.add("", "docs", ids(1, 2, 3), append=False) == ("ngram", CorpusInfo("docs", 3))
         assert await corpora.add("ngram", "docs", ids(4, 5), append=True) == ("ngram", CorpusInfo("docs", 5))
         await corpora.add("", "code", ids(6), append=False)
-        assert await corpora.list("") == ("ngram", (CorpusInfo("docs", 5), CorpusInfo("code", 1)))
+        assert await corpora.list("") == [("ngram", CorpusInfo("docs", 5)), ("ngram", CorpusInfo("code", 1))]
         await corpora.remove("", "docs")
         assert drafter.corpora.list() == (CorpusInfo("code", 1),)
         with pytest.raises(NotFoundError) as missing:
@@ -140,7 +140,7 @@ async def test_a_drafter_that_lost_nothing_is_told_nothing(tmp_path: Path) -> No
 async def test_which_drafter(tmp_path: Path) -> None:
     async with serving(ngram(), tmp_path / "d"):
         corpora = desk(tmp_path / "d", Source("eagle", "EAGLE3"), Source("ngram"))
-        assert (await corpora.list(""))[0] == "ngram"
+        assert (await corpora.add("", "a", ids(1), append=False))[0] == "ngram"
         with pytest.raises(InvalidRequestError, match="there is: eagle, ngram"):
             await corpora.list("other")
         with pytest.raises(PreconditionError):
@@ -154,7 +154,7 @@ async def test_a_drafter_in_this_process() -> None:
     corpora = DrafterCorpora(cast("list[DraftSource]", [Source("ngram")]), (), {"ngram": drafter})
     await corpora.add("", "a", ids(1, 2), append=False)
     assert drafter.corpora.list() == (CorpusInfo("a", 2),)
-    assert await corpora.list("ngram") == ("ngram", (CorpusInfo("a", 2),))
+    assert await corpora.list("ngram") == [("ngram", CorpusInfo("a", 2))]
     await corpora.remove("", "a")
     assert drafter.corpora.list() == ()
 
@@ -176,6 +176,21 @@ async def test_one_elsewhere_that_follows_a_drafter_in_this_process_gets_its_cor
             while follower.corpora.list() != (CorpusInfo("a", 3),):
                 await asyncio.sleep(0.02)
         keeping.cancel()
+
+
+async def test_all_drafters_are_listed_unless_one_is_named(tmp_path: Path) -> None:
+    """One that was never attached may be of any kind, and is not waited for."""
+    inside, sources = ngram(), [Source("new", ""), Source("eagle", "EAGLE3"), Source("ngram"), Source("inside")]
+    endpoints = [DrafterEndpoint(name=name, address=f"unix:{tmp_path / name}") for name in ("new", "eagle", "ngram")]
+    corpora = DrafterCorpora(cast("list[DraftSource]", sources), endpoints, {"inside": inside})
+    async with serving(ngram(), tmp_path / "ngram"):
+        assert await corpora.add("", "docs", ids(1, 2), append=False) == ("ngram", CorpusInfo("docs", 2))
+        await corpora.add("inside", "docs", ids(3), append=False)
+        both = [("ngram", CorpusInfo("docs", 2)), ("inside", CorpusInfo("docs", 1))]
+        assert await corpora.list("") == both
+        assert await corpora.list("inside") == both[1:]
+    with pytest.raises(UnavailableError, match=r"^drafter ngram: "):
+        await corpora.list("")
 
 
 async def test_a_drafter_of_another_kind_says_so(tmp_path: Path) -> None:
