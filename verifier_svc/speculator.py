@@ -220,7 +220,7 @@ class Speculator:
         self.costs.begin_step(self._links)
         for link in self._links:
             link.read_scout()
-        if self._max_batch_size and len(decoding) > self._max_batch_size:
+        if self._is_above_limit(len(decoding)):
             # True plain decode. Drafters are told of these tokens when speculation returns.
             self.num_plain_batch_steps += 1
             decoding = ()
@@ -241,6 +241,9 @@ class Speculator:
         self._plans += quick_plans
         for sequence in (*decoding, *prefilling):
             self._forget_told_features(sequence)
+
+    def _is_above_limit(self, num_decoding: int) -> bool:
+        return 0 < self._max_batch_size < num_decoding
 
     def _make_plans(self, decoding: Seq[Sequence], batch: int, *, has_model: bool) -> list[_Plan]:
         plans = []
@@ -337,7 +340,7 @@ class Speculator:
         Called behind ``collect``; the trees that it found are those of the first step, and those of the others have
         the shapes that were asked for.
         """
-        if self._max_batch_size and len(decoding) > self._max_batch_size:
+        if self._is_above_limit(len(decoding)):
             return ResidentDrafting()
         links = {link.number: link for sequence in decoding for link in self._links_of(sequence)}
         if not links:
@@ -368,6 +371,11 @@ class Speculator:
         drafts = {s.slot: draft for s in decoding if s.slot in shapes and (draft := self.draft_of(s)) is not None}
         most_steps = None if self._shape.is_fixed else PLAN_HOLDS
         return ResidentDrafting(link, shapes, drafts, self._captured, most_steps)
+
+    def observe_plain_step(self, num_rows: int, seconds: float) -> None:
+        """Learn from a step of plain decode that ran ahead of the host."""
+        self.costs.observe_step(num_rows, seconds)
+        self.num_plain_batch_steps += self._is_above_limit(num_rows)
 
     def still_drafts(self, drafting: ResidentDrafting) -> bool:
         """Whether drafters are attached as they were when a run began."""

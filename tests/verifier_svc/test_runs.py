@@ -212,3 +212,11 @@ def test_no_block_is_named_behind_the_end_of_the_context() -> None:
     runs = Runs([oracle], max_model_len=40)
     assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids[:34]
     assert max(map(len, oracle.blocks.values())) == 40 // BLOCK
+
+
+def test_steps_above_the_batch_limit_are_counted() -> None:
+    requests = [greedy(i, 6, 20) for i in range(3)]
+    expected = plain(requests)
+    runs = Runs([oracle_of(requests, expected)], max_batch_size=2)
+    assert [r.token_ids for r in runs.harness.run(requests)] == [r.token_ids for r in expected]
+    assert runs.harness.speculator.num_plain_batch_steps >= runs.num_ahead > 10
