@@ -98,6 +98,8 @@ class Speculator:
         self._attached: list[DraftLink] = []
         # Trees for the next step by slot and generation.
         self._drafts: dict[tuple[int, int], Draft] = {}
+        # Rows that wanted one and got their root.
+        self._undrafted: set[tuple[int, int]] = set()
         self._plans: list[_Plan] = []
         # What drafters without a model had for the next step.
         self._quick: _Found = {}
@@ -325,6 +327,7 @@ class Speculator:
         plans: dict[tuple[int, int], list[_Plan]] = {}
         for plan in self._plans:
             plans.setdefault(plan.key, []).append(plan)
+        self._undrafted = {key for key, drafts in found.items() if all(draft.tree.num_nodes == 1 for draft in drafts)}
         self._drafts = {}
         for key, drafts in found.items():
             draft = merge(drafts)
@@ -355,6 +358,8 @@ class Speculator:
             or link.has_last_words
             or link.is_catching_up()
             or not link.patience.has_some(self._clock())
+            # What the model still has to write of a sequence it writes with ordinary requests alone.
+            or any((sequence.slot, sequence.generation) in self._undrafted for sequence in decoding)
         ):
             return None
         reaches = {plan.sequence.slot: plan.reach for plan in self._plans}

@@ -26,7 +26,8 @@ NOTHING = WalkResult([], [], [], None, None, [], 0, [])
 class HostStep:
     """What RunAhead asks of a ResidentStep. Results are there at once, and still read one step late.
 
-    ``on_launch``: called with the number of each step, before it is made.
+    ``on_launch``: called with the number of each step, before it is made. ``is_stuck``: whether the oldest step in
+    flight, by its number, still waits for its trees, ``num_releases`` after it was first let go on without.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class HostStep:
         block_size: int,
         num_blocks: int,
         on_launch: Callable[[int], None] = lambda number: None,
+        is_stuck: Callable[[int, int], bool] = lambda number, num_releases: False,
     ) -> None:
         self._target, self.memory, self._order = target, memory, order
         self._block_size, self._scratch = block_size, num_blocks * block_size
-        self._on_launch = on_launch
+        self._on_launch, self._is_stuck = on_launch, is_stuck
+        self._num_releases = 0
         self.number = 0
         self.num_runs = 0
         self._unread: list[list[SeatResult]] = []
@@ -109,10 +112,11 @@ class HostStep:
         self._order.signal_step(self.number)
 
     def release(self) -> None:
+        self._num_releases += 1
         self._order.release_draft(self.number)
 
     def is_done(self) -> bool:
-        return True
+        return not self._is_stuck(self.number - len(self._unread) + 1, self._num_releases)
 
     def receive(self) -> list[SeatResult]:
         return self._unread.pop(0)

@@ -64,7 +64,10 @@ class Runs:
         *,
         num_blocks: int = 400,
         max_running: int = SEATS,
+        timeout_s: float = 600.0,
+        num_steps: int = 3,
         on_launch: Callable[[int], None] = lambda number: None,
+        is_stuck: Callable[[int, int], bool] = lambda number, num_releases: False,
         **options: Any,
     ) -> None:
         target = HashTarget(VOCAB, num_blocks, BLOCK)
@@ -72,12 +75,19 @@ class Runs:
 
         def make(memory: ResidentMemory, order: StreamOrder) -> HostStep:
             step = HostStep(
-                target, memory, order, block_size=BLOCK, num_blocks=num_blocks, on_launch=lambda n: on_launch(n)
+                target,
+                memory,
+                order,
+                block_size=BLOCK,
+                num_blocks=num_blocks,
+                on_launch=on_launch,
+                # The first one made is of plain decode, which waits for nobody.
+                **({"is_stuck": is_stuck} if self.steps else {}),
             )
             self.steps.append(step)
             return step
 
-        ahead = RunAhead(make, make(plain_memory(SEATS), StreamOrder()), timeout_s=600.0)  # type: ignore[arg-type]
+        ahead = RunAhead(make, make(plain_memory(SEATS), StreamOrder()), timeout_s=timeout_s)  # type: ignore[arg-type]
         self.harness = Harness(
             target,
             vocab_size=VOCAB,
@@ -87,7 +97,7 @@ class Runs:
             run_ahead=ahead,
             max_running=max_running,
             max_nodes=NODES,
-            num_steps=3,
+            num_steps=num_steps,
             timeout_s=600.0,
             **options,
         )
@@ -220,3 +230,57 @@ def test_steps_above_the_batch_limit_are_counted() -> None:
     runs = Runs([oracle_of(requests, expected)], max_batch_size=2)
     assert [r.token_ids for r in runs.harness.run(requests)] == [r.token_ids for r in expected]
     assert runs.harness.speculator.num_plain_batch_steps >= runs.num_ahead > 10
+
+
+@pytest.mark.parametrize("first_late", [2, 5])
+def test_a_draft_that_is_late_ends_the_run_and_not_the_next(first_late: int) -> None:
+    """The step goes on without it, also where the drafter takes that back once or twice."""
+    requests = [greedy(1, 6, 40)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    runs = Runs([oracle], timeout_s=0.0, is_stuck=lambda number, releases: number >= first_late and releases < 3)
+    assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids
+    assert oracle.failures == ["no draft within 0 ms"]
+    assert runs.steps[1].num_runs == 2
+
+
+def test_a_drafter_that_is_gone_lets_the_step_go_on_before_its_time_is_over() -> None:
+    requests = [greedy(1, 6, 40)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+
+    def dies(number: int, num_releases: int) -> bool:
+        if number == 4 and runs.steps[1].number == 5:
+            oracle.close()
+        return oracle.is_closed and number <= 5 and num_releases < 2
+
+    runs = Runs([oracle], is_stuck=dies)
+    assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids
+    assert oracle.is_closed and not oracle.failures
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_drafter_that_still_writes_a_prompt_catches_up_before_a_run(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does with ordinary requests alone: a sequence that is not drafted for as a run begins is not within it."""
+    requests = [greedy(1, 30, 40)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    right, learn = oracle._tree, oracle._learn
+    num_asked = []
+
+    def tree(tokens: list[int]) -> tuple[list[int], list[int]]:
+        return right(tokens) if len(num_asked) > 4 else (tokens[-1:], [-1])
+
+    def count(*args: Any) -> None:
+        num_asked.append(1)
+        learn(*args)
+
+    monkeypatch.setattr(oracle, "_tree", tree)
+    monkeypatch.setattr(oracle, "_learn", count)
+    runs = Runs([oracle], num_steps=num_steps)
+    result = runs.harness.run(requests)[0]
+    assert result.token_ids == expected[0].token_ids
+    assert result.finished is not None and result.finished.speculation.num_accepted_tokens > 10
+    assert runs.num_ahead > 5
