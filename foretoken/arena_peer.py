@@ -118,8 +118,10 @@ class ArenaPeer:
         self._request_bell.close()
         self._reply_bell.close()
         self._requests, self._replies = [], []
-        self._request_memory.close()
-        self._reply_memory.close()
+        for memory in (self._request_memory, self._reply_memory):
+            # What cannot be read ends the attachment by an error that still refers to its buffer: memory goes with it.
+            with contextlib.suppress(BufferError):
+                memory.close()
 
     def _fetch(self, path: str) -> list[int]:
         """All descriptors, in the order of ``ArenaLayout.descriptors``: the first one at least."""

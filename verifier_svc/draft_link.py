@@ -352,9 +352,9 @@ class DraftLink:
                 ],
             )
 
-    def tell_resident(self, sequence: Sequence, length: int) -> None:
-        """The drafter finds the tokens up to ``length`` in device memory, before any later request."""
-        sequence.told[self.name] = Told(self.num_attaches, length)
+    def tell_resident(self, sequence: Sequence, length: int, num_attaches: int) -> None:
+        """That attachment finds the tokens up to ``length`` in device memory, before any later request."""
+        sequence.told[self.name] = Told(num_attaches, length)
 
     @property
     def is_awaited(self) -> bool:

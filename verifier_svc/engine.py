@@ -353,7 +353,7 @@ class Engine:
         for phase in ("resident", "step"):
             self.counters.add_time(phase, seconds)
         if is_plain:
-            self._speculator.costs.observe_step(num_rows, seconds)
+            self._speculator.observe_plain_step(num_rows, seconds)
         self._sessions.publish()
 
     def _append(self, sequence: Sequence, num_computed: int, result: WalkResult) -> None:

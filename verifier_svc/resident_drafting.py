@@ -10,6 +10,7 @@ from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
 from verifier_svc.draft import Draft
 from verifier_svc.draft_link import NO_DRAFT, DraftLink, Row, Shape
+from verifier_svc.resident_seat import MAX_IN_FLIGHT
 from verifier_svc.sequence import DrafterShare, Sequence
 
 
@@ -36,6 +37,8 @@ class ResidentDrafting:
         self.features = features
         self.most_steps = most_steps
         self._shapes, self._drafts = shapes or {}, drafts or {}
+        # Before the transport: of a drafter that attaches just now the count is the old one then, and nothing is told.
+        self._num_attaches = link.num_attaches if link is not None else 0
         self._transport = link.source.transport if link is not None else None
         self._rows: list[Row] = []
         # Blocks of each row that the drafter knows.
@@ -84,17 +87,26 @@ class ResidentDrafting:
 
     def post(self, number: int, *, is_last: bool) -> None:
         """Ask for the trees behind step ``number``, which was launched. Where the drafter is gone nothing happens: the
-        run is about to end."""
-        if self.link is None:
+        run is about to end. One that has attached anew meanwhile knows nothing of it."""
+        if self.link is None or not self.is_current:
             return
         rows = []
         for index, row in enumerate(self._rows):
-            # One that has ended needs no more.
-            blocks = row.sequence.block_ids if row.sequence.table is not None else []
+            blocks = self._blocks(row.sequence, self.link.block_size)
             rows.append(row._replace(block_ids=blocks[self._num_blocks[index] :]))
             self._num_blocks[index] = max(self._num_blocks[index], len(blocks))
         self.link.post_resident(rows, ResidentStep(number, not self._has_begun, is_last))
         self._has_begun = True
+
+    def _blocks(self, sequence: Sequence, block_size: int) -> list[int]:
+        """Those that steps in flight may write to. More are in reserve, more than a request may name, and behind the
+        context's end there are no entries."""
+        # One that has ended needs no more, and one that is not drafted for none.
+        if sequence.table is None or sequence.slot not in self._shapes:
+            return []
+        assert self.memory is not None
+        most = min(len(sequence.tokens) + MAX_IN_FLIGHT * self.memory.layout.tokens, sequence.max_len)
+        return sequence.block_ids[: -(-most // block_size)]
 
     def observe(
         self, sequence: Sequence, num_nodes: int, num_matched: int, num_tokens: int
@@ -104,7 +116,7 @@ class ResidentDrafting:
         link = self.link
         if link is None or sequence.slot not in self._shapes:
             return ()
-        link.tell_resident(sequence, len(sequence.tokens) + num_tokens)
+        link.tell_resident(sequence, len(sequence.tokens) + num_tokens, self._num_attaches)
         if num_nodes <= 1:
             return ()
         share = DrafterShare(link.number, num_nodes - 1, tuple(range(1, num_matched + 1)))

@@ -67,7 +67,7 @@ class _Stage:
 
     def is_of(self, resident: ResidentPass) -> bool:
         """Whether these are still that pass's buffers."""
-        return resident.logits.data_ptr() == self.resident.logits.data_ptr() and resident.batch is self.resident.batch
+        return _addresses(resident) == _addresses(self.resident) and resident.batch is self.resident.batch
 
 
 class ResidentStep:
@@ -245,7 +245,7 @@ class ResidentStep:
         stage = self._stages[self._shape]
         if is_drafted:
             self._order.await_draft(self.number)
-        key = (self._shape, stage.resident.logits.data_ptr())
+        key = (self._shape, *_addresses(stage.resident))
         self._graphs.run((*key, "rows"), partial(self._lay_out, stage, self._shape.max_width))
         stage.resident.run()
         self._graphs.run((*key, "results"), partial(self._conclude, stage, self._shape.max_width))
@@ -304,6 +304,12 @@ class ResidentStep:
         if stage.resident.features is not None and self.memory.layout.hidden_width:
             gather_hidden(stage.resident.features, stage.rows, walk, self._outcome)
         finish_step(self._state, self._outcome)
+
+
+def _addresses(resident: ResidentPass) -> tuple[int, int]:
+    """Of what a pass leaves. Buffers move where a program is loaded that needs larger ones."""
+    features = resident.features
+    return resident.logits.data_ptr(), 0 if features is None else features.data_ptr()
 
 
 def plain_memory(max_seats: int, device: torch.device) -> ResidentMemory:

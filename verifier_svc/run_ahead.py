@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Protocol
 
 from foretoken.resident import ResidentMemory, StreamOrder
+from verifier_svc.draft_link import DraftLink
 from verifier_svc.resident_drafting import ResidentDrafting
 from verifier_svc.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
 from verifier_svc.scheduler import Scheduler
@@ -62,8 +64,8 @@ class RunAhead:
     ) -> None:
         self._make_step, self._plain = make_step, plain
         self._timeout_s = timeout_s
-        # The step that goes with the memory of the last run's drafter.
-        self._drafted: ResidentStep | None = None
+        # By drafter, the step that goes with its memory: as long as an attachment lasts, numbers only grow.
+        self._drafted: dict[int, ResidentStep] = {}
 
     def run(
         self, scheduler: Scheduler, speculator: Speculator, committer: Committer, may_go_on: Callable[[], bool]
@@ -72,6 +74,7 @@ class RunAhead:
         sequences = list(scheduler.running)
         if not (sequences and may_go_on() and _is_steady(scheduler)):
             return
+        self._forget_memory(speculator.links)
         drafting = speculator.resident_drafting(sequences)
         if drafting is None:
             return
@@ -113,13 +116,22 @@ class RunAhead:
         speculator.end_resident(drafting, step.number, scheduler.running)
 
     def _step_of(self, drafting: ResidentDrafting) -> ResidentStep:
-        memory = drafting.memory
-        if memory is None:
+        link, memory = drafting.link, drafting.memory
+        if link is None or memory is None:
             return self._plain
-        if self._drafted is None or self._drafted.memory is not memory:
-            self._drafted = self._make_step(memory, drafting.order)
-            self._drafted.warm_up(drafting.features)
-        return self._drafted
+        step = self._drafted.get(link.number)
+        if step is None or step.memory is not memory:
+            step = self._drafted[link.number] = self._make_step(memory, drafting.order)
+            step.warm_up(drafting.features)
+        return step
+
+    def _forget_memory(self, links: Items[DraftLink]) -> None:
+        """Let go of that of drafters that are not attached as they were."""
+        for number, step in list(self._drafted.items()):
+            link = links[number - 1]
+            transport = None if link.is_detached else link.source.transport
+            if transport is None or transport.resident is not step.memory:
+                del self._drafted[number]
 
     def _launch(self, step: ResidentStep, drafting: ResidentDrafting, *, is_first: bool) -> None:
         if not is_first:

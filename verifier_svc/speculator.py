@@ -98,6 +98,8 @@ class Speculator:
         self._attached: list[DraftLink] = []
         # Trees for the next step by slot and generation.
         self._drafts: dict[tuple[int, int], Draft] = {}
+        # Rows that wanted one and got their root.
+        self._undrafted: set[tuple[int, int]] = set()
         self._plans: list[_Plan] = []
         # What drafters without a model had for the next step.
         self._quick: _Found = {}
@@ -220,7 +222,7 @@ class Speculator:
         self.costs.begin_step(self._links)
         for link in self._links:
             link.read_scout()
-        if self._max_batch_size and len(decoding) > self._max_batch_size:
+        if self._is_above_limit(len(decoding)):
             # True plain decode. Drafters are told of these tokens when speculation returns.
             self.num_plain_batch_steps += 1
             decoding = ()
@@ -241,6 +243,9 @@ class Speculator:
         self._plans += quick_plans
         for sequence in (*decoding, *prefilling):
             self._forget_told_features(sequence)
+
+    def _is_above_limit(self, num_decoding: int) -> bool:
+        return 0 < self._max_batch_size < num_decoding
 
     def _make_plans(self, decoding: Seq[Sequence], batch: int, *, has_model: bool) -> list[_Plan]:
         plans = []
@@ -322,6 +327,7 @@ class Speculator:
         plans: dict[tuple[int, int], list[_Plan]] = {}
         for plan in self._plans:
             plans.setdefault(plan.key, []).append(plan)
+        self._undrafted = {key for key, drafts in found.items() if all(draft.tree.num_nodes == 1 for draft in drafts)}
         self._drafts = {}
         for key, drafts in found.items():
             draft = merge(drafts)
@@ -337,7 +343,7 @@ class Speculator:
         Called behind ``collect``; the trees that it found are those of the first step, and those of the others have
         the shapes that were asked for.
         """
-        if self._max_batch_size and len(decoding) > self._max_batch_size:
+        if self._is_above_limit(len(decoding)):
             return ResidentDrafting()
         links = {link.number: link for sequence in decoding for link in self._links_of(sequence)}
         if not links:
@@ -352,6 +358,8 @@ class Speculator:
             or link.has_last_words
             or link.is_catching_up()
             or not link.patience.has_some(self._clock())
+            # What the model still has to write of a sequence it writes with ordinary requests alone.
+            or any((sequence.slot, sequence.generation) in self._undrafted for sequence in decoding)
         ):
             return None
         reaches = {plan.sequence.slot: plan.reach for plan in self._plans}
@@ -368,6 +376,11 @@ class Speculator:
         drafts = {s.slot: draft for s in decoding if s.slot in shapes and (draft := self.draft_of(s)) is not None}
         most_steps = None if self._shape.is_fixed else PLAN_HOLDS
         return ResidentDrafting(link, shapes, drafts, self._captured, most_steps)
+
+    def observe_plain_step(self, num_rows: int, seconds: float) -> None:
+        """Learn from a step of plain decode that ran ahead of the host."""
+        self.costs.observe_step(num_rows, seconds)
+        self.num_plain_batch_steps += self._is_above_limit(num_rows)
 
     def still_drafts(self, drafting: ResidentDrafting) -> bool:
         """Whether drafters are attached as they were when a run began."""

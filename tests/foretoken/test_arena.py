@@ -250,6 +250,20 @@ def test_counts_beyond_the_layout_are_refused() -> None:
             RequestBuffer(memory, LAYOUT, 0).read()
 
 
+def test_a_request_that_cannot_be_read_does_not_keep_its_reader_from_closing(pair: Ends) -> None:
+    unknown = mmap.mmap(-1, LAYOUT.request_bytes)
+    struct.pack_into("<10Q", unknown, HEADER_BYTES, 99, *[0] * 9)
+    pair.peer._requests = [RequestBuffer(unknown, LAYOUT, 0)]
+    pair.peer._request_memory = unknown
+    pair.transport.post(draft_request([[5]]))
+    with pytest.raises(ValueError, match="unknown kind 99"):
+        try:
+            list(pair.peer.requests())
+        finally:
+            pair.peer.close()
+    assert Waiter((pair.transport.fileno(),)).wait(LONG_S)
+
+
 def test_more_replies_than_requests_end_the_transport(pair: Ends) -> None:
     pair.peer.reply(None)
     with pytest.raises(TransportClosedError):

@@ -13,7 +13,7 @@ from foretoken.transport import TransportClosedError
 
 
 class OracleDrafter:
-    """A DraftSource and its transport, on the target's device.
+    """A DraftSource, on the target's device.
 
     Args:
         texts: whole texts, prompts included, no two with the same first tokens.
@@ -27,7 +27,6 @@ class OracleDrafter:
     address = ""
     transport_name = "in-process"
     state = "attached"
-    num_attaches = 1
     num_rejected = 0
     reason = ""
 
@@ -51,7 +50,6 @@ class OracleDrafter:
         self.gauges: dict[str, float] = {}
         layout = ResidentLayout(seats, 4, nodes, width, dtype)
         self.resident = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
-        self.order = StreamOrder()
         self.failures: list[str] = []
         self.tokens: dict[tuple[int, int], list[int]] = {}
         # Hidden rows by text and position.
@@ -60,16 +58,28 @@ class OracleDrafter:
         self._keys: list[tuple[int, int]] = []
         self._batch: DraftBatch | None = None
         self.is_closed = False
+        self.num_attaches = 1
+        self._attachment = _Attachment(self)
+        # Of the resident requests of this attachment: their steps, and how many blocks each named.
         self.numbers: list[int] = []
+        self.num_named: list[int] = []
 
     @property
-    def transport(self) -> OracleDrafter | None:
-        return None if self.is_closed else self
+    def transport(self) -> _Attachment | None:
+        return None if self.is_closed else self._attachment
 
     # The source.
 
     def start(self) -> None:
         return
+
+    def attach_anew(self) -> None:
+        """With memory of its own, and nothing known."""
+        layout, device = self.resident.layout, self.resident.stamp.device
+        self.resident = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
+        self.num_attaches += 1
+        self._attachment = _Attachment(self)
+        self.tokens, self.blocks, self.numbers = {}, {}, []
 
     def close(self) -> None:
         self.is_closed = True
@@ -80,24 +90,12 @@ class OracleDrafter:
     def report_success(self) -> None:
         return
 
-    # The transport.
-
-    def is_open(self) -> bool:
-        return not self.is_closed
-
-    def is_idle(self) -> bool:
-        return True
-
-    def release(self, slots: Sequence[int]) -> None:
-        return
-
-    def receive(self, timeout_s: float) -> DraftBatch | None:
+    def answer(self) -> DraftBatch | None:
+        """To the last request."""
         batch, self._batch = self._batch, None
         return batch
 
     def post(self, request: DraftRequest) -> None:
-        if self.is_closed:
-            raise TransportClosedError("closed")
         starts, tokens, parents = [0], [], []
         if request.resident is not None:
             self._learn_resident(request)
@@ -138,12 +136,16 @@ class OracleDrafter:
         assert step is not None and memory.stamp.tolist() == [step.number] and len(request.new_tokens) == 0
         assert step.begins or step.number == self.numbers[-1] + 1
         self.numbers.append(step.number)
+        self.num_named.append(len(request.block_ids))
         keys = list(zip(request.slots.tolist(), request.generations.tolist(), strict=True))
         if step.begins:
             self._keys = keys
-            assert [len(self.tokens[key]) for key in keys] == request.lengths.tolist()
+            assert [len(self.tokens.get(key, ())) for key in keys] == request.lengths.tolist()
         assert self._keys == keys
         for row, key in enumerate(keys):
+            if key not in self.tokens:
+                # Its request wants no drafts.
+                continue
             count, first = int(memory.counts[row]), row * memory.layout.tokens
             hidden = memory.hidden[first : first + count].float().cpu().numpy()
             self._append(key, memory.new_tokens[row, :count].tolist(), hidden)
@@ -178,3 +180,29 @@ class OracleDrafter:
         memory.num_nodes[row] = size
         memory.draft_tokens[row, :size] = torch.tensor(tree[0][:size], dtype=torch.int32)
         memory.draft_parents[row, :size] = torch.tensor(tree[1][:size], dtype=torch.int32)
+
+
+class _Attachment:
+    """The transport of one attachment, with its memory."""
+
+    def __init__(self, oracle: OracleDrafter) -> None:
+        self._oracle = oracle
+        self.resident = oracle.resident
+        self.order = StreamOrder()
+
+    def is_open(self) -> bool:
+        return self._oracle.transport is self
+
+    def is_idle(self) -> bool:
+        return True
+
+    def release(self, slots: Sequence[int]) -> None:
+        return
+
+    def receive(self, timeout_s: float) -> DraftBatch | None:
+        return self._oracle.answer()
+
+    def post(self, request: DraftRequest) -> None:
+        if not self.is_open():
+            raise TransportClosedError("closed")
+        self._oracle.post(request)

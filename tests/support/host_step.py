@@ -1,0 +1,180 @@
+"""Steps that run ahead of the engine over a HashTarget: verifier_svc.resident_step's work, done on the host at once.
+
+Runs can so be driven through thousands of steps, with everything around a step being the real thing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+
+from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.tree import DraftTree
+from tests.support.hash_target import HashTarget
+from verifier_svc.draft import Draft
+from verifier_svc.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
+from verifier_svc.sequence import Sequence as Running
+from verifier_svc.step import Scheduled, build_batch, commit_slots
+from verifier_svc.verify import WalkResult
+from verifier_svc.walker import Walk, walk_on_host
+
+NOTHING = WalkResult([], [], [], None, None, [], 0, [])
+
+
+class HostStep:
+    """What RunAhead asks of a ResidentStep. Results are there at once, and still read one step late.
+
+    ``on_launch``: called with the number of each step, before it is made. ``is_stuck``: whether the oldest step in
+    flight, by its number, still waits for its trees, ``num_releases`` after it was first let go on without.
+    """
+
+    def __init__(
+        self,
+        target: HashTarget,
+        memory: ResidentMemory,
+        order: StreamOrder,
+        *,
+        block_size: int,
+        num_blocks: int,
+        on_launch: Callable[[int], None] = lambda number: None,
+        is_stuck: Callable[[int, int], bool] = lambda number, num_releases: False,
+    ) -> None:
+        self._target, self.memory, self._order = target, memory, order
+        self._block_size, self._scratch = block_size, num_blocks * block_size
+        self._on_launch, self._is_stuck = on_launch, is_stuck
+        self._num_releases = 0
+        self.number = 0
+        self.num_runs = 0
+        self._unread: list[list[SeatResult]] = []
+        self._seats: list[Seat] = []
+        # The sequences as the last launched step left them; None for one that has ended.
+        self._ahead: list[Running | None] = []
+        self._tables: list[list[int]] = []
+        self._features: tuple[int, ...] = ()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._unread)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.memory.layout.tokens
+
+    def warm_up(self, features: tuple[int, ...]) -> None:
+        return
+
+    def begin(self, seats: Sequence[Seat], features: tuple[int, ...]) -> None:
+        assert not self._unread
+        self.num_runs += 1
+        self._seats, self._features = list(seats), features
+        self._ahead = [copy.copy(seat.sequence) for seat in seats]
+        for sequence in self._ahead:
+            assert sequence is not None
+            sequence.tokens = list(sequence.tokens)
+        self.send_tables()
+
+    def has_room(self, num_blocks: int) -> bool:
+        return True
+
+    def send_tables(self) -> None:
+        """A block that is given out later is not known to a step."""
+        self._tables = [list(s.sequence.block_ids) if s.sequence.table else [] for s in self._seats]
+
+    def launch(self, *, is_drafted: bool) -> None:
+        assert len(self._unread) < MAX_IN_FLIGHT
+        if is_drafted:
+            self._order.await_draft(self.number)
+        self._on_launch(self.number + 1)
+        parts = [self._part(index, is_drafted) for index in range(len(self._seats))]
+        live = [part for part in parts if part is not None]
+        walks: list[WalkResult] = []
+        hidden = torch.zeros(0)
+        self.number += 1
+        if live:
+            batch = build_batch(live, self._block_size, self._scratch)
+            logits = self._target.forward(batch.forward, self._features)
+            for index, part in enumerate(live):
+                tree = part.tree or DraftTree.root_only(part.sequence.tokens[-1])
+                sources = part.draft.sources if part.draft is not None else None
+                walks.append(walk_on_host(Walk(part.sequence, tree, batch.logit_starts[index], sources), logits))
+                moved = commit_slots(part.sequence, walks[-1].accepted_nodes, self._block_size)
+                self._target.commit(*moved)
+            if self._features:
+                rows = [
+                    batch.row_starts[index] + node
+                    for index, walk in enumerate(walks)
+                    for node in (0, *walk.accepted_nodes)[: len(walk.tokens)]
+                ]
+                hidden = torch.from_numpy(self._target.feature_rows(rows))
+        self._unread.append(self._conclude(parts, walks, hidden))
+        self._order.signal_step(self.number)
+
+    def release(self) -> None:
+        self._num_releases += 1
+        self._order.release_draft(self.number)
+
+    def is_done(self) -> bool:
+        return not self._is_stuck(self.number - len(self._unread) + 1, self._num_releases)
+
+    def receive(self) -> list[SeatResult]:
+        return self._unread.pop(0)
+
+    def _part(self, index: int, is_drafted: bool) -> Scheduled | None:
+        sequence, seat = self._ahead[index], self._seats[index]
+        if sequence is None:
+            return None
+        assert sequence.table is not None
+        known = self._tables[index]
+        assert known and known == sequence.table.block_ids[: len(known)], "pages were taken from a launched step"
+        tree = self._tree(index, sequence) if is_drafted else seat.tree
+        part = Scheduled(sequence, 1, seat.width)
+        if tree is not None and tree.num_nodes > 1:
+            number = tree.num_nodes
+            part.draft = Draft(tree, [0] + [seat.number] * (number - 1), [0.0] * number, [0.0] * number)
+        most = sequence.num_computed + part.num_rows
+        assert most <= len(known) * self._block_size, "a step without pages"
+        return part
+
+    def _tree(self, index: int, sequence: Running) -> DraftTree | None:
+        memory = self.memory
+        if int(memory.draft_stamp) != self.number:
+            return None
+        count = min(int(memory.num_nodes[index]), self._seats[index].width, sequence.max_new_tokens)
+        tokens, parents = memory.draft_tokens[index, :count].numpy().copy(), memory.draft_parents[index, :count]
+        tokens[0] = sequence.tokens[-1]
+        return DraftTree(tokens, parents.numpy().copy())
+
+    def _conclude(
+        self, parts: list[Scheduled | None], walks: list[WalkResult], hidden: torch.Tensor
+    ) -> list[SeatResult]:
+        memory, results = self.memory, []
+        left, first = iter(walks), 0
+        for index, part in enumerate(parts):
+            if part is None:
+                memory.counts[index] = memory.num_left[index] = 0
+                results.append(SeatResult(NOTHING, 0))
+                continue
+            walk, sequence = next(left), part.sequence
+            count = len(walk.tokens)
+            num_nodes = part.tree.num_nodes if part.tree is not None else 1
+            sequence.tokens.extend(walk.tokens)
+            sequence.num_computed += 1 + len(walk.accepted_nodes)
+            memory.counts[index], memory.lengths[index] = count, len(sequence.tokens)
+            memory.num_left[index] = sequence.max_new_tokens if walk.finish is None else 0
+            memory.new_tokens[index, :count] = torch.tensor(walk.tokens, dtype=torch.int32)
+            if self._features:
+                at = index * memory.layout.tokens
+                memory.hidden[at : at + count] = hidden[first : first + count]
+                first += count
+            if walk.finish is not None:
+                self._ahead[index] = None
+            results.append(SeatResult(walk, num_nodes))
+        memory.stamp.fill_(self.number)
+        return results
+
+
+def plain_memory(seats: int) -> ResidentMemory:
+    layout = ResidentLayout(seats, 1, 1, 0, torch.float32)
+    return ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)

@@ -1,0 +1,286 @@
+"""What begins and ends runs of steps that run ahead, and what a drafter is told: over a target and steps that cost
+nothing."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.transport import ROWS_PER_SLOT
+from tests.support.engine_harness import Harness, Request, Result
+from tests.support.hash_target import HIDDEN_SIZE, HashTarget
+from tests.support.host_step import HostStep, plain_memory
+from tests.support.oracle_drafter import OracleDrafter
+from verifier_svc import run_ahead
+from verifier_svc.run_ahead import RunAhead
+
+VOCAB, BLOCK, NODES, SEATS = 40, 4, 6, 8
+FEATURES = (1, 2)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCAB) for _ in range(length)]
+
+
+def greedy(seed: int, length: int, max_tokens: int, **options: Any) -> Request:
+    return Request(prompt(seed, length), SamplingParams(temperature=0.0, max_tokens=max_tokens), **options)
+
+
+def plain(requests: Sequence[Request]) -> list[Result]:
+    target = HashTarget(VOCAB, 400, BLOCK)
+    return Harness(target, vocab_size=VOCAB, num_blocks=400, block_size=BLOCK).run([r.plain() for r in requests])
+
+
+def oracle_of(requests: Sequence[Request], results: Sequence[Result], **options: Any) -> OracleDrafter:
+    texts = [[*request.prompt, *result.token_ids, 3] for request, result in zip(requests, results, strict=True)]
+    return OracleDrafter(
+        texts,
+        "cpu",
+        features=FEATURES,
+        width=len(FEATURES) * HIDDEN_SIZE,
+        dtype=torch.float32,
+        seats=SEATS,
+        nodes=NODES,
+        block_size=BLOCK,
+        **options,
+    )
+
+
+class Runs:
+    """An engine whose steps run ahead. ``steps``: those that were made for a drafter's memory."""
+
+    def __init__(
+        self,
+        sources: Sequence[OracleDrafter] = (),
+        *,
+        num_blocks: int = 400,
+        max_running: int = SEATS,
+        timeout_s: float = 600.0,
+        num_steps: int = 3,
+        on_launch: Callable[[int], None] = lambda number: None,
+        is_stuck: Callable[[int, int], bool] = lambda number, num_releases: False,
+        **options: Any,
+    ) -> None:
+        target = HashTarget(VOCAB, num_blocks, BLOCK)
+        self.steps: list[HostStep] = []
+
+        def make(memory: ResidentMemory, order: StreamOrder) -> HostStep:
+            step = HostStep(
+                target,
+                memory,
+                order,
+                block_size=BLOCK,
+                num_blocks=num_blocks,
+                on_launch=on_launch,
+                # The first one made is of plain decode, which waits for nobody.
+                **({"is_stuck": is_stuck} if self.steps else {}),
+            )
+            self.steps.append(step)
+            return step
+
+        ahead = RunAhead(make, make(plain_memory(SEATS), StreamOrder()), timeout_s=timeout_s)  # type: ignore[arg-type]
+        self.harness = Harness(
+            target,
+            vocab_size=VOCAB,
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            sources=sources,  # type: ignore[arg-type]
+            run_ahead=ahead,
+            max_running=max_running,
+            max_nodes=NODES,
+            num_steps=num_steps,
+            timeout_s=600.0,
+            **options,
+        )
+
+    @property
+    def num_ahead(self) -> int:
+        return self.harness.engine.counters.num_resident_steps
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_course_of_requests(seed: int, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come, are aborted and preempted at any time; texts are those of plain decode, and no page is lost."""
+    draw = random.Random(seed)
+    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", draw.choice([0, 5, 64]))
+    requests = []
+    for i in range(16):
+        options = SpeculationOptions(enabled=draw.random() < 0.8, max_draft_tokens=draw.choice([None, None, 0, 2]))
+        stops = tuple(draw.sample(range(VOCAB), draw.choice([0, 2])))
+        params = SamplingParams(
+            temperature=draw.choice([0.0, 1.0]), seed=i, max_tokens=draw.randrange(1, 60), stop_token_ids=stops
+        )
+        requests.append(Request(prompt(100 * seed + i, draw.randrange(2, 30)), params, speculation=options))
+    expected = plain(requests)
+    sources = [oracle_of(requests, expected, spoil=lambda number: draw.random() < 0.2)] if drafts else []
+    keys, aborted = [], set()
+    waiting = list(requests)
+
+    def disturb(number: int) -> None:
+        if waiting and draw.random() < 0.1:
+            keys.append(runs.harness.submit(waiting.pop(0)))
+        if keys and draw.random() < 0.02:
+            key = draw.choice(keys)
+            aborted.add(key)
+            runs.harness.abort(key)
+
+    runs = Runs(sources, num_blocks=28, max_running=4, on_launch=disturb, max_model_len=90)
+    while waiting or not runs.harness.engine.is_idle:
+        disturb(0)
+        runs.harness.step()
+    for key, result in zip(keys, expected, strict=True):
+        got = runs.harness.results[key]
+        assert got.finished is not None
+        if key in aborted:
+            assert got.token_ids == result.token_ids[: len(got.token_ids)]
+        else:
+            assert got.token_ids == result.token_ids
+            assert result.finished is not None and got.finished.reason == result.finished.reason
+    runs.harness.drain()
+    assert runs.num_ahead > 20
+
+
+class NumberedOrder(StreamOrder):
+    """Of one attachment's flag words: what was signalled once stays so."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def signal_step(self, number: int) -> None:
+        assert number > self.step, "whoever waits for this step has been let past long ago"
+        self.step = number
+
+
+def test_runs_of_two_drafters_in_turn_count_on() -> None:
+    requests = [
+        greedy(i, 6, 8, speculation=SpeculationOptions(drafter=name)) for i, name in enumerate(["one", "two"] * 3)
+    ]
+    expected = plain(requests)
+    oracles = [oracle_of(requests, expected) for _ in range(2)]
+    for oracle, name in zip(oracles, ["one", "two"], strict=True):
+        oracle.name = name
+        assert oracle.transport is not None
+        oracle.transport.order = NumberedOrder()
+    runs = Runs(oracles)
+    for request, result in zip(requests, expected, strict=True):
+        assert runs.harness.run([request])[0].token_ids == result.token_ids
+    for oracle in oracles:
+        assert len(oracle.numbers) > 3 and oracle.numbers == list(range(1, len(oracle.numbers) + 1))
+    # What is detached is let go of.
+    memory = weakref.ref(runs.steps[1])
+    runs.harness.speculator.remove_source("one")
+    del runs.steps[1]
+    runs.harness.run([greedy(9, 6, 8).plain()])
+    gc.collect()
+    assert memory() is None
+
+
+def test_a_drafter_that_attaches_anew_within_a_run_has_been_told_nothing() -> None:
+    """All of a sequence is told again, and no request of the run goes to the new attachment."""
+    requests = [greedy(1, 6, 30)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+
+    def attach_anew(number: int) -> None:
+        if number == 4 and oracle.num_attaches == 1:
+            oracle.attach_anew()
+
+    runs = Runs([oracle], on_launch=attach_anew)
+    assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids
+    # It checks all that it is told.
+    assert oracle.num_attaches == 2 and not oracle.failures
+    assert oracle.numbers and oracle.numbers[0] == 1
+
+
+def test_a_request_names_the_blocks_that_its_step_may_need_and_no_others() -> None:
+    """Any transport takes two blocks a slot; pages in reserve, and those of rows that nobody drafts for, are more."""
+    plain_row = greedy(0, 200, 40, speculation=SpeculationOptions(enabled=False))
+    requests = [plain_row, *(greedy(i, 6, 30) for i in range(1, SEATS))]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    runs = Runs([oracle], max_model_len=240)
+    results = runs.harness.run(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert runs.num_ahead > 3
+    assert max(oracle.num_named) <= ROWS_PER_SLOT * SEATS
+
+
+def test_no_block_is_named_behind_the_end_of_the_context() -> None:
+    requests = [greedy(1, 6, 300)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    runs = Runs([oracle], max_model_len=40)
+    assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids[:34]
+    assert max(map(len, oracle.blocks.values())) == 40 // BLOCK
+
+
+def test_steps_above_the_batch_limit_are_counted() -> None:
+    requests = [greedy(i, 6, 20) for i in range(3)]
+    expected = plain(requests)
+    runs = Runs([oracle_of(requests, expected)], max_batch_size=2)
+    assert [r.token_ids for r in runs.harness.run(requests)] == [r.token_ids for r in expected]
+    assert runs.harness.speculator.num_plain_batch_steps >= runs.num_ahead > 10
+
+
+@pytest.mark.parametrize("first_late", [2, 5])
+def test_a_draft_that_is_late_ends_the_run_and_not_the_next(first_late: int) -> None:
+    """The step goes on without it, also where the drafter takes that back once or twice."""
+    requests = [greedy(1, 6, 40)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    runs = Runs([oracle], timeout_s=0.0, is_stuck=lambda number, releases: number >= first_late and releases < 3)
+    assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids
+    assert oracle.failures == ["no draft within 0 ms"]
+    assert runs.steps[1].num_runs == 2
+
+
+def test_a_drafter_that_is_gone_lets_the_step_go_on_before_its_time_is_over() -> None:
+    requests = [greedy(1, 6, 40)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+
+    def dies(number: int, num_releases: int) -> bool:
+        if number == 4 and runs.steps[1].number == 5:
+            oracle.close()
+        return oracle.is_closed and number <= 5 and num_releases < 2
+
+    runs = Runs([oracle], is_stuck=dies)
+    assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids
+    assert oracle.is_closed and not oracle.failures
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_drafter_that_still_writes_a_prompt_catches_up_before_a_run(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does with ordinary requests alone: a sequence that is not drafted for as a run begins is not within it."""
+    requests = [greedy(1, 30, 40)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    right, learn = oracle._tree, oracle._learn
+    num_asked = []
+
+    def tree(tokens: list[int]) -> tuple[list[int], list[int]]:
+        return right(tokens) if len(num_asked) > 4 else (tokens[-1:], [-1])
+
+    def count(*args: Any) -> None:
+        num_asked.append(1)
+        learn(*args)
+
+    monkeypatch.setattr(oracle, "_tree", tree)
+    monkeypatch.setattr(oracle, "_learn", count)
+    runs = Runs([oracle], num_steps=num_steps)
+    result = runs.harness.run(requests)[0]
+    assert result.token_ids == expected[0].token_ids
+    assert result.finished is not None and result.finished.speculation.num_accepted_tokens > 10
+    assert runs.num_ahead > 5
