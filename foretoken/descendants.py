@@ -54,11 +54,13 @@ def subreaper() -> Iterator[None]:
 
 
 def kill_descendants(spared: set[int]) -> None:
-    """Kill what children left behind in sessions of its own, and wait for it. ``spared`` are process ids."""
-    for child in psutil.Process().children():
-        if child.pid not in spared:
-            tree = [child, *child.children(recursive=True)]
-            for process in tree:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(tree)
+    """Kill what children left behind in sessions of its own, and wait for it. ``spared`` are process ids.
+
+    For a subreaper: the children of what dies fall to us, those forked a moment before too, so we look until nobody is
+    left.
+    """
+    while left := [child for child in psutil.Process().children() if child.pid not in spared]:
+        for child in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(left)
