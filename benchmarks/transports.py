@@ -22,9 +22,9 @@ import uvloop
 
 from drafter_svc.config import DrafterSettings
 from drafter_svc.server import serve
-from foretoken.doorbell import default_spin_us
 from foretoken.drafting import ROW_DTYPE, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo, starts_of
-from foretoken.transport import probe_request
+from foretoken.transports.doorbell import default_spin_us
+from foretoken.transports.transport import probe_request
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.draft_source import DraftSource, TransportName
 from verifier_svc.drafter_client import DrafterClient

@@ -28,7 +28,7 @@ from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.device_batch import bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_twins import DeviceTwins
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.transports.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 

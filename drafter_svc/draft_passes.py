@@ -24,7 +24,7 @@ from drafter_svc.pass_figures import PassFigures
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import DeviceArrays
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.transports.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from drafter_svc.draft_rows import DraftRows
 from drafter_svc.pass_figures import PassFigures
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.sampling import MIN_TEMPERATURE
+from foretoken.transports.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]

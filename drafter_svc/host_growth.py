@@ -13,7 +13,7 @@ from drafter_svc.growth import ROWS_PER_SLOT, PassOutput, ResidentDrafts, Vocabu
 from drafter_svc.pass_figures import PassFigures
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.transports.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 

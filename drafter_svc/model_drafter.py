@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from drafter_svc.draft_passes import DraftPasses
 from foretoken.drafting import DraftBatch, DraftRequest
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.transports.resident import ResidentMemory, StreamOrder
 
 
 class ModelDrafter:

@@ -35,7 +35,7 @@ from foretoken.models.device_batch import DeviceArrays, bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_twins import DeviceTwins
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.transports.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 # Steps that may be on their way, and unread.

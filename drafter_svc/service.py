@@ -10,12 +10,12 @@ from typing import Any
 
 from drafter_svc.session import Attachment, DrafterThread
 from foretoken import __version__, limits
-from foretoken.arena_layout import LAYOUT_VERSION
 from foretoken.corpora import Corpora, CorpusInfo, token_ids_from
-from foretoken.draft_wire import batch_to_proto, needs_to_proto, request_from_proto, target_from_proto
 from foretoken.drafting import TargetInfo
 from foretoken.errors import InvalidRequestError, PreconditionError, UnavailableError
-from foretoken.transport import ROWS_PER_SLOT
+from foretoken.transports.arena_layout import LAYOUT_VERSION
+from foretoken.transports.draft_wire import batch_to_proto, needs_to_proto, request_from_proto, target_from_proto
+from foretoken.transports.transport import ROWS_PER_SLOT
 from protos import drafter_pb2, drafter_pb2_grpc
 
 SERVICE_NAME: str = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name

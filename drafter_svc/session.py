@@ -13,13 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
-from foretoken.arena_peer import ArenaPeer
 from foretoken.corpora import Corpora, HoldsCorpora
-from foretoken.doorbell import Doorbell, Waiter, default_spin_us
 from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, DraftsResident, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.lost_context import exit_if_context_lost
-from foretoken.transport import TransportClosedError, answer
+from foretoken.transports.arena_peer import ArenaPeer
+from foretoken.transports.doorbell import Doorbell, Waiter, default_spin_us
+from foretoken.transports.transport import TransportClosedError, answer
 
 logger = logging.getLogger(__name__)
 

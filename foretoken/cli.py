@@ -9,23 +9,21 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken import client_commands, corpus_commands, drafter_commands, flags, offline
-from foretoken.client_commands import program, say
+from foretoken import flags
+from foretoken.commands import client_commands, corpus_commands, drafter_commands, offline, service_settings
+from foretoken.commands.client_commands import program, say
 
 if TYPE_CHECKING:
-    from drafter_svc.config import DrafterSettings
-    from foretoken.drafter_spec import DrafterSpec
     from foretoken.drafting import Drafter
     from foretoken.supervisor import Service
     from gateway.config import GatewaySettings
     from verifier_svc.config import VerifierSettings
 
 NGRAM_DRAFTER = "ngram"
-_NGRAM_PREFIX = "ngram_"
 # Tens of microseconds: longer than a phase of a step lasts, shorter than it takes to be scheduled again.
 OPENMP_SPIN_COUNT = "20000"
 
@@ -124,12 +122,15 @@ def serve(
 
     if dry_run:
         _check_device(context)
-        drafter_settings = [_drafter_settings(context, spec, "unix:/none") for spec in _drafter_specs(context)]
-        checkpoint = _checkpoint(context)
-        settings = _verifier_settings(context, checkpoint, "unix:/none", [])
-        _gateway_settings(context, checkpoint, ["unix:/none"])
-        _check_checkpoint(settings.model)
-        _check_drafters(context, drafter_settings, settings.model)
+        drafter_settings = [
+            service_settings.drafter_settings(context, spec, "unix:/none")
+            for spec in service_settings.drafter_specs(context)
+        ]
+        checkpoint = service_settings.find_checkpoint(context)
+        settings = service_settings.verifier_settings(context, checkpoint, "unix:/none", [])
+        service_settings.gateway_settings(context, checkpoint, ["unix:/none"])
+        service_settings.check_checkpoint(settings.model)
+        service_settings.check_drafters(context, drafter_settings, settings.model)
         _print_plan(settings)
         return
     # Read by gRPC as it is loaded: the supervisor forks to start programs only, never to go on with gRPC, and its fork
@@ -173,7 +174,7 @@ def gateway(
     log_level: flags.LogLevel = "info",
 ) -> None:
     """Start one gateway: text in, text out, over REST and gRPC. MODEL holds its tokenizer."""
-    settings = _gateway_settings(context, _checkpoint(context), verifiers)
+    settings = service_settings.gateway_settings(context, service_settings.find_checkpoint(context), verifiers)
     from foretoken.telemetry import configure_logging
 
     configure_logging("gateway", log_level)
@@ -241,12 +242,14 @@ def verifier(
     endpoints = [text for text in drafters or [] if "address=" in text]
     if any(spec.placement is not None for spec in held):
         raise ConfigError("--drafter: placement is for foretoken serve; what is given here runs in this process")
-    settings = _verifier_settings(context, _checkpoint(context), address, endpoints)
+    settings = service_settings.verifier_settings(
+        context, service_settings.find_checkpoint(context), address, endpoints
+    )
     check_together([*(spec.name for spec in held), *(endpoint.name for endpoint in settings.drafters)])
     if all(spec.algorithm != "NGRAM" for spec in held):
-        _refuse_ngram_flags(context, "--drafter name=NAME,algorithm=NGRAM")
-    inside = {spec.name: _drafter_settings(context, spec, "unix:/none") for spec in held}
-    _check_drafters(context, list(inside.values()), settings.model)
+        service_settings.refuse_ngram_flags(context, "--drafter name=NAME,algorithm=NGRAM")
+    inside = {spec.name: service_settings.drafter_settings(context, spec, "unix:/none") for spec in held}
+    service_settings.check_drafters(context, list(inside.values()), settings.model)
     if dry_run:
         _print_plan(settings)
         return
@@ -292,7 +295,9 @@ def drafter(
     from foretoken import hub
     from foretoken.config import at_fault, build
 
-    given = _given(context, DrafterSettings) | {"ngram": _ngram_given(context)}
+    given = service_settings.given_flags(context, DrafterSettings) | {
+        "ngram": service_settings.given_ngram_flags(context)
+    }
     if speculative_draft_model_path is not None:
         with at_fault("--speculative-draft-model-path"):
             given["speculative_draft_model_path"] = hub.resolve(speculative_draft_model_path).resolve()
@@ -324,7 +329,7 @@ def _supervise(context: typer.Context, folder: Path) -> int:
         name, host, port = settings.served_model_name, settings.host, settings.port
         print(stack.ready_text(name, host, port, settings.grpc_port, program()), flush=True)
 
-    on_gpu = {stack.VERIFIER_NAME, *(stack.drafter_name(name) for name in _model_drafters(context))}
+    on_gpu = {stack.VERIFIER_NAME, *(stack.drafter_name(name) for name in service_settings.model_drafters(context))}
     is_useful = sum(service.name in on_gpu for service in services) > 1
     with gpu_clients(context.params["mps"], folder, has_gpu=has_gpu, is_useful=is_useful, announce=say) as clients:
         services = [clients.run(service) if service.name in on_gpu else service for service in services]
@@ -338,15 +343,15 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
     from foretoken.config import to_flags
     from foretoken.drafter_spec import spec_text
 
-    checkpoint = _checkpoint(context)
+    checkpoint = service_settings.find_checkpoint(context)
     verifier_address = f"unix:{folder}/verifier.sock"
     level = ("--log-level", context.params["log_level"])
     services, endpoints, held, drafter_settings = [], [], [], []
     # A folder of their own: one may be called verifier.
     (folder / "drafters").mkdir()
-    for spec in _drafter_specs(context):
+    for spec in service_settings.drafter_specs(context):
         address = f"unix:{folder}/drafters/{spec.name}.sock"
-        settings = _drafter_settings(context, spec, address)
+        settings = service_settings.drafter_settings(context, spec, address)
         drafter_settings.append(settings)
         if (spec.placement or context.params["drafter_placement"]) == "in-process":
             inside = spec.model_copy(update={"placement": None})
@@ -354,14 +359,16 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
         else:
             endpoints.append(f"name={spec.name},address={address}")
             services.append(stack.drafter(spec.name, stack.command("drafter", settings, level), address))
-    verifier_settings = _verifier_settings(context, checkpoint, verifier_address, endpoints)
-    gateway_settings = _gateway_settings(context, checkpoint, [verifier_address], drain_timeout_s=stack.GATEWAY_DRAIN_S)
+    verifier_settings = service_settings.verifier_settings(context, checkpoint, verifier_address, endpoints)
+    gateway_settings = service_settings.gateway_settings(
+        context, checkpoint, [verifier_address], drain_timeout_s=stack.GATEWAY_DRAIN_S
+    )
     services.append(stack.verifier(stack.command("verifier", verifier_settings, (*held, *level)), verifier_address))
     services.append(
         stack.gateway(stack.command("gateway", gateway_settings, level), gateway_settings.host, gateway_settings.port)
     )
-    _check_checkpoint(checkpoint["model"])
-    _check_drafters(context, drafter_settings, checkpoint["model"])
+    service_settings.check_checkpoint(checkpoint["model"])
+    service_settings.check_drafters(context, drafter_settings, checkpoint["model"])
     return services, gateway_settings
 
 
@@ -381,147 +388,3 @@ def _print_plan(settings: VerifierSettings) -> None:
     from verifier_svc import server
 
     print(server.plan(settings))
-
-
-def _gateway_settings(
-    context: typer.Context, checkpoint: dict[str, Any], verifiers: list[str], **more: float
-) -> GatewaySettings:
-    from foretoken.config import build
-    from gateway.config import GatewaySettings
-
-    given = _given(context, GatewaySettings) | checkpoint | {"verifiers": verifiers} | more
-    settings = build(GatewaySettings, given)
-    # Read again by the gateway: that it cannot be is known before a model is loaded.
-    settings.admin_key()
-    return settings
-
-
-def _verifier_settings(
-    context: typer.Context, checkpoint: dict[str, Any], address: str, endpoints: list[str]
-) -> VerifierSettings:
-    from foretoken.config import build, parse_pairs
-    from verifier_svc.config import VerifierSettings
-
-    drafters = [parse_pairs(text, "--drafter") for text in endpoints]
-    given = _given(context, VerifierSettings)
-    return build(VerifierSettings, given | checkpoint | {"address": address, "drafters": drafters})
-
-
-def _drafter_specs(context: typer.Context) -> list[DrafterSpec]:
-    """The drafters of a stack: those of --drafter, or the one of --speculative-algorithm. Raises ConfigError."""
-    from foretoken.config import build
-    from foretoken.drafter_spec import DrafterSpec, algorithm_of, check_together, parse_spec
-    from foretoken.errors import ConfigError
-
-    given, algorithm = context.params["drafters"], context.params["speculative_algorithm"]
-    path, token_map = (context.params[f"speculative_{name}"] for name in ("draft_model_path", "token_map"))
-    if given:
-        specs = [parse_spec(text) for text in given]
-        keys = {"algorithm": algorithm, "draft-model-path": path, "token-map": token_map}
-        if doubled := [f"--speculative-{key}" for key, value in keys.items() if value]:
-            raise ConfigError(
-                f"{', '.join(doubled)} beside --drafter, whose keys say the same: {', '.join(DrafterSpec.model_fields)}"
-            )
-    elif algorithm == "NONE":
-        specs = []
-    else:
-        name = algorithm_of(algorithm or "NGRAM")
-        fields = {"name": name.lower(), "algorithm": name, "model": path, "token_map": token_map}
-        specs = [build(DrafterSpec, fields)]
-    check_together([spec.name for spec in specs])
-    if all(spec.algorithm != "NGRAM" for spec in specs):
-        _refuse_ngram_flags(context, "a drafter of --speculative-algorithm NGRAM")
-    return specs
-
-
-def _model_drafters(context: typer.Context) -> list[str]:
-    """Names of the drafters that run a model, on the verifier's GPU if it is on one."""
-    return [spec.name for spec in _drafter_specs(context) if spec.algorithm != "NGRAM"]
-
-
-def _drafter_settings(context: typer.Context, spec: DrafterSpec, address: str) -> DrafterSettings:
-    """Of one drafter that a server starts or holds. A model's hub id is downloaded."""
-    from drafter_svc.config import DrafterSettings
-    from foretoken import hub
-    from foretoken.config import at_fault, build
-
-    given: dict[str, Any] = spec.model_dump(include={"name", "algorithm", "threads"}) | {"address": address}
-    if spec.model is not None:
-        with at_fault(_drafter_option(context, "model")):
-            given["speculative_draft_model_path"] = hub.resolve(spec.model).resolve()
-    if spec.token_map is not None:
-        given["speculative_token_map"] = spec.token_map.resolve()
-    if not spec.coupled_noise:
-        given["disable_coupled_noise"] = True
-    if spec.algorithm == "NGRAM":
-        given["ngram"] = _ngram_given(context)
-    else:
-        given["device"] = context.params["device"] or "auto"
-        given["disable_cuda_graph"] = context.params["disable_cuda_graph"]
-    return build(DrafterSettings, given)
-
-
-def _check_drafters(context: typer.Context, drafters: list[DrafterSettings], target: Path) -> None:
-    """What a drafter would find in its files when it is attached, as far as it is known without reading a weight."""
-    from foretoken.config import at_fault
-
-    for settings in drafters:
-        if settings.algorithm == "NGRAM":
-            continue
-        # Numpy and the formats of checkpoints.
-        from drafter_svc.model_folder import check_folder, check_map
-
-        path, token_map = settings.speculative_draft_model_path, settings.speculative_token_map
-        with at_fault(_drafter_option(context, "algorithm" if path is None else "model")):
-            check_folder(settings.algorithm, path, target)
-        if token_map is not None:
-            with at_fault(_drafter_option(context, "token_map")):
-                check_map(token_map, target, path or target)
-
-
-def _drafter_option(context: typer.Context, key: str) -> str:
-    """What a drafter's key is called where it was set."""
-    flags_of_keys = {"algorithm": "algorithm", "model": "draft-model-path", "token_map": "token-map"}
-    return f"--drafter {key}" if context.params["drafters"] else f"--speculative-{flags_of_keys[key]}"
-
-
-def _given(context: typer.Context, settings: Any) -> dict[str, Any]:
-    """The flags that were given and are fields of ``settings`` by name."""
-    given = {name: value for name, value in context.params.items() if value is not None}
-    return {name: value for name, value in given.items() if name in settings.model_fields}
-
-
-def _ngram_given(context: typer.Context) -> dict[str, Any]:
-    """The flags of the n-gram drafter that were given, by the names of its settings."""
-    return {
-        name.removeprefix(_NGRAM_PREFIX): value
-        for name, value in context.params.items()
-        if name.startswith(_NGRAM_PREFIX) and value is not None
-    }
-
-
-def _refuse_ngram_flags(context: typer.Context, needed: str) -> None:
-    """A flag without effect is a mistake that the user should know of."""
-    from foretoken.config import flag_of
-    from foretoken.errors import ConfigError
-
-    for name in _ngram_given(context):
-        raise ConfigError(f"{flag_of(name, 'ngram')} has an effect only with {needed}")
-
-
-def _checkpoint(context: typer.Context) -> dict[str, Any]:
-    """Folder and served name of MODEL, downloaded if it is a hub id."""
-    from foretoken import hub
-
-    model = context.params["model"]
-    folder = hub.resolve(model, context.params["revision"]).resolve()
-    return {"model": folder, "served_model_name": context.params["served_model_name"] or hub.default_name(model)}
-
-
-def _check_checkpoint(folder: Path) -> None:
-    """What every service would say one after the other, before any is started."""
-    from foretoken.errors import CheckpointError
-
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} holds no checkpoint: there is no {name}")

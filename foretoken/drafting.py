@@ -1,6 +1,6 @@
 """The contract between a verifier and a drafter: one request a step for the whole batch, one batch of trees back.
 
-Neither side sees transports here (foretoken/arena.py, drafter.proto): the same two values pass through all of them.
+Neither side sees transports here (foretoken/transports, drafter.proto): the same two values pass through all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foretoken.tree import DraftTree, Int32
 
 if TYPE_CHECKING:
     from foretoken.models.target_weights import TargetWeights
-    from foretoken.resident import ResidentMemory, StreamOrder
+    from foretoken.transports.resident import ResidentMemory, StreamOrder
 
 Float32 = NDArray[np.float32]
 
@@ -88,7 +88,7 @@ class DrafterNeeds:
         blocks: whether it keeps keys and values under the verifier's block ids.
         weights: whether it uses the target's embedding or output head (``attach`` gets them where they can be shared).
         device: the GPU where its model runs, by the UUID that CUDA gives it. Empty: it has none, or it is on the CPU.
-        resident: whether it can draft from memory of that GPU (foretoken.resident).
+        resident: whether it can draft from memory of that GPU (foretoken.transports.resident).
     """
 
     features: tuple[int, ...] = ()
@@ -109,7 +109,7 @@ def _offsets(index: int) -> Any:
 
 
 class ResidentStep(NamedTuple):
-    """That a request's tokens and hidden rows are in device memory (foretoken.resident), where the trees go too.
+    """That a request's tokens and hidden rows are in device memory (transports.resident), where the trees go too.
 
     Requests whose first has ``begins`` set and whose last ``is_last`` are a run: their rows are the seats of the
     device memory, the same in all of them.

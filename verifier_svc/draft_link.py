@@ -14,7 +14,7 @@ import numpy as np
 
 from foretoken.drafting import ROW_DTYPE, DraftBatch, DraftRequest, Float32, ResidentStep, starts_of
 from foretoken.sampling import MIN_TEMPERATURE
-from foretoken.transport import TransportClosedError
+from foretoken.transports.transport import TransportClosedError
 from verifier_svc.acceptance_estimates import AcceptanceEstimates
 from verifier_svc.draft import Draft
 from verifier_svc.draft_source import DraftSource, State

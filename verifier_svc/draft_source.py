@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from foretoken.drafting import DrafterNeeds
-from foretoken.transport import DraftTransport
+from foretoken.transports.transport import DraftTransport
 
 State = Literal["connecting", "attached", "broken", "detached"]
 TransportName = Literal["shared-memory", "grpc", "in-process"]

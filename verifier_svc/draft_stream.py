@@ -15,12 +15,12 @@ from typing import Any
 import grpc
 
 from foretoken import limits
-from foretoken.arena_layout import ArenaLayout
-from foretoken.doorbell import Doorbell
-from foretoken.draft_wire import batch_from_proto, request_to_proto
 from foretoken.drafting import DraftBatch, DraftRequest
-from foretoken.resident import StreamOrder
-from foretoken.transport import RequestQueue, TransportClosedError, TransportCounters, token_capacity_for
+from foretoken.transports.arena_layout import ArenaLayout
+from foretoken.transports.doorbell import Doorbell
+from foretoken.transports.draft_wire import batch_from_proto, request_to_proto
+from foretoken.transports.resident import StreamOrder
+from foretoken.transports.transport import RequestQueue, TransportClosedError, TransportCounters, token_capacity_for
 from protos import drafter_pb2
 
 # The reader's word for: the stream has ended.
@@ -28,7 +28,7 @@ _END = None
 
 
 class StreamTransport:
-    """The verifier's end: a ``foretoken.transport.DraftTransport`` over ``DrafterService.Draft``."""
+    """The verifier's end: a ``foretoken.transports.transport.DraftTransport`` over ``DrafterService.Draft``."""
 
     def __init__(self, stub: Any, epoch: int, layout: ArenaLayout, counters: TransportCounters) -> None:
         """``stub``: a synchronous DrafterServiceStub that is attached. ``layout``: sizes of requests."""

@@ -21,15 +21,15 @@ from typing import Any
 import grpc
 
 from foretoken import rpc
-from foretoken.arena import ArenaListener, ArenaTransport
-from foretoken.arena_layout import CHALLENGE_BYTES, LAYOUT_VERSION, ArenaLayout
-from foretoken.doorbell import Doorbell, Waiter
-from foretoken.draft_wire import needs_from_proto, target_to_proto
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
 from foretoken.lost_context import exit_if_context_lost
-from foretoken.shared_weights import SharedWeights
-from foretoken.transport import (
+from foretoken.transports.arena import ArenaListener, ArenaTransport
+from foretoken.transports.arena_layout import CHALLENGE_BYTES, LAYOUT_VERSION, ArenaLayout
+from foretoken.transports.doorbell import Doorbell, Waiter
+from foretoken.transports.draft_wire import needs_from_proto, target_to_proto
+from foretoken.transports.shared_weights import SharedWeights
+from foretoken.transports.transport import (
     DEFAULT_TOKEN_CAPACITY,
     DraftTransport,
     TransportClosedError,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from foretoken.drafting import Drafter, DrafterNeeds, TargetInfo
 from foretoken.models.target_weights import TargetWeights
-from foretoken.transport import DraftTransport, InProcessTransport, TransportCounters, probe_request
+from foretoken.transports.transport import DraftTransport, InProcessTransport, TransportCounters, probe_request
 from verifier_svc.draft_source import GAUGES_EVERY_S, CircuitBreaker, State, TransportName, checked_gauges
 from verifier_svc.resident_offer import ResidentOffer
 

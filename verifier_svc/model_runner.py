@@ -29,7 +29,7 @@ from foretoken.models.row_check import rows_are_independent
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weights import Checkpoint, hash_files
 from foretoken.sampling import SAMPLER_VERSION
-from foretoken.shared_weights import SharedWeights
+from foretoken.transports.shared_weights import SharedWeights
 from verifier_svc.grammar import LLGUIDANCE_VERSION
 
 DType = Literal["auto", "float32", "bfloat16"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from foretoken.drafting import ResidentStep
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.transports.resident import ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
 from verifier_svc.draft import Draft
 from verifier_svc.draft_link import NO_DRAFT, DraftLink, Row, Shape

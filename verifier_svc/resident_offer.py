@@ -9,7 +9,7 @@ import torch
 from foretoken.drafting import Drafter, DrafterNeeds, DraftsResident, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.backend import Backend, device_uuid
-from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
 
 
 class ResidentOffer(NamedTuple):

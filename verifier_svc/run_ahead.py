@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Protocol
 
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.transports.resident import ResidentMemory, StreamOrder
 from verifier_svc.draft_link import DraftLink
 from verifier_svc.resident_drafting import ResidentDrafting
 from verifier_svc.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult

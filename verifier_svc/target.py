@@ -15,8 +15,8 @@ from foretoken.models.device_sizes import PassSizes
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.models.weights import Checkpoint
-from foretoken.resident import StreamOrder
-from foretoken.shared_weights import SharedWeights
+from foretoken.transports.resident import StreamOrder
+from foretoken.transports.shared_weights import SharedWeights
 from foretoken.tree import MASK_WORD_BITS
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine import TargetRunner

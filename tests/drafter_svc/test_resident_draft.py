@@ -20,7 +20,7 @@ from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache
 from foretoken.models.backend import Backend
 from foretoken.models.device_journal import DeviceJournal
-from foretoken.resident import ResidentLayout, ResidentMemory
+from foretoken.transports.resident import ResidentLayout, ResidentMemory
 from tests.references.head_files import (
     HIDDEN,
     NUM_LAYERS,

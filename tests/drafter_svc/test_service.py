@@ -19,13 +19,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from drafter_svc.service import SERVICE_NAME, DrafterService
 from drafter_svc.session import DrafterThread
 from foretoken import rpc
-from foretoken.arena import ArenaListener, ArenaTransport
-from foretoken.arena_layout import LAYOUT_VERSION, ArenaLayout
-from foretoken.doorbell import Waiter
-from foretoken.draft_wire import batch_from_proto, request_to_proto, target_to_proto
 from foretoken.drafting import Drafter, TargetInfo
 from foretoken.errors import ConfigError, ForetokenError, InvalidRequestError, PreconditionError, UnavailableError
-from foretoken.transport import TransportClosedError, TransportCounters
+from foretoken.transports.arena import ArenaListener, ArenaTransport
+from foretoken.transports.arena_layout import LAYOUT_VERSION, ArenaLayout
+from foretoken.transports.doorbell import Waiter
+from foretoken.transports.draft_wire import batch_from_proto, request_to_proto, target_to_proto
+from foretoken.transports.transport import TransportClosedError, TransportCounters
 from protos import drafter_pb2, drafter_pb2_grpc
 from tests.support.draft_requests import draft_request
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter

@@ -16,8 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.arena import ArenaListener, ArenaTransport
-from foretoken.arena_layout import (
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.errors import PreconditionError, UnavailableError
+from foretoken.transports.arena import ArenaListener, ArenaTransport
+from foretoken.transports.arena_layout import (
     HEADER_BYTES,
     LAYOUT_VERSION,
     ArenaHeader,
@@ -27,12 +29,10 @@ from foretoken.arena_layout import (
     map_memory,
     new_memory,
 )
-from foretoken.arena_peer import ArenaPeer
-from foretoken.doorbell import Doorbell, Waiter
-from foretoken.draft_parts import split_request
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.errors import PreconditionError, UnavailableError
-from foretoken.transport import TransportClosedError, TransportCounters, answer
+from foretoken.transports.arena_peer import ArenaPeer
+from foretoken.transports.doorbell import Doorbell, Waiter
+from foretoken.transports.draft_parts import split_request
+from foretoken.transports.transport import TransportClosedError, TransportCounters, answer
 from tests.support.draft_requests import assert_same_request, draft_batch, draft_request, draft_requests
 from tests.support.mirror_drafter import MirrorDrafter
 

@@ -624,7 +624,8 @@ def test_help_loads_no_service_and_nothing_heavy() -> None:
 
 
 def test_complete_loads_no_model_code() -> None:
-    assert loaded_by("import foretoken.complete") & {"torch", "transformers", "numba", "numpy", "fastapi"} == set()
+    loaded = loaded_by("import foretoken.commands.complete")
+    assert loaded & {"torch", "transformers", "numba", "numpy", "fastapi"} == set()
 
 
 def test_a_gateway_loads_no_torch() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.complete import CompletionOptions, complete, render
+from foretoken.commands.complete import CompletionOptions, complete, render
 from foretoken.errors import ForetokenError, UnavailableError
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from foretoken.cli import app
-from foretoken.convert import ConvertLimits, convert
-from foretoken.convert_worker import Refused, tensors_of
+from foretoken.commands.convert import ConvertLimits, convert
+from foretoken.commands.convert_worker import Refused, tensors_of
 from foretoken.errors import CheckpointError, ConfigError
 
 

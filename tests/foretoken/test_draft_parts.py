@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.draft_parts import split_request
 from foretoken.drafting import ROW_COLUMNS, DraftRequest
-from foretoken.transport import check_request
+from foretoken.transports.draft_parts import split_request
+from foretoken.transports.transport import check_request
 from tests.support.draft_requests import assert_same_request, draft_requests
 
 BLOCK_SIZE = 4

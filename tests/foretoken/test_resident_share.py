@@ -24,21 +24,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.arena import ArenaListener, ArenaTransport
-from foretoken.arena_layout import MAX_DESCRIPTORS, ArenaHeader, ArenaLayout, RequestBuffer
-from foretoken.arena_peer import ArenaPeer
-from foretoken.doorbell import Waiter
-from foretoken.draft_wire import needs_from_proto, needs_to_proto
 from foretoken.drafting import DrafterNeeds, ResidentStep, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
-from foretoken.flag_words import EVERY_STEP, FLAG_BYTES, FlagWords, HostOrder
 from foretoken.models.backend import Backend
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weight_layout import RowLayout
-from foretoken.resident import ResidentLayout, ResidentMemory
-from foretoken.resident_share import ResidentShare
-from foretoken.shared_weights import SharedWeights
-from foretoken.transport import TransportCounters
+from foretoken.transports.arena import ArenaListener, ArenaTransport
+from foretoken.transports.arena_layout import MAX_DESCRIPTORS, ArenaHeader, ArenaLayout, RequestBuffer
+from foretoken.transports.arena_peer import ArenaPeer
+from foretoken.transports.doorbell import Waiter
+from foretoken.transports.draft_wire import needs_from_proto, needs_to_proto
+from foretoken.transports.flag_words import EVERY_STEP, FLAG_BYTES, FlagWords, HostOrder
+from foretoken.transports.resident import ResidentLayout, ResidentMemory
+from foretoken.transports.resident_share import ResidentShare
+from foretoken.transports.shared_weights import SharedWeights
+from foretoken.transports.transport import TransportCounters
 from tests.support.draft_requests import assert_same_request, draft_request
 
 TARGET = TargetInfo("m", 1000, 1024, max_slots=6, max_nodes=16, hidden_size=8, num_layers=4)

@@ -16,10 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from foretoken.arena import ArenaListener, ArenaTransport
-from foretoken.arena_layout import ArenaLayout, new_memory
-from foretoken.arena_peer import ArenaPeer
-from foretoken.doorbell import Waiter
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models import backend
@@ -27,8 +23,12 @@ from foretoken.models.backend import CPU, Backend
 from foretoken.models.draft_weights import head_rows
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weight_layout import PanelLayout, RowLayout
-from foretoken.shared_weights import SharedWeights, map_weights
-from foretoken.transport import TransportCounters
+from foretoken.transports.arena import ArenaListener, ArenaTransport
+from foretoken.transports.arena_layout import ArenaLayout, new_memory
+from foretoken.transports.arena_peer import ArenaPeer
+from foretoken.transports.doorbell import Waiter
+from foretoken.transports.shared_weights import SharedWeights, map_weights
+from foretoken.transports.transport import TransportCounters
 
 GPU = Backend("gpu", torch.device("cpu"))
 DEVICE = "cpu"
@@ -166,7 +166,7 @@ def test_another_description_is_refused(change: Callable[[bytes], bytes], messag
 
 
 def test_a_gpu_that_the_drafter_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.shared_weights.device_uuid", lambda _: "GPU-1")
+    monkeypatch.setattr("foretoken.transports.shared_weights.device_uuid", lambda _: "GPU-1")
     monkeypatch.setattr(backend.torch.cuda, "device_count", lambda: 0)
     shared = SharedWeights(weights(), GPU)
     with pytest.raises(PreconditionError, match="no GPU GPU-1 here"):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.draft_parts import split_request
 from foretoken.drafting import DraftBatch, DraftRequest, ResidentStep
-from foretoken.transport import (
+from foretoken.transports.draft_parts import split_request
+from foretoken.transports.transport import (
     MAX_WAITING,
     WINDOW,
     InProcessTransport,

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from foretoken import corpus_client
+from foretoken.commands import corpus_client
+from foretoken.commands.corpus_client import CorpusClient, cut, texts_of
 from foretoken.corpora import token_ids_from
-from foretoken.corpus_client import CorpusClient, cut, texts_of
 from foretoken.errors import ConfigError, ForetokenError, NotFoundError, UnavailableError
 from gateway.config import GatewaySettings
 from gateway.server import Gateway

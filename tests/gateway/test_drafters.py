@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foretoken.cli import app
-from foretoken.drafters_client import DraftersClient
+from foretoken.commands.drafters_client import DraftersClient
 from foretoken.errors import ConfigError, ForetokenError, NotFoundError, PreconditionError
 from gateway import verifier_metrics, verifier_pool
 from gateway.config import GatewaySettings

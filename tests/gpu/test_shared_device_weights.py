@@ -19,7 +19,7 @@ from foretoken.models.backend import Backend, device_of, device_uuid
 from foretoken.models.draft_weights import head_rows
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weight_layout import RowLayout
-from foretoken.shared_weights import SharedWeights, map_weights
+from foretoken.transports.shared_weights import SharedWeights, map_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40)]
 

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from foretoken.complete import CompletionOptions, complete
+from foretoken.commands.complete import CompletionOptions, complete
 from tests.integration.stack import (
     ENVIRONMENT,
     LONG,

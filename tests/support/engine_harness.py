@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from foretoken.drafting import Drafter, DrafterNeeds, TargetInfo
 from foretoken.models.target_weights import TargetWeights
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from foretoken.transport import InProcessTransport, TransportCounters
+from foretoken.transports.transport import InProcessTransport, TransportCounters
 from verifier_svc.block_manager import BlockManager
 from verifier_svc.draft_source import DraftSource
 from verifier_svc.engine import Engine, TargetRunner

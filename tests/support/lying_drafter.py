@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from foretoken.arena_layout import HEADER_BYTES
-from foretoken.arena_peer import ArenaPeer
-from foretoken.doorbell import Waiter
-from foretoken.draft_wire import request_from_proto, target_from_proto
 from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.models.target_weights import TargetWeights
-from foretoken.transport import ROWS_PER_SLOT, TransportClosedError, answer
+from foretoken.transports.arena_layout import HEADER_BYTES
+from foretoken.transports.arena_peer import ArenaPeer
+from foretoken.transports.doorbell import Waiter
+from foretoken.transports.draft_wire import request_from_proto, target_from_proto
+from foretoken.transports.transport import ROWS_PER_SLOT, TransportClosedError, answer
 from protos import drafter_pb2, drafter_pb2_grpc
 
 # The reply that takes the place of the honest one; None: no reply at all; bytes: what the arena's buffer holds then.

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest
-from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
-from foretoken.transport import TransportClosedError
+from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.transports.transport import TransportClosedError
 
 
 class OracleDrafter:

@@ -23,9 +23,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from foretoken import rpc
-from foretoken.draft_wire import target_from_proto
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.transport import DraftTransport, TransportClosedError
+from foretoken.transports.draft_wire import target_from_proto
+from foretoken.transports.transport import DraftTransport, TransportClosedError
 from protos import drafter_pb2, drafter_pb2_grpc
 from tests.support.draft_requests import draft_request, draft_requests
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter

@@ -16,8 +16,8 @@ import torch
 
 from foretoken.drafting import DrafterNeeds, ResidentStep, TargetInfo
 from foretoken.models.backend import CPU, Backend
-from foretoken.resident import ResidentLayout, ResidentMemory
-from foretoken.transport import DraftTransport, TransportClosedError
+from foretoken.transports.resident import ResidentLayout, ResidentMemory
+from foretoken.transports.transport import DraftTransport, TransportClosedError
 from tests.support.draft_requests import draft_request
 from tests.support.mirror_drafter import MirrorDrafter
 from tests.support.resident_drafter import DEVICE, NUM_DRAFTED, ResidentDrafter

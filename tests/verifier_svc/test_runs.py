@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from foretoken.transport import ROWS_PER_SLOT
+from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.transports.transport import ROWS_PER_SLOT
 from tests.support.engine_harness import Harness, Request, Result
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget
 from tests.support.host_step import HostStep, plain_memory

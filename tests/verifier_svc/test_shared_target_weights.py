@@ -25,7 +25,7 @@ from foretoken.models.backend import Backend
 from foretoken.models.config import load_config
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.target_weights import load_target_weights
-from foretoken.shared_weights import SharedWeights
+from foretoken.transports.shared_weights import SharedWeights
 from tests.references.head_files import HIDDEN, NUM_LAYERS, VOCAB, eagle_files, random_target, write_folder
 from tests.support.paged_draft import Row, request_of, target_info
 from verifier_svc import model_runner

@@ -1,4 +1,4 @@
-"""The process that reads one pickle for ``foretoken.convert``: a script of its own, under limits.
+"""The process that reads one pickle for ``foretoken.commands.convert``: a script of its own, under limits.
 
 It imports nothing of foretoken. It reads a JSON request on standard input and writes a JSON answer on standard output:
 ``{"names": [...]}`` or ``{"error": "..."}``.
@@ -135,7 +135,7 @@ def _contiguous() -> Any:
 
 
 def convert(request: dict[str, Any]) -> dict[str, Any]:
-    """Do what ``request`` says; see ``foretoken.convert``."""
+    """Do what ``request`` says; see ``foretoken.commands.convert``."""
     source = Path(request["source"])
     size = source.stat().st_size
     limit_process(request["cpu_s"], request["max_bytes"] + _GIB)

@@ -1,7 +1,7 @@
 """What all transports between a verifier and a drafter share: the protocol, the order of requests, the checks.
 
 A transport moves ``DraftRequest``s one way and ``DraftBatch``es the other, in order, one reply a request. It knows
-neither policies nor models. There are three: the arena (foretoken/arena.py), the gRPC stream
+neither policies nor models. There are three: the arena (arena.py), the gRPC stream
 (verifier_svc/draft_stream.py) and the one below, for a drafter in the same process.
 """
 
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from foretoken.draft_parts import split_request
 from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DraftBatch, Drafter, DraftRequest
+from foretoken.transports.draft_parts import split_request
 from foretoken.tree import Int32
 
 if TYPE_CHECKING:
-    from foretoken.resident import ResidentMemory, StreamOrder
+    from foretoken.transports.resident import ResidentMemory, StreamOrder
 
 # New tokens of one request on the wire. A batch with more is split; the tokens of four long prompts fit in a few.
 DEFAULT_TOKEN_CAPACITY = 8192
@@ -312,7 +312,7 @@ class InProcessTransport:
     ) -> None:
         """``resident``: memory that the drafter has been given, too."""
         # Drafters without a model need no torch; a verifier has it.
-        from foretoken.resident import StreamOrder
+        from foretoken.transports.resident import StreamOrder
 
         self._resident = resident
         self._order = StreamOrder()

@@ -10,7 +10,7 @@ import typer
 from foretoken import flags
 
 if TYPE_CHECKING:
-    from foretoken.drafters_client import DrafterOf, DraftersClient
+    from foretoken.commands.drafters_client import DrafterOf, DraftersClient
 
 app = typer.Typer(help="Drafters of a running server: attached and detached while it serves.", no_args_is_help=True)
 
@@ -56,8 +56,8 @@ def detach(
 
 
 def _client(url: str, key_file: Path) -> DraftersClient:
-    from foretoken.drafters_client import DraftersClient
-    from foretoken.operator_client import read_key
+    from foretoken.commands.drafters_client import DraftersClient
+    from foretoken.commands.operator_client import read_key
 
     return DraftersClient(url, read_key(key_file))
 

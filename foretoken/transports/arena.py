@@ -1,8 +1,7 @@
 """The arena: memory that a verifier and a drafter on one host share, and the doorbells between them.
 
-The verifier makes it; descriptors go to the drafter (foretoken/arena_peer.py) over a private Unix socket, which stays
-open: its end tells each side at once that the other one is gone. No name of it exists anywhere, so no death leaves
-memory behind.
+The verifier makes it; descriptors go to the drafter (arena_peer.py) over a private Unix socket, which stays open: its
+end tells each side at once that the other one is gone. No name of it exists anywhere, so no death leaves memory behind.
 
     request memory   written by the verifier, sealed so that nobody else can map it writable
       header         magic, layout version, ArenaLayout, epoch, challenge of the self-test
@@ -16,7 +15,7 @@ buffer is written again only after its reply has come, so no buffer is written w
 rings' system calls order the memory. The verifier trusts nothing that a drafter writes: it copies, then checks.
 
 Hidden rows for drafters with a head travel in the request buffers, whose number bounds them. A drafter on the
-verifier's own GPU also gets device memory (foretoken/resident_share.py), for steps whose results no host waits for. It
+verifier's own GPU also gets device memory (resident_share.py), for steps whose results no host waits for. It
 outlives ``close`` on either side until its last user has let go of it.
 """
 
@@ -35,7 +34,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foretoken.arena_layout import (
+from foretoken.drafting import DraftBatch, DraftRequest
+from foretoken.errors import PreconditionError
+from foretoken.rpc import MAX_UNIX_PATH_BYTES
+from foretoken.transports.arena_layout import (
     F_SEAL_FUTURE_WRITE,
     SIZE_SEALS,
     ArenaHeader,
@@ -46,17 +48,14 @@ from foretoken.arena_layout import (
     new_memory,
     seal,
 )
-from foretoken.doorbell import Doorbell, Waiter, default_spin_us
-from foretoken.drafting import DraftBatch, DraftRequest
-from foretoken.errors import PreconditionError
-from foretoken.rpc import MAX_UNIX_PATH_BYTES
-from foretoken.transport import RequestQueue, TransportClosedError, TransportCounters
+from foretoken.transports.doorbell import Doorbell, Waiter, default_spin_us
+from foretoken.transports.transport import RequestQueue, TransportClosedError, TransportCounters
 
 if TYPE_CHECKING:
     import torch
 
-    from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
-    from foretoken.resident_share import ResidentShare
+    from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
+    from foretoken.transports.resident_share import ResidentShare
 
 # Seconds for the hand-over of the descriptors, once both sides are at it.
 HAND_OVER_TIMEOUT_S = 5.0
@@ -99,7 +98,7 @@ class ArenaListener:
 
 
 class ArenaTransport:
-    """The verifier's end: a ``foretoken.transport.DraftTransport``."""
+    """The verifier's end: a ``foretoken.transports.transport.DraftTransport``."""
 
     def __init__(
         self,
@@ -114,12 +113,12 @@ class ArenaTransport:
     ) -> None:
         """Makes the memory. ``spin_us``: as Waiter's; None: ``default_spin_us``.
 
-        ``weights_fds``: of foretoken.shared_weights for the drafter, where the layout has weights; the caller's.
+        ``weights_fds``: of shared_weights.py for the drafter, where the layout has weights; the caller's.
         ``device``: where the layout's device memory is made, if it has some. Raises UnavailableError or
         PreconditionError with the name of CUDA's error if it cannot be.
         """
         # Drafters without a model need no torch; a verifier has it.
-        from foretoken.resident import StreamOrder
+        from foretoken.transports.resident import StreamOrder
 
         assert bool(weights_fds) == bool(layout.has_weights), "the layout says what is handed over"
         self._layout = layout
@@ -273,7 +272,7 @@ class ArenaTransport:
         if layout is None:
             return []
         assert device is not None, "the layout has device memory"
-        from foretoken.resident_share import ResidentShare
+        from foretoken.transports.resident_share import ResidentShare
 
         self._share, fds = ResidentShare.new(layout, device)
         return fds

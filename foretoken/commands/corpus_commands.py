@@ -10,7 +10,7 @@ import typer
 from foretoken import flags
 
 if TYPE_CHECKING:
-    from foretoken.corpus_client import CorpusClient, CorpusOf
+    from foretoken.commands.corpus_client import CorpusClient, CorpusOf
 
 app = typer.Typer(help="Texts that n-gram drafters draft from, changed while the server runs.", no_args_is_help=True)
 
@@ -31,7 +31,7 @@ def add(
     append: Append = False,
 ) -> None:
     """Draft from files from now on."""
-    from foretoken.corpus_client import texts_of
+    from foretoken.commands.corpus_client import texts_of
     from foretoken.errors import ConfigError
 
     with _client(url, key_file, drafter) as client:
@@ -63,7 +63,7 @@ def _show(corpus: CorpusOf) -> None:
 
 
 def _client(url: str, key_file: Path, drafter: str) -> CorpusClient:
-    from foretoken.corpus_client import CorpusClient
-    from foretoken.operator_client import read_key
+    from foretoken.commands.corpus_client import CorpusClient
+    from foretoken.commands.operator_client import read_key
 
     return CorpusClient(url, read_key(key_file), drafter)

@@ -22,10 +22,16 @@ from foretoken.drafting import (
     TargetInfo,
 )
 from foretoken.errors import PreconditionError
-from foretoken.transport import DEFAULT_TOKEN_CAPACITY, ROWS_PER_SLOT, WINDOW, check_request, token_capacity_for
+from foretoken.transports.transport import (
+    DEFAULT_TOKEN_CAPACITY,
+    ROWS_PER_SLOT,
+    WINDOW,
+    check_request,
+    token_capacity_for,
+)
 
 if TYPE_CHECKING:
-    from foretoken.resident import ResidentLayout
+    from foretoken.transports.resident import ResidentLayout
 
 MAGIC = b"FTARENA\0"
 LAYOUT_VERSION = 5
@@ -77,9 +83,9 @@ class ArenaLayout:
     hidden_dtype: int = DTYPE_NONE
     hidden_width: int = 0
     block_size: int = 16
-    # Whether the target's weights are handed over (foretoken.shared_weights).
+    # Whether the target's weights are handed over (foretoken.transports.shared_weights).
     has_weights: int = 0
-    # Of the device memory that is handed over (foretoken.resident.ResidentLayout); all zero: there is none.
+    # Of the device memory that is handed over (foretoken.transports.resident.ResidentLayout); all zero: there is none.
     resident_seats: int = 0
     resident_tokens: int = 0
     resident_nodes: int = 0
@@ -120,7 +126,7 @@ class ArenaLayout:
         # Drafters without a model need no torch.
         import torch
 
-        from foretoken.resident import ResidentLayout
+        from foretoken.transports.resident import ResidentLayout
 
         return ResidentLayout(
             self.resident_seats,

@@ -1,4 +1,4 @@
-"""The arena as its drafter sees it: fetched from the verifier (foretoken/arena.py), checked, and answered."""
+"""The arena as its drafter sees it: fetched from the verifier (arena.py), checked, and answered."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from foretoken.arena import HAND_OVER_TIMEOUT_S
-from foretoken.arena_layout import (
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.errors import PreconditionError, UnavailableError
+from foretoken.transports.arena import HAND_OVER_TIMEOUT_S
+from foretoken.transports.arena_layout import (
     HEADER_BYTES,
     MAX_DESCRIPTORS,
     ArenaHeader,
@@ -18,15 +20,13 @@ from foretoken.arena_layout import (
     RequestBuffer,
     map_memory,
 )
-from foretoken.doorbell import Doorbell
-from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
-from foretoken.errors import PreconditionError, UnavailableError
-from foretoken.transport import TransportClosedError
+from foretoken.transports.doorbell import Doorbell
+from foretoken.transports.transport import TransportClosedError
 
 # Drafters without a model need no torch.
 if TYPE_CHECKING:
     from foretoken.models.target_weights import TargetWeights
-    from foretoken.resident_share import ResidentShare
+    from foretoken.transports.resident_share import ResidentShare
 
 
 class ArenaPeer:
@@ -143,7 +143,7 @@ class ArenaPeer:
         if layout is None:
             return None
         from foretoken.models.backend import device_of
-        from foretoken.resident_share import ResidentShare
+        from foretoken.transports.resident_share import ResidentShare
 
         assert needs is not None, "checked with the layout"
         fds = [handed["device_memory"], handed["flag_words"]]
@@ -173,6 +173,6 @@ class ArenaPeer:
 def _map_weights(needs: DrafterNeeds | None, handed: Mapping[str, int]) -> TargetWeights | None:
     if needs is None or not needs.weights or "weights" not in handed:
         return None
-    from foretoken.shared_weights import map_weights
+    from foretoken.transports.shared_weights import map_weights
 
     return map_weights((handed["weights"], handed["weights_memory"]), needs.device)

@@ -34,8 +34,8 @@ def convert(
     timeout: Annotated[int, typer.Option(help="Seconds that reading one file may take.")] = 600,
 ) -> None:
     """Convert pickled checkpoints and FR-Spec token maps to safetensors; code in them is refused, never run."""
-    from foretoken.convert import ConvertLimits
-    from foretoken.convert import convert as run
+    from foretoken.commands.convert import ConvertLimits
+    from foretoken.commands.convert import convert as run
     from foretoken.errors import ConfigError
 
     if max_gib <= 0 or timeout < 1:

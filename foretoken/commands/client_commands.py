@@ -66,8 +66,8 @@ def complete(
     drafter: Annotated[str | None, typer.Option(help="Name of the drafter.", show_default="the server's")] = None,
 ) -> None:
     """Stream a completion in the terminal; accepted draft tokens are green."""
-    from foretoken.complete import CompletionOptions, dim
-    from foretoken.complete import complete as stream
+    from foretoken.commands.complete import CompletionOptions, dim
+    from foretoken.commands.complete import complete as stream
     from foretoken.errors import ConfigError, UnavailableError
 
     if no_speculation and drafter is not None:

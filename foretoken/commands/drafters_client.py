@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from foretoken.commands.operator_client import OperatorClient
 from foretoken.limits import check_name
-from foretoken.operator_client import OperatorClient
 
 
 class DrafterOf(NamedTuple):

@@ -19,7 +19,7 @@ from foretoken.drafting import (
     TargetInfo,
 )
 from foretoken.errors import InvalidRequestError, PreconditionError
-from foretoken.transport import check_request
+from foretoken.transports.transport import check_request
 from foretoken.tree import Int32
 from protos import drafter_pb2
 
@@ -58,7 +58,7 @@ def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:
 
 
 def request_from_proto(message: drafter_pb2.DraftRequest, max_rows: int, hidden_width: int) -> DraftRequest:
-    """Raises InvalidRequestError unless it is well-formed (``foretoken.transport.check_request``)."""
+    """Raises InvalidRequestError unless it is well-formed (``foretoken.transports.transport.check_request``)."""
     try:
         columns: dict[str, Any] = {}
         for name, dtype in ROW_COLUMNS.items():
@@ -95,7 +95,7 @@ def batch_to_proto(batch: DraftBatch) -> drafter_pb2.DraftResponse:
 
 
 def batch_from_proto(message: drafter_pb2.DraftResponse) -> DraftBatch | None:
-    """To be checked by ``foretoken.transport.check_batch``; None if a value does not fit in 32 bits."""
+    """To be checked by ``foretoken.transports.transport.check_batch``; None if a value does not fit in 32 bits."""
     try:
         return DraftBatch(
             epoch=message.epoch,

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from foretoken.commands.operator_client import OperatorClient
 from foretoken.errors import ConfigError
 from foretoken.limits import check_name
-from foretoken.operator_client import OperatorClient
 
 # Characters of one request: a token has about four, and one request takes a million tokens.
 MAX_TEXT_CHARS = 1_000_000

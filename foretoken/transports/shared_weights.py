@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import torch
 
-from foretoken.arena_layout import F_SEAL_FUTURE_WRITE, SIZE_SEALS, new_memory, seal
-from foretoken.cuda_memory import CudaMemory
 from foretoken.errors import PreconditionError
 from foretoken.models.backend import CPU, Backend, device_of, device_uuid
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weight_layout import PanelLayout, RowLayout
+from foretoken.transports.arena_layout import F_SEAL_FUTURE_WRITE, SIZE_SEALS, new_memory, seal
+from foretoken.transports.cuda_memory import CudaMemory
 
 _MAGIC = b"FTWEIGHT"
 _VERSION = 2

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from foretoken.cuda_driver import call, device_index, driver, on
+from foretoken.transports.cuda_driver import call, device_index, driver, on
 
 
 class CudaMemory:
