@@ -176,6 +176,8 @@ def _reserve(scheduler: Scheduler, seats: list[Seat], num_in_flight: int, max_to
         # One slot more: a drafter keeps an entry for the next root before the target does.
         most = sequence.max_len + seat.width + 1
         least = min(len(sequence.tokens) + num_in_flight * max_tokens + seat.width + 1, most)
+        if scheduler.has_reserved(sequence, least):
+            continue
         if not scheduler.reserve_ahead(sequence, least, min(least + _PAGES_AHEAD, most)):
             return False
     return True

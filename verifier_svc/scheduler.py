@@ -56,6 +56,10 @@ class Scheduler:
         """Reserve pages for ``wanted`` tokens of a running sequence, or else for ``least``; whether there were some."""
         return self._reserve(sequence, wanted) or self._reserve(sequence, least)
 
+    def has_reserved(self, sequence: Sequence, num_slots: int) -> bool:
+        """Whether a running sequence has pages for so many tokens."""
+        return len(sequence.block_ids) * self._blocks.block_size >= num_slots
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; whether the queue takes it is the caller's decision. Resumed ones stand before new ones."""
         index = len(self.waiting)

@@ -107,6 +107,21 @@ class Runs:
         return self.harness.engine.counters.num_resident_steps
 
 
+def test_pages_are_reserved_for_many_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 5 * BLOCK)
+    sizes = set()
+
+    def look(number: int) -> None:
+        (sequence,) = runs.harness.engine.scheduler.running
+        sizes.add(len(sequence.block_ids))
+
+    runs = Runs(on_launch=look)
+    (result,) = runs.harness.run([greedy(1, 6, 100)])
+    assert len(result.token_ids) == 100 and runs.num_ahead > 90
+    # The first step ran before the run, with pages for itself.
+    assert 2 <= len(sizes) <= 100 // (5 * BLOCK) + 2
+
+
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_course_of_requests(seed: int, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
