@@ -6,11 +6,11 @@ import pytest
 import torch
 from foretoken_kernels import reference
 from foretoken_kernels.gpu import strict_matmul as module
+from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace
 from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, shared_memory
 from foretoken_kernels.gpu.strict_matmul import (
     StrictMatmuls,
     StrictTile,
-    StrictWorkspace,
     strict_matmul,
     strict_tile,
     strict_workspace,
@@ -145,7 +145,7 @@ def test_what_cannot_be_multiplied_is_refused(device: str) -> None:
         strict_matmul(x.bfloat16(), weight, out, workspace, whole)
     with pytest.raises(ValueError, match="too small"):
         strict_matmul(x, weight, out, workspace, parted)
-    strict_matmul(x[:0], weight, out[:0], StrictWorkspace(torch.zeros(0), torch.zeros(0)), parted)
+    strict_matmul(x[:0], weight, out[:0], MatmulWorkspace(torch.zeros(0), torch.zeros(0)), parted)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,38 +1,25 @@
 """x W^T for at most 128 rows, which is as fast as the weights can be read: foretoken_kernels.reference.linear.
 
-A program has BLOCK_N output features and one of SPLIT_K parts of the sum, so that small matrices still keep every SM
-busy. The last of a tile's programs to arrive adds the parts up, in the parts' order: the same bits every time, whoever
-came last.
+All rows are one tile: a program has some output features of all of them, and a part of the sum.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, multiply_tile
 from foretoken_kernels.gpu.skinny_configs import MAX_ROWS, SkinnyConfig, block_rows
 
 
-class SkinnyWorkspace(NamedTuple):
-    """What programs leave for each other. Kernels that may run at the same time need one each.
-
-    Attributes:
-        partials: float32 [elements].
-        counters: int32 [tiles]; zero between kernels.
-    """
-
-    partials: torch.Tensor
-    counters: torch.Tensor
-
-
-def skinny_matmul_workspace(out_features: int, split_k: int, device: torch.device | str) -> SkinnyWorkspace:
+def skinny_matmul_workspace(out_features: int, split_k: int, device: torch.device | str) -> MatmulWorkspace:
     """A workspace for up to ``out_features`` (a gate_up matrix: all its rows) in up to ``split_k`` parts."""
     padded = -(-out_features // 256) * 256
-    return SkinnyWorkspace(
+    return MatmulWorkspace(
         torch.empty(split_k * MAX_ROWS * padded, dtype=torch.float32, device=device),
         torch.zeros(padded // 16, dtype=torch.int32, device=device),
     )
@@ -60,75 +47,32 @@ def _skinny_matmul_kernel(
     GATE_UP: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
-    split = tl.program_id(1)
-    m = tl.arange(0, BLOCK_M)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = split * split_size + tl.arange(0, BLOCK_K)
-    is_row = (m < num_rows)[:, None]
-    is_output = is_row & (n < out_features)[None, :]
-    # Features past the end repeat the last one and are not stored: a mask would only slow the loads down.
-    source = n
-    if not EVEN_N:
-        source = tl.minimum(n, out_features - 1)
-    x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_at = weight + source.to(tl.int64)[:, None] * in_features + k[None, :]
-    up_at = weight_at + out_features.to(tl.int64) * in_features
-    out_at = out + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up_total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if ADD:
-        # The sum begins with what is there, in the first part.
-        limit = tl.where(split == 0, num_rows, 0)
-        total += tl.load(out_at, mask=is_output & (m < limit)[:, None], other=0.0).to(tl.float32)
-    for _ in range(0, split_size, BLOCK_K):
-        if EVEN_K:
-            rows = tl.load(x_at, mask=is_row, other=0.0)
-            features = tl.load(weight_at, eviction_policy="evict_first")
-        else:
-            rows = tl.load(x_at, mask=is_row & (k < in_features)[None, :], other=0.0)
-            features = tl.load(weight_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
-        total = tl.dot(rows, tl.trans(features), total, input_precision="ieee")
-        if GATE_UP:
-            if EVEN_K:
-                up_features = tl.load(up_at, eviction_policy="evict_first")
-            else:
-                up_features = tl.load(up_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
-            up_total = tl.dot(rows, tl.trans(up_features), up_total, input_precision="ieee")
-            up_at += BLOCK_K
-        x_at += BLOCK_K
-        weight_at += BLOCK_K
-        k += BLOCK_K
-
-    if SPLIT_K == 1:
-        if GATE_UP:
-            total = total / (1.0 + tl.exp(-total)) * up_total
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=is_output)
-    else:
-        PARTS: tl.constexpr = 2 if GATE_UP else 1
-        TILE: tl.constexpr = BLOCK_M * BLOCK_N
-        inside_tile = m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        start = partials + tile.to(tl.int64) * (SPLIT_K * PARTS * TILE) + inside_tile
-        tl.store(start + split * (PARTS * TILE), total, mask=is_row)
-        if GATE_UP:
-            tl.store(start + split * (PARTS * TILE) + TILE, up_total, mask=is_row)
-        # All threads' parts are written before one thread tells; what it learns holds for all threads behind it.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT_K - 1:
-            # Every part is read back, this program's own too, past the first-level cache, which others do not write.
-            total = tl.load(start, mask=is_row, other=0.0, cache_modifier=".cg")
-            for part in tl.static_range(1, SPLIT_K):
-                total += tl.load(start + part * (PARTS * TILE), mask=is_row, other=0.0, cache_modifier=".cg")
-            if GATE_UP:
-                up_total = tl.load(start + TILE, mask=is_row, other=0.0, cache_modifier=".cg")
-                for part in tl.static_range(1, SPLIT_K):
-                    up_total += tl.load(
-                        start + part * (PARTS * TILE) + TILE, mask=is_row, other=0.0, cache_modifier=".cg"
-                    )
-                total = total / (1.0 + tl.exp(-total)) * up_total
-            tl.store(out_at, total.to(out.dtype.element_ty), mask=is_output)
-            tl.store(counters + tile, 0)
+    multiply_tile(
+        x,
+        weight,
+        out,
+        partials,
+        counters,
+        num_rows,
+        out_features,
+        in_features,
+        split_size,
+        x_stride,
+        out_stride,
+        0,
+        tile,
+        tl.program_id(1),
+        tile,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SPLIT_K,
+        EVEN_N,
+        EVEN_K,
+        ADD,
+        GATE_UP,
+        False,
+    )
 
 
 _skinny_matmul: Any = triton.jit(_skinny_matmul_kernel, do_not_specialize=["num_rows"])
@@ -138,7 +82,7 @@ def skinny_matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    workspace: SkinnyWorkspace,
+    workspace: MatmulWorkspace,
     config: SkinnyConfig,
     add: bool = False,
 ) -> None:
@@ -154,7 +98,7 @@ def skinny_matmul(
 
 
 def skinny_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, workspace: SkinnyWorkspace, config: SkinnyConfig
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, workspace: MatmulWorkspace, config: SkinnyConfig
 ) -> None:
     """``out = silu(x @ gate.T) * (x @ up.T)``: a program has the same features of gate and of up.
 
@@ -172,7 +116,7 @@ def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    workspace: SkinnyWorkspace,
+    workspace: MatmulWorkspace,
     config: SkinnyConfig,
     add: bool,
     gate_up: bool,

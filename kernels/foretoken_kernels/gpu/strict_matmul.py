@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, multiply_tile
 from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, candidates
 
 # Rows of one launch; more are several, one after the other, so that partial sums have a bound.
@@ -36,18 +37,6 @@ class StrictTile(NamedTuple):
     config: SkinnyConfig
 
 
-class StrictWorkspace(NamedTuple):
-    """What programs leave for each other. Kernels that may run at the same time need one each.
-
-    Attributes:
-        partials: float32 [elements].
-        counters: int32 [tiles]; zero between kernels.
-    """
-
-    partials: torch.Tensor
-    counters: torch.Tensor
-
-
 def strict_tile(out_features: int, in_features: int, gate_up: bool, dtype: torch.dtype, device: Device) -> StrictTile:
     """The one tile for a weight on a GPU: the most promising of 64 rows that could be timed in fast mode.
 
@@ -59,10 +48,10 @@ def strict_tile(out_features: int, in_features: int, gate_up: bool, dtype: torch
     return StrictTile(64, found[0] if found else _SMALL)
 
 
-def strict_workspace(tile: StrictTile, out_features: int, gate_up: bool, device: torch.device | str) -> StrictWorkspace:
+def strict_workspace(tile: StrictTile, out_features: int, gate_up: bool, device: torch.device | str) -> MatmulWorkspace:
     """For launches of any number of rows with this tile; empty where sums are not split."""
     tiles, elements = _needs(tile, out_features, gate_up, _LAUNCH_ROWS)
-    return StrictWorkspace(
+    return MatmulWorkspace(
         torch.empty(elements, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
     )
 
@@ -98,82 +87,32 @@ def _strict_matmul_kernel(
     GATE_UP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    split = tl.program_id(2)
-    in_tile = tl.arange(0, BLOCK_M)
-    m = tl.program_id(0) * BLOCK_M + in_tile
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = split * split_size + tl.arange(0, BLOCK_K)
-    is_row = (m < num_rows)[:, None]
-    is_output = is_row & (n < out_features)[None, :]
-    # Features past the end repeat the last one and are not stored: a mask would only slow the loads down.
-    source = n
-    if not EVEN_N:
-        source = tl.minimum(n, out_features - 1)
-    x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_at = weight + source.to(tl.int64)[:, None] * in_features + k[None, :]
-    up_at = weight_at + out_features.to(tl.int64) * in_features
-    out_at = out + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up_total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if ADD:
-        # The sum begins with what is there, in the first part.
-        limit = tl.where(split == 0, num_rows, 0)
-        total += tl.load(out_at, mask=is_output & (m < limit)[:, None], other=0.0).to(tl.float32)
-    for _ in range(0, split_size, BLOCK_K):
-        if EVEN_K:
-            rows = tl.load(x_at, mask=is_row, other=0.0)
-            features = tl.load(weight_at, eviction_policy="evict_first")
-        else:
-            rows = tl.load(x_at, mask=is_row & (k < in_features)[None, :], other=0.0)
-            features = tl.load(weight_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
-        if WIDEN:
-            rows = rows.to(tl.float32)
-            features = features.to(tl.float32)
-        total = tl.dot(rows, tl.trans(features), total, input_precision="ieee")
-        if GATE_UP:
-            if EVEN_K:
-                up_features = tl.load(up_at, eviction_policy="evict_first")
-            else:
-                up_features = tl.load(up_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
-            if WIDEN:
-                up_features = up_features.to(tl.float32)
-            up_total = tl.dot(rows, tl.trans(up_features), up_total, input_precision="ieee")
-            up_at += BLOCK_K
-        x_at += BLOCK_K
-        weight_at += BLOCK_K
-        k += BLOCK_K
-
-    if SPLIT_K == 1:
-        if GATE_UP:
-            total = total / (1.0 + tl.exp(-total)) * up_total
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=is_output)
-    else:
-        PARTS: tl.constexpr = 2 if GATE_UP else 1
-        TILE: tl.constexpr = BLOCK_M * BLOCK_N
-        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        inside_tile = in_tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        start = partials + tile.to(tl.int64) * (SPLIT_K * PARTS * TILE) + inside_tile
-        tl.store(start + split * (PARTS * TILE), total, mask=is_row)
-        if GATE_UP:
-            tl.store(start + split * (PARTS * TILE) + TILE, up_total, mask=is_row)
-        # All threads' parts are written before one thread tells; what it learns holds for all threads behind it.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT_K - 1:
-            # Every part is read back, this program's own too, past the first-level cache, which others do not write.
-            total = tl.load(start, mask=is_row, other=0.0, cache_modifier=".cg")
-            for part in tl.static_range(1, SPLIT_K):
-                total += tl.load(start + part * (PARTS * TILE), mask=is_row, other=0.0, cache_modifier=".cg")
-            if GATE_UP:
-                up_total = tl.load(start + TILE, mask=is_row, other=0.0, cache_modifier=".cg")
-                for part in tl.static_range(1, SPLIT_K):
-                    up_total += tl.load(
-                        start + part * (PARTS * TILE) + TILE, mask=is_row, other=0.0, cache_modifier=".cg"
-                    )
-                total = total / (1.0 + tl.exp(-total)) * up_total
-            tl.store(out_at, total.to(out.dtype.element_ty), mask=is_output)
-            tl.store(counters + tile, 0)
+    multiply_tile(
+        x,
+        weight,
+        out,
+        partials,
+        counters,
+        num_rows,
+        out_features,
+        in_features,
+        split_size,
+        x_stride,
+        out_stride,
+        tl.program_id(0) * BLOCK_M,
+        tl.program_id(1),
+        tl.program_id(2),
+        tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SPLIT_K,
+        EVEN_N,
+        EVEN_K,
+        ADD,
+        GATE_UP,
+        WIDEN,
+    )
 
 
 _strict_matmul: Any = triton.jit(_strict_matmul_kernel, do_not_specialize=["num_rows"])
@@ -183,7 +122,7 @@ def strict_matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    workspace: StrictWorkspace,
+    workspace: MatmulWorkspace,
     tile: StrictTile,
     add: bool = False,
     gate_up: bool = False,
@@ -254,7 +193,7 @@ class StrictMatmuls:
         tile, out_features = self._tile(weight, gate_up), len(weight) // (2 if gate_up else 1)
         needed = strict_workspace(tile, out_features, gate_up, self._device)
         before = self._workspace
-        self._workspace = StrictWorkspace(
+        self._workspace = MatmulWorkspace(
             *(max(pair, key=torch.Tensor.numel) for pair in zip(before, needed, strict=True))
         )
         return any(new is not old for new, old in zip(self._workspace, before, strict=True))

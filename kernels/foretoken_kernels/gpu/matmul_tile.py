@@ -1,0 +1,140 @@
+"""One tile of x W^T on a GPU: what the matmuls of fast and of strict mode are made of.
+
+A program has BLOCK_M rows, BLOCK_N output features and one of SPLIT_K parts of the sum, so that small matrices still
+keep every SM busy. The last of a tile's programs to arrive adds the parts up, in the parts' order: the same bits every
+time, whoever came last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+_jit: Callable[[Any], Any] = triton.jit
+
+
+class MatmulWorkspace(NamedTuple):
+    """What programs leave for each other. Kernels that may run at the same time need one each.
+
+    Attributes:
+        partials: float32 [elements].
+        counters: int32 [tiles]; zero between kernels.
+    """
+
+    partials: torch.Tensor
+    counters: torch.Tensor
+
+
+@_jit
+def multiply_tile(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    out,
+    partials,
+    counters,
+    num_rows,
+    out_features,
+    in_features,
+    split_size,
+    x_stride,
+    out_stride,
+    first_row,
+    feature_tile,
+    split,
+    tile,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ADD: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """``out = x @ weight.T`` of a tile, ``out += ...`` with ADD; with GATE_UP silu of the first half times the second.
+
+    Args:
+        first_row, feature_tile: which rows, and which BLOCK_N features.
+        split: which part of the sum.
+        tile: the number of the tile's counter and partial sums.
+        WIDEN: multiply in float32.
+    """
+    in_tile = tl.arange(0, BLOCK_M)
+    m = first_row + in_tile
+    n = feature_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = split * split_size + tl.arange(0, BLOCK_K)
+    is_row = (m < num_rows)[:, None]
+    is_output = is_row & (n < out_features)[None, :]
+    # Features past the end repeat the last one and are not stored: a mask would only slow the loads down.
+    source = n
+    if not EVEN_N:
+        source = tl.minimum(n, out_features - 1)
+    x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    weight_at = weight + source.to(tl.int64)[:, None] * in_features + k[None, :]
+    up_at = weight_at + out_features.to(tl.int64) * in_features
+    out_at = out + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up_total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if ADD:
+        # The sum begins with what is there, in the first part.
+        limit = tl.where(split == 0, num_rows, 0)
+        total += tl.load(out_at, mask=is_output & (m < limit)[:, None], other=0.0).to(tl.float32)
+    for _ in range(0, split_size, BLOCK_K):
+        if EVEN_K:
+            rows = tl.load(x_at, mask=is_row, other=0.0)
+            features = tl.load(weight_at, eviction_policy="evict_first")
+        else:
+            rows = tl.load(x_at, mask=is_row & (k < in_features)[None, :], other=0.0)
+            features = tl.load(weight_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
+        if WIDEN:
+            rows = rows.to(tl.float32)
+            features = features.to(tl.float32)
+        total = tl.dot(rows, tl.trans(features), total, input_precision="ieee")
+        if GATE_UP:
+            if EVEN_K:
+                up_features = tl.load(up_at, eviction_policy="evict_first")
+            else:
+                up_features = tl.load(up_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
+            if WIDEN:
+                up_features = up_features.to(tl.float32)
+            up_total = tl.dot(rows, tl.trans(up_features), up_total, input_precision="ieee")
+            up_at += BLOCK_K
+        x_at += BLOCK_K
+        weight_at += BLOCK_K
+        k += BLOCK_K
+
+    if SPLIT_K == 1:
+        if GATE_UP:
+            total = total / (1.0 + tl.exp(-total)) * up_total
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=is_output)
+    else:
+        PARTS: tl.constexpr = 2 if GATE_UP else 1
+        TILE: tl.constexpr = BLOCK_M * BLOCK_N
+        inside_tile = in_tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        start = partials + tile.to(tl.int64) * (SPLIT_K * PARTS * TILE) + inside_tile
+        tl.store(start + split * (PARTS * TILE), total, mask=is_row)
+        if GATE_UP:
+            tl.store(start + split * (PARTS * TILE) + TILE, up_total, mask=is_row)
+        # All threads' parts are written before one thread tells; what it learns holds for all threads behind it.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT_K - 1:
+            # Every part is read back, this program's own too, past the first-level cache, which others do not write.
+            total = tl.load(start, mask=is_row, other=0.0, cache_modifier=".cg")
+            for part in tl.static_range(1, SPLIT_K):
+                total += tl.load(start + part * (PARTS * TILE), mask=is_row, other=0.0, cache_modifier=".cg")
+            if GATE_UP:
+                up_total = tl.load(start + TILE, mask=is_row, other=0.0, cache_modifier=".cg")
+                for part in tl.static_range(1, SPLIT_K):
+                    up_total += tl.load(
+                        start + part * (PARTS * TILE) + TILE, mask=is_row, other=0.0, cache_modifier=".cg"
+                    )
+                total = total / (1.0 + tl.exp(-total)) * up_total
+            tl.store(out_at, total.to(out.dtype.element_ty), mask=is_output)
+            tl.store(counters + tile, 0)
