@@ -64,6 +64,7 @@ class DeviceGrowth:
     Args:
         num_slots: of the model's cache. The last one is scratch: no tree has it.
         graphs: whether growth is captured.
+        warm: whether what drafts from device memory compiles its kernels at once.
         scale: of the coupled score, in logits; 0: without the sampler's noise.
     """
 
@@ -79,11 +80,12 @@ class DeviceGrowth:
         device: torch.device,
         dtype: torch.dtype,
         graphs: bool,
+        warm: bool,
     ) -> None:
         """``max_blocks``: of a row's block table; ``pass_rows``: the most of one pass of the model; ``dtype``: of its
         hidden states."""
         self._model, self._target, self._max_blocks = model, target, max_blocks
-        self._pass_rows, self._dtype, self._has_graphs = pass_rows, dtype, graphs
+        self._pass_rows, self._dtype, self._has_graphs, self._is_warm = pass_rows, dtype, graphs, warm
         self._levels = DeviceLevels(model, target, scale, num_slots=num_slots, device=device)
         # What the rows want, in the form that the CPU's growth takes too; no tree stands in it.
         self.trees = kernel.new_trees(ROWS_PER_SLOT * target.max_slots, 2, 1)
@@ -146,7 +148,8 @@ class DeviceGrowth:
             dtype=self._dtype,
             graphs=self._has_graphs,
         )
-        draft.warm_up()
+        if self._is_warm:
+            draft.warm_up()
         return draft
 
     def warm_up(self, output: PassOutput, scratch_block: int, block_size: int) -> None:

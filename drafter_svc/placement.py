@@ -39,11 +39,12 @@ class LaunchedModel(DraftModel, Protocol):
 
 
 class Placement(NamedTuple):
-    """``graphs``: of CUDA, on a GPU."""
+    """``graphs``: of CUDA, on a GPU; ``warm``: whether its kernels are compiled before the first request."""
 
     backend: Backend = CPU
     dtype: torch.dtype = torch.float32
     graphs: bool = True
+    warm: bool = True
 
     @property
     def is_gpu(self) -> bool:
@@ -78,7 +79,7 @@ class Placement(NamedTuple):
         )
 
     def growth_maker(self, model: LaunchedModel, target: TargetInfo) -> GrowthMaker | None:
-        """What grows trees there, warm; None: what DraftPasses takes by itself, on the CPU."""
+        """What grows trees there; None: what DraftPasses takes by itself, on the CPU."""
         if not self.is_gpu:
             return None
         if self.backend.device.type == "cuda":
@@ -98,7 +99,10 @@ class Placement(NamedTuple):
             device=self.backend.device,
             dtype=self.dtype,
             graphs=self.graphs,
+            warm=self.warm,
         )
+        if not self.warm:
+            return make
 
         def make_warm(scale: float) -> Growth:
             growth = make(scale)

@@ -58,7 +58,10 @@ def make(kind: str, folder: Path, placement: Placement) -> tuple[HeadDrafter | S
 
 
 def on(device: str) -> Placement:
-    return Placement(Backend("gpu", torch.device(device)), torch.float32, graphs=device == "cuda")
+    """In the interpreter there is nothing to compile."""
+    return Placement(
+        Backend("gpu", torch.device(device)), torch.float32, graphs=device == "cuda", warm=device == "cuda"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -369,5 +372,7 @@ def test_a_warm_up_reads_no_entry_that_nobody_wrote(
         cache.data.fill_(1e38)
 
     monkeypatch.setattr(KVCache, "__init__", garbage)
-    drafter, target, _ = make("STANDALONE", tmp_path, on(device))
+    drafter, target, width = make("STANDALONE", tmp_path, on(device)._replace(warm=True))
     drafter.attach(target, None)
+    # That of steps that run ahead too.
+    Play(drafter, device, vocab=target.vocab_size, width=width)

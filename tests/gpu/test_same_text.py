@@ -7,14 +7,15 @@ Without a GPU a short case of each kind runs in Triton's interpreter; of strict 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from tests.matrix.test_same_text import FIELDS, TEMPERATURES, cases, finish, submit
+from tests.matrix.test_same_text import FIELDS, TEMPERATURES, Case, cases, finish, submit
 from tests.support import on_device
-from tests.support.deployments import KINDS, Target, Targets
+from tests.support.deployments import KINDS, SeenHarness, Target, Targets
 from tests.support.engine_harness import Request, Result, assert_bits
 from tests.support.fitted_models import text
 
@@ -38,6 +39,25 @@ def assert_same(expected: Result, got: Result, case: str) -> None:
     assert len(got.logprobs) == len(expected.logprobs), case
     for have, want in zip(got.logprobs, expected.logprobs, strict=True):
         assert have.logprob == pytest.approx(want.logprob, abs=1e-4), case
+
+
+def check(
+    harness: SeenHarness,
+    made: Sequence[Case],
+    expected: dict[str, list[Result]],
+    assert_equal: Callable[[Result, Result, str], None],
+    kind: str,
+) -> None:
+    """All cases in one batch, then some alone, on a prefix hit; drafts were accepted."""
+    keys = {case.field: submit(harness, case) for case in made}
+    for case in made:
+        for want, have in zip(expected[case.field], finish(harness, keys[case.field]), strict=True):
+            assert_equal(want, have, f"{case.field} in a batch")
+    for case in made[:4]:
+        for want, have in zip(expected[case.field], finish(harness, submit(harness, case)), strict=True):
+            assert_equal(want, have, f"{case.field} alone, on a prefix hit")
+    if kind != "none":
+        assert sum(link.counters.num_accepted_tokens for link in harness.speculator.links) > 0
 
 
 @pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE", "NGRAM"])
@@ -80,15 +100,7 @@ def test_in_strict_mode_the_text_has_the_bits_of_plain_decode(
     plain = strict((), overlap=False, graphs=False, prefix_cache=False)
     expected = {case.field: [plain.run([request.plain()])[0] for request in case.requests] for case in made}
     harness = strict(KINDS[kind][1], num_steps=num_steps)
-    keys = {case.field: submit(harness, case) for case in made}
-    for case in made:
-        for want, have in zip(expected[case.field], finish(harness, keys[case.field]), strict=True):
-            assert_bits(want, have, f"{case.field} in a batch")
-    for case in made[:4]:
-        for want, have in zip(expected[case.field], finish(harness, submit(harness, case)), strict=True):
-            assert_bits(want, have, f"{case.field} alone, on a prefix hit")
-    if kind != "none":
-        assert sum(link.counters.num_accepted_tokens for link in harness.speculator.links) > 0
+    check(harness, made, expected, assert_bits, kind)
 
 
 @pytest.mark.gpu
@@ -104,15 +116,7 @@ def test_the_text_is_that_of_the_cpu(
     assert {case.field for case in made} == set(FIELDS)
     expected = {case.field: [plain_on_cpu(target, request) for request in case.requests] for case in made}
     harness = on_device.harness(target, KINDS[kind][1], device, num_steps=num_steps)
-    keys = {case.field: submit(harness, case) for case in made}
-    for case in made:
-        for want, have in zip(expected[case.field], finish(harness, keys[case.field]), strict=True):
-            assert_same(want, have, f"{case.field} in a batch")
-    for case in made[:4]:
-        for want, have in zip(expected[case.field], finish(harness, submit(harness, case)), strict=True):
-            assert_same(want, have, f"{case.field} alone, on a prefix hit")
-    if kind != "none":
-        assert sum(link.counters.num_accepted_tokens for link in harness.speculator.links) > 0
+    check(harness, made, expected, assert_same, kind)
     if kind in ("none", "EAGLE", "EAGLE3", "STANDALONE", "MTP MiMo", "MTP Qwen3-Next"):
         assert harness.engine.counters.num_resident_steps > 20
 

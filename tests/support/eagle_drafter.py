@@ -21,6 +21,6 @@ if __name__ == "__main__":
     address, target, head, kernels, device = sys.argv[1:]
     placement = ON_CPU
     if kernels == "gpu":
-        placement = Placement(Backend("gpu", torch.device(device)), torch.float32, graphs=False)
+        placement = Placement(Backend("gpu", torch.device(device)), torch.float32, graphs=False, warm=device == "cuda")
     drafter = HeadDrafter("EAGLE", Path(head), target=Path(target), placement=placement)
     uvloop.run(serve(DrafterSettings(name="eagle", address=address), lambda: drafter))

@@ -66,7 +66,8 @@ def harness(
     make_step = partial(ResidentStep, runner, walker, max_seats=MAX_RUNNING, simulated=simulated, graphs=graphs)
     plain = make_step(plain_memory(MAX_RUNNING, backend.device), StreamOrder())
     run_ahead = RunAhead(make_step, plain, timeout_s=TIMEOUT_S)
-    placement = Placement(backend, getattr(torch, dtype), graphs)
+    # In the interpreter there is nothing to compile.
+    placement = Placement(backend, getattr(torch, dtype), graphs, warm=device == "cuda")
     drafters = {name.lower(): target.drafter(name, placement) for name in algorithms}
     made = target.harness(
         drafters,
