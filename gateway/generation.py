@@ -123,6 +123,7 @@ class Output:
         # time.monotonic() of the first and the last kept tokens; 0: none yet.
         self.first_token_at = 0.0
         self.last_token_at = 0.0
+        self._num_first_tokens = 0
         # Where it runs; set when it is started.
         self.placement: Placement | None = None
         self.prediction = PredictionMatch(request.prediction_ids)
@@ -228,6 +229,13 @@ class Output:
                 break
         return texts
 
+    @property
+    def token_gap_s(self) -> float | None:
+        """Mean seconds a token, of those behind the first message: that may bring several, if it was waited for. None
+        without any."""
+        count = len(self.token_ids) - self._num_first_tokens
+        return (self.last_token_at - self.first_token_at) / count if count > 0 else None
+
     def _flush(self) -> None:
         """Text that waited for more tokens: there are none."""
         text = self._detokenizer.flush()
@@ -241,7 +249,7 @@ class Output:
         if self.first_token_at:
             self._on_step(now - self.last_token_at, num_tokens)
         else:
-            self.first_token_at = now
+            self.first_token_at, self._num_first_tokens = now, num_tokens
         self.last_token_at = now
 
     def _end(self, reason: FinishReason, matched: str | int | None) -> None:

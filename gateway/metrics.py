@@ -137,9 +137,8 @@ class GatewayMetrics:
     def _output_ended(self, output: Output, started_at: float) -> None:
         if output.first_token_at:
             self._first_token.record(output.first_token_at - started_at)
-        if len(output.token_ids) > 1:
-            duration = output.last_token_at - output.first_token_at
-            self._per_output_token.record(duration / (len(output.token_ids) - 1))
+        if (gap_s := output.token_gap_s) is not None:
+            self._per_output_token.record(gap_s)
         if output.finished is not None and output.finish_reason is not None:
             finished = output.finished
             self._success.add(1, {"finished_reason": output.finish_reason.value})

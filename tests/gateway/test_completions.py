@@ -65,6 +65,11 @@ async def test_whole_answer(stack: Stack) -> None:
     }
     assert body["metrics"]["queue_time_ms"] == 1.5
     assert body["metrics"]["time_to_first_token_ms"] > 0
+    # Tokens of the first message took no time behind it.
+    behind_first = num_tokens - len(stack.ids("hel"))
+    assert len(stack.ids("hel")) > 1
+    assert body["metrics"]["generation_time_ms"] == pytest.approx(behind_first * body["metrics"]["mean_itl_ms"])
+    assert body["metrics"]["tokens_per_second"] == pytest.approx(1e3 / body["metrics"]["mean_itl_ms"])
     (sequence,) = stack.verifier.submitted
     assert list(sequence.prompt_token_ids) == stack.ids("def add")
     assert (sequence.sampling.seed, sequence.sampling.max_tokens, sequence.choice_index) == (7, 50, 0)
