@@ -10,31 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
-from foretoken.drafting import ROW_DTYPE, DraftBatch, DraftRequest, Float32, ResidentStep, starts_of
-from foretoken.sampling import MIN_TEMPERATURE
+from foretoken.drafting import DraftBatch, Float32, ResidentStep
 from foretoken.transports.transport import TransportClosedError
 from verifier_svc.acceptance_estimates import AcceptanceEstimates
 from verifier_svc.draft import Draft
+from verifier_svc.draft_row import NO_DRAFT, Row, Shape, request_of
 from verifier_svc.draft_source import DraftSource, State
 from verifier_svc.draft_times import DraftTimes
 from verifier_svc.drafter_counters import DrafterCounters
-from verifier_svc.feature_window import columns_of, joined
+from verifier_svc.feature_window import columns_of
 from verifier_svc.gate import PRIOR_ACCEPTANCE, PRIOR_TRIALS
 from verifier_svc.patience import Patience
 from verifier_svc.sequence import Sequence, Told
 
-
-class Shape(NamedTuple):
-    """Of a tree: nodes at most with the root, edges from the root, children of one node."""
-
-    nodes: int
-    depth: int
-    branches: int
-
-
-NO_DRAFT = Shape(1, 1, 1)
 # A model that is told of more new tokens than this has first to write their entries, and nobody waits for that: rows
 # decode plainly until it has.
 CATCH_UP_TOKENS = 48
@@ -42,27 +30,6 @@ CATCH_UP_TOKENS = 48
 CATCH_UP_TIMEOUTS = 10
 # What a step's outcome weighs in the acceptance that a new row is believed to have.
 ACCEPTANCE_MEMORY = 0.99
-_NO_HIDDEN = np.zeros((0, 0), np.float32)
-
-
-class Row(NamedTuple):
-    """One row of a request with all that it says: its sequence may have ended or moved when the reply comes."""
-
-    sequence: Sequence
-    slot: int
-    generation: int
-    length: int
-    new_tokens: list[int]
-    hidden: list[Float32]
-    block_ids: list[int]
-    prediction: tuple[int, ...]
-    shape: Shape
-    # Whether the answer is worth waiting for.
-    awaited: bool
-
-    @property
-    def root(self) -> int:
-        return self.new_tokens[-1]
 
 
 class Posted(NamedTuple):
@@ -316,7 +283,7 @@ class DraftLink:
         try:
             if gone:
                 transport.release(gone)
-            transport.post(self._request(rows))
+            transport.post(request_of(self._epoch, self._step_id, rows))
         except TransportClosedError as error:
             self.source.report_failure(str(error))
             return
@@ -336,7 +303,7 @@ class DraftLink:
             return
         self._step_id += 1
         try:
-            transport.post(replace(self._request(rows), resident=step))
+            transport.post(replace(request_of(self._epoch, self._step_id, rows), resident=step))
         except TransportClosedError as error:
             self.source.report_failure(str(error))
             return
@@ -443,43 +410,3 @@ class DraftLink:
     def _reject(self, reason: str) -> None:
         self.counters.num_rejected_drafts += 1
         self.source.report_failure(reason)
-
-    def _request(self, rows: list[Row]) -> DraftRequest:
-        hidden = [part for row in rows for part in row.hidden]
-        return DraftRequest(
-            self._epoch,
-            self._step_id,
-            rows=np.array([_record(row) for row in rows], ROW_DTYPE),
-            starts=starts_of(
-                [len(row.new_tokens) for row in rows],
-                [sum(map(len, row.hidden)) for row in rows],
-                [len(row.block_ids) for row in rows],
-                [len(row.prediction) for row in rows],
-            ),
-            new_tokens=np.array([token for row in rows for token in row.new_tokens], np.int32),
-            hidden=joined(hidden) if hidden else _NO_HIDDEN,
-            block_ids=np.array([block for row in rows for block in row.block_ids], np.int32),
-            prediction=np.array([token for row in rows for token in row.prediction], np.int32),
-        )
-
-
-def _record(row: Row) -> tuple[float, ...]:
-    """What ROW_DTYPE holds, in its order."""
-    sequence, shape = row.sequence, row.shape
-    params = sequence.sampling
-    return (
-        sequence.salt_digest,
-        params.seed % 2**64,
-        row.slot,
-        row.generation,
-        row.length,
-        sequence.num_prompt_tokens,
-        shape.nodes,
-        shape.depth,
-        shape.branches,
-        sequence.key.choice_index,
-        max(params.top_k, 0),
-        params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
-        params.top_p,
-        params.min_p,
-    )

@@ -9,7 +9,8 @@ from foretoken.drafting import ResidentStep
 from foretoken.transports.resident import ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
 from verifier_svc.draft import Draft
-from verifier_svc.draft_link import NO_DRAFT, DraftLink, Row, Shape
+from verifier_svc.draft_link import DraftLink
+from verifier_svc.draft_row import NO_DRAFT, Row, Shape
 from verifier_svc.resident_seat import MAX_IN_FLIGHT
 from verifier_svc.sequence import DrafterShare, Sequence
 

@@ -18,7 +18,8 @@ from foretoken.limits import DRAFTER_JOIN, MAX_DRAFTER_NAMES, MAX_DRAFTERS
 from foretoken.tree import depths
 from verifier_svc.draft import Draft, merge
 from verifier_svc.draft_costs import DraftCosts
-from verifier_svc.draft_link import NO_DRAFT, DraftLink, Posted, Row, Shape
+from verifier_svc.draft_link import DraftLink, Posted
+from verifier_svc.draft_row import NO_DRAFT, Row, Shape
 from verifier_svc.draft_source import DraftSource
 from verifier_svc.drafter_counters import DrafterCounters
 from verifier_svc.gate import best_reach

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verifier_svc.draft_link import Shape
+from verifier_svc.draft_row import Shape
 
 # Where the flags are silent: levels of a tree at most, and children of a node.
 DEFAULT_STEPS = 5
