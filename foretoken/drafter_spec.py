@@ -77,7 +77,12 @@ def algorithm_of(name: str) -> str:
 
 def parse_spec(text: str) -> DrafterSpec:
     """Raises ConfigError that names the flag and the key at fault."""
-    spec = build(DrafterSpec, parse_pairs(text, FLAG), FLAG)
+    pairs = parse_pairs(text, FLAG)
+    if "address" in pairs:
+        # As foretoken verifier has it.
+        takers = "foretoken drafters attach, or by foretoken verifier"
+        raise ConfigError(f"{FLAG} address: a drafter that runs elsewhere is taken by {takers}")
+    spec = build(DrafterSpec, pairs, FLAG)
     if found := misfit(spec.algorithm, spec.model_dump(exclude_defaults=True).keys() - set(_OF_ALL)):
         key, problem = found
         raise ConfigError(f"{FLAG} {key}: {problem}")

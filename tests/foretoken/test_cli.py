@@ -415,6 +415,10 @@ MAP = "models/demo/token_map.safetensors"
     ("spec", "message"),
     [
         ("name=a,algorithm=NGRAM,color=red", f"color: there is no such key; there is: {KEYS}"),
+        (
+            "name=a,address=unix:/a.sock",
+            "address: a drafter that runs elsewhere is taken by foretoken drafters attach, or by foretoken verifier",
+        ),
         ("name=a,algorithm=FOO", "algorithm: expected NGRAM, EAGLE, EAGLE3, MTP or STANDALONE, got 'FOO'"),
         ("algorithm=NGRAM", "name: must be given"),
         ("name=a", "algorithm: must be given"),
