@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from foretoken.commands import client_commands, corpus_commands, drafter_command
 from foretoken.commands.client_commands import program, say
 
 if TYPE_CHECKING:
+    from drafter_svc.config import DrafterSettings
     from foretoken.drafting import Drafter
     from foretoken.supervisor import Service
     from gateway.config import GatewaySettings
@@ -131,7 +133,7 @@ def serve(
         service_settings.gateway_settings(context, checkpoint, ["unix:/none"])
         service_settings.check_checkpoint(settings.model)
         service_settings.check_drafters(context, drafter_settings, settings.model)
-        _print_plan(settings)
+        _print_plan(settings, drafter_settings)
         return
     # Read by gRPC as it is loaded: the supervisor forks to start programs only, never to go on with gRPC, and its fork
     # handlers would complain of each start on stderr.
@@ -251,7 +253,7 @@ def verifier(
     inside = {spec.name: service_settings.drafter_settings(context, spec, "unix:/none") for spec in held}
     service_settings.check_drafters(context, list(inside.values()), settings.model)
     if dry_run:
-        _print_plan(settings)
+        _print_plan(settings, inside.values())
         return
     in_process: dict[str, Drafter] = {}
     if inside:
@@ -384,7 +386,11 @@ def _check_device(context: typer.Context) -> None:
         raise ConfigError("--mps on: models do not run on an NVIDIA GPU here")
 
 
-def _print_plan(settings: VerifierSettings) -> None:
+def _print_plan(settings: VerifierSettings, drafters: Iterable[DrafterSettings]) -> None:
+    """``drafters``: that the command would start or hold, beside those that the settings say how to reach."""
     from verifier_svc import server
 
+    known = [f"{drafter.name} ({drafter.algorithm})" for drafter in drafters]
+    known += [f"{endpoint.name} at {endpoint.address}" for endpoint in settings.drafters]
     print(server.plan(settings))
+    print(f"  drafters   {', '.join(known) or 'none'}")

@@ -342,17 +342,36 @@ def test_the_sockets_of_a_stack_go_with_it(tmp_path: Path, supervised: dict[str,
     assert not socket_path.parent.exists()
 
 
-@pytest.mark.parametrize("command", [("serve",), ("verifier", "--address", "unix:/v")])
+VERIFIER = ("verifier", "--address", "unix:/v")
+
+
+@pytest.mark.parametrize(
+    ("command", "drafters"),
+    [
+        (("serve",), "ngram (NGRAM)"),
+        (("serve", "--speculative-algorithm", "NONE"), "none"),
+        (
+            ("serve", "--drafter", "name=a,algorithm=NGRAM", "--drafter", "name=b,algorithm=NGRAM"),
+            "a (NGRAM), b (NGRAM)",
+        ),
+        (VERIFIER, "none"),
+        (
+            (*VERIFIER, "--drafter", "name=a,address=unix:/a", "--drafter", "name=b,algorithm=NGRAM"),
+            "b (NGRAM), a at unix:/a",
+        ),
+    ],
+)
 def test_dry_run_prints_the_plan_and_starts_nothing(
     tmp_path: Path,
     served: dict[str, tuple[Any, ...]],
     supervised: dict[str, Service],
     command: tuple[str, ...],
+    drafters: str,
 ) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).touch()
     result = CliRunner().invoke(app, [*command, str(tmp_path), "--dry-run"])
-    assert result.stdout == "a plan\n"
+    assert result.stdout == f"a plan\n  drafters   {drafters}\n"
     assert (served, supervised) == ({}, {})
 
 
