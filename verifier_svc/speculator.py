@@ -28,8 +28,6 @@ from verifier_svc.sequence import DrafterShare, Sequence
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.tree_shape import TreeShape
 
-__all__ = ["DrafterCounters", "Speculator"]
-
 # The name by which a request asks for the trees of all attached drafters in one.
 MERGE = "merge"
 AUTO = "auto"
