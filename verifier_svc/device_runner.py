@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 _MOST_PINNED_BYTES = 16 << 20
 # A prompt's pass of so many rows runs the kernels of longer ones too: attention's tiles are at their largest.
 _PROMPT_ROWS = 1024
+# Strict matmuls of many rows: tiles side by side, and whole sums instead of parts.
+_STRICT_COUNTS = (130, 260)
 
 
 class DeviceRunner(TargetModel):
@@ -118,5 +120,5 @@ class DeviceRunner(TargetModel):
             return
         start = time.perf_counter()
         most = min(self.cache.num_slots, self.max_model_len, self._most_rows, self._most_wanted)
-        independent = rows_are_independent(self.forward, self.config, self.block_size, most, progress)
+        independent = rows_are_independent(self.forward, self.config, self.block_size, most, progress, _STRICT_COUNTS)
         self.set_mode(independent, time.perf_counter() - start)

@@ -14,7 +14,7 @@ from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import Progress
 from foretoken.tree import MASK_WORD_BITS, ancestor_mask, depths
 
-# Around every tile size of the kernels, and one prefill chunk.
+# Around every tile size of the CPU's kernels, and one prefill chunk.
 _ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 64, 96)
 # A mask of one word: half of them the text, half of them something else.
 _TREE_NODES = MASK_WORD_BITS
@@ -26,23 +26,27 @@ def rows_are_independent(
     block_size: int,
     most_tokens: int,
     progress: Progress,
+    more_counts: tuple[int, ...] = (),
 ) -> bool:
     """Run one text in prefill chunks of many sizes, and its end as a tree's nodes; compare each row's logits with those
     of one row a pass.
 
     Covers all row counts between which the kernels switch, and every position of a row in its batch. Writes to the
-    first slots of the cache; ``most_tokens``: that it, a context and a pass hold. ``progress`` is called with (passes
-    done, passes, what).
+    first slots of the cache; ``most_tokens``: that it, a context and a pass hold. ``more_counts``: row counts above 96
+    between which kernels switch, ascending. ``progress`` is called with (passes done, passes, what).
     """
-    length = min(_ROW_COUNTS[-1], most_tokens, config.max_position_embeddings)
+    row_counts = _ROW_COUNTS + more_counts
+    length = min(row_counts[-1], most_tokens, config.max_position_embeddings)
     tokens = (np.arange(length, dtype=np.int64) * 7919 % config.vocab_size).astype(np.int32)
-    counts = [count for count in _ROW_COUNTS if count <= length]
+    counts = [count for count in row_counts if count <= length]
     expected = torch.stack(
         [forward(chain_batch(tokens[row : row + 1], row, block_size))[0].clone() for row in range(length)]
     )
     for done, count in enumerate(counts):
         progress(done, len(counts), "checking numerics")
-        for first in range(0, length - count + 1, count):
+        # Few rows need no long text.
+        end = min(length, max(count, _ROW_COUNTS[-1]))
+        for first in range(0, end - count + 1, count):
             logits = forward(chain_batch(tokens[first : first + count], first, block_size))
             if not torch.equal(logits, expected[first : first + count]):
                 return False

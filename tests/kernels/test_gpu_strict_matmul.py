@@ -24,16 +24,29 @@ SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 
 class Matmul:
     """One weight, rows to multiply it with, and a workspace in which nothing counts but what a kernel wrote."""
 
-    def __init__(self, rows: int, shape: tuple[int, int], tile: StrictTile, dtype: torch.dtype, mode: str, device: str):
+    def __init__(
+        self,
+        rows: int,
+        shape: tuple[int, int],
+        tile: StrictTile,
+        dtype: torch.dtype,
+        mode: str,
+        device: str,
+        whole: bool = False,
+    ) -> None:
+        """``whole``: of whole numbers, whose sums are exact in any order."""
         out_features, in_features = shape
         generator = torch.Generator(device).manual_seed(rows)
 
         def noise(*sizes: int) -> torch.Tensor:
+            if whole:
+                return torch.randint(-1, 2, sizes, generator=generator, device=device).float()
             return torch.randn(sizes, generator=generator, device=device)
 
+        scale = 1.0 if whole else in_features**-0.5
         self.tile, self.mode = tile, mode
         self.x = noise(rows, in_features + 16).to(dtype)[:, 16:]
-        self.weight = (noise(out_features * (2 if mode == "gate_up" else 1), in_features) * in_features**-0.5).to(dtype)
+        self.weight = (noise(out_features * (2 if mode == "gate_up" else 1), in_features) * scale).to(dtype)
         self.before = noise(rows, out_features + 16).to(dtype)
         self.workspace = strict_workspace(tile, out_features, mode == "gate_up", device)
         self.workspace.partials.fill_(torch.nan)
@@ -66,6 +79,11 @@ def tile(block_m: int, split_k: int) -> StrictTile:
     return StrictTile(block_m, SkinnyConfig(32, 16, split_k, 2, 4))
 
 
+def with_many(tile: StrictTile, busy: int) -> StrictTile:
+    """Rows beyond the tile's come in tiles of 32, a feature's sum whole from ``busy`` tiles on."""
+    return tile._replace(many=SkinnyConfig(16, 8, tile.config.split_k, 2, 4), busy=busy)
+
+
 def assert_rows_are_independent(made: Matmul, counts: tuple[int, ...]) -> None:
     """Each row's bits, whatever its place and its company, are those that it has alone; and they are right."""
     rows = len(made.x)
@@ -83,6 +101,20 @@ def assert_rows_are_independent(made: Matmul, counts: tuple[int, ...]) -> None:
 def test_rows_have_the_bits_that_they_have_alone(mode: str, split_k: int, dtype: torch.dtype, device: str) -> None:
     made = Matmul(19, (40, 56), tile(16, split_k), dtype, mode, device)
     assert_rows_are_independent(made, (3, 16, 19))
+
+
+@pytest.mark.parametrize("busy", [1, 6, 99])
+@pytest.mark.parametrize("split_k", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_tiles_of_many_rows_change_no_bit(
+    mode: str, split_k: int, busy: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other tiles, and sums of all parts in one program: always, from two tiles of rows on, never."""
+    monkeypatch.setattr(module, "_MANY_ROWS", 32)
+    # NumPy, which multiplies in the interpreter, has another order of sums for each tile.
+    whole = device == "cpu"
+    made = Matmul(35, (40, 56), with_many(tile(16, split_k), busy), torch.float32, mode, device, whole)
+    assert_rows_are_independent(made, (16, 17, 33, 35))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -127,10 +159,10 @@ def test_reserving_makes_room_for_the_largest() -> None:
         weight = torch.empty(out_features * (1 + gate_up), in_features, dtype=torch.bfloat16)
         moved.append(matmuls.reserve(weight, gate_up))
         sizes.append(matmuls._workspace.partials.numel())
-    # 512 rows of 6144 sums in four parts; the head's are whole.
-    assert sizes == sorted(sizes) and sizes[-1] == 512 * 6144 * 4
-    assert len(matmuls._workspace.counters) == 8 * 96
-    assert moved == [True] + 5 * [False]
+    # 128 rows of 6144 sums in four parts, and 256 of 4096: more are whole, and so are the head's always.
+    assert sizes == sorted(sizes) and sizes[-1] == 256 * 4096 * 4
+    assert len(matmuls._workspace.counters) == 96
+    assert moved == [True, True] + 4 * [False]
 
 
 def test_what_cannot_be_multiplied_is_refused(device: str) -> None:
@@ -152,7 +184,9 @@ def test_what_cannot_be_multiplied_is_refused(device: str) -> None:
 def test_tiles_of_a_large_model(shape: tuple[int, int, bool]) -> None:
     """Enough programs to keep 132 multiprocessors reading, in the shared memory that there is."""
     out_features, in_features, gate_up = shape
-    block_m, config = strict_tile(*shape, torch.bfloat16, Device())
+    block_m, config, many, _ = strict_tile(*shape, torch.bfloat16, Device())
+    assert many is not None and shared_memory(many, 128, gate_up) <= Device().shared_memory
+    assert many.split_k == config.split_k and config.block_k % many.block_k == 0
     assert block_m == 64 and in_features % (config.block_k * config.split_k) == 0
     assert -(-out_features // config.block_n) * config.split_k >= 128
     assert shared_memory(config, block_m, gate_up) <= Device().shared_memory
@@ -173,4 +207,4 @@ def test_rows_of_real_sizes_are_independent(shape: tuple[int, int, bool], mode: 
         mode,
         device,
     )
-    assert_rows_are_independent(made, (2, 7, 16, 63, 64, 65, 160))
+    assert_rows_are_independent(made, (2, 7, 16, 63, 64, 65, 128, 160))

@@ -72,6 +72,7 @@ def _skinny_matmul_kernel(
         ADD,
         GATE_UP,
         False,
+        False,
     )
 
 
