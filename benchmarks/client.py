@@ -11,7 +11,7 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,10 @@ class Recording:
         return self.times[bisect.bisect_left(self.ends, num_bytes)]
 
 
+# Called with what all responses came to so far, at each arrival; it holds up the reading of all.
+OnArrival = Callable[[Sequence[Recording]], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One event that carried text. ``num_tokens``: output tokens up to and with it; None if the server did not say."""
@@ -91,16 +95,26 @@ class Completion:
         return self.chunks[-1].at
 
 
-def complete(address: Address, bodies: Sequence[dict[str, Any]], timeout_s: float = 120.0) -> list[Completion]:
+def complete(
+    address: Address,
+    bodies: Sequence[dict[str, Any]],
+    timeout_s: float = 120.0,
+    on_arrival: OnArrival = lambda recordings: None,
+) -> list[Completion]:
     """POST all bodies to /v1/completions at once, each on its own connection, and read the streams to their ends.
 
     Raises:
         StreamError: a response is not a complete stream of one completion.
     """
-    return [read_completion(recording) for recording in record(address, bodies, timeout_s)]
+    return [read_completion(recording) for recording in record(address, bodies, timeout_s, on_arrival)]
 
 
-def record(address: Address, bodies: Sequence[dict[str, Any]], timeout_s: float) -> list[Recording]:
+def record(
+    address: Address,
+    bodies: Sequence[dict[str, Any]],
+    timeout_s: float,
+    on_arrival: OnArrival = lambda recordings: None,
+) -> list[Recording]:
     """The responses to all bodies, requested at once. Raises StreamError past ``timeout_s`` seconds of silence."""
     requests = [_request(address, body) for body in bodies]
     connections: list[socket.socket] = []
@@ -113,7 +127,7 @@ def record(address: Address, bodies: Sequence[dict[str, Any]], timeout_s: float)
         for connection, request in zip(connections, requests, strict=True):
             recordings.append(Recording(time.perf_counter()))
             connection.sendall(request)
-        _receive(connections, recordings, timeout_s)
+        _receive(connections, recordings, timeout_s, on_arrival)
         return recordings
     except OSError as error:
         raise StreamError(f"http://{address.host}:{address.port}: {error}") from error
@@ -127,7 +141,7 @@ def get(address: Address, path: str, timeout_s: float = 5.0) -> tuple[int, bytes
     recording = Recording(time.perf_counter())
     with socket.create_connection((address.host, address.port), timeout_s) as connection:
         connection.sendall(_head("GET", address, path))
-        _receive([connection], [recording], timeout_s)
+        _receive([connection], [recording], timeout_s, lambda recordings: None)
     status, pieces = _take_apart(recording)
     return status, b"".join(piece for piece, _ in pieces)
 
@@ -183,7 +197,9 @@ def _request(address: Address, body: dict[str, Any]) -> bytes:
     return _head("POST", address, "/v1/completions")[:-2] + entity + payload
 
 
-def _receive(connections: Sequence[socket.socket], recordings: Sequence[Recording], timeout_s: float) -> None:
+def _receive(
+    connections: Sequence[socket.socket], recordings: Sequence[Recording], timeout_s: float, on_arrival: OnArrival
+) -> None:
     """Read all connections until the server has closed each."""
     with selectors.DefaultSelector() as selector:
         for connection, recording in zip(connections, recordings, strict=True):
@@ -201,6 +217,7 @@ def _receive(connections: Sequence[socket.socket], recordings: Sequence[Recordin
                 recording.times.append(time.perf_counter())
                 recording.raw += data
                 recording.ends.append(len(recording.raw))
+                on_arrival(recordings)
 
 
 def _take_apart(recording: Recording) -> tuple[int, list[tuple[bytes, int]]]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,10 +37,17 @@ def running_stack(
     *,
     num_drafters: int = 1,
     ready_timeout_s: float = READY_TIMEOUT_S,
+    environment: Mapping[str, str] | None = None,
+    log_file: Path | None = None,
 ) -> Iterator[tuple[Address, psutil.Process]]:
     """``foretoken serve`` with ``flags`` on free ports, ready and with its drafters attached.
 
-    Yields its address and its supervisor. ``num_drafters``: how many there are at least.
+    Yields its address and its supervisor.
+
+    Args:
+        num_drafters: how many there are at least.
+        environment: of its processes; None: ours.
+        log_file: where its log is kept; None: nowhere.
 
     Raises:
         StackError: it ended or was not ready in time; the message has the end of its log.
@@ -48,8 +55,10 @@ def running_stack(
     port, grpc_port = free_ports(2)
     command = [sys.executable, "-P", "-m", "foretoken", "serve", str(model)]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), "--threads", str(threads), *flags]
-    with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    with log_file.open("w+b") if log_file else tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             address = Address("127.0.0.1", port)
             _wait_ready(address, child, log, num_drafters, ready_timeout_s)
@@ -77,6 +86,22 @@ def describe(address: Address) -> dict[str, Any]:
         raise StackError(f"/version: status {status}: {body[:200]!r}")
     details: dict[str, Any] = json.loads(body)
     return details
+
+
+def service(root: psutil.Process, name: str) -> psutil.Process:
+    """The one child of a stack's supervisor that runs ``foretoken NAME``. Raises StackError unless there is one."""
+    found = []
+    for process in root.children():
+        try:
+            words = process.cmdline()
+        except psutil.NoSuchProcess:
+            # It ended between the two questions.
+            continue
+        if "foretoken" in words and words[words.index("foretoken") + 1 :][:1] == [name]:
+            found.append(process)
+    if len(found) != 1:
+        raise StackError(f"foretoken serve has {len(found)} processes that run {name}")
+    return found[0]
 
 
 def cpu_seconds(root: psutil.Process) -> dict[int, float]:

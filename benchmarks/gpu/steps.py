@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks import environment
 from benchmarks.client import Address, StreamError, complete
 from benchmarks.figures import median
@@ -36,7 +34,7 @@ from benchmarks.gpu.figure import draw
 from benchmarks.gpu.floor import StepBytes, describe_device, step_bytes
 from benchmarks.gpu.step_times import Arrivals, StepTimes, step_times
 from benchmarks.gpu.verifier_client import VerifierClient
-from benchmarks.stack import StackError, describe, running_stack
+from benchmarks.stack import StackError, describe, running_stack, service
 
 FORMAT = 1
 READY_TIMEOUT_S = 600.0
@@ -114,17 +112,9 @@ def _served(model: Path, setting: Setting, threads: int, flags: Sequence[str]) -
         address,
         root,
     ):
-        verifier = _verifier_of(root)
+        verifier = service(root, "verifier")
         words = verifier.cmdline()
         yield Server(address, words[words.index("--address") + 1], describe(address)["model"], verifier.environ())
-
-
-def _verifier_of(root: psutil.Process) -> psutil.Process:
-    for process in root.children(recursive=True):
-        words = process.cmdline()
-        if "foretoken" in words and words[words.index("foretoken") + 1 :][:1] == ["verifier"]:
-            return process
-    raise StackError("foretoken serve has no verifier")
 
 
 def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: StepBytes) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -46,6 +46,25 @@ def test_streams_run_at_once_and_answers_keep_their_order() -> None:
     with scripted_server(script) as server:
         completions = complete(server.address, [{"prompt": name} for name in ("x", "y", "z")])
     assert [completion.text for completion in completions] == ["xbcde", "ybcde", "zbcde"]
+
+
+def test_each_arrival_is_told_with_what_all_streams_have_received() -> None:
+    both_have_text = threading.Event()
+    seen = []
+
+    def script(body: dict[str, Any]) -> Iterator[bytes]:
+        yield STREAM_HEAD + chunk(event(text_event("a")))
+        assert both_have_text.wait(10.0)
+        yield chunk(event(usage_event(1))) + END
+
+    def on_arrival(recordings: Sequence[Recording]) -> None:
+        seen.append([len(each.times) for each in recordings])
+        if all(b"data" in each.raw for each in recordings):
+            both_have_text.set()
+
+    with scripted_server(script) as server:
+        complete(server.address, [{}, {}], on_arrival=on_arrival)
+    assert seen[0] in ([1, 0], [0, 1]) and all(sum(counts) == number for number, counts in enumerate(seen, start=1))
 
 
 def recording(*arrivals: tuple[float, bytes]) -> Recording:

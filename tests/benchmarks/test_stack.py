@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.stack import StackError, cpu_seconds, describe, free_ports, idle_share, running_stack
+from benchmarks.stack import StackError, cpu_seconds, describe, free_ports, idle_share, running_stack, service
 from tests.benchmarks.scripted_server import scripted_server
 
 PARENT = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=sys.stdin)
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdin=sys.stdin)
 print("started", flush=True)
 child.wait()
 """
@@ -37,10 +37,10 @@ def test_free_ports_differ_and_are_free() -> None:
             probe.bind(("127.0.0.1", port))
 
 
-def start(child: str) -> subprocess.Popen[bytes]:
-    """A process with one child that runs ``child``."""
+def start(child: str, *words: str) -> subprocess.Popen[bytes]:
+    """A process with one child that runs ``child`` with these arguments."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        [sys.executable, "-c", PARENT, child, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"started\n"
@@ -96,9 +96,24 @@ def test_a_process_that_ends_meanwhile_spoils_the_idle_figure() -> None:
             idle_share(Ending(process.pid), 0.01)
 
 
+def test_a_service_is_found_by_its_command() -> None:
+    """A process of any program whose command line reads like a service's."""
+    with start("import sys; print('ready', flush=True); sys.stdin.read()", "foretoken", "verifier") as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == b"ready\n"
+        root = psutil.Process(process.pid)
+        assert service(root, "verifier") == root.children()[0]
+        with pytest.raises(StackError, match="0 processes that run drafter"):
+            service(root, "drafter")
+        process.stdin.close()
+
+
 def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(StackError, match=r"ended with status \d+"), running_stack(tmp_path / "nothing", 1):
+    log = tmp_path / "log"
+    refused = pytest.raises(StackError, match=r"ended with status \d+")
+    with refused, running_stack(tmp_path / "nothing", 1, log_file=log):
         pass
+    assert "nothing" in log.read_text()
 
 
 def test_describe_reads_the_version() -> None:

@@ -1,7 +1,7 @@
 """A drafter ends badly on the verifier's GPU while streams run, with MPS and without: no text changes.
 
 ``foretoken serve`` as a user starts it, on the demo model; its drafter faults when it gets a signal
-(tests/support/gpu_faults). In float32, where the demo's near-ties do not depend on the batch. ``-s`` shows the times.
+(benchmarks/gpu/faults.py). In float32, where the demo's near-ties do not depend on the batch. ``-s`` shows the times.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.gpu.faults import FAIL_ASSERTION, WRITE_ASTRAY, with_hooks
 from foretoken import rpc
 from foretoken.lost_context import ASSERTION_STATUS, CONTEXT_LOST_STATUS
 from foretoken.mps import PIPES
@@ -28,7 +29,6 @@ from tests.integration.stack import ENVIRONMENT, ROOT, Stack, running, stream, w
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEMO = ROOT / "models" / "demo"
-FAULTS_FOLDER = ROOT / "tests" / "support" / "gpu_faults"
 # Exact shapes: each step drafts, whether it pays or not.
 FLAGS = (
     *("--device", "cuda", "--dtype", "float32"),
@@ -78,7 +78,7 @@ class Server:
 @pytest.fixture(scope="module", name="server", params=["on", "off"])
 def _server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp(f"mps-{request.param}") / "log"
-    environment = ENVIRONMENT | {"PYTHONPATH": f"{FAULTS_FOLDER}:{ENVIRONMENT['PYTHONPATH']}"}
+    environment = with_hooks(ENVIRONMENT)
     environment.pop(PIPES, None)
     with running(DEMO / "target", log, *FLAGS, "--mps", request.param, environment=environment) as stack:
         server = Server(stack, request.param, "", stack.runtime_folder())
@@ -146,7 +146,7 @@ def is_ready_again(server: Server, name: str, num_lines: int) -> bool:
     [
         (signal.SIGKILL, "drafter eagle3 ended (SIGKILL)"),
         (signal.SIGSTOP, "drafter eagle3 did not answer for"),
-        (signal.SIGUSR1, f"drafter eagle3 ended (status {ASSERTION_STATUS}"),
+        (FAIL_ASSERTION, f"drafter eagle3 ended (status {ASSERTION_STATUS}"),
     ],
     ids=["killed", "stopped", "assertion"],
 )
@@ -187,7 +187,7 @@ def test_an_illegal_address_costs_a_pause(server: Server) -> None:
     names = ["drafter eagle3", "verifier"] if server.mps == "on" else ["drafter eagle3"]
     stream_until(
         server,
-        lambda: os.kill(drafter.pid, signal.SIGUSR2),
+        lambda: os.kill(drafter.pid, WRITE_ASTRAY),
         lambda: all(is_ready_again(server, name, num_lines) for name in names),
         "illegal address",
     )
