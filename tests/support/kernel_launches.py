@@ -9,22 +9,29 @@ from typing import Any
 
 import foretoken_kernels
 import pytest
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 FOLDER = Path(foretoken_kernels.__file__).parent / "gpu"
 LINE = "launched kernels:"
 _launched: set[str] = set()
 
 
+def _kinds() -> tuple[Any, ...]:
+    """Of what Triton compiles. Imported late: tests/conftest.py says first whether it is to be interpreted."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction, InterpretedFunction
+
+
 def all_kernels() -> set[str]:
     """Names of what Triton compiles and no other function calls: the rest are device functions."""
+    kinds = _kinds()
     compiled: dict[str, str] = {}
     called: set[str] = set()
     for file in FOLDER.glob("*.py"):
         module = importlib.import_module(f"foretoken_kernels.gpu.{file.stem}")
         for name, value in vars(module).items():
-            if isinstance(value, (JITFunction, InterpretedFunction)) and value.fn.__module__ == module.__name__:
+            if isinstance(value, kinds) and value.fn.__module__ == module.__name__:
                 compiled[name] = value.fn.__name__
         nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         called |= {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
@@ -32,7 +39,7 @@ def all_kernels() -> set[str]:
 
 
 def pytest_configure() -> None:
-    for kind in (JITFunction, InterpretedFunction):
+    for kind in _kinds():
         _watch(kind)
 
 
