@@ -14,6 +14,8 @@ OUTPUT_TOKENS = 256
 MIN_STEPS = 200
 # Through the gateway, and of two processes over one.
 MAX_OVERHEAD = 1.03
+# Of the copy bandwidth, at batch 1: a pass of the target over a tree of 32 nodes, and a level of a draft of 5-8-32.
+MIN_VERIFY_SHARE, MIN_LEVEL_SHARE = 0.75, 0.70
 PEERS_SOURCE = (
     "SGLang 0.5.15 (FlashInfer, CUDA graphs) and vLLM 0.24.0 (FlashAttention 3, torch.compile, full CUDA graphs), "
     "measured on one H200 with random weights, the same prompts and lengths, acceptance forced"

@@ -4,27 +4,37 @@
     python -m benchmarks.gpu.passes --model DIR/target --drafter-head DIR/eagle3 [--profile]
 
 In one process and without services. A pass's time is that of launches one behind the other, so that the host's work is
-hidden by the device's; a draft's is that of a whole call, since it waits for its trees.
+hidden by the device's. A draft has two times: that of a whole call, which waits for its trees, and that of its graphs
+alone, each replayed by itself. A share is of the copy bandwidth: the time in which it would bring what must be read
+(benchmarks.gpu.floor), over the time taken. The exit status is 1 if a share misses its bar (benchmarks.gpu.bars; the
+target's is for fast mode).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 
+from benchmarks.gpu.bars import MIN_LEVEL_SHARE, MIN_VERIFY_SHARE
+from benchmarks.gpu.floor import StepBytes, measure_device, step_bytes
+from drafter_svc.device_levels import TreeShape
 from drafter_svc.head_drafter import HeadDrafter
 from drafter_svc.placement import Placement
 from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, TargetInfo
 from foretoken.models.backend import Backend, choose_backend, default_dtype
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
+from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
 from verifier_svc.device_runner import DeviceRunner
 
@@ -39,8 +49,31 @@ ROWS = (1, 2, 4, 6, 32, 64)
 RAGGED_TREE, PLAIN_ROWS = 32, 48
 # Steps, branches, nodes, and tokens accepted a step.
 SHAPES = ((1, 1, 2, 2), (3, 1, 4, 3), (5, 1, 6, 4), (5, 8, 32, 4), (5, 8, 64, 4))
+# Whose shares have bars.
+BAR_ROWS, BAR_SHAPE = 32, (5, 8, 32, 4)
 REPEATS = 30
 BLOCKS_PER_SEQ = -(-(CONTEXT + 80) // BLOCK) + 1
+
+
+class Floor(NamedTuple):
+    """``bandwidth``: bytes a second."""
+
+    sizes: StepBytes
+    bandwidth: float
+
+    def share(self, num_bytes: int, ms: float) -> float:
+        return num_bytes / self.bandwidth / (ms / 1e3)
+
+
+class DraftTimes(NamedTuple):
+    """Milliseconds of the device: to write new tokens' entries, the roots' logits among it, and to grow the trees."""
+
+    entries: float
+    trees: float
+
+    def level(self, steps: int) -> float:
+        """Of one of the ``steps`` - 1 levels behind the roots', with its share of what begins and ends a tree."""
+        return self.trees / (steps - 1)
 
 
 def verify_batch(rows: Sequence[int]) -> ForwardBatch:
@@ -119,8 +152,27 @@ def device_ms(launch: Callable[[], object]) -> float:
     return min(times)
 
 
-def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path, strict: bool) -> tuple[int, int]:
-    """Prints the passes' times; returns the number of layers and the hidden size."""
+def draft_times(
+    draft: Callable[[], object], measure: Callable[[Callable[[], object]], float] = device_ms
+) -> DraftTimes:
+    """Of a draft whose graphs are replayed many times where it asks for them once: they leave the same each time."""
+    found: dict[Hashable, float] = {}
+    run = DeviceGraphs.run
+
+    def timed(graphs: DeviceGraphs, key: Hashable, launch: Callable[[], None]) -> None:
+        run(graphs, key, launch)
+        found[key] = measure(lambda: run(graphs, key, launch))
+
+    with mock.patch.object(DeviceGraphs, "run", timed):
+        draft()
+    trees = sum(ms for key, ms in found.items() if isinstance(key, TreeShape))
+    return DraftTimes(sum(found.values()) - trees, trees)
+
+
+def measure_target(
+    model: Path, backend: Backend, profile: bool, matmuls: Path | None, strict: bool, floor: Floor
+) -> tuple[tuple[int, int], float]:
+    """Prints the passes' times; returns the number of layers and the hidden size, and the share of BAR_ROWS rows."""
     rows = MAX_BATCH * max(ROWS)
     sizes = PassSizes(rows, rows, PLAIN_ROWS, BLOCKS_PER_SEQ)
     began = time.perf_counter()
@@ -142,12 +194,14 @@ def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path, 
             runner.tune(matmuls)
             print(f"matmuls timed in {time.perf_counter() - began:.1f} s", flush=True)
         for batch in BATCHES:
-            found = []
-            for count in ROWS:
-                if batch * count <= rows:
-                    made = verify_batch([count] * batch)
-                    found.append(f"{count}: {device_ms(partial(runner.forward, made)):.3f}")
-            print(f"target{' tuned' if tuned else ''}, batch {batch}, ms by rows  " + "  ".join(found), flush=True)
+            counts = [count for count in ROWS if batch * count <= rows]
+            times = [device_ms(partial(runner.forward, verify_batch([count] * batch))) for count in counts]
+            shares = [floor.share(floor.sizes.of_step(0, batch, CONTEXT), ms) for ms in times]
+            if batch == 1:
+                bar_share = shares[counts.index(BAR_ROWS)]
+            name = f"target{' tuned' if tuned else ''}, batch {batch}"
+            print(f"{name}, ms by rows  " + _listed(counts, times, ".3f"), flush=True)
+            print(f"{name}, share of the copy bandwidth by rows  " + _listed(counts, shares, ".1%"), flush=True)
     ragged, plain = [RAGGED_TREE] + [1] * (MAX_BATCH - 1), [1] * PLAIN_ROWS
     found = [f"{device_ms(partial(runner.forward, verify_batch(each))):.3f}" for each in (ragged, plain)]
     print(
@@ -157,18 +211,25 @@ def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path, 
         for batch, count in ((1, 1), (1, 32), (16, 1), (16, 6), (16, 32)):
             made = verify_batch([count] * batch)
             show_profile(f"target, batch {batch}, {count} rows", partial(runner.forward, made))
-    return runner.config.num_layers, runner.config.hidden_size
+    return (runner.config.num_layers, runner.config.hidden_size), bar_share
 
 
-def measure_draft(model: Path, head: Path, backend: Backend, size: tuple[int, int], profile: bool) -> None:
-    num_layers, hidden_size = size
+def _listed(names: Sequence[int], values: Sequence[float], form: str) -> str:
+    return "  ".join(f"{name}: {value:{form}}" for name, value in zip(names, values, strict=True))
+
+
+def measure_draft(
+    model: Path, head: Path, backend: Backend, size: tuple[int, int], profile: bool, floor: Floor
+) -> float:
+    """Prints the drafts' times; returns the share of a level of BAR_SHAPE."""
+    (num_layers, hidden_size), sizes, bar_share = size, floor.sizes, 0.0
     began = time.perf_counter()
     drafter = HeadDrafter("EAGLE3", head, placement=Placement(backend, default_dtype(backend)))
     drafter.attach(_info(model, num_layers, hidden_size), None)
     print(f"head attached in {time.perf_counter() - began:.1f} s", flush=True)
     generation = 0
     for shape in SHAPES:
-        found = []
+        calls, parts, levels, drafts = [], [], [], []
         for batch in BATCHES:
             generation += 1
             request = partial(draft_request, batch, shape, 3 * hidden_size, generation)
@@ -181,10 +242,23 @@ def measure_draft(model: Path, head: Path, backend: Backend, size: tuple[int, in
                 began = time.perf_counter()
                 drafter.draft(asked)
                 times.append((time.perf_counter() - began) * 1e3)
-            found.append(f"{batch}: {statistics.median(times):.3f}")
+            calls.append(statistics.median(times))
             if profile and shape[2] in (6, 32) and batch != 4:
                 show_profile(f"draft {shape}, batch {batch}", partial(drafter.draft, request(steps)), 1)
-        print(f"draft {shape}, ms by batch  " + "  ".join(found), flush=True)
+                steps += 1
+            device = draft_times(partial(drafter.draft, request(steps)))
+            parts.append(f"{batch}: {device.entries:.3f} + {device.trees:.3f}")
+            drafts.append(floor.share(sizes.head_once + shape[0] * sizes.head_level, sum(device)))
+            if shape[0] > 1:
+                levels.append(floor.share(sizes.head_level, device.level(shape[0])))
+                if (shape, batch) == (BAR_SHAPE, 1):
+                    bar_share = levels[-1]
+        print(f"draft {shape}, ms by batch  " + _listed(BATCHES, calls, ".3f"))
+        print(f"draft {shape}, ms of the device by batch, entries + trees  " + "  ".join(parts))
+        print(f"draft {shape}, share of the copy bandwidth by batch  " + _listed(BATCHES, drafts, ".1%"), flush=True)
+        if levels:
+            print(f"a level of it, share of the copy bandwidth  {_listed(BATCHES, levels, '.1%')}", flush=True)
+    return bar_share
 
 
 def _info(model: Path, num_layers: int, hidden_size: int) -> TargetInfo:
@@ -226,8 +300,23 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print the kernels of some passes")
     args = parser.parse_args()
     backend = choose_backend("cuda")
-    size = measure_target(args.model, backend, args.profile, args.matmuls, args.numerics == "strict")
-    measure_draft(args.model, args.drafter_head, backend, size, args.profile)
+    device = measure_device()
+    torch.cuda.empty_cache()
+    floor = Floor(step_bytes(args.model, args.drafter_head), device["bandwidth"])
+    print(f"{device['gpu']}, {floor.bandwidth / 1e12:.3f} TB/s copied; {floor.sizes}", flush=True)
+    strict = args.numerics == "strict"
+    size, verify = measure_target(args.model, backend, args.profile, args.matmuls, strict, floor)
+    level = measure_draft(args.model, args.drafter_head, backend, size, args.profile, floor)
+    steps, branches, nodes, _ = BAR_SHAPE
+    judged = [(f"a level of a {steps}-{branches}-{nodes} draft at batch 1", level, MIN_LEVEL_SHARE)]
+    if not strict:
+        judged.append((f"verify of {BAR_ROWS} nodes at batch 1", verify, MIN_VERIFY_SHARE))
+    missed = []
+    for what, share, bar in judged:
+        verdict = "pass" if share >= bar else "FAIL"
+        print(f"{what}: {share:.1%} of the copy bandwidth, must be at least {bar:.0%}: {verdict}")
+        missed += [what] * (share < bar)
+    sys.exit(1 if missed else 0)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,28 @@ class Case:
         assert wide[:, num_heads:].isnan().all()
         return out
 
+    def defined_of(self, seq: int) -> torch.Tensor:
+        """In float32, of one sequence's rows at once and where the tensors are: a row at a time, as ``defined`` takes
+        them, thousands of rows over long contexts take minutes. For rows that see a slot, and trees that begin no
+        earlier than the context."""
+        first, end = self.row_starts[seq : seq + 2].tolist()
+        lens, masks = self.context_lens[first:end], self.masks[first:end]
+        tree_start, context_start = int(self.tree_starts[seq]), int(self.context_starts[seq])
+        most = max(int(lens.max()), tree_start + 64 * masks.shape[1])
+        logical = torch.arange(context_start, most, device=lens.device)
+        index = (logical - tree_start).clamp(0, 64 * masks.shape[1] - 1)
+        on_path = (masks[:, index // 64] >> (index % 64)) & 1 != 0
+        visible = torch.where(logical < tree_start, False, on_path) | (logical < lens[:, None])
+        seen = visible.any(0)
+        logical, visible = logical[seen], visible[:, seen]
+        slots = self.block_tables[seq, logical // self.block_size].long() * self.block_size + logical % self.block_size
+        keys, values = (plane[slots].float().transpose(0, 1) for plane in (self.keys, self.values))
+        # [key heads, rows * query heads of one, head_dim]
+        query = self.query[first:end].float().unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
+        scores = (query @ keys.mT * query.shape[2] ** -0.5).unflatten(1, (end - first, -1))
+        weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1).flatten(1, 2)
+        return (weights @ values).unflatten(1, (end - first, -1)).transpose(0, 1).flatten(1, 2)
+
     def defined(self) -> torch.Tensor:
         """In float64, of the rows that are no padding."""
         counts = self.row_starts.cpu().diff()

@@ -94,6 +94,8 @@ class Course:
     dtype: torch.dtype = torch.float32
     filtered: bool = True
     modules: int = 1
+    # Trees that there is room for beside the wishes'.
+    spare: int = 2
 
     def logits(self, states: torch.Tensor, trees: list[int], level: int, is_clipped: bool) -> torch.Tensor:
         """The head's, of beams of ``level``.
@@ -125,8 +127,8 @@ class Course:
     ) -> tuple[state.DraftOutput, list[state.DraftBeams], state.DraftTrees]:
         """The draft by the functions of ``gpu`` or of ``reference``, and the beams of each level."""
         count, vocab = len(self.wishes), self.head.table.shape[1]
-        trees = state.new_draft_trees(count + 2, self.branches, self.depth, device).first(count)
-        beams = state.new_draft_beams(count + 1, self.branches, device).first(count)
+        trees = state.new_draft_trees(count + self.spare, self.branches, self.depth, device).first(count)
+        beams = state.new_draft_beams(count + self.spare, self.branches, device).first(count)
         out = state.new_draft_output(count, self.nodes, device)
         # Garbage of an earlier draft must not matter.
         for tensor in trees[1:7]:

@@ -1,0 +1,125 @@
+"""GPU kernels over tensors that end where their last element does, in shapes that no tile divides.
+
+What lies behind is nobody's, so that a tool which watches memory (tests/gpu/test_memory_check.py) sees every access
+outside of a tensor, where elsewhere a tensor is often a part of a larger one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from foretoken_kernels import reference
+from foretoken_kernels.gpu.activation import silu_and_multiply
+from foretoken_kernels.gpu.embedding import copy_rows, embed, fill_rows
+from foretoken_kernels.gpu.kv_commit import copy_slots
+from foretoken_kernels.gpu.rms_norm import rms_norm
+from foretoken_kernels.gpu.rope_kv_write import rope_kv_write
+from foretoken_kernels.gpu.skinny_configs import SkinnyConfig
+from foretoken_kernels.gpu.skinny_matmul import skinny_gate_up, skinny_matmul, skinny_matmul_workspace
+from foretoken_kernels.gpu.strict_attention import strict_attention
+from foretoken_kernels.gpu.strict_matmul import StrictTile, strict_matmul, strict_workspace
+from foretoken_kernels.gpu.tree_attention import tree_attention
+
+from tests.kernels.attention_cases import Attention, assert_defined, case, prefill, tree
+from tests.kernels.draft_courses import Course, Head, Wish
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("kernel", [tree_attention, strict_attention])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_attention(kernel: Attention, is_split: bool, device: str) -> None:
+    """Every sequence fills its blocks, which are all that the cache has, and the last one's table fills the tables."""
+    generator = np.random.default_rng(0)
+    seqs, slots = [tree(100, 12, generator), prefill(0, 32), tree(251, 5, generator)], 112 + 32 + 256
+    if is_split:
+        seqs, slots = [tree(1000, 24, generator)], 1024
+    made = case(seqs, (6, 2, 80), 16, device, torch.bfloat16, slack=0, kernel=kernel)
+    made = replace(made, query=made.query.contiguous(), block_tables=made.block_tables[:, :-2].contiguous())
+    assert len(made.keys) == slots and (made.block_tables[-1] < slots // 16).all()
+    assert_defined(made)
+
+
+def test_norm_activation_and_rows(device: str) -> None:
+    x = torch.randn(3, 1300, device=device)
+    index = torch.tensor([2, LOWEST, HIGHEST, 0], dtype=torch.int32, device=device)
+    chosen = x[[2, 0, 2, 0]]
+    weight, out = torch.rand(1300, device=device), torch.empty(4, 1300, device=device)
+    rms_norm(x, weight, 1e-5, out, index)
+    torch.testing.assert_close(out, reference.rms_norm(chosen, weight, 1e-5), **CLOSE)
+    half = torch.empty(3, 650, device=device)
+    silu_and_multiply(x, half)
+    torch.testing.assert_close(half, reference.silu_and_multiply(x[:, :650], x[:, 650:]), **CLOSE)
+    copy_rows(x, out, index)
+    assert torch.equal(out, chosen)
+    embed(index, x, out)
+    assert torch.equal(out, chosen)
+    fill_rows(weight, out)
+    assert torch.equal(out, weight.expand(4, 1300))
+
+
+@pytest.mark.parametrize("head_dim", [20, 128])
+def test_rope_kv_write(head_dim: int, device: str) -> None:
+    """Positions and slots that are none among them."""
+    qkv, bias = torch.randn(5, 5, head_dim, device=device), torch.randn(5, head_dim, device=device)
+    norms, cos_sin = torch.rand(2, head_dim, device=device), torch.randn(7, 2, head_dim // 2, device=device)
+    positions = torch.tensor([6, 7, LOWEST, HIGHEST, 0], dtype=torch.int32, device=device)
+    slots = torch.tensor([3, 4, LOWEST, HIGHEST, 0], dtype=torch.int32, device=device)
+    keys, values = torch.zeros(4, 1, head_dim, device=device), torch.zeros(4, 1, head_dim, device=device)
+    expected_keys, expected_values, real = keys.clone(), values.clone(), [0, 4]
+    expected = reference.rope_kv_write(
+        qkv[real], bias, *norms, 1e-6, cos_sin, positions[real], slots[real], expected_keys, expected_values
+    )
+    rope_kv_write(qkv, bias, *norms, 1e-6, cos_sin, positions, slots, keys, values, 3)
+    torch.testing.assert_close(qkv[real, :3], expected, **CLOSE)
+    torch.testing.assert_close(keys, expected_keys, **CLOSE)
+    torch.testing.assert_close(values, expected_values, **CLOSE)
+
+
+def test_copy_slots(device: str) -> None:
+    cache = torch.randn(2, 4, 1030, device=device)
+    expected = cache.clone()
+    expected[:, 3] = expected[:, 0]
+    source, target = (
+        torch.tensor(ids, dtype=torch.int32, device=device) for ids in ([0, 4, HIGHEST, -1], [3, 0, 1, 2])
+    )
+    copy_slots(cache, source, target)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("mode", ["store", "add", "gate_up"])
+def test_matmul(mode: str, is_strict: bool, device: str) -> None:
+    config = SkinnyConfig(32, 16, 3, 2, 4)
+    x, out = torch.randn(19, 50, device=device), torch.randn(19, 33, device=device)
+    weight = torch.randn(66 if mode == "gate_up" else 33, 50, device=device)
+    expected = reference.linear(x, weight)
+    if mode == "gate_up":
+        expected = reference.silu_and_multiply(*expected.chunk(2, dim=1))
+    elif mode == "add":
+        expected = expected + out
+    if is_strict:
+        tile = StrictTile(16, config)
+        workspace = strict_workspace(tile, 33, mode == "gate_up", device)
+        strict_matmul(x, weight, out, workspace, tile, add=mode == "add", gate_up=mode == "gate_up")
+    elif mode == "gate_up":
+        skinny_gate_up(x, weight, out, skinny_matmul_workspace(66, 3, device), config)
+    else:
+        skinny_matmul(x, weight, out, skinny_matmul_workspace(33, 3, device), config, mode == "add")
+    torch.testing.assert_close(out, expected, **CLOSE)
+
+
+def test_draft_trees(device: str) -> None:
+    """With a reduced vocabulary, noise and cuts; the last tree is the largest."""
+    wishes = [
+        Wish(1, 0, 0),
+        Wish(7, 3, 2, temperature=0.7, top_k=9, top_p=0.9),
+        Wish(16, 4, 4, temperature=1.0, min_p=0.1, length=40),
+    ]
+    target_ids = torch.randperm(9000, generator=torch.Generator().manual_seed(5))[:1500].sort().values.int()
+    course = Course(wishes, branches=4, depth=4, head=Head(1500), nodes=16, target_ids=target_ids, spare=0)
+    course.check(device, against_cpu=False)
