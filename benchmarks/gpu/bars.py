@@ -14,6 +14,8 @@ OUTPUT_TOKENS = 256
 MIN_STEPS = 200
 # Through the gateway, and of two processes over one.
 MAX_OVERHEAD = 1.03
+# Of a step in steady decode, that the GPU may be idle (benchmarks.gpu.idle).
+MAX_IDLE = 0.02
 PEERS_SOURCE = (
     "SGLang 0.5.15 (FlashInfer, CUDA graphs) and vLLM 0.24.0 (FlashAttention 3, torch.compile, full CUDA graphs), "
     "measured on one H200 with random weights, the same prompts and lengths, acceptance forced"
