@@ -49,6 +49,7 @@ class VerifierInfo:
             max_queue=self.max_queue,
             drafters=[drafter_state(link) for link in tuple(engine.speculator.links)],
             num_steps=counters.num_steps,
+            num_resident_steps=counters.num_resident_steps,
             num_preemptions=scheduler.num_preemptions,
             num_prefix_cache_queries=scheduler.num_prefix_queries,
             num_prefix_cache_hits=scheduler.num_prefix_hits,

@@ -16,6 +16,12 @@ MIN_STEPS = 200
 MAX_OVERHEAD = 1.03
 # Of the copy bandwidth, at batch 1: a pass of the target over a tree of 32 nodes, and a level of a draft of 5-8-32.
 MIN_VERIFY_SHARE, MIN_LEVEL_SHARE = 0.75, 0.70
+# Of a step in steady decode, that the GPU may be idle (benchmarks.gpu.idle).
+MAX_IDLE = 0.02
+# One row at 5-8-32 beside 15 roots: its verify part against that of 48 plain rows, and what the whole step may take
+# beside that and the draft of one such tree (benchmarks.gpu.mixed).
+RAGGED_VERIFY = 1.05
+RAGGED_SLACK_MS = 0.1
 PEERS_SOURCE = (
     "SGLang 0.5.15 (FlashInfer, CUDA graphs) and vLLM 0.24.0 (FlashAttention 3, torch.compile, full CUDA graphs), "
     "measured on one H200 with random weights, the same prompts and lengths, acceptance forced"

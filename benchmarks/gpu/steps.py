@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
 import random
 import shlex
@@ -25,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment
 from benchmarks.client import Address, StreamError, complete
 from benchmarks.figures import median
 from benchmarks.gpu import bars
 from benchmarks.gpu.bars import Key, Setting, required_rows
 from benchmarks.gpu.figure import draw
-from benchmarks.gpu.floor import StepBytes, describe_device, step_bytes
+from benchmarks.gpu.floor import StepBytes, step_bytes
+from benchmarks.gpu.provenance import run_facts
 from benchmarks.gpu.step_times import Arrivals, StepTimes, step_times
 from benchmarks.gpu.verifier_client import VerifierClient
 from benchmarks.stack import StackError, describe, running_stack, service
@@ -39,7 +38,6 @@ from benchmarks.stack import StackError, describe, running_stack, service
 FORMAT = 1
 READY_TIMEOUT_S = 600.0
 MOST_ROUNDS = 100
-GPU_PACKAGES = ("triton", "cuda-bindings")
 
 # Decodes prompts and says for each when its tokens came.
 Decode = Callable[[Sequence[Sequence[int]]], list[Arrivals]]
@@ -87,7 +85,8 @@ def measure(
             if not wanted:
                 continue
             flags = [*serve_flags(setting, head, in_process=in_process, batch=max(k.batch for k in wanted)), *extra]
-            with _served(model, setting, threads, flags) as server:
+            what = f"{setting.name}{', drafter in process' if in_process else ''}"
+            with served(what, model, threads, flags, num_drafters=0 if setting.is_plain else 1) as server:
                 rows += [_row(key, setting, server, workload, sizes) for key in wanted]
     return rows
 
@@ -105,9 +104,9 @@ def serve_flags(setting: Setting, head: Path, *, in_process: bool, batch: int) -
 
 
 @contextlib.contextmanager
-def _served(model: Path, setting: Setting, threads: int, flags: Sequence[str]) -> Iterator[Server]:
-    _progress(f"{setting.name}{', drafter in process' if 'in-process' in flags else ''}: starting")
-    num_drafters = 0 if setting.is_plain else 1
+def served(what: str, model: Path, threads: int, flags: Sequence[str], *, num_drafters: int) -> Iterator[Server]:
+    """``foretoken serve``, ready. ``what``: for which it is started. Raises StackError."""
+    progress(f"{what}: starting")
     with running_stack(model, threads, flags, num_drafters=num_drafters, ready_timeout_s=READY_TIMEOUT_S) as (
         address,
         root,
@@ -115,6 +114,22 @@ def _served(model: Path, setting: Setting, threads: int, flags: Sequence[str]) -
         verifier = service(root, "verifier")
         words = verifier.cmdline()
         yield Server(address, words[words.index("--address") + 1], describe(address)["model"], verifier.environ())
+
+
+def enough_steps(
+    name: str, decode: Callable[[str], list[Arrivals]], accept_length: float, min_steps: int
+) -> tuple[StepTimes, int]:
+    """Decode batches until there are ``min_steps`` steps; returns how many batches it took.
+
+    ``decode``: takes a seed, each batch its own. ``accept_length``: of a batch's first sequence. Raises StackError for
+    batches that have hardly any steps.
+    """
+    times = StepTimes()
+    for number in range(MOST_ROUNDS):
+        times.extend(step_times(decode(f"{number} {name}"), accept_length))
+        if len(times.seconds) >= min_steps:
+            return times, number + 1
+    raise StackError(f"{name}: only {len(times.seconds)} steps in {MOST_ROUNDS} batches")
 
 
 def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: StepBytes) -> dict[str, Any]:
@@ -130,13 +145,12 @@ def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: 
         decode: Decode = at_gateway if key.path == "gateway" else at_verifier
         decode(workload.prompts(key.batch, f"warm-up {key}"))
         before, began = client.info(), time.perf_counter()
-        times = StepTimes()
-        num_rounds = 0
-        while len(times.seconds) < workload.min_steps:
-            if num_rounds == MOST_ROUNDS:
-                raise StackError(f"{key}: only {len(times.seconds)} steps in {num_rounds} rounds")
-            times.extend(step_times(decode(workload.prompts(key.batch, f"{num_rounds} {key}")), setting.accept_length))
-            num_rounds += 1
+        times, num_rounds = enough_steps(
+            str(key),
+            lambda seed: decode(workload.prompts(key.batch, seed)),
+            setting.accept_length,
+            workload.min_steps,
+        )
         took, after = time.perf_counter() - began, client.info()
     steps = after.num_steps - before.num_steps
     step_ms = 1e3 * median(times.seconds)
@@ -166,7 +180,7 @@ def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: 
         },
         "step_ms": [round(1e3 * seconds, 5) for seconds in times.seconds],
     }
-    _progress(
+    progress(
         f"{key}: {step_ms:.3f} ms a step, {times.tokens_per_step:.2f} tokens, {row['tokens_per_s']:.0f} tok/s; "
         f"{times.num_dropped} intervals dropped, {row['num_fallback_steps']} steps without a draft"
     )
@@ -204,19 +218,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if key.setting in options.settings and key.batch in options.batches and key.path in options.paths
     ]
     config = json.loads((options.model / "config.json").read_text())
-    device = describe_device()
     workload = Workload(
         config["vocab_size"], options.prompt_tokens, options.output_tokens, options.min_steps, options.temperature
     )
     result: dict[str, Any] = {
         "format": FORMAT,
         "invocation": uuid.uuid4().hex,
-        "began_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.gpu.steps", *sys.argv[1:]]),
-        "commit": options.commit or environment.commit(),
-        "machine": environment.machine(),
-        "versions": f"{environment.versions()}, {environment.optional_versions(GPU_PACKAGES)}",
-        "device": device,
+        **run_facts("steps", options.commit),
         "workload": dataclasses.asdict(workload),
         "numerics": options.numerics,
         "model": config,
@@ -224,6 +232,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     extra = ["--numerics", options.numerics, *shlex.split(options.serve_flags)]
     rows = measure(options.model.resolve(), options.drafter_head.resolve(), keys, workload, options.threads, extra)
+    device = result["device"]
     common = {"invocation": result["invocation"], "commit": result["commit"], "gpu": device["gpu"]}
     for row in rows:
         floor_ms = 1e3 * row["floor_bytes"] / device["bandwidth"]
@@ -270,7 +279,7 @@ def main() -> None:
     try:
         result = run(options)
     except (StackError, StreamError) as error:
-        _progress(f"failed: {error}")
+        progress(f"failed: {error}")
         sys.exit(1)
     stem = result["began_at"].replace(":", "").replace("+0000", "Z")
     file = options.output / f"steps-{stem}.json"
@@ -280,7 +289,8 @@ def main() -> None:
     print(f"{file}; bars are judged by: python -m benchmarks.gpu.check {file}")
 
 
-def _progress(line: str) -> None:
+def progress(line: str) -> None:
+    """A line for who waits."""
     print(f"bench-gpu: {line}", file=sys.stderr, flush=True)
 
 

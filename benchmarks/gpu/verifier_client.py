@@ -5,15 +5,18 @@ from __future__ import annotations
 import queue
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
+
+import grpc
 
 from benchmarks.stack import StackError
 from foretoken import rpc
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 
 TIMEOUT_S = 600.0
+POLL_S = 1.0
 
 
 class VerifierClient:
@@ -31,6 +34,17 @@ class VerifierClient:
     ) -> None:
         self._channel.close()
 
+    def wait_ready(self, is_alive: Callable[[], bool], timeout_s: float) -> None:
+        """Until the verifier answers. ``is_alive``: whether its process is there. Raises StackError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=POLL_S, wait_for_ready=True)
+                return
+            except grpc.RpcError as error:
+                if not is_alive() or time.monotonic() > deadline:
+                    raise StackError(f"the verifier was not ready: {error.code()}") from error
+
     def info(self) -> verifier_pb2.GetInfoResponse:
         answer: verifier_pb2.GetInfoResponse = self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=TIMEOUT_S)
         return answer
@@ -38,7 +52,13 @@ class VerifierClient:
     def run(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, temperature: float = 0.0
     ) -> list[list[tuple[float, int]]]:
-        """All prompts at once, each a tenant of its own. For each, when tokens came and how many there were by then.
+        """As ``decode``, of prompts that want the same."""
+        return self.decode(
+            [new_sequence(index, prompt, num_tokens, temperature) for index, prompt in enumerate(prompts)]
+        )
+
+    def decode(self, sequences: Sequence[verifier_pb2.Sequence]) -> list[list[tuple[float, int]]]:
+        """All at once; request ids are their indices. For each, when tokens came and how many there were by then.
 
         Times are perf_counter seconds, taken as a message is handed over by gRPC.
 
@@ -46,10 +66,10 @@ class VerifierClient:
             StackError: a sequence failed, or the session ended before they did.
         """
         requests: queue.SimpleQueue[verifier_pb2.SessionRequest | None] = queue.SimpleQueue()
-        for index, prompt in enumerate(prompts):
-            requests.put(verifier_pb2.SessionRequest(submit=_sequence(index, prompt, num_tokens, temperature)))
-        arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
-        num_running = len(prompts)
+        for sequence in sequences:
+            requests.put(verifier_pb2.SessionRequest(submit=sequence))
+        arrivals: list[list[tuple[float, int]]] = [[] for _ in sequences]
+        num_running = len(sequences)
         for response in self._stub.Session(_until_none(requests), timeout=TIMEOUT_S):
             now = time.perf_counter()
             for error in response.errors:
@@ -66,7 +86,8 @@ class VerifierClient:
         return arrivals
 
 
-def _sequence(index: int, prompt: Sequence[int], num_tokens: int, temperature: float) -> verifier_pb2.Sequence:
+def new_sequence(index: int, prompt: Sequence[int], num_tokens: int, temperature: float = 0.0) -> verifier_pb2.Sequence:
+    """One of a batch, a tenant of its own; nothing but its length ends it."""
     return verifier_pb2.Sequence(
         request_id=str(index),
         prompt_token_ids=prompt,
