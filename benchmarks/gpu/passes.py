@@ -23,9 +23,11 @@ from drafter_svc.head_drafter import HeadDrafter
 from drafter_svc.placement import Placement
 from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, TargetInfo
 from foretoken.models.backend import Backend, choose_backend, default_dtype
-from foretoken.models.batch import ForwardBatch
+from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.config import load_config
 from foretoken.models.device_sizes import PassSizes
+from foretoken.models.flashinfer_attention import FlashInferAttention, obstacle
+from foretoken.models.llama import Llama
 from verifier_svc.device_runner import DeviceRunner
 
 CONTEXT = 320
@@ -39,6 +41,9 @@ ROWS = (1, 2, 4, 6, 32, 64)
 RAGGED_TREE, PLAIN_ROWS = 32, 48
 # Steps, branches, nodes, and tokens accepted a step.
 SHAPES = ((1, 1, 2, 2), (3, 1, 4, 3), (5, 1, 6, 4), (5, 8, 32, 4), (5, 8, 64, 4))
+# Of prompts' passes: tokens behind so many others; of verify without graphs: rows of one sequence.
+CHUNKS = ((512, 0), (2048, 0), (2048, 14336))
+EAGER_ROWS = (1, 6, 32)
 REPEATS = 30
 BLOCKS_PER_SEQ = -(-(CONTEXT + 80) // BLOCK) + 1
 
@@ -119,15 +124,14 @@ def device_ms(launch: Callable[[], object]) -> float:
     return min(times)
 
 
-def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path, strict: bool) -> tuple[int, int]:
-    """Prints the passes' times; returns the number of layers and the hidden size."""
+def load(model: Path, backend: Backend, strict: bool) -> DeviceRunner:
+    """The target, with noise in its cache."""
     rows = MAX_BATCH * max(ROWS)
-    sizes = PassSizes(rows, rows, PLAIN_ROWS, BLOCKS_PER_SEQ)
     began = time.perf_counter()
     runner = DeviceRunner(
         model,
         backend=backend,
-        sizes=sizes,
+        sizes=PassSizes(rows, rows, PLAIN_ROWS, BLOCKS_PER_SEQ),
         strict=strict,
         block_size=BLOCK,
         num_blocks=PLAIN_ROWS * BLOCKS_PER_SEQ,
@@ -135,6 +139,13 @@ def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path, 
     )
     torch.nn.init.normal_(runner.cache.data, std=0.5)
     print(f"loaded in {time.perf_counter() - began:.1f} s", flush=True)
+    return runner
+
+
+def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path, strict: bool) -> DeviceRunner:
+    """Prints the passes' times."""
+    rows = MAX_BATCH * max(ROWS)
+    runner = load(model, backend, strict)
     # A strict pass has one matmul for each shape.
     for tuned in (False,) if strict else (False, True):
         if tuned:
@@ -157,7 +168,49 @@ def measure_target(model: Path, backend: Backend, profile: bool, matmuls: Path, 
         for batch, count in ((1, 1), (1, 32), (16, 1), (16, 6), (16, 32)):
             made = verify_batch([count] * batch)
             show_profile(f"target, batch {batch}, {count} rows", partial(runner.forward, made))
-    return runner.config.num_layers, runner.config.hidden_size
+    return runner
+
+
+def measure_attention(runner: DeviceRunner, profile: bool) -> None:
+    """Prints passes without graphs, by Triton's attention and, where it is installed, by FlashInfer's.
+
+    Their first launches compile kernels, FlashInfer's for a minute or two.
+    """
+    config, cache = runner.config, runner.cache
+    rows = max(MAX_BATCH * max(EAGER_ROWS), *(tokens for tokens, _ in CHUNKS))
+    longest = max(sum(chunk) for chunk in CHUNKS)
+    sizes = PassSizes(rows, MAX_BATCH * max(EAGER_ROWS), MAX_BATCH, longest // BLOCK + 1, graphs=False)
+    planned: dict[str, FlashInferAttention | None] = {"triton": None}
+    problem = obstacle(config, runner.dtype, cache.data.device)
+    if problem is None:
+        planned["flashinfer"] = FlashInferAttention(config, cache, every_pass=True)
+    else:
+        print(f"no passes by FlashInfer: {problem}", flush=True)
+    chunks = [
+        chain_batch(np.arange(tokens, dtype=np.int32) % 8000, first, BLOCK, np.array([tokens - 1], np.int32))
+        for tokens, first in CHUNKS
+    ]
+    for name, attention in planned.items():
+        model = Llama(config, runner.weights, cache, longest, 0, sizes=sizes, flashinfer=attention)
+        began = time.perf_counter()
+        for batch in (*chunks, verify_batch([32] * 2)):
+            model.forward(batch)
+        torch.cuda.synchronize()
+        print(f"{name}: first passes in {time.perf_counter() - began:.1f} s", flush=True)
+        found = [
+            f"{tokens} behind {first}: {device_ms(partial(model.forward, batch)):.3f}"
+            for (tokens, first), batch in zip(CHUNKS, chunks, strict=True)
+        ]
+        print(f"target, {name}, ms by tokens of a prompt  " + "  ".join(found), flush=True)
+        for batch_size in BATCHES:
+            found = []
+            for count in EAGER_ROWS:
+                made = verify_batch([count] * batch_size)
+                found.append(f"{count}: {device_ms(partial(model.forward, made)):.3f}")
+            print(f"target, {name}, no graphs, batch {batch_size}, ms by rows  " + "  ".join(found), flush=True)
+        if profile:
+            show_profile(f"target, {name}, {CHUNKS[-1]}", partial(model.forward, chunks[-1]))
+            show_profile(f"target, {name}, 16 x 32 rows", partial(model.forward, verify_batch([32] * MAX_BATCH)))
 
 
 def measure_draft(model: Path, head: Path, backend: Backend, size: tuple[int, int], profile: bool) -> None:
@@ -223,10 +276,18 @@ def main() -> None:
     parser.add_argument("--drafter-head", type=Path, required=True, help="the EAGLE-3 head's folder")
     parser.add_argument("--matmuls", type=Path, default=None, help="file that keeps the choice of matmuls")
     parser.add_argument("--numerics", choices=("fast", "strict"), default="fast", help="of the target's passes")
+    parser.add_argument("--only-attention", action="store_true", help="only passes without graphs, by each attention")
     parser.add_argument("--profile", action="store_true", help="print the kernels of some passes")
     args = parser.parse_args()
     backend = choose_backend("cuda")
-    size = measure_target(args.model, backend, args.profile, args.matmuls, args.numerics == "strict")
+    if args.only_attention:
+        measure_attention(load(args.model, backend, strict=False), args.profile)
+        return
+    runner = measure_target(args.model, backend, args.profile, args.matmuls, args.numerics == "strict")
+    if args.numerics == "fast":
+        measure_attention(runner, args.profile)
+    size = runner.config.num_layers, runner.config.hidden_size
+    del runner
     measure_draft(args.model, args.drafter_head, backend, size, args.profile)
 
 
