@@ -193,7 +193,7 @@ def measure_attention(runner: DeviceRunner, profile: bool) -> None:
     for name, attention in planned.items():
         model = Llama(config, runner.weights, cache, longest, 0, sizes=sizes, flashinfer=attention)
         began = time.perf_counter()
-        for batch in (*chunks, verify_batch([32] * 2)):
+        for batch in (*chunks, verify_batch([max(EAGER_ROWS)] * 2)):
             model.forward(batch)
         torch.cuda.synchronize()
         print(f"{name}: first passes in {time.perf_counter() - began:.1f} s", flush=True)

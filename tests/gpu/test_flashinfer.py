@@ -40,10 +40,12 @@ CHUNK, BRANCHES = 300, [-1, 0, 0, 1, 1, 2, 3]
 def _there() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip("flashinfer")
+        pytest.importorskip("flashinfer", exc_type=ImportError)
 
 
-@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 2, 256), (4, 2, 64)])
+@pytest.mark.parametrize(
+    "heads", [(32, 8, 128), (28, 4, 128), (4, 2, 64), (8, 2, 256)], ids=["32x128", "28x128", "4x64", "8x256"]
+)
 @pytest.mark.parametrize("block_size", [1, 16, 24])
 def test_attention_is_the_defined_one(heads: Heads, block_size: int, tmp_path: Path, device: str) -> None:
     """Trees behind and before prompts, of several sequences each; slots that no row sees hold NaN."""

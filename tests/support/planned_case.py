@@ -36,9 +36,8 @@ def forward_batch(case: Case) -> ForwardBatch:
 
 def config_of(heads: Heads, folder: Path) -> ModelConfig:
     num_heads, num_kv_heads, head_dim = heads
-    return load_config(
-        save_llama(folder, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads, head_dim=head_dim)
-    )
+    sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+    return load_config(save_llama(folder, hidden_size=8 * num_heads, **sizes))
 
 
 def attend(case: Case, config: ModelConfig) -> torch.Tensor:
