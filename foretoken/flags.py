@@ -124,6 +124,15 @@ Numerics = Annotated[
         show_default="auto",
     ),
 ]
+AttentionBackend = Annotated[
+    Literal["auto", "triton", "flashinfer"] | None,
+    typer.Option(
+        "--attention-backend",
+        help="The target's attention on a GPU; flashinfer plans every step on the host. auto: FlashInfer for long "
+        "prompts where it is installed, else Triton.",
+        show_default="auto",
+    ),
+]
 DisableOverlapSchedule = Annotated[
     bool,
     typer.Option(

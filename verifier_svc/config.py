@@ -38,6 +38,9 @@ class VerifierSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # strict: a row's logits have the same bits in any batch; auto: strict on a CPU, fast on a GPU.
     numerics: Literal["auto", "strict", "fast"] = "auto"
+    # Of the target on a GPU. flashinfer: of every pass, none of which then is a graph or runs ahead of the host; auto:
+    # of long prompts' passes where it can be had, all others by Triton.
+    attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
     # Threads of the forward pass; 0: one per core but one, which is left to the other services.
     threads: int = Field(default=0, ge=0, le=256)
     # Tokens of context; 0: what the checkpoint says.

@@ -20,8 +20,10 @@ from foretoken.models.backend import Backend
 from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.device_sizes import PassSizes, choices_file
+from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.llama import Llama, ResidentPass
 from foretoken.models.row_check import rows_are_independent
+from verifier_svc.attention_choice import FlashInferPasses
 from verifier_svc.model_runner import TargetModel, silent
 
 _log = logging.getLogger(__name__)
@@ -40,18 +42,40 @@ class DeviceRunner(TargetModel):
     Args:
         sizes: of the largest batch.
         strict: whether a row is to have the same bits in any batch; else the kernels are the fastest for each.
+        flashinfer: which passes FlashInfer is the attention of (verifier_svc.attention_choice).
         Others, errors and attributes as TargetModel.
 
     Attributes:
         planes: [2 * layers, slots, slot_size]; the cache, as kv_commit takes it.
     """
 
-    def __init__(self, path: Path, *, backend: Backend, sizes: PassSizes, strict: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        backend: Backend,
+        sizes: PassSizes,
+        strict: bool = False,
+        flashinfer: FlashInferPasses = "none",
+        **options: Any,
+    ) -> None:
         super().__init__(path, backend=backend, **options)
         self._device = backend.device
         self._most_rows, self._most_wanted = sizes.rows, sizes.wanted
         self._strict = strict
-        self._model = Llama(self.config, self.weights, self.cache, self.max_model_len, 0, sizes=sizes, strict=strict)
+        planned = None
+        if flashinfer != "none":
+            planned = FlashInferAttention(self.config, self.cache, every_pass=flashinfer == "all")
+        self._model = Llama(
+            self.config,
+            self.weights,
+            self.cache,
+            self.max_model_len,
+            0,
+            sizes=sizes,
+            strict=strict,
+            flashinfer=planned,
+        )
         self.planes = self.cache.data.view(2 * self.config.num_layers, self.cache.num_slots, -1)
 
     def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:

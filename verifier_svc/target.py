@@ -12,12 +12,14 @@ from foretoken.models.backend import Backend
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.device_sizes import PassSizes
+from foretoken.models.flashinfer_attention import workspace_bytes
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.models.weights import Checkpoint
 from foretoken.transports.resident import StreamOrder
 from foretoken.transports.shared_weights import SharedWeights
 from foretoken.tree import MASK_WORD_BITS
+from verifier_svc.attention_choice import compiled, flashinfer_passes
 from verifier_svc.config import VerifierSettings
 from verifier_svc.engine import TargetRunner
 from verifier_svc.memory_plan import MemoryPlan, make_plan
@@ -63,6 +65,7 @@ def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
         _refuse_gpu_flags(settings)
     config = load_config(settings.model)
     element = element_type(settings.dtype, backend)
+    has_flashinfer = flashinfer_passes(settings, config, element, backend) != "none"
     with Checkpoint(settings.model) as checkpoint:
         stored = checkpoint.dtype(min(checkpoint.names)).itemsize
         weights_bytes = checkpoint.num_bytes // stored * element.itemsize
@@ -73,13 +76,14 @@ def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
         bytes_per_token=cache_bytes_per_token(config, settings.dtype, backend),
         max_model_len=context_tokens(config, settings.context_length),
         available=int(torch.cuda.mem_get_info()[0] * settings.mem_fraction_static) if on_gpu else None,
-        buffers_bytes=_buffers_bytes(settings, config, element) if on_gpu else 0,
+        buffers_bytes=(_buffers_bytes(settings, config, element) if on_gpu else 0)
+        + (workspace_bytes(config, backend.device) if has_flashinfer else 0),
     )
 
 
 def _refuse_gpu_flags(settings: VerifierSettings) -> None:
     """A flag without effect is a mistake that the user should know of."""
-    for field in ("mem_fraction_static", "disable_cuda_graph", "disable_overlap_schedule"):
+    for field in ("mem_fraction_static", "disable_cuda_graph", "disable_overlap_schedule", "attention_backend"):
         if getattr(settings, field) != VerifierSettings.model_fields[field].default:
             raise ConfigError(
                 f"--{field.replace('_', '-')} has an effect on a GPU only, and models run on the CPU here"
@@ -91,7 +95,7 @@ def _refuse_gpu_flags(settings: VerifierSettings) -> None:
 
 
 def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend, progress: Progress) -> Target:
-    """Load the model and warm it up. Raises ConfigError if strict numerics are wanted and cannot be had."""
+    """Load the model and warm it up. Raises ConfigError if strict numerics or FlashInfer cannot be had as wanted."""
     if backend.kernels == "cpu":
         runner = ModelRunner(
             settings.model,
@@ -111,12 +115,15 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
     from verifier_svc.resident_step import ResidentStep, plain_memory
 
     sizes = pass_sizes(settings)
+    config, element = load_config(settings.model), element_type(settings.dtype, backend)
+    flashinfer = compiled(flashinfer_passes(settings, config, element, backend), config, element, backend, progress)
     on_device = DeviceRunner(
         settings.model,
         dtype=settings.dtype,
         backend=backend,
         sizes=sizes,
         strict=settings.numerics == "strict",
+        flashinfer=flashinfer,
         block_size=settings.block_size,
         num_blocks=budget.num_blocks,
         context_length=settings.context_length,
@@ -134,7 +141,8 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
         graphs=not settings.disable_cuda_graph,
     )
     walker.warm_up(on_device.config.vocab_size)
-    if settings.disable_overlap_schedule:
+    # What is planned on the host waits for the lengths that the step before has come to.
+    if settings.disable_overlap_schedule or flashinfer == "all":
         return Target(on_device, walker, on_device.shared_weights)
     make_step = partial(
         ResidentStep,

@@ -136,19 +136,19 @@ def draft_request(batch: int, shape: tuple[int, int, int, int], width: int, gene
     return DraftRequest.of_columns(1, step + 1, columns)
 
 
-def device_ms(launch: Callable[[], object]) -> float:
-    """Milliseconds of one call among REPEATS that follow each other without a wait."""
+def device_ms(launch: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Milliseconds of one call among ``repeats`` that follow each other without a wait."""
     launch()
     torch.cuda.synchronize()
     times: list[float] = []
     for _ in range(3):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             launch()
         ended.record()
         ended.synchronize()
-        times.append(float(began.elapsed_time(ended)) / REPEATS)
+        times.append(float(began.elapsed_time(ended)) / repeats)
     return min(times)
 
 
@@ -169,17 +169,14 @@ def draft_times(
     return DraftTimes(sum(found.values()) - trees, trees)
 
 
-def measure_target(
-    model: Path, backend: Backend, profile: bool, matmuls: Path | None, strict: bool, floor: Floor
-) -> tuple[tuple[int, int], float]:
-    """Prints the passes' times; returns the number of layers and the hidden size, and the share of BAR_ROWS rows."""
+def load_target(model: Path, backend: Backend, strict: bool = False) -> DeviceRunner:
+    """With noise in its cache."""
     rows = MAX_BATCH * max(ROWS)
-    sizes = PassSizes(rows, rows, PLAIN_ROWS, BLOCKS_PER_SEQ)
     began = time.perf_counter()
     runner = DeviceRunner(
         model,
         backend=backend,
-        sizes=sizes,
+        sizes=PassSizes(rows, rows, PLAIN_ROWS, BLOCKS_PER_SEQ),
         strict=strict,
         block_size=BLOCK,
         num_blocks=PLAIN_ROWS * BLOCKS_PER_SEQ,
@@ -187,6 +184,15 @@ def measure_target(
     )
     torch.nn.init.normal_(runner.cache.data, std=0.5)
     print(f"loaded in {time.perf_counter() - began:.1f} s", flush=True)
+    return runner
+
+
+def measure_target(
+    model: Path, backend: Backend, profile: bool, matmuls: Path | None, strict: bool, floor: Floor
+) -> tuple[tuple[int, int], float]:
+    """Prints the passes' times; returns the number of layers and the hidden size, and the share of BAR_ROWS rows."""
+    rows = MAX_BATCH * max(ROWS)
+    runner = load_target(model, backend, strict)
     # A strict pass has one matmul for each shape.
     for tuned in (False,) if strict else (False, True):
         if tuned:

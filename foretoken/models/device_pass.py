@@ -31,6 +31,7 @@ from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch,
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.device_twins import PinnedRows
+from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.program import Attention, Operation, Program, Span
 from foretoken.models.rope import cos_sin_table
 from foretoken.tree import MASK_WORD_BITS
@@ -61,11 +62,19 @@ class DevicePass:
         config: of the model whose attention runs over ``cache``, on whose device all of this lives.
         num_positions: rotary positions that may occur.
         strict: whether a row is to have the same bits in any batch; else the kernels are the fastest for each.
+        flashinfer: the attention of ``run``'s passes without a graph; None: that of all others.
     """
 
     def __init__(
-        self, config: ModelConfig, cache: KVCache, num_positions: int, sizes: PassSizes, strict: bool = False
+        self,
+        config: ModelConfig,
+        cache: KVCache,
+        num_positions: int,
+        sizes: PassSizes,
+        strict: bool = False,
+        flashinfer: FlashInferAttention | None = None,
     ) -> None:
+        assert not strict or flashinfer is None, "the order of FlashInfer's sums depends on the batch"
         device = cache.data.device
         self._config, self._cache, self._sizes = config, cache, sizes
         self._device, self._dtype = device, cache.data.dtype
@@ -80,6 +89,7 @@ class DevicePass:
             self._matmuls = StrictMatmuls(device, device_limits(device) if device.type == "cuda" else None)
         self._strict = strict
         self._attention = strict_attention if strict else tree_attention
+        self._flashinfer = flashinfer
         # The interpreter runs programs one after the other: it would gain nothing by splits.
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         num_splits = _NUM_SPLITS if device.type == "cuda" else 1
@@ -151,10 +161,12 @@ class DevicePass:
         arrays = self._upload(batch, runs, shape)
         if given is not None:
             self._given.send(given, self.buffer(kernel.GIVEN, *given.shape))
-        if _has_graph(batch):
+        if self._has_graph(batch):
             self._graphs.run((loaded.number, shape), lambda: self.launch(loaded.program, arrays))
-        else:
-            self.launch(loaded.program, arrays)
+            return
+        if self._flashinfer is not None:
+            self._flashinfer.plan(batch, runs)
+        self.launch(loaded.program, arrays, self._flashinfer)
 
     def batch_of(self, rows: int, seqs: int, max_seq_rows: int, blocks: int) -> DeviceBatch:
         """The batch that holds so many rows, all of them wanted, of so many sequences, for ``replay``.
@@ -178,7 +190,8 @@ class DevicePass:
 
     def _upload(self, batch: ForwardBatch, runs: Runs, shape: BatchShape) -> DeviceArrays:
         # Where there is no graph, none knows the addresses.
-        uploaded = self._batch(shape) if _has_graph(batch) else DeviceBatch(shape, self._sizes.mask_words, self._device)
+        is_kept = self._has_graph(batch)
+        uploaded = self._batch(shape) if is_kept else DeviceBatch(shape, self._sizes.mask_words, self._device)
         uploaded.upload(batch, runs)
         return uploaded.arrays
 
@@ -186,15 +199,17 @@ class DevicePass:
         """[rows, width]: a buffer after a run; a view."""
         return self._buffers[field][: rows * width].view(rows, width)
 
-    def launch(self, program: Program, arrays: DeviceArrays) -> None:
-        """Launch a program's kernels over arrays that are on the device."""
+    def launch(self, program: Program, arrays: DeviceArrays, planned: FlashInferAttention | None = None) -> None:
+        """Launch a program's kernels over arrays that are on the device. ``planned``: attention of this very batch."""
         num_rows, num_wanted = len(arrays.token_ids), len(arrays.logit_rows)
         for operation in program.operations:
             rows = num_rows if operation.rows == kernel.EVERY_ROW else num_wanted
             if rows > 0:
-                self._launch(operation, arrays, rows)
+                self._launch(operation, arrays, rows, planned)
 
-    def _launch(self, operation: Operation, arrays: DeviceArrays, rows: int) -> None:
+    def _launch(
+        self, operation: Operation, arrays: DeviceArrays, rows: int, planned: FlashInferAttention | None
+    ) -> None:
         code, weight = operation.code, operation.weight
         out = self._view(operation.out, rows)
         gathered = arrays.logit_rows if operation.rows == kernel.GATHERED else None
@@ -205,7 +220,7 @@ class DevicePass:
             assert weight is not None
             fill_rows(weight, out)
         elif operation.attention is not None:
-            self._attend(operation, operation.attention, arrays, rows)
+            self._attend(operation, operation.attention, arrays, rows, planned)
         else:
             assert operation.x is not None
             x = self._view(operation.x, len(arrays.token_ids) if gathered is not None else rows)
@@ -230,7 +245,14 @@ class DevicePass:
         else:
             self._matmuls.matmul(x, weight, out, add=mode == ADD)
 
-    def _attend(self, operation: Operation, attention: Attention, arrays: DeviceArrays, rows: int) -> None:
+    def _attend(
+        self,
+        operation: Operation,
+        attention: Attention,
+        arrays: DeviceArrays,
+        rows: int,
+        planned: FlashInferAttention | None,
+    ) -> None:
         config, weights = self._config, attention.weights
         keys, values = (plane.flatten(0, 1) for plane in self._cache.data[attention.plane])
         assert operation.x is not None
@@ -251,9 +273,13 @@ class DevicePass:
                 self._strict,
             )
             return
-        width = config.num_heads * config.head_dim
+        query = qkv[:, : config.num_heads * config.head_dim].view(rows, config.num_heads, config.head_dim)
+        out = self._view(operation.out, rows).view(rows, config.num_heads, config.head_dim)
+        if planned is not None:
+            planned.attend(attention.plane, query, out)
+            return
         self._attention(
-            qkv[:, :width].view(rows, config.num_heads, config.head_dim),
+            query,
             keys,
             values,
             arrays.row_starts,
@@ -265,7 +291,7 @@ class DevicePass:
             self._cache.block_size,
             arrays.max_seq_rows,
             self._workspace,
-            self._view(operation.out, rows).view(rows, config.num_heads, config.head_dim),
+            out,
         )
 
     def _view(self, span: Span, rows: int) -> torch.Tensor:
@@ -286,7 +312,7 @@ class DevicePass:
         # A table may be wider than what its sequence has: a draft model's has room for the longest.
         longest = int(batch.context_lens.max()) + MASK_WORD_BITS * sizes.mask_words
         blocks = min(batch.block_tables.shape[1], -(-longest // self._cache.block_size))
-        if not _has_graph(batch):
+        if not self._has_graph(batch):
             return BatchShape(rows, wanted, seqs, most, min(table_bucket(blocks), sizes.blocks))
         return self._graph_shape(rows, wanted, seqs, most, blocks)
 
@@ -300,6 +326,12 @@ class DevicePass:
             min(table_bucket(blocks), sizes.blocks),
         )
 
+    def _has_graph(self, batch: ForwardBatch) -> bool:
+        """Whether a batch is of a kind that comes again: decode steps, whatever their size; and needs no plan."""
+        if self._flashinfer is not None and self._flashinfer.every_pass:
+            return False
+        return batch.num_rows <= MAX_PROMPT_GRAPH_ROWS or len(batch.logit_rows) == batch.num_rows
+
     def _reserve(self, field: int, size: int) -> None:
         """Room for a program; graphs that know the smaller buffer are forgotten."""
         buffer = self._buffers.get(field)
@@ -310,11 +342,6 @@ class DevicePass:
     def _element_type(self, field: int) -> torch.dtype:
         """Logits are float32: rounded to bfloat16 the best two would often be equal."""
         return torch.float32 if field == kernel.LOGITS else self._dtype
-
-
-def _has_graph(batch: ForwardBatch) -> bool:
-    """Whether a batch is of a kind that comes again: decode steps, whatever their size."""
-    return batch.num_rows <= MAX_PROMPT_GRAPH_ROWS or len(batch.logit_rows) == batch.num_rows
 
 
 def _present(tensor: torch.Tensor) -> torch.Tensor | None:

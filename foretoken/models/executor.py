@@ -12,6 +12,7 @@ from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
 from foretoken.models.device_sizes import PassSizes
+from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.forward_pass import ForwardPass
 from foretoken.models.program import Program
 
@@ -41,12 +42,13 @@ def make_executor(
     wide_threads: int = 0,
     sizes: PassSizes | None = None,
     strict: bool = False,
+    flashinfer: FlashInferAttention | None = None,
 ) -> Executor:
-    """A GPU's where ``sizes`` are given, else the CPU's. Other arguments as ForwardPass; ``strict`` as DevicePass: the
-    CPU has no other passes."""
+    """A GPU's where ``sizes`` are given, else the CPU's. Other arguments as ForwardPass; ``strict`` and ``flashinfer``
+    as DevicePass: the CPU's passes are strict."""
     if sizes is None:
         return ForwardPass(config, cache, vocab_size, num_positions, num_threads, wide_threads)
     # Triton is imported where there is a GPU alone.
     from foretoken.models.device_pass import DevicePass
 
-    return DevicePass(config, cache, num_positions, sizes, strict)
+    return DevicePass(config, cache, num_positions, sizes, strict, flashinfer)

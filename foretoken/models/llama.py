@@ -17,6 +17,7 @@ from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import DecoderWeights
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.executor import make_executor
+from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.forward_pass import ForwardPass
 from foretoken.models.program import Attention, LayerShape, Program, Span
 
@@ -49,6 +50,7 @@ class Llama:
         num_threads, wide_threads: as ForwardPass.
         sizes: of passes on a GPU, where weights and cache then are; None: on the CPU.
         strict: on a GPU, whether a row is to have the same bits in any batch, as it has on a CPU.
+        flashinfer: on a GPU, as DevicePass.
     """
 
     def __init__(
@@ -61,11 +63,12 @@ class Llama:
         wide_threads: int = 0,
         sizes: PassSizes | None = None,
         strict: bool = False,
+        flashinfer: FlashInferAttention | None = None,
     ) -> None:
         self.config = config
         self._weights = weights
         self._executor = make_executor(
-            config, cache, config.vocab_size, num_positions, num_threads, wide_threads, sizes, strict
+            config, cache, config.vocab_size, num_positions, num_threads, wide_threads, sizes, strict, flashinfer
         )
         self._programs: dict[tuple[int, ...], Any] = {}
         # Rows and width of the last pass's features.

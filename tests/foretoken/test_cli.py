@@ -46,7 +46,7 @@ ONE_OF_EACH = (
     *("--threads", "2", "--context-length", "512", "--block-size", "8", "--max-total-tokens", "4096"),
     *("--max-running-requests", "4", "--max-queued-requests", "5", "--chunked-prefill-size", "64"),
     *("--disable-radix-cache", "--speculative-num-draft-tokens", "6", "--speculative-max-batch-size", "3"),
-    *("--simulate-accept-length", "2.5", "--numerics", "strict"),
+    *("--simulate-accept-length", "2.5", "--numerics", "strict", "--attention-backend", "triton"),
 )
 NGRAM = (
     *("--speculative-ngram-min-match-window-size", "2", "--speculative-ngram-max-match-window-size", "5"),
@@ -191,6 +191,7 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
         served_model_name="demo",
         address=verifier.address,
         numerics="strict",
+        attention_backend="triton",
         dtype="bfloat16",
         threads=2,
         context_length=512,
@@ -599,7 +600,7 @@ def test_a_port_in_use_is_noticed_before_anything_starts() -> None:
     ("arguments", "message"),
     [
         (("serve",), "Missing argument 'MODEL'"),
-        (("serve", ".", "--attention-backend", "x"), "No such option: --attention-backend"),
+        (("serve", ".", "--tensor-parallel-size", "2"), "No such option: --tensor-parallel-size"),
         (("serve", ".", "--speculative-algorithm", "EAGLE9"), "'EAGLE9' is not"),
         (("verifier", "."), "Missing option '--address'"),
         (("gateway", "."), "Missing option '--verifier'"),

@@ -16,6 +16,7 @@ from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
 from foretoken.models.device_batch import bucket
 from foretoken.models.device_sizes import PassSizes
+from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.llama import Llama
 from foretoken.models.weights import Checkpoint
 from foretoken.tree import ancestor_mask, depths
@@ -32,12 +33,14 @@ def llama(
     sizes: PassSizes | None,
     dtype: torch.dtype = torch.float32,
     strict: bool = False,
+    planned: bool = False,
 ) -> Llama:
     config = load_config(folder)
     with Checkpoint(folder) as checkpoint:
         weights = load_decoder_weights(config, checkpoint, dtype, lambda *_: None, backend)
     cache = KVCache(config.num_layers, NUM_BLOCKS, BLOCK, config.num_kv_heads, config.head_dim, dtype, backend.device)
-    return Llama(config, weights, cache, 64, 1, sizes=sizes, strict=strict)
+    flashinfer = FlashInferAttention(config, cache, every_pass=True) if planned else None
+    return Llama(config, weights, cache, 64, 1, sizes=sizes, strict=strict, flashinfer=flashinfer)
 
 
 def prompt(tokens: list[int], seq_blocks: list[int], first: int = 0) -> dict[str, np.ndarray]:
@@ -89,11 +92,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def run_both(folder: Path, device: str, strict: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def run_both(
+    folder: Path, device: str, strict: bool, planned: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Logits and features of a prompt, of chunks, and of a mixed batch with trees; from the CPU and from the device."""
     found = []
     for backend, sizes in ((CPU, None), (Backend("gpu", torch.device(device)), SIZES)):
-        model = llama(folder, backend, sizes, strict=strict)
+        model = llama(folder, backend, sizes, strict=strict, planned=planned and backend != CPU)
         first, second = [3, 7, 1, 12], [2, 9, 5]
         results = []
 

@@ -13,6 +13,7 @@ from foretoken.models.device_sizes import PassSizes
 from foretoken.transports.resident import StreamOrder
 from tests.support.deployments import BLOCK, SeenHarness, Target
 from tests.support.grammars import VOCAB
+from verifier_svc.attention_choice import FlashInferPasses
 from verifier_svc.device_runner import DeviceRunner
 from verifier_svc.device_walker import DeviceWalker
 from verifier_svc.resident_offer import ResidentOffer
@@ -37,11 +38,13 @@ def harness(
     simulated: float | None = None,
     num_steps: int = 3,
     strict: bool = False,
+    flashinfer: FlashInferPasses = "none",
     **options: Any,
 ) -> SeenHarness:
     """``algorithms``: of the drafters, which run on the device too, but for n-grams. ``overlap``: whether steps run
     ahead of the host where they can. ``num_steps``: of trees of a fixed shape; 0: of what pays. ``simulated``: as
-    ResidentStep; ``strict``: whether a row of the target has the same bits in any batch."""
+    ResidentStep; ``strict``: whether a row of the target has the same bits in any batch.
+    ``flashinfer``: as DeviceRunner."""
     backend = Backend("gpu", torch.device(device))
     rows = 64 + MAX_RUNNING * (max_nodes + 4)
     sizes = PassSizes(rows, rows, MAX_RUNNING, MAX_LEN // BLOCK + 16, graphs=graphs)
@@ -50,6 +53,7 @@ def harness(
         backend=backend,
         sizes=sizes,
         strict=strict,
+        flashinfer=flashinfer,
         dtype=dtype,
         block_size=BLOCK,
         num_blocks=num_blocks,

@@ -71,7 +71,8 @@ def test_progress_is_shown_for_what_takes_long_only(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("mem_fraction_static", 0.5), ("disable_cuda_graph", True), ("numerics", "fast")]
+    ("field", "value"),
+    [("mem_fraction_static", 0.5), ("disable_cuda_graph", True), ("attention_backend", "triton"), ("numerics", "fast")],
 )
 def test_flags_of_a_gpu_are_refused_on_a_cpu(field: str, value: float | str) -> None:
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}( fast)? has an effect on a GPU only"):

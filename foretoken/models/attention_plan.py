@@ -1,0 +1,153 @@
+"""A batch's attention as a library sees it that plans on the host: sequences of queries, their pages, packed masks."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.models.batch import ForwardBatch, Int32
+from foretoken.models.device_batch import Runs
+
+# A run of more rows that sees one stretch of slots is a prompt's: for so many there are kernels with larger tiles, and
+# a mask would take longer to write than the rows to compute.
+_PROMPT_ROWS = 64
+
+
+class PackedMasks(NamedTuple):
+    """What each row of each sequence sees.
+
+    Attributes:
+        bits: uint8 [bytes]; bit i % 8 of a sequence's byte i // 8, where i = row * length + slot, says whether its row
+            sees its logical slot.
+        starts: int32 [seqs + 1]; where a sequence's bytes begin.
+    """
+
+    bits: NDArray[np.uint8]
+    starts: Int32
+
+
+class PlannedRows(NamedTuple):
+    """Rows ``first`` up to ``end`` of a batch, one sequence for each run of rows.
+
+    Attributes:
+        is_prompt: whether every sequence has many rows, and no mask.
+        row_starts: int32 [seqs + 1]; where the rows of each begin, counted from ``first``.
+        page_starts: int32 [seqs + 1]; where the pages of each begin.
+        pages: int32 [page_starts[-1]]; blocks of the cache.
+        last_page_lens: int32 [seqs]; slots of the last page that are read, 1 up to the block size.
+        lengths: int32 [seqs]; slots that are read. All of them have been written, by this pass or by an earlier one.
+        masks: None: of a sequence's rows the last one sees all its slots, and each one before it one slot less.
+    """
+
+    first: int
+    end: int
+    is_prompt: bool
+    row_starts: Int32
+    page_starts: Int32
+    pages: Int32
+    last_page_lens: Int32
+    lengths: Int32
+    masks: PackedMasks | None
+
+
+def planned_rows(batch: ForwardBatch, runs: Runs, block_size: int) -> list[PlannedRows]:
+    """All rows of a batch, in order.
+
+    Raises:
+        ValueError: the batch has contexts that begin later than at the first slot.
+    """
+    if batch.context_starts is not None and batch.context_starts.any():
+        raise ValueError("a plan reads every context from its first slot on")
+    ends, is_stretch = _seen(batch)
+    # Whether a row sees one slot more than the row before.
+    follows = is_stretch.copy()
+    follows[1:] &= ends[1:] == ends[:-1] + 1
+    follows[runs.starts[:-1]] = is_stretch[runs.starts[:-1]]
+    is_causal = np.logical_and.reduceat(follows, runs.starts[:-1])
+    is_prompt = is_causal & (np.diff(runs.starts) > _PROMPT_ROWS)
+    planned = []
+    for prompts, group in groupby(range(len(runs.seqs)), lambda run: bool(is_prompt[run])):
+        members = list(group)
+        part = slice(members[0], members[-1] + 1)
+        planned.append(
+            _planned(batch, runs, part, prompts, ends, has_masks=not is_causal[part].all(), block_size=block_size)
+        )
+    return planned
+
+
+def _seen(batch: ForwardBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """[rows]: the slot behind the last one that a row sees, and whether it sees all before it."""
+    ends = batch.context_lens.astype(np.int64)
+    is_stretch = np.ones(len(ends), np.bool_)
+    rows = np.flatnonzero(batch.masks.any(1))
+    if len(rows):
+        bits = _bits(batch.masks[rows])
+        contexts = ends[rows, None]
+        slots = batch.tree_starts[batch.row_seqs[rows], None] + np.arange(bits.shape[1])
+        ends[rows] = np.where(bits, slots + 1, contexts).max(1)
+        is_stretch[rows] = ends[rows] - contexts[:, 0] == bits.sum(1)
+    return ends, is_stretch
+
+
+def _bits(masks: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """[rows, 64 * words]: the bits of [rows, words], the least significant ones first."""
+    little = np.ascontiguousarray(masks, "<u8").view(np.uint8)
+    return np.unpackbits(little, axis=1, bitorder="little").astype(np.bool_)
+
+
+def _planned(
+    batch: ForwardBatch,
+    runs: Runs,
+    part: slice,
+    is_prompt: bool,
+    ends: NDArray[np.int64],
+    *,
+    has_masks: bool,
+    block_size: int,
+) -> PlannedRows:
+    """Those of the runs ``part``."""
+    first, end = int(runs.starts[part.start]), int(runs.starts[part.stop])
+    row_starts = runs.starts[part.start : part.stop + 1] - first
+    lengths = np.maximum.reduceat(ends[first:end], row_starts[:-1])
+    counts = -(-lengths // block_size)
+    pages = [batch.block_tables[seq, :count] for seq, count in zip(runs.seqs[part], counts, strict=True)]
+    return PlannedRows(
+        first=first,
+        end=end,
+        is_prompt=is_prompt,
+        row_starts=row_starts.astype(np.int32),
+        page_starts=_starts(counts),
+        pages=np.concatenate(pages),
+        last_page_lens=(lengths - (counts - 1) * block_size).astype(np.int32),
+        lengths=lengths.astype(np.int32),
+        masks=_packed(batch, first, row_starts, lengths) if has_masks else None,
+    )
+
+
+def _packed(batch: ForwardBatch, first: int, row_starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> PackedMasks:
+    """All bits are set first, since most are; the few that are not stand behind the context that all rows share."""
+    rows = slice(first, first + int(row_starts[-1]))
+    counts = np.diff(row_starts)
+    starts = _starts(-(-counts * lengths // 8))
+    packed = np.full(starts[-1], 255, np.uint8)
+    seq = np.repeat(np.arange(len(counts)), counts)
+    contexts = batch.context_lens[rows].astype(np.int64)
+    shared = np.minimum.reduceat(contexts, row_starts[:-1])
+    slots = shared[seq, None] + np.arange((lengths - shared).max())
+    node = slots - batch.tree_starts[batch.row_seqs[rows], None]
+    bits = _bits(batch.masks[rows])
+    on_path = np.take_along_axis(bits, node.clip(0, bits.shape[1] - 1), 1) & (node >= 0) & (node < bits.shape[1])
+    hidden = (slots >= contexts[:, None]) & ~on_path & (slots < lengths[seq, None])
+    row_bits = 8 * starts[seq].astype(np.int64) + (np.arange(len(seq)) - row_starts[seq]) * lengths[seq]
+    cleared = (row_bits[:, None] + slots)[hidden]
+    # Each bit is there once, so subtracting it clears it; it is the faster of the two.
+    np.subtract.at(packed, cleared >> 3, (1 << (cleared & 7)).astype(np.uint8))
+    return PackedMasks(packed, starts)
+
+
+def _starts(counts: NDArray[np.int64]) -> Int32:
+    """int32 [len(counts) + 1]; where each begins, and the end of the last."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int32)
