@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 NGRAM_DRAFTER = "ngram"
 # Tens of microseconds: longer than a phase of a step lasts, shorter than it takes to be scheduled again.
 OPENMP_SPIN_COUNT = "20000"
+# Of the two libraries that PyTorch has on a GPU, read as it is loaded: all matmuls of the Llama-3.1-8B shape take 4.37
+# instead of 4.63 ms at 96 rows on an H200, and as long as before at 512.
+MATMULS_BY_CUBLASLT = "1"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(corpus_commands.app, name="corpus")
@@ -239,6 +242,7 @@ def verifier(
     # Read by the OpenMP library as it is loaded: by default a thread spins through milliseconds at each barrier, also
     # while the one it waits for has lost its core.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", MATMULS_BY_CUBLASLT)
     from foretoken.drafter_spec import check_together, parse_spec
     from foretoken.errors import ConfigError
 
@@ -295,6 +299,7 @@ def drafter(
     """Start one drafter: it proposes tokens to the verifier that attaches to it, one at a time."""
     # As for a verifier: a draft model's threads share the cores with it.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", MATMULS_BY_CUBLASLT)
     from drafter_svc.config import DrafterSettings
     from foretoken import hub
     from foretoken.config import at_fault, build

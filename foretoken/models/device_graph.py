@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from foretoken_kernels.gpu.graph_capture import captured
 
 _log = logging.getLogger(__name__)
 
@@ -52,16 +53,10 @@ class DeviceGraphs:
         torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # By hand: torch.cuda.graph collects garbage first, which takes longer than the capture.
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                launch()
-            finally:
-                graph.capture_end()
+            graph = captured(launch, self._pool)
         current.wait_stream(side)
         _log.debug("captured %s in %.0f ms", key, (time.perf_counter() - started) * 1e3)
         return graph

@@ -299,7 +299,9 @@ def test_steps_that_do_not_come_are_given_up(head: Play, monkeypatch: pytest.Mon
     monkeypatch.setattr(DeviceJournal, "is_ready", lambda journal: head.order.calls[-1][0] == "release")
     for step in range(3):
         assert_same(head.post(step, begins=step == 0, is_last=step == 2), expected[step])
-    assert [name for name, _ in head.order.calls] == ["await", "signal"] * 3 + ["release"]
+    names = [name for name, _ in head.order.calls]
+    # On a GPU a capture waits for the device too, without patience as here.
+    assert [name for name in names if name != "release"] == ["await", "signal"] * 3 and names[-1] == "release"
     assert_same(head.finale(), expected_finale)
 
 

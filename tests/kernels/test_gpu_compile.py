@@ -99,18 +99,18 @@ CASES["strict_matmul"] = [
         "_strict_matmul",
         f"*{x} *{x} *{out} *fp32 *i32 i32 i32:16 i32:16 i32:16 i32:16 i32:16",
         {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLIT_K": split, "EVEN_N": even, "EVEN_K": even}
-        | {"ADD": mode == "add", "GATE_UP": mode == "gate_up", "WIDEN": False, "IN_TURN": m == 128 and even},
+        | {"ADD": mode == "add", "GATE_UP": mode == "gate_up", "WIDEN": False},
         {"num_stages": stages, "num_warps": warps},
     )
     for x, out, m, (n, k, split, stages, warps), mode, even in (
         ("bf16", "bf16", 128, (128, 64, 4, 4, 8), "add", True),
-        ("bf16", "bf16", 128, (128, 64, 4, 4, 8), "store", False),
         ("bf16", "bf16", 128, (128, 64, 1, 4, 8), "gate_up", True),
-        ("bf16", "fp32", 128, (128, 64, 1, 4, 8), "store", True),
-        ("bf16", "bf16", 64, (64, 128, 4, 4, 4), "store", True),
-        ("bf16", "bf16", 64, (128, 128, 4, 3, 8), "add", True),
-        ("bf16", "bf16", 64, (64, 128, 1, 3, 8), "gate_up", True),
-        ("bf16", "fp32", 64, (128, 128, 1, 3, 8), "store", True),
+        ("bf16", "bf16", 128, (64, 128, 1, 3, 8), "store", True),
+        ("bf16", "fp32", 128, (256, 64, 1, 3, 8), "store", True),
+        ("bf16", "bf16", 64, (64, 128, 1, 5, 4), "store", True),
+        ("bf16", "bf16", 64, (64, 128, 4, 3, 4), "add", True),
+        ("bf16", "bf16", 64, (32, 128, 1, 3, 4), "gate_up", True),
+        ("bf16", "fp32", 64, (64, 128, 1, 3, 4), "store", True),
         ("bf16", "bf16", 64, (64, 64, 1, 3, 4), "gate_up", False),
         ("fp32", "fp32", 16, (32, 32, 1, 3, 4), "gate_up", False),
     )

@@ -2,7 +2,7 @@
 
 A program has BLOCK_M rows, BLOCK_N output features and one of SPLIT_K parts of the sum, so that small matrices still
 keep every SM busy. The last of a tile's programs to arrive adds the parts up, in the parts' order: the same bits every
-time, whoever came last. Where tiles alone are enough, a program has all parts and adds them up as it goes.
+time, whoever came last.
 """
 
 from __future__ import annotations
@@ -27,49 +27,6 @@ class MatmulWorkspace(NamedTuple):
 
     partials: torch.Tensor
     counters: torch.Tensor
-
-
-@_jit
-def _add_part(  # type: ignore[no-untyped-def]
-    total,
-    up_total,
-    x_at,
-    weight_at,
-    up_at,
-    k,
-    is_row,
-    in_features,
-    split_size,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GATE_UP: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """One part of the sums, its input features in ascending order, on top of what is there."""
-    for _ in range(0, split_size, BLOCK_K):
-        if EVEN_K:
-            rows = tl.load(x_at, mask=is_row, other=0.0)
-            features = tl.load(weight_at, eviction_policy="evict_first")
-        else:
-            rows = tl.load(x_at, mask=is_row & (k < in_features)[None, :], other=0.0)
-            features = tl.load(weight_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
-        if WIDEN:
-            rows = rows.to(tl.float32)
-            features = features.to(tl.float32)
-        total = tl.dot(rows, tl.trans(features), total, input_precision="ieee")
-        if GATE_UP:
-            if EVEN_K:
-                up_features = tl.load(up_at, eviction_policy="evict_first")
-            else:
-                up_features = tl.load(up_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
-            if WIDEN:
-                up_features = up_features.to(tl.float32)
-            up_total = tl.dot(rows, tl.trans(up_features), up_total, input_precision="ieee")
-            up_at += BLOCK_K
-        x_at += BLOCK_K
-        weight_at += BLOCK_K
-        k += BLOCK_K
-    return total, up_total
 
 
 @_jit
@@ -98,7 +55,6 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     GATE_UP: tl.constexpr,
     WIDEN: tl.constexpr,
-    IN_TURN: tl.constexpr,
 ):
     """``out = x @ weight.T`` of a tile, ``out += ...`` with ADD; with GATE_UP silu of the first half times the second.
 
@@ -106,8 +62,6 @@ def multiply_tile(  # type: ignore[no-untyped-def]
         first_row, feature_tile: which rows, and which BLOCK_N features.
         split: which part of the sum.
         tile: the number of the tile's counter and partial sums.
-        IN_TURN: this program computes all SPLIT_K parts, one after the other: the same bits as of a program for each.
-            ``split`` is 0.
         WIDEN: multiply in float32.
     """
     in_tile = tl.arange(0, BLOCK_M)
@@ -131,31 +85,31 @@ def multiply_tile(  # type: ignore[no-untyped-def]
         # The sum begins with what is there, in the first part.
         limit = tl.where(split == 0, num_rows, 0)
         total += tl.load(out_at, mask=is_output & (m < limit)[:, None], other=0.0).to(tl.float32)
-    total, up_total = _add_part(
-        total, up_total, x_at, weight_at, up_at, k, is_row, in_features, split_size, BLOCK_K, EVEN_K, GATE_UP, WIDEN
-    )
-    if IN_TURN:
-        for part in tl.static_range(1, SPLIT_K):
-            skipped = part * split_size
-            next_total, next_up_total = _add_part(
-                tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-                tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-                x_at + skipped,
-                weight_at + skipped,
-                up_at + skipped,
-                k + skipped,
-                is_row,
-                in_features,
-                split_size,
-                BLOCK_K,
-                EVEN_K,
-                GATE_UP,
-                WIDEN,
-            )
-            total += next_total
-            up_total += next_up_total
+    for _ in range(0, split_size, BLOCK_K):
+        if EVEN_K:
+            rows = tl.load(x_at, mask=is_row, other=0.0)
+            features = tl.load(weight_at, eviction_policy="evict_first")
+        else:
+            rows = tl.load(x_at, mask=is_row & (k < in_features)[None, :], other=0.0)
+            features = tl.load(weight_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
+        if WIDEN:
+            rows = rows.to(tl.float32)
+            features = features.to(tl.float32)
+        total = tl.dot(rows, tl.trans(features), total, input_precision="ieee")
+        if GATE_UP:
+            if EVEN_K:
+                up_features = tl.load(up_at, eviction_policy="evict_first")
+            else:
+                up_features = tl.load(up_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
+            if WIDEN:
+                up_features = up_features.to(tl.float32)
+            up_total = tl.dot(rows, tl.trans(up_features), up_total, input_precision="ieee")
+            up_at += BLOCK_K
+        x_at += BLOCK_K
+        weight_at += BLOCK_K
+        k += BLOCK_K
 
-    if IN_TURN or SPLIT_K == 1:
+    if SPLIT_K == 1:
         if GATE_UP:
             total = total / (1.0 + tl.exp(-total)) * up_total
         tl.store(out_at, total.to(out.dtype.element_ty), mask=is_output)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import triton
 
+from foretoken_kernels.gpu.graph_capture import captured
 from foretoken_kernels.gpu.matmul_choice import ADD, GATE_UP, ROW_BUCKETS, STORE, Choices, MatmulShape, MatmulTable
 from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, candidates
 
@@ -124,14 +125,12 @@ def graph_microseconds(call: Callable[[torch.Tensor], None], weights: Sequence[t
     with torch.cuda.stream(stream):
         call(weights[0])  # compiles, and lets libraries allocate
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Not by torch.cuda.graph(), which also collects garbage: hundreds of graphs are captured here.
-        graph.capture_begin()
-        try:
+
+        def call_all() -> None:
             for weight in weights:
                 call(weight)
-        finally:
-            graph.capture_end()
+
+        graph = captured(call_all)
         graph.replay()
         times: list[float] = []
         for _ in range(_REPLAYS):
@@ -153,7 +152,8 @@ def device_limits(device: torch.device) -> Device:
 
 def _machine(device: torch.device) -> str:
     """Times of another GPU, library or compiler say nothing."""
-    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    return f"{torch.cuda.get_device_name(device)}, {versions}, {torch.backends.cuda.preferred_blas_library().name}"
 
 
 def read_choices(path: Path, machine: str) -> dict[str, Choices]:

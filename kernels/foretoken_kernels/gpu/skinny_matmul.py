@@ -72,7 +72,6 @@ def _skinny_matmul_kernel(
         ADD,
         GATE_UP,
         False,
-        False,
     )
 
 
