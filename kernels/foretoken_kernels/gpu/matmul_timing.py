@@ -153,7 +153,7 @@ def device_limits(device: torch.device) -> Device:
 def _machine(device: torch.device) -> str:
     """Times of another GPU, library or compiler say nothing."""
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
-    return f"{torch.cuda.get_device_name(device)}, {versions}, {torch.backends.cuda.preferred_blas_library().name}"
+    return f"{torch.cuda.get_device_name(device)}, {versions}, {torch.backends.cuda.preferred_blas_library()}"
 
 
 def read_choices(path: Path, machine: str) -> dict[str, Choices]:
