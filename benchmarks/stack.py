@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,11 +61,30 @@ def running_stack(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            address = Address("127.0.0.1", port)
-            _wait_ready(address, child, log, num_drafters, ready_timeout_s)
-            yield address, psutil.Process(child.pid)
+            with terminable():
+                address = Address("127.0.0.1", port)
+                _wait_ready(address, child, log, num_drafters, ready_timeout_s)
+                yield address, psutil.Process(child.pid)
         finally:
             _stop(child)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends this process by an exception meanwhile: what it has started is in a session of its own, and would
+    keep its ports and a GPU's memory."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def free_ports(count: int) -> list[int]:

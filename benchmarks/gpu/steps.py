@@ -5,7 +5,8 @@
 
 For every row of benchmarks.gpu.bars it starts ``foretoken serve`` with ``--simulate-accept-length`` (whose text means
 nothing) and decodes batches of random prompts, at the verifier's own gRPC stream or through the gateway. A step's time
-is the time between two arrivals of one sequence's tokens. One run writes one JSON with all step times, and a picture.
+is the time between two arrivals of one sequence's tokens. One run writes one JSON with all step times, anew with each
+row, and a picture.
 """
 
 from __future__ import annotations
@@ -71,13 +72,12 @@ class Server:
 
 def measure(
     model: Path, head: Path, keys: Sequence[Key], workload: Workload, threads: int, extra: Sequence[str]
-) -> list[dict[str, Any]]:
-    """All rows, each stack started once. ``extra``: more flags of ``foretoken serve``.
+) -> Iterator[dict[str, Any]]:
+    """One row after the other, each stack started once. ``extra``: more flags of ``foretoken serve``.
 
     Raises:
         StackError, StreamError: a stack or a stream did not do what it should.
     """
-    rows = []
     sizes = step_bytes(model, head)
     for setting in bars.SETTINGS:
         for in_process in (False, True):
@@ -87,8 +87,8 @@ def measure(
             flags = [*serve_flags(setting, head, in_process=in_process, batch=max(k.batch for k in wanted)), *extra]
             what = f"{setting.name}{', drafter in process' if in_process else ''}"
             with served(what, model, threads, flags, num_drafters=0 if setting.is_plain else 1) as server:
-                rows += [_row(key, setting, server, workload, sizes) for key in wanted]
-    return rows
+                for key in wanted:
+                    yield _row(key, setting, server, workload, sizes)
 
 
 def serve_flags(setting: Setting, head: Path, *, in_process: bool, batch: int) -> list[str]:
@@ -107,10 +107,12 @@ def serve_flags(setting: Setting, head: Path, *, in_process: bool, batch: int) -
 def served(what: str, model: Path, threads: int, flags: Sequence[str], *, num_drafters: int) -> Iterator[Server]:
     """``foretoken serve``, ready. ``what``: for which it is started. Raises StackError."""
     progress(f"{what}: starting")
+    began = time.perf_counter()
     with running_stack(model, threads, flags, num_drafters=num_drafters, ready_timeout_s=READY_TIMEOUT_S) as (
         address,
         root,
     ):
+        progress(f"{what}: ready in {time.perf_counter() - began:.1f} s")
         verifier = service(root, "verifier")
         words = verifier.cmdline()
         yield Server(address, words[words.index("--address") + 1], describe(address)["model"], verifier.environ())
@@ -210,17 +212,20 @@ def _through_gateway(server: Server, prompts: Sequence[Sequence[int]], workload:
     return found
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure and return what the JSON holds."""
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What the JSON holds, once more with each row that is there. Raises StackError if there is none to measure."""
     keys = [
         key
         for key in required_rows()
         if key.setting in options.settings and key.batch in options.batches and key.path in options.paths
     ]
+    if not keys:
+        raise StackError("no row has these settings, batches and paths together")
     config = json.loads((options.model / "config.json").read_text())
     workload = Workload(
         config["vocab_size"], options.prompt_tokens, options.output_tokens, options.min_steps, options.temperature
     )
+    rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "format": FORMAT,
         "invocation": uuid.uuid4().hex,
@@ -229,15 +234,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "numerics": options.numerics,
         "model": config,
         "drafter_head": json.loads((options.drafter_head / "config.json").read_text()),
+        "rows": rows,
     }
     extra = ["--numerics", options.numerics, *shlex.split(options.serve_flags)]
-    rows = measure(options.model.resolve(), options.drafter_head.resolve(), keys, workload, options.threads, extra)
     device = result["device"]
     common = {"invocation": result["invocation"], "commit": result["commit"], "gpu": device["gpu"]}
-    for row in rows:
+    model, head = options.model.resolve(), options.drafter_head.resolve()
+    for row in measure(model, head, keys, workload, options.threads, extra):
         floor_ms = 1e3 * row["floor_bytes"] / device["bandwidth"]
-        row |= common | {"floor_ms": floor_ms, "floor_share": floor_ms / row["median_ms"]}
-    return result | {"rows": rows}
+        rows.append(row | common | {"floor_ms": floor_ms, "floor_share": floor_ms / row["median_ms"]})
+        yield result
 
 
 def to_markdown(result: dict[str, Any]) -> str:
@@ -277,13 +283,13 @@ def main() -> None:
     options = parser().parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     try:
-        result = run(options)
+        for result in run(options):
+            stem = result["began_at"].replace(":", "").replace("+0000", "Z")
+            file = options.output / f"steps-{stem}.json"
+            file.write_text(json.dumps(result, indent=1) + "\n")
     except (StackError, StreamError) as error:
         progress(f"failed: {error}")
         sys.exit(1)
-    stem = result["began_at"].replace(":", "").replace("+0000", "Z")
-    file = options.output / f"steps-{stem}.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
     draw(result, file.with_suffix(".png"))
     print(to_markdown(result))
     print(f"{file}; bars are judged by: python -m benchmarks.gpu.check {file}")

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks.stack import StackError, cpu_seconds, describe, free_ports, idle_share, running_stack, service
+from benchmarks.stack import (
+    StackError,
+    cpu_seconds,
+    describe,
+    free_ports,
+    idle_share,
+    running_stack,
+    service,
+    terminable,
+)
 from tests.benchmarks.scripted_server import scripted_server
 
 PARENT = """
@@ -130,3 +142,23 @@ def test_describe_of_nothing_names_the_address() -> None:
 
     with pytest.raises(StackError, match=f"127.0.0.1:{port}"):
         describe(Address("127.0.0.1", port))
+
+
+def test_a_benchmark_that_is_told_to_end_ends_its_stack_first() -> None:
+    ended = []
+
+    def run() -> None:
+        try:
+            with terminable():
+                os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            ended.append("stack")
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        run()
+    assert ended == ["stack"] and signal.getsignal(signal.SIGTERM) is before
+    # Only the main thread may have handlers.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(terminable().__enter__).result()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -52,19 +52,22 @@ def test_a_graph_that_is_garbage_does_not_end_a_capture(device: str) -> None:
     ones, total = torch.ones(8, device=device), torch.zeros(8, device=device)
 
     def add() -> None:
+        total.add_(ones)
+
+    def add_among_objects() -> None:
         gc.set_threshold(1)
         _ = [[object()] for _ in range(2000)]
-        total.add_(ones)
+        add()
 
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         add()
         gc.disable()
         for _ in range(3):
-            circle: list[Any] = [captured(lambda: total.add_(ones) and None)]
+            circle: list[Any] = [captured(add)]
             circle.append(circle)
             del circle
         gc.enable()
-        graph = captured(add)
+        graph = captured(add_among_objects)
         total.zero_()
         graph.replay()
         torch.cuda.synchronize()

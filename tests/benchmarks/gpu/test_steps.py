@@ -58,6 +58,17 @@ def test_every_path_is_measured(
     assert "missing row: chain 3-1-4" in reasons and "the bars are for hidden_size 4096, this is 128" in reasons
 
 
+def test_nothing_to_measure_is_a_failure(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(folder / "target"), "--drafter-head", str(folder / "eagle3"), "--output", str(tmp_path)]
+    words += ["--settings", "plain", "--paths", "in-process"]
+    monkeypatch.setattr(sys, "argv", ["steps", *words])
+    with pytest.raises(SystemExit, match="1"):
+        steps.main()
+    assert "no row has these settings" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_flags_of_the_settings(tmp_path: Path) -> None:
     plain, _, _, tree, *_ = SETTINGS
     assert steps.serve_flags(plain, tmp_path, in_process=False, batch=4)[-2:] == ["--speculative-algorithm", "NONE"]
