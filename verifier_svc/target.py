@@ -116,7 +116,8 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
 
     sizes = pass_sizes(settings)
     config, element = load_config(settings.model), element_type(settings.dtype, backend)
-    flashinfer = compiled(flashinfer_passes(settings, config, element, backend), config, element, backend, progress)
+    wanted = flashinfer_passes(settings, config, element, backend, announce=True)
+    flashinfer = compiled(wanted, config, element, backend, progress)
     on_device = DeviceRunner(
         settings.model,
         dtype=settings.dtype,

@@ -97,9 +97,8 @@ def traced_verifier(model: Path, flags: Sequence[str]) -> Iterator[tuple[Verifie
             child.stdout.close()
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each setting and batch. Raises StackError or TraceError."""
-    rows = []
     extra = ["--threads", str(options.threads), "--numerics", options.numerics, *shlex.split(options.verifier_flags)]
     vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
     for setting in bars.SETTINGS:
@@ -117,9 +116,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 recorder.start()
                 client.run(prompts, num_tokens)
                 timeline = timeline_of(spans_of(recorder.stop()))
-                rows.append(row | figures(timeline, row["step_ms"]))
-                progress(to_line(rows[-1]))
-    return rows
+                found = row | figures(timeline, row["step_ms"])
+                progress(to_line(found))
+                yield found
 
 
 def verifier_flags(setting: Setting, head: Path, batch: int) -> list[str]:
@@ -224,15 +223,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    result = run_facts("idle", options.commit)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    result = run_facts("idle", options.commit) | {"rows": rows}
     try:
-        result["rows"] = measure(options)
+        for row in measure(options):
+            rows.append(row)
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
     except (StackError, TraceError) as error:
         progress(f"failed: {error}")
         sys.exit(1)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(to_markdown(result["rows"]))
+    print(to_markdown(rows))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def host_cases(batch: int) -> list[Case]:
     ]
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each case, each server started once. Raises StackError."""
     model, head = options.model.resolve(), options.drafter_head.resolve()
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -130,7 +130,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         (TREE, ragged_cases(options.batch, options.plain_rows), ()),
         (CHAIN, host_cases(options.batch), NGRAM_FLAGS),
     )
-    rows = []
     for setting, cases, drafters in groups:
         most = max(case.size for case in cases)
         flags = [*serve_flags(setting, head, in_process=False, batch=most), *drafters, *extra]
@@ -139,8 +138,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             served(setting.name, model, options.threads, flags, num_drafters=num_drafters) as server,
             VerifierClient(server.verifier) as client,
         ):
-            rows += [_row(client, setting, case, workload, options.steps) for case in cases]
-    return rows
+            for case in cases:
+                yield _row(client, setting, case, workload, options.steps)
 
 
 def _row(client: VerifierClient, setting: Setting, case: Case, workload: Workload, steps: int) -> dict[str, Any]:
@@ -237,14 +236,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    result = run_facts("mixed", options.commit)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    result = run_facts("mixed", options.commit) | {"rows": rows}
     try:
-        rows = measure(options)
+        for row in measure(options):
+            rows.append(row)
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
     except StackError as error:
         progress(f"failed: {error}")
         sys.exit(1)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
     print(to_markdown(rows))
     if options.draft_ms is not None:
         is_reached, line = judge(rows, options.batch, options.plain_rows, options.draft_ms)

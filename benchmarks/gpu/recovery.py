@@ -104,7 +104,12 @@ def _rows(subject: Subject, options: argparse.Namespace, mps: str, mode: str) ->
             for repeat in range(options.repeats):
                 undisturbed = subject.settle(batch, fault)
                 course = subject.disturb(batch, fault)
-                row = {"mps": mps, "fault": fault.name, "batch": batch, "repeat": repeat, **figures(course)}
+                try:
+                    row = {"mps": mps, "fault": fault.name, "batch": batch, "repeat": repeat, **figures(course)}
+                except ValueError as error:
+                    raise StackError(
+                        f"{fault.name}: {error}: streams of {options.output_tokens} tokens are too short"
+                    ) from error
                 row["undisturbed_pause_ms"] = 1e3 * longest_pause(_arrivals(undisturbed[-1]))
                 # Behind a comma stands what makes a text meaningless.
                 if "," not in mode:

@@ -5,8 +5,8 @@
 
 For every row of benchmarks.gpu.bars it starts ``foretoken serve`` with ``--simulate-accept-length`` (whose text means
 nothing) and decodes batches of random prompts, at the verifier's own gRPC stream or through the gateway. A step's time
-is the time between two arrivals of one sequence's tokens. One run writes one JSON with all step times, anew with each
-row, and a picture.
+is the time between two arrivals of one sequence's tokens. One run writes one JSON with all step times, and a picture;
+with each row it writes what there is so far (.unfinished).
 """
 
 from __future__ import annotations
@@ -286,10 +286,13 @@ def main() -> None:
         for result in run(options):
             stem = result["began_at"].replace(":", "").replace("+0000", "Z")
             file = options.output / f"steps-{stem}.json"
-            file.write_text(json.dumps(result, indent=1) + "\n")
+            # A run that does not end is no result: the newest one is looked for among whole ones.
+            unfinished = file.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(result, indent=1) + "\n")
     except (StackError, StreamError) as error:
         progress(f"failed: {error}")
         sys.exit(1)
+    unfinished.replace(file)
     draw(result, file.with_suffix(".png"))
     print(to_markdown(result))
     print(f"{file}; bars are judged by: python -m benchmarks.gpu.check {file}")

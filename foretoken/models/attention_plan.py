@@ -53,8 +53,9 @@ class PlannedRows(NamedTuple):
     masks: PackedMasks | None
 
 
-def planned_rows(batch: ForwardBatch, runs: Runs, block_size: int) -> list[PlannedRows]:
-    """All rows of a batch, in order.
+def planned_rows(batch: ForwardBatch, runs: Runs, block_size: int, most: int) -> list[PlannedRows]:
+    """All rows of a batch, in order; where prompts and others take turns more than ``most`` times, as one stretch that
+    is no prompt's.
 
     Raises:
         ValueError: the batch has contexts that begin later than at the first slot.
@@ -68,6 +69,8 @@ def planned_rows(batch: ForwardBatch, runs: Runs, block_size: int) -> list[Plann
     follows[runs.starts[:-1]] = is_stretch[runs.starts[:-1]]
     is_causal = np.logical_and.reduceat(follows, runs.starts[:-1])
     is_prompt = is_causal & (np.diff(runs.starts) > _PROMPT_ROWS)
+    if 1 + np.count_nonzero(np.diff(is_prompt)) > most:
+        is_prompt[:] = False
     planned = []
     for prompts, group in groupby(range(len(runs.seqs)), lambda run: bool(is_prompt[run])):
         members = list(group)

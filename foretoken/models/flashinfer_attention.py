@@ -33,8 +33,8 @@ _LEAST_WORKSPACE = 128 << 20
 # Rows, times query heads of a group, of its kernels' largest tile, and such tiles of a multiprocessor where keys are
 # split.
 _TILE, _TILES_EACH = 128, 2
-# Each wrapper allocates so much for its plan, and a pass seldom has more than so many plans.
-_PLAN_BYTES, _USUAL_PLANS = 9 << 20, 4
+# Each wrapper allocates so much for its plan, and a pass has no more than so many plans.
+_PLAN_BYTES, _MOST_PLANS = 9 << 20, 4
 # Prompts by what FlashInfer finds best (FlashAttention-3 on compute capability 9.0). The other kernels alone take
 # masks; they share a key head's queries and split long contexts, which few rows need.
 _PROMPTS_BY, _NODES_BY = "auto", "fa2"
@@ -60,7 +60,7 @@ def obstacle(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> s
 
 def workspace_bytes(config: ModelConfig, device: torch.device) -> int:
     """What FlashInferAttention takes on the device."""
-    return _partial_sums(config, device) + _USUAL_PLANS * _PLAN_BYTES
+    return _partial_sums(config, device) + _MOST_PLANS * _PLAN_BYTES
 
 
 def _partial_sums(config: ModelConfig, device: torch.device) -> int:
@@ -104,7 +104,7 @@ class FlashInferAttention:
         """
         self._launches.clear()
         used = {True: 0, False: 0}
-        for rows in planned_rows(batch, runs, self._cache.block_size):
+        for rows in planned_rows(batch, runs, self._cache.block_size, _MOST_PLANS):
             plans = self._plans[rows.is_prompt]
             if used[rows.is_prompt] == len(plans):
                 plans.append(_Plan(self._workspace, _PROMPTS_BY if rows.is_prompt else _NODES_BY))
@@ -171,8 +171,7 @@ class _Plan:
 def compile_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Compile what a model's passes need, or load what is in FlashInfer's cache: a minute or two at the first start.
 
-    Raises:
-        ImportError, OSError, RuntimeError, subprocess.SubprocessError: it cannot be had here.
+    Raises whatever FlashInfer and its compilers raise where it cannot be had.
     """
     started = time.perf_counter()
     cache = KVCache(1, 8, 16, config.num_kv_heads, config.head_dim, dtype, device)

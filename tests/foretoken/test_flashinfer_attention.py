@@ -91,7 +91,7 @@ def test_long_stretches_are_planned_apart_and_without_masks(device: str) -> None
         Rows([(9, (2 << i) - 1) for i in range(30)], 9),
     ]
     batch = forward_batch(case(seqs, (1, 1, 16), 16, device))
-    nodes, prompts, few = planned_rows(batch, runs_of(batch), 16)
+    nodes, prompts, few = planned_rows(batch, runs_of(batch), 16, 4)
     assert [(part.first, part.end, part.is_prompt) for part in (nodes, prompts, few)] == [
         (0, 9, False),
         (9, 2122, True),
@@ -104,10 +104,21 @@ def test_long_stretches_are_planned_apart_and_without_masks(device: str) -> None
     assert len(nodes.masks.bits) == -(-8 * 28 // 8) + -(-41 // 8) and nodes.masks.bits[-6:].tolist() == [255] * 6
 
 
+def test_prompts_and_others_in_turns_are_one_plan(device: str) -> None:
+    """A plan takes memory of its own, so there are no more than were counted on."""
+    some_tree = rooted(tree(20, 8, np.random.default_rng(0)))
+    seqs = [prefill(0, 65), prefill(32, 1), prefill(7, 66), some_tree, prefill(0, 70)]
+    batch = forward_batch(case(seqs, HEADS, 4, device))
+    assert len(planned_rows(batch, runs_of(batch), 4, 5)) == 5
+    (only,) = planned_rows(batch, runs_of(batch), 4, 4)
+    assert (only.first, only.end, only.is_prompt) == (0, batch.num_rows, False) and only.masks is not None
+    assert only.lengths.tolist() == [65, 33, 73, 28, 70]
+
+
 def test_a_context_that_begins_late_is_refused(device: str) -> None:
     batch = forward_batch(case([prefill(8, 3, context_start=2)], HEADS, 4, device))
     with pytest.raises(ValueError, match="first slot"):
-        planned_rows(batch, runs_of(batch), 4)
+        planned_rows(batch, runs_of(batch), 4, 4)
 
 
 def test_a_pass_with_trees_is_that_of_the_cpu(tmp_path: Path, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def gpu(device: str) -> Backend:
     return Backend("gpu", torch.device(device))
 
 
-def settings(folder: Path, **fields: Any) -> VerifierSettings:
+def settings(folder: Path, *, chunk: int = BLOCK, **fields: Any) -> VerifierSettings:
     return VerifierSettings(
         model=folder,
         served_model_name="tiny",
@@ -49,7 +50,7 @@ def settings(folder: Path, **fields: Any) -> VerifierSettings:
         max_total_tokens=2 * BLOCK,
         context_length=BLOCK,
         max_running_requests=1,
-        chunked_prefill_size=BLOCK,
+        chunked_prefill_size=chunk,
         speculative_num_draft_tokens=4,
         **fields,
     )
@@ -83,25 +84,36 @@ def test_strict_numerics_and_flashinfer_exclude_each_other(folder: Path, gpu: Ba
 
 @pytest.mark.usefixtures("_present")
 @pytest.mark.parametrize(
-    ("wanted", "numerics", "expected"),
+    ("wanted", "numerics", "chunk", "expected"),
     [
-        ("auto", "auto", "prompts"),
-        ("auto", "strict", "none"),
-        ("triton", "auto", "none"),
-        ("flashinfer", "auto", "all"),
+        ("auto", "auto", 2048, "prompts"),
+        ("auto", "auto", 2047, "none"),
+        ("auto", "strict", 2048, "none"),
+        ("triton", "auto", 2048, "none"),
+        ("flashinfer", "auto", 16, "all"),
     ],
 )
 def test_which_passes_it_takes(
-    wanted: str, numerics: str, expected: str, folder: Path, config: ModelConfig, gpu: Backend
+    wanted: str,
+    numerics: str,
+    chunk: int,
+    expected: str,
+    folder: Path,
+    config: ModelConfig,
+    gpu: Backend,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asked = settings(folder, attention_backend=wanted, numerics=numerics)
-    assert flashinfer_passes(asked, config, torch.float32, gpu) == expected
+    """``auto`` says why where it does without."""
+    caplog.set_level(logging.INFO)
+    asked = settings(folder, chunk=chunk, attention_backend=wanted, numerics=numerics)
+    assert flashinfer_passes(asked, config, torch.float32, gpu, announce=True) == expected
+    assert ("attention: Triton's for every pass" in caplog.text) == (wanted == "auto" and expected == "none")
 
 
 @pytest.mark.usefixtures("_present")
 def test_its_workspace_is_in_the_plan(folder: Path, gpu: Backend) -> None:
     with_it, without = (
-        str(memory_plan(settings(folder, attention_backend=wanted), gpu)) for wanted in ("auto", "triton")
+        str(memory_plan(settings(folder, chunk=2048, attention_backend=wanted), gpu)) for wanted in ("auto", "triton")
     )
     assert "buffers" in with_it and with_it != without
 
@@ -127,11 +139,18 @@ def test_no_step_runs_ahead_where_every_pass_is_planned(
 
 
 @pytest.mark.usefixtures("_present")
+@pytest.mark.parametrize("kind", [RuntimeError, AttributeError])
 def test_where_it_does_not_compile_auto_does_without(
-    config: ModelConfig, gpu: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[Exception],
+    config: ModelConfig,
+    gpu: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Another version may lack what this one has."""
+
     def fail(*_: object) -> None:
-        raise RuntimeError("much output" * 1000 + "Could not find nvcc")
+        raise kind("much output" * 1000 + "Could not find nvcc")
 
     monkeypatch.setattr(attention_choice, "compile_kernels", fail)
     assert compiled("prompts", config, torch.bfloat16, gpu, silent) == "none"

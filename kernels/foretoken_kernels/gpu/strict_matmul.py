@@ -27,7 +27,7 @@ from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, shared_me
 
 # Rows of one launch; more are several, one after the other, so that partial sums have a bound.
 _LAUNCH_ROWS = 512
-# For shapes that have no candidates: small ones and odd ones.
+# For weights whose input features do not come in blocks of 128.
 _SMALL = SkinnyConfig(block_n=64, block_k=64, split_k=1, num_stages=3, num_warps=4)
 _FLOAT32 = SkinnyConfig(block_n=32, block_k=32, split_k=1, num_stages=3, num_warps=4)
 # Rows of a tile of many rows.
@@ -85,8 +85,9 @@ def strict_tile(out_features: int, in_features: int, gate_up: bool, dtype: torch
 
 
 def _fitting(config: SkinnyConfig, rows: int, gate_up: bool, device: Device) -> SkinnyConfig:
-    """With as many stages as there is memory for; they change no bit."""
-    while config.num_stages > 1 and shared_memory(config, rows, gate_up) > device.shared_memory:
+    """With as many stages as there is memory for; they change no bit. Two always fit: where memory is as scarce as
+    that, on GPUs before Hopper, the compiler has a buffer less than stages."""
+    while config.num_stages > 2 and shared_memory(config, rows, gate_up) > device.shared_memory:
         config = config._replace(num_stages=config.num_stages - 1)
     return config
 

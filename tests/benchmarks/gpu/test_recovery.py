@@ -215,7 +215,7 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     """The drafter dies while the verifier may wait for it; the same text, and drafts are accepted again."""
     words = ["--model", str(DEMO / "target"), "--drafter-head", str(DEMO / "eagle3")]
     words += ["--output", str(tmp_path / "recovery.json"), "--tree", "3", "2", "6", "--threads", "1"]
-    words += ["--faults", "killed while awaited", "--repeats", "1", "--batches", "2", "--output-tokens", "300"]
+    words += ["--faults", "killed while awaited", "--repeats", "1", "--batches", "2", "--output-tokens", "600"]
     words += ["--mps", "off", "--serve-flags", "--device cpu"]
     monkeypatch.setattr(sys, "argv", ["recovery", *words])
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")
@@ -226,7 +226,8 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert (found["fault"], found["batch"], found["restarted"]) == ("killed while awaited", 2, ["drafter"])
     assert found["num_other_texts"] == found["num_other_undisturbed_texts"] == 0
     assert found["num_texts"] >= 2 and found["num_resumes"] == 0
-    assert 0 < found["attached_s"] <= found["drafted_s"] <= found["accepted_s"] <= found["well_s"]
+    assert 0 < found["attached_s"] <= min(found["drafted_s"], found["accepted_s"])
+    assert max(found["drafted_s"], found["accepted_s"]) <= found["well_s"]
     assert 0 < found["next_token_ms"] <= found["longest_pause_ms"]
     first, second = found["said"]
     assert "drafter eagle3 ended (SIGKILL)" in first and "drafter eagle3 is ready again" in second
