@@ -128,8 +128,8 @@ AttentionBackend = Annotated[
     Literal["auto", "triton", "flashinfer"] | None,
     typer.Option(
         "--attention-backend",
-        help="The target's attention on a GPU; flashinfer plans every step on the host. auto: FlashInfer for long "
-        "prompts where it is installed, else Triton.",
+        help="The target's attention on a GPU; flashinfer plans every step on the host. auto: FlashInfer for prompts "
+        "where it is installed and --chunked-prefill-size is 2048 or more, else Triton.",
         show_default="auto",
     ),
 ]
