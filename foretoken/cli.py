@@ -385,12 +385,15 @@ def _check_device(context: typer.Context) -> None:
     """What needs no library to be known, before anything is started."""
     from foretoken.errors import ConfigError
     from foretoken.mps import DRIVER
+    from verifier_svc.config import refuse_gpu_flags
 
     device, has_driver = context.params["device"], DRIVER.exists()
     if device == "cuda" and not has_driver:
         raise ConfigError("--device cuda: there is no NVIDIA GPU here, or no driver for it")
     if context.params["mps"] == "on" and (device == "cpu" or not has_driver):
         raise ConfigError("--mps on: models do not run on an NVIDIA GPU here")
+    if device == "cpu" or not has_driver:
+        refuse_gpu_flags(context.params)
 
 
 def _print_plan(settings: VerifierSettings, drafters: Iterable[DrafterSettings]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from foretoken.address import Address
 from foretoken.drafter_spec import DrafterName
+from foretoken.errors import ConfigError
 
 Transport = Literal["auto", "shared-memory", "grpc"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
@@ -75,3 +77,19 @@ class VerifierSettings(BaseModel):
     drain_timeout_s: float = Field(default=20.0, ge=0)
     # http://host:port of an OpenTelemetry collector (OTLP over gRPC); None: no spans.
     otlp_traces_endpoint: str | None = None
+
+
+def refuse_gpu_flags(values: Mapping[str, Any]) -> None:
+    """``values``: of VerifierSettings' fields where models run on the CPU; None: not given.
+
+    A flag without effect is a mistake that the user should know of: raises ConfigError.
+    """
+    for field in ("mem_fraction_static", "disable_cuda_graph", "disable_overlap_schedule", "attention_backend"):
+        if values[field] not in (None, VerifierSettings.model_fields[field].default):
+            raise ConfigError(
+                f"--{field.replace('_', '-')} has an effect on a GPU only, and models run on the CPU here"
+            )
+    if values["numerics"] == "fast":
+        raise ConfigError(
+            "--numerics fast has an effect on a GPU only: on a CPU no kernels are faster than strict ones"
+        )

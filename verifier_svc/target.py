@@ -20,7 +20,7 @@ from foretoken.transports.resident import StreamOrder
 from foretoken.transports.shared_weights import SharedWeights
 from foretoken.tree import MASK_WORD_BITS
 from verifier_svc.attention_choice import compiled, flashinfer_passes
-from verifier_svc.config import VerifierSettings
+from verifier_svc.config import VerifierSettings, refuse_gpu_flags
 from verifier_svc.engine import TargetRunner
 from verifier_svc.memory_plan import MemoryPlan, make_plan
 from verifier_svc.model_runner import ModelRunner, cache_bytes_per_token, context_tokens, element_type
@@ -62,7 +62,7 @@ class Target(NamedTuple):
 def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
     """Where memory will go, without loading a weight. Raises ConfigError or CheckpointError."""
     if backend.kernels == "cpu":
-        _refuse_gpu_flags(settings)
+        refuse_gpu_flags(settings.model_dump())
     config = load_config(settings.model)
     element = element_type(settings.dtype, backend)
     has_flashinfer = flashinfer_passes(settings, config, element, backend) != "none"
@@ -79,19 +79,6 @@ def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
         buffers_bytes=(_buffers_bytes(settings, config, element) if on_gpu else 0)
         + (workspace_bytes(config, backend.device) if has_flashinfer else 0),
     )
-
-
-def _refuse_gpu_flags(settings: VerifierSettings) -> None:
-    """A flag without effect is a mistake that the user should know of."""
-    for field in ("mem_fraction_static", "disable_cuda_graph", "disable_overlap_schedule", "attention_backend"):
-        if getattr(settings, field) != VerifierSettings.model_fields[field].default:
-            raise ConfigError(
-                f"--{field.replace('_', '-')} has an effect on a GPU only, and models run on the CPU here"
-            )
-    if settings.numerics == "fast":
-        raise ConfigError(
-            "--numerics fast has an effect on a GPU only: on a CPU no kernels are faster than strict ones"
-        )
 
 
 def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend, progress: Progress) -> Target:

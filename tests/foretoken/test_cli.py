@@ -175,8 +175,13 @@ def test_help_states_the_defaults_of_the_settings(name: str) -> None:
 
 
 def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
-    tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
+    tmp_path: Path,
+    served: dict[str, tuple[Any, ...]],
+    supervised: dict[str, Service],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # As far as can be seen there is a GPU: some of the flags are for nothing else.
+    monkeypatch.setattr("foretoken.mps.DRIVER", tmp_path)
     serve(str(tmp_path), *ONE_OF_EACH, *NGRAM)
     assert list(supervised) == ["drafter ngram", "verifier", "gateway"]
     assert [service.required for service in supervised.values()] == [False, True, True]
@@ -315,6 +320,26 @@ def test_mps_on_is_refused_where_models_run_on_the_cpu(tmp_path: Path, journal: 
     result = foretoken("serve", str(tmp_path), "--device", "cpu", "--mps", "on", *ports, *plan)
     expected = "foretoken: --mps on: models do not run on an NVIDIA GPU here\n"
     assert (result.returncode, result.stderr) == (2, expected)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--attention-backend", "flashinfer"),
+        ("--mem-fraction-static", "0.5"),
+        ("--disable-overlap-schedule",),
+        ("--numerics", "fast"),
+    ],
+)
+def test_what_has_an_effect_on_a_gpu_only_is_refused_before_anything_starts(
+    tmp_path: Path, words: tuple[str, ...], supervised: dict[str, Service]
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).touch()
+    ports = ("--port", free_port(), "--grpc-port", free_port())
+    result = foretoken("serve", str(tmp_path), "--device", "cpu", *words, *ports)
+    assert result.returncode == 2 and not supervised
+    assert result.stderr.startswith(f"foretoken: {' '.join(words[:1])}") and "an effect on a GPU only" in result.stderr
 
 
 def test_without_an_algorithm_there_is_no_drafter(
