@@ -27,7 +27,7 @@ from benchmarks.environment import ROOT
 from benchmarks.figures import median
 from benchmarks.gpu import bars
 from benchmarks.gpu.bars import Setting
-from benchmarks.gpu.provenance import run_facts
+from benchmarks.gpu.provenance import keep, run_facts
 from benchmarks.gpu.step_times import Arrivals
 from benchmarks.gpu.steps import READY_TIMEOUT_S, Workload, enough_steps, progress, serve_flags
 from benchmarks.gpu.timeline import Timeline, TraceError, spans_of, timeline_of
@@ -223,13 +223,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    result = run_facts("idle", options.commit) | {"rows": rows}
     try:
-        for row in measure(options):
-            rows.append(row)
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
+        rows = keep(measure(options), run_facts("idle", options.commit), options.output)
     except (StackError, TraceError) as error:
         progress(f"failed: {error}")
         sys.exit(1)

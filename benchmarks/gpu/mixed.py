@@ -10,6 +10,7 @@ something of it has to be seen there between two steps. Each batch is held again
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shlex
@@ -22,7 +23,7 @@ from typing import Any
 from benchmarks.figures import median
 from benchmarks.gpu import bars
 from benchmarks.gpu.bars import SETTINGS, Setting
-from benchmarks.gpu.provenance import run_facts
+from benchmarks.gpu.provenance import keep, run_facts
 from benchmarks.gpu.step_times import Arrivals
 from benchmarks.gpu.steps import Workload, enough_steps, progress, serve_flags, served
 from benchmarks.gpu.verifier_client import VerifierClient, new_sequence
@@ -154,8 +155,8 @@ def _row(client: VerifierClient, setting: Setting, case: Case, workload: Workloa
     decode(f"warm-up {case.name}")
     of_odd.clear()
     before = client.info()
-    (first, *_) = case.sequences(workload, "", setting.accept_length, steps)
-    accept_length = tokens_a_step(first, setting.accept_length)
+    sequences = case.sequences(workload, "", setting.accept_length, steps)
+    accept_length, of_last = (tokens_a_step(sequences[at], setting.accept_length) for at in (0, -1))
     times, num_rounds = enough_steps(case.name, decode, accept_length, workload.min_steps)
     after = client.info()
     num_drafts = {drafter.name: drafter.num_drafts for drafter in before.drafters}
@@ -170,8 +171,7 @@ def _row(client: VerifierClient, setting: Setting, case: Case, workload: Workloa
         "drafters": {drafter.name: drafter.transport for drafter in after.drafters},
         "median_ms": 1e3 * median(times.seconds),
         "num_dropped": times.num_dropped,
-        "last_tokens_per_step": sum(each[-1][1] - each[0][1] for each in of_odd)
-        / max(sum(len(each) - 1 for each in of_odd), 1),
+        "last_tokens_per_step": mean_tokens(of_odd, math.ceil(of_last)),
         "num_steps": after.num_steps - before.num_steps,
         "num_resident_steps": after.num_resident_steps - before.num_resident_steps,
         "num_fallback_steps": after.num_fallback_steps - before.num_fallback_steps,
@@ -184,6 +184,12 @@ def _row(client: VerifierClient, setting: Setting, case: Case, workload: Workloa
         f"{times.num_dropped} intervals dropped, {row['num_fallback_steps']} steps without a draft"
     )
     return row
+
+
+def mean_tokens(sequences: Sequence[Arrivals], most: int) -> float:
+    """Of a sequence's steps; 0 where there was none. More than ``most`` tokens at once are those of several steps."""
+    counts = [has - had for each in sequences for (_, had), (_, has) in itertools.pairwise(each) if has - had <= most]
+    return sum(counts) / max(len(counts), 1)
 
 
 def to_markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -236,13 +242,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    result = run_facts("mixed", options.commit) | {"rows": rows}
     try:
-        for row in measure(options):
-            rows.append(row)
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
+        rows = keep(measure(options), run_facts("mixed", options.commit), options.output)
     except StackError as error:
         progress(f"failed: {error}")
         sys.exit(1)

@@ -1,10 +1,13 @@
-"""What a result says of itself: by which command, of which commit, when and on what it was measured."""
+"""A result: by which command, of which commit, when and on what it was measured, and the file that keeps it."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import shlex
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
@@ -23,3 +26,13 @@ def run_facts(module: str, commit: str) -> dict[str, Any]:
         "versions": f"{environment.versions()}, {environment.optional_versions(GPU_PACKAGES)}",
         "device": describe_device(),
     }
+
+
+def keep(rows: Iterable[dict[str, Any]], result: dict[str, Any], file: Path) -> list[dict[str, Any]]:
+    """All rows, as the result's ``rows``; while they come the file holds those that are there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        kept.append(row)
+        file.write_text(json.dumps(result | {"rows": kept}, indent=1) + "\n")
+    return kept

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import shlex
@@ -27,13 +26,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks import environment
 from benchmarks.client import Completion, StreamError
 from benchmarks.figures import median
 from benchmarks.gpu.disturbed import RECOVERY_TIMEOUT_S, Course, Subject
 from benchmarks.gpu.faults import FAULTS, with_hooks
-from benchmarks.gpu.floor import describe_device
 from benchmarks.gpu.pauses import longest_pause, pauses_after
+from benchmarks.gpu.provenance import run_facts
+from benchmarks.gpu.steps import progress
 from benchmarks.prompts import code_prompts
 from benchmarks.stack import StackError, describe, running_stack
 from foretoken.mps import PIPES
@@ -62,7 +61,7 @@ def measure(options: argparse.Namespace, mps: str, server: dict[str, Any]) -> It
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     prompts = [prompt.token_ids for prompt in code_prompts(tokenizer, max(options.batches))]
     log = options.output.with_suffix(f".mps-{mps}.log")
-    _progress(f"MPS {mps}: starting; its log is {log}")
+    progress(f"MPS {mps}: starting; its log is {log}")
     began = time.perf_counter()
     with running_stack(
         model,
@@ -116,7 +115,7 @@ def _rows(subject: Subject, options: argparse.Namespace, mps: str, mode: str) ->
                     row["num_other_texts"] = _num_others(course.rounds, expected[batch])
                     row["num_other_undisturbed_texts"] = _num_others(undisturbed, expected[batch])
                 row["num_undisturbed_texts"] = sum(map(len, undisturbed))
-                _progress(describe_row(row))
+                progress(describe_row(row))
                 yield row
 
 
@@ -227,12 +226,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "format": FORMAT,
-        "began_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.gpu.recovery", *sys.argv[1:]]),
-        "commit": options.commit or environment.commit(),
-        "machine": environment.machine(),
-        "versions": environment.versions(),
-        "device": describe_device(),
+        **run_facts("recovery", options.commit),
         "model": json.loads((options.model / "config.json").read_text()),
         "tree": "-".join(map(str, options.tree)),
         "output_tokens": options.output_tokens,
@@ -258,7 +252,7 @@ def main() -> None:
         except (StackError, StreamError) as error:
             # The other stack may do better.
             failures.append(f"MPS {mps}: {error}")
-            _progress(failures[-1])
+            progress(failures[-1])
     write()
     print(to_markdown(result["summary"]))
     print(options.output)
@@ -266,10 +260,6 @@ def main() -> None:
         print(f"FAIL: {failure}")
     if failures:
         sys.exit(1)
-
-
-def _progress(line: str) -> None:
-    print(f"bench-gpu: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ simulated. In strict mode a text that differs is a failure; in fast mode near-ti
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
 import shlex
@@ -21,11 +20,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks import environment
 from benchmarks.client import StreamError, complete
 from benchmarks.drafters import mean_tokens, per_position, step_ms
 from benchmarks.figures import TooShortError, median
-from benchmarks.gpu.floor import describe_device
+from benchmarks.gpu.provenance import run_facts
+from benchmarks.gpu.steps import progress
 from benchmarks.measure import Bench, Pair, UnexpectedAnswerError, Workload, rate_of
 from benchmarks.prompts import code_prompts, num_files
 from benchmarks.stack import StackError, describe, running_stack
@@ -51,7 +50,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     with running_stack(model, options.threads, flags, ready_timeout_s=READY_TIMEOUT_S) as (address, _):
         server = describe(address)
-        bench = Bench(functools.partial(complete, address, timeout_s=READY_TIMEOUT_S), server["model"], _progress)
+        bench = Bench(functools.partial(complete, address, timeout_s=READY_TIMEOUT_S), server["model"], progress)
         bench.warm_up(code)
         pairs = bench.pairs(code, options.pairs)
     return summary(pairs) | {
@@ -99,19 +98,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    began_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    facts = run_facts("speedup", options.commit)
     try:
         figures = measure(options)
     except (StackError, StreamError, UnexpectedAnswerError, TooShortError) as error:
-        _progress(f"failed: {error}")
+        progress(f"failed: {error}")
         sys.exit(1)
     result = {
-        "command": shlex.join(["python", "-m", "benchmarks.gpu.speedup", *sys.argv[1:]]),
-        "began_at": began_at,
-        "commit": options.commit or environment.commit(),
-        "machine": environment.machine(),
-        "versions": environment.versions(),
-        "device": describe_device(),
+        **facts,
         "model": json.loads((options.model / "config.json").read_text()),
         **figures,
     }
@@ -127,10 +121,6 @@ def main() -> None:
     if figures["mode"] == "strict" and figures["num_other_texts"]:
         print("FAIL: texts differ in strict mode")
         sys.exit(1)
-
-
-def _progress(line: str) -> None:
-    print(f"bench-gpu: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

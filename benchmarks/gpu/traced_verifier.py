@@ -25,7 +25,6 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # As the command itself does before it loads PyTorch.
     os.environ.setdefault("GOMP_SPINCOUNT", cli.OPENMP_SPIN_COUNT)
-    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", cli.MATMULS_BY_CUBLASLT)
     has_torch = threading.Event()
     threading.Thread(target=_obey, args=(sys.stdin, replies, has_torch), name="recorder", daemon=True).start()
     has_torch.wait()

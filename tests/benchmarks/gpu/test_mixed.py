@@ -60,6 +60,12 @@ def test_the_ragged_step_is_judged_and_shown_beside_the_one_without() -> None:
     assert "| 16 plain | 4.500 |  |  | 7 of 9 |" in table
 
 
+def test_steps_that_came_at_once_are_no_step() -> None:
+    assert mixed.mean_tokens([[(0.0, 1), (0.1, 2), (0.2, 4), (0.3, 5)]], 1) == 1.0
+    assert mixed.mean_tokens([[(0.0, 1), (0.1, 5)], [(0.0, 1), (0.1, 3), (0.2, 12)]], 4) == 3.0
+    assert mixed.mean_tokens([[(0.0, 1)]], 4) == 0.0
+
+
 @pytest.mark.slow
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     random_target(tmp_path / "target", SHAPES["tiny"])
