@@ -38,6 +38,8 @@ TELL_BEHIND = 32
 MODEL_PAYS_FROM = 1.3
 # Steps that run ahead of the host with the shapes that paid when they began.
 PLAN_HOLDS = 64
+# The same beside drafters without a model that had found nothing: they must see the tokens to find something.
+QUICK_RESTS = 16
 # Of the rows for which a model does not pay, one of so many tries it all the same.
 MODEL_TRIAL_EVERY = 32
 
@@ -344,10 +346,13 @@ class Speculator:
         """
         if self._is_above_limit(len(decoding)):
             return ResidentDrafting()
-        links = {link.number: link for sequence in decoding for link in self._links_of(sequence)}
+        wanted = [(sequence, self._links_ahead(sequence)) for sequence in decoding]
+        links = {link.number: link for _, found in wanted for link in found}
+        rests = any(len(found) < len(self._links_of(sequence)) for sequence, found in wanted)
         if not links:
-            return ResidentDrafting()
+            return ResidentDrafting(most_steps=QUICK_RESTS if rests else None)
         link = next(iter(links.values()))
+        drafted = [sequence for sequence, found in wanted if found]
         transport = link.source.transport
         if (
             len(links) > 1
@@ -358,23 +363,30 @@ class Speculator:
             or link.is_catching_up()
             or not link.patience.has_some(self._clock())
             # What the model still has to write of a sequence it writes with ordinary requests alone.
-            or any((sequence.slot, sequence.generation) in self._undrafted for sequence in decoding)
+            or any((sequence.slot, sequence.generation) in self._undrafted for sequence in drafted)
+            or any(link.told_length(sequence) != len(sequence.tokens) for sequence in drafted)
         ):
             return None
-        reaches = {plan.sequence.slot: plan.reach for plan in self._plans}
+        reaches = {plan.sequence.slot: plan.reach for plan in self._plans if link in plan.links}
         shapes: dict[int, Shape] = {}
-        for sequence in decoding:
-            if self._links_of(sequence):
-                # A tree is cut on the device to what may still be emitted.
-                most = sequence.speculation.max_draft_tokens
-                most = self._shape.max_nodes - 1 if most is None else min(most, self._shape.max_nodes - 1)
-                if link.told_length(sequence) != len(sequence.tokens):
-                    return None
-                reach = most if self._shape.is_fixed else reaches.get(sequence.slot, 0)
-                shapes[sequence.slot] = self._shape.of_row(True, reach, most) if reach else NO_DRAFT
-        drafts = {s.slot: draft for s in decoding if s.slot in shapes and (draft := self.draft_of(s)) is not None}
-        most_steps = None if self._shape.is_fixed else PLAN_HOLDS
+        for sequence in drafted:
+            # A tree is cut on the device to what may still be emitted.
+            most = sequence.speculation.max_draft_tokens
+            most = self._shape.max_nodes - 1 if most is None else min(most, self._shape.max_nodes - 1)
+            reach = most if self._shape.is_fixed else reaches.get(sequence.slot, 0)
+            shapes[sequence.slot] = self._shape.of_row(True, reach, most) if reach else NO_DRAFT
+        drafts = {s.slot: draft for s in drafted if (draft := self.draft_of(s)) is not None}
+        most_steps = QUICK_RESTS if rests else None if self._shape.is_fixed else PLAN_HOLDS
         return ResidentDrafting(link, shapes, drafts, self._captured, most_steps)
+
+    def _links_ahead(self, sequence: Sequence) -> list[DraftLink]:
+        """Of a row's drafters those for whom it may wait while steps run ahead of the host: where the server chooses,
+        one without a model is left aside if it has found nothing for the next step."""
+        links = self._links_of(sequence)
+        draft = self.draft_of(sequence)
+        if sequence.speculation.drafter != AUTO:
+            return links
+        return [link for link in links if link.has_model or (draft is not None and link.number in draft.sources)]
 
     def observe_plain_step(self, num_rows: int, seconds: float) -> None:
         """Learn from a step of plain decode that ran ahead of the host."""
