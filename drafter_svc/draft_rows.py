@@ -216,7 +216,8 @@ class DraftRows:
     def advance(self, sequence: DraftSequence, tokens: list[int], *, is_written: bool) -> bool:
         """Take the tokens behind those that were told, their blocks known. False, and nothing is taken: they cannot be.
 
-        ``is_written``: their entries were written too, into claimed blocks; the valid range ended before them.
+        ``is_written``: their entries were written too, into claimed blocks; the valid range ended before them. A block
+        that another sequence has claimed meanwhile stays that one's: this one has ended, and its tokens are read late.
         """
         start, target = sequence.length, self._target
         length = start + len(tokens)
@@ -226,7 +227,7 @@ class DraftRows:
         sequence.length = length
         self._accept_blocks(sequence, start if is_written else length)
         if is_written:
-            self._mark_written(sequence, start, length)
+            self._mark_written(sequence, start, length, is_claimed=True)
             sequence.valid_end = length
         return True
 
@@ -310,9 +311,11 @@ class DraftRows:
         begun = sequence.valid_start < start and start % size != 0
         return begun and self._writers[sequence.table[start // size]] != sequence.number
 
-    def _mark_written(self, sequence: DraftSequence, start: int, stop: int) -> None:
+    def _mark_written(self, sequence: DraftSequence, start: int, stop: int, *, is_claimed: bool = False) -> None:
         size = self._target.block_size
         for block in range(start // size, -(-stop // size)):
+            if is_claimed and self._writers[sequence.table[block]] != sequence.number:
+                continue
             low, high = block * size, (block + 1) * size
             is_whole = high <= stop and block < len(sequence.keys)
             covered = not self.is_window(sequence) or sequence.valid_start + self._lag <= low

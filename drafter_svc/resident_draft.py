@@ -105,7 +105,8 @@ class _Stage:
             device,
         )
         # Within a run entries are only added, behind all that a kernel in flight reads: a copy that is still on its way
-        # may take them along, so the host need not wait for it.
+        # may take them along, so the host need not wait for it. A sequence that has ended keeps those of blocks that
+        # others have by then: no step tells of tokens of it any more, so nothing is written there for it.
         self.tables = DeviceTwins({"block_tables": ((seats, shape.blocks), torch.int32)}, device)
         self.journal = DeviceJournal(
             {"counts": (seats,), "lengths": (seats,), "is_written": (seats,), "tokens": (seats, tokens)}, _STEPS, device
@@ -401,6 +402,8 @@ class ResidentDraft:
         counts, lengths = taken["counts"].tolist(), taken["lengths"].tolist()
         for index, seat in enumerate(self._seats):
             sequence, count = seat.sequence, counts[index]
+            # It has ended, or the step is lost, and there is a gap.
+            seat.wants_tree = seat.wants_tree and count > 0
             if sequence is None or count == 0:
                 continue
             is_written = bool(taken["is_written"][index])

@@ -271,14 +271,19 @@ class DraftLink:
         if self._last_words_to != self.num_attaches:
             last_words = []
         owned = {row.slot for row in rows}
-        rows = last_words + rows
+        # Of a sequence that ended within a run in device memory all is known. A row of it without words would let the
+        # drafter write entries that it still had to, into blocks that the run may have given to others.
+        rows = [row for row in last_words if row.new_tokens] + rows
         transport = self.source.transport
-        if transport is None or not rows:
+        if transport is None:
             return
         # Slots are forgotten one request after their last tokens were told, and before a new owner's first; a new
         # owner in the same request makes the drafter forget by its generation.
-        gone = self._to_release
-        self._to_release = [row.slot for row in last_words if row.slot not in owned]
+        told = [row.slot for row in last_words if row.slot not in owned]
+        if not rows:
+            self._to_release += told
+            return
+        gone, self._to_release = self._to_release, told
         self._step_id += 1
         try:
             if gone:

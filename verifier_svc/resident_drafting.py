@@ -74,6 +74,10 @@ class ResidentDrafting:
         draft = self._drafts.get(sequence.slot)
         return draft.tree if draft is not None else None
 
+    def is_for(self, sequence: Sequence) -> bool:
+        """Whether a running sequence takes part in it, if with roots alone."""
+        return sequence.slot in self._shapes
+
     def begin(self, sequences: Seq[Sequence]) -> None:
         """These are the run's seats."""
         if self.link is None:
@@ -103,7 +107,7 @@ class ResidentDrafting:
         """Those that steps in flight may write to. More are in reserve, more than a request may name, and behind the
         context's end there are no entries."""
         # One that has ended needs no more, and one that is not drafted for none.
-        if sequence.table is None or sequence.slot not in self._shapes:
+        if sequence.table is None or not self.is_for(sequence):
             return []
         assert self.memory is not None
         most = min(len(sequence.tokens) + MAX_IN_FLIGHT * self.memory.layout.tokens, sequence.max_len)
@@ -115,7 +119,7 @@ class ResidentDrafting:
         """Learn from a step, before its tokens are appended: they count as told, since the next request is about
         them."""
         link = self.link
-        if link is None or sequence.slot not in self._shapes:
+        if link is None or not self.is_for(sequence):
             return ()
         link.tell_resident(sequence, len(sequence.tokens) + num_tokens, self._num_attaches)
         if num_nodes <= 1:

@@ -27,6 +27,11 @@ class Seat(NamedTuple):
     tree: DraftTree | None
     number: int
 
+    @property
+    def is_left(self) -> bool:
+        """Whether its sequence has ended, so that its blocks are others'."""
+        return self.sequence.table is None
+
 
 class SeatResult(NamedTuple):
     """What a step came to for one seat. ``num_nodes``: of the tree that was verified; 0: nobody sat there."""

@@ -227,7 +227,7 @@ class ResidentStep:
     def send_tables(self) -> None:
         """Bring over the blocks that sequences were given since; for the steps behind this."""
         assert self._shape is not None
-        counts = [len(s.sequence.block_ids) if s.sequence.table is not None else 0 for s in self._seats]
+        counts = [0 if seat.is_left else len(seat.sequence.block_ids) for seat in self._seats]
         if all(new <= old for new, old in zip(counts, self._num_blocks, strict=True)):
             return
         tables = np.zeros((self._shape.seqs, self._shape.blocks), np.int32)

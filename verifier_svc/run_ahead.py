@@ -2,9 +2,23 @@
 
 Between two ordinary steps of the engine a run of ResidentSteps takes place if every sequence is in plain decode, or
 drafts with one and the same model on this GPU. The host launches step n + 1, asks for the trees behind it, and then
-reads what step n came to. Whatever wants more than that (a message, a deadline, an end, a page that is not there, a
-drafter that came or went) ends the run once the steps in flight are read; the last trees are those of the engine's
-next ordinary step.
+reads what step n came to. Whatever wants more than that (a message, a deadline, a page that is not there, a drafter
+that came or went, a sequence that waits and could be admitted) ends the run once the steps in flight are read; the last
+trees are those of the engine's next ordinary step.
+
+A sequence that ends by itself leaves its seat, and the run goes on without it while the pass of a smaller batch would
+cost as much. Its blocks are free for other seats at once, though steps are in flight, since none of them writes there:
+
+- Within a run the device alone ends sequences. Step n, which ends one, leaves num_left = 0 (advance_seats) behind the
+  target's pass and ahead of kv_commit, and the host reads step n, so frees blocks, when all of that is done.
+- For step n + 1, which may be launched by then, lay_out_rows finds num_left = 0: the seat has no rows, so no entry is
+  written or read; advance_seats leaves nothing accepted for kv_commit to move, and no tokens for a drafter.
+- Whoever is given a block learns of it by the tables of a later step, and those go the way of the steps, in the stream.
+- The drafter's cache has the same block ids. The entries of the ended sequence's last tokens are written by the draft
+  behind step n, maybe after the host has read that step; those of a block's new owner by a later draft, in the same
+  stream. That the drafter's host learns of the new owner first does no harm (DraftRows.advance).
+- A block whose content the prefix cache may find is not written again: it is given to a seat once that is forgotten,
+  and to sequences of the same prefix behind the run. Slots are given to new sequences alone, behind the run too.
 """
 
 from __future__ import annotations
@@ -14,7 +28,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Protocol
 
+from foretoken.models.device_batch import bucket
 from foretoken.transports.resident import ResidentMemory, StreamOrder
+from verifier_svc.draft_costs import DraftCosts
 from verifier_svc.draft_link import DraftLink
 from verifier_svc.resident_drafting import ResidentDrafting
 from verifier_svc.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
@@ -32,6 +48,9 @@ _POLL_S = 50e-6
 _PAGES_AHEAD = 64
 # Draft timeouts that a run's first draft may take: graphs of its shape are captured.
 _FIRST_TIMEOUTS = 10
+# A run ends for a smaller batch whose pass takes this part of its own at most: that makes up for the end (an empty
+# pipeline, an ordinary step) in some eight steps. Where a pass is bound by its weights, none does.
+_PAYS_FROM = 7 / 8
 
 
 class Committer(Protocol):
@@ -72,7 +91,7 @@ class RunAhead:
     ) -> None:
         """Make steps until ``may_go_on`` or anything else ends the run; none if there is nothing to run ahead of."""
         sequences = list(scheduler.running)
-        if not (sequences and may_go_on() and _is_steady(scheduler)):
+        if not (may_go_on() and _is_steady(scheduler)):
             return
         self._forget_memory(speculator.links)
         drafting = speculator.resident_drafting(sequences)
@@ -92,11 +111,11 @@ class RunAhead:
             is_ending = is_ending or not (
                 may_go_on()
                 and _is_steady(scheduler)
-                and len(scheduler.running) == len(seats)
                 and (drafting.most_steps is None or num_read < drafting.most_steps)
-                and speculator.still_drafts(drafting)
+                and speculator.still_drafts(drafting, scheduler.running)
+                and _is_large_enough(seats, speculator.costs)
                 and _reserve(scheduler, seats, step.num_in_flight, step.max_tokens)
-                and all(step.has_room(len(seat.sequence.block_ids)) for seat in seats)
+                and all(step.has_room(len(sequence.block_ids)) for sequence in scheduler.running)
             )
             if not is_ending:
                 self._launch(step, drafting, is_first=False)
@@ -107,6 +126,7 @@ class RunAhead:
                 num_read += 1
                 _commit(step.receive(), seats, drafting, committer)
                 now = time.perf_counter()
+                # Those of the pass, which is as large for seats that are left.
                 num_rows = sum(seat.width for seat in seats)
                 committer.end_step(num_rows, now - read_at, is_plain=drafting.link is None)
                 read_at = now
@@ -163,16 +183,28 @@ class RunAhead:
 
 def _is_steady(scheduler: Scheduler) -> bool:
     """Whether all that is to be done is decode steps without anything that the host must see between two."""
-    return not scheduler.can_admit and all(
-        s.is_decoding and s.sampling.grammar is None and s.sampling.logprobs is None and not s.wants_prompt_logprobs
-        for s in scheduler.running
+    return (
+        bool(scheduler.running)
+        and not scheduler.can_admit
+        and all(
+            s.is_decoding and s.sampling.grammar is None and s.sampling.logprobs is None and not s.wants_prompt_logprobs
+            for s in scheduler.running
+        )
     )
+
+
+def _is_large_enough(seats: list[Seat], costs: DraftCosts) -> bool:
+    """Whether steps of those that still run would cost about as much without the seats that are left."""
+    rows, whole = (bucket(sum(seat.width for seat in some)) for some in ([s for s in seats if not s.is_left], seats))
+    return rows == whole or costs.plain_step_s(rows) > _PAYS_FROM * costs.plain_step_s(whole)
 
 
 def _reserve(scheduler: Scheduler, seats: list[Seat], num_in_flight: int, max_tokens: int) -> bool:
     """Pages for one more step, whatever those in flight come to."""
     for seat in seats:
         sequence = seat.sequence
+        if seat.is_left:
+            continue
         # One slot more: a drafter keeps an entry for the next root before the target does.
         most = sequence.max_len + seat.width + 1
         least = min(len(sequence.tokens) + num_in_flight * max_tokens + seat.width + 1, most)

@@ -393,9 +393,14 @@ class Speculator:
         self.costs.observe_step(num_rows, seconds)
         self.num_plain_batch_steps += self._is_above_limit(num_rows)
 
-    def still_drafts(self, drafting: ResidentDrafting) -> bool:
-        """Whether drafters are attached as they were when a run began."""
-        return drafting.is_current and [link for link in self._links if link.is_attached] == self._attached
+    def still_drafts(self, drafting: ResidentDrafting, decoding: Seq[Sequence]) -> bool:
+        """Whether those of a run that still run would be drafted for as they are: drafters are attached as they were
+        when it began, and no end took away the last one that has one, or the batch below the limit of drafting."""
+        if not drafting.is_current or [link for link in self._links if link.is_attached] != self._attached:
+            return False
+        if drafting.link is not None:
+            return any(drafting.is_for(sequence) for sequence in decoding)
+        return self._is_above_limit(len(decoding)) or not any(self._links_ahead(sequence) for sequence in decoding)
 
     def end_resident(self, drafting: ResidentDrafting, number: int, decoding: Seq[Sequence]) -> None:
         """A run is over, its last step, ``number``, read: get the next step's trees. ``decoding``: who still runs."""

@@ -14,6 +14,7 @@ import torch
 from drafter_svc import draft_passes, resident_draft
 from drafter_svc.head_drafter import HeadDrafter
 from drafter_svc.placement import ON_CPU, Placement
+from drafter_svc.resident_draft import ResidentDraft
 from drafter_svc.standalone import StandaloneDrafter
 from foretoken.drafting import DraftsResident, TargetInfo
 from foretoken.errors import PreconditionError
@@ -148,6 +149,34 @@ def test_a_text_ends_within_a_run(play: Play) -> None:
     assert [len(trees[0][0]) for trees in run] == [3, 1, 1, 1]
     assert run[3][0][0] == [texts[0].tokens(play.vocab)[9]]
     assert [len(trees[1][0]) for trees in run] == [6, 6, 2, 1]
+
+
+def test_blocks_of_a_text_that_ended_are_given_to_another(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last tokens are read late, behind the word of the new owner, whose entries stand in them."""
+    texts = [Text(5, (3, 2, 0, 0, 0), 36, left=(3, 0, 0, 0, 0)), Text(7, (1, 2, 3, 1, 3), 37)]
+    expected, finale = told(play, texts, 1)
+    play.begin(texts, 2)
+    # What the one has up to its end is what the other needs from its third step on.
+    play.blocks[1][3:6] = reversed(play.blocks[0][:3])
+    monkeypatch.setattr(ResidentDraft, "_read_ready", lambda self: None)
+    play.prompts()
+    for step in range(5):
+        found = play.post(step, begins=step == 0, is_last=step == 4)
+        assert_same(found[1:], [expected[step][1]])
+    play.lengths[1] += 2
+    assert_same(play.ask([play.row(1, 2)]), finale[1:2])
+
+
+def test_a_text_that_ended_is_not_counted_as_drafted_for(head: Play) -> None:
+    """Once its step without tokens is read."""
+    assert head.drafter._passes is not None
+    figures = head.drafter._passes.figures
+    head.begin([Text(5, (3, 2, 0, 0, 0), 38, left=(3, 0, 0, 0, 0)), Text(7, (1, 2, 3, 1, 3), 39)], 1)
+    head.prompts()
+    before = figures.drafted_rows
+    for step in range(5):
+        head.post(step, begins=step == 0, is_last=step == 4)
+    assert figures.drafted_rows == before + 5 + 3
 
 
 def test_the_order_of_the_streams(head: Play) -> None:

@@ -63,6 +63,8 @@ class OracleDrafter:
         # Of the resident requests of this attachment: their steps, and how many blocks each named.
         self.numbers: list[int] = []
         self.num_named: list[int] = []
+        # Sequences that it was told to forget.
+        self.forgotten: list[tuple[int, int]] = []
 
     @property
     def transport(self) -> _Attachment | None:
@@ -94,6 +96,12 @@ class OracleDrafter:
         """To the last request."""
         batch, self._batch = self._batch, None
         return batch
+
+    def release(self, slots: Sequence[int]) -> None:
+        gone = [key for key in self.tokens if key[0] in slots]
+        self.forgotten += gone
+        for key in gone:
+            del self.tokens[key], self.blocks[key]
 
     def post(self, request: DraftRequest) -> None:
         starts, tokens, parents = [0], [], []
@@ -197,7 +205,7 @@ class _Attachment:
         return True
 
     def release(self, slots: Sequence[int]) -> None:
-        return
+        self._oracle.release(slots)
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
         return self._oracle.answer()

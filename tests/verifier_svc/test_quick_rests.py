@@ -8,8 +8,8 @@ import pytest
 from foretoken.drafting import DraftRequest, TargetInfo
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Request, Result, TestSource
+from tests.support.runs import BLOCK, NODES, VOCAB, Runs, oracle_of, plain, prompt
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
-from tests.verifier_svc.test_runs import BLOCK, NODES, VOCAB, Runs, oracle_of, plain, prompt
 from verifier_svc.resident_seat import MAX_IN_FLIGHT
 from verifier_svc.speculator import QUICK_RESTS
 

@@ -18,6 +18,7 @@ from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
 from tests.support.oracle_drafter import OracleDrafter
 from verifier_svc import run_ahead
+from verifier_svc.messages import SequenceKey
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,10 @@ def plain_on_cpu(target: Target, requests: list[Request]) -> list[Result]:
 def num_ahead(harness: SeenHarness) -> int:
     """Steps that ran ahead."""
     return harness.engine.counters.num_resident_steps
+
+
+def num_ordinary(harness: SeenHarness) -> int:
+    return harness.engine.counters.num_steps - num_ahead(harness)
 
 
 def facts(results: list[Result]) -> list[object]:
@@ -53,20 +58,26 @@ PARAMS = [
 
 
 def test_plain_decode(targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of several lengths that end at different times, in blocks that are given out meanwhile."""
+    """Sequences of several lengths that end at different times, in blocks that are given out meanwhile: one run."""
     monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
     target = targets["llama"]
     requests = [Request(text(1, 20 + 3 * i), params) for i, params in enumerate(PARAMS)]
     ahead = on_device.harness(target, (), device)
     assert facts(ahead.run(requests)) == facts(plain_on_cpu(target, requests))
-    assert num_ahead(ahead) > 5
+    # The prompts are two steps.
+    assert num_ahead(ahead) > 5 and num_ordinary(ahead) == 2
     assert ahead.blocks.num_free_blocks == ahead.blocks.num_blocks
 
 
 def drafted(
-    targets: Targets, device: str, requests: list[Request], spoil: Callable[[int], bool] = lambda number: False
+    targets: Targets,
+    device: str,
+    requests: list[Request],
+    spoil: Callable[[int], bool] = lambda number: False,
+    look: Callable[[SeenHarness], None] = lambda harness: None,
 ) -> tuple[list[Result], SeenHarness, OracleDrafter]:
-    """The requests with a drafter that knows the texts, which are those of plain decode."""
+    """The requests with a drafter that knows the texts, which are those of plain decode. ``look``: before each step's
+    events are handed out."""
     target = targets["llama"]
     plain = plain_on_cpu(target, requests)
     texts = [[*request.prompt, *result.token_ids, 3] for request, result in zip(requests, plain, strict=True)]
@@ -82,6 +93,13 @@ def drafted(
         spoil=spoil,
     )
     harness = on_device.harness(target, (), device, max_nodes=6, num_steps=3, sources=[oracle])
+    receive = harness.engine.end_step
+
+    def end_step(num_rows: int, seconds: float, *, is_plain: bool) -> None:
+        look(harness)
+        receive(num_rows, seconds, is_plain=is_plain)
+
+    harness.engine.end_step = end_step  # type: ignore[method-assign]
     results = harness.run(requests)
     for result, expected in zip(results, plain, strict=True):
         assert result.token_ids == expected.token_ids
@@ -95,12 +113,32 @@ def test_trees(targets: Targets, device: str) -> None:
     requests = [Request(text(1, 20 + 3 * i), params) for i, params in enumerate(PARAMS)]
     results, harness, oracle = drafted(targets, device, requests)
     assert num_ahead(harness) > 1 and len(oracle.numbers) == num_ahead(harness)
+    assert num_ordinary(harness) == 2
     for result in results:
         assert result.finished is not None
         stats = result.finished.speculation
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
         assert sum(1 for source in result.sources if source == 1) == stats.num_accepted_tokens
     assert harness.speculator.links[0].counters.num_accepted_tokens > 0
+
+
+def test_trees_in_blocks_of_one_that_has_ended(targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step that is in flight writes nowhere; the entries of who has its blocks now are those of its own text."""
+    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
+    requests = [
+        Request(text(5, 24), SamplingParams(temperature=0.0, max_tokens=7)),
+        Request(text(6, 24), SamplingParams(temperature=0.0, max_tokens=40)),
+    ]
+    tables: dict[SequenceKey, set[int]] = {}
+
+    def look(harness: SeenHarness) -> None:
+        for sequence in harness.scheduler.running:
+            tables.setdefault(sequence.key, set()).update(sequence.block_ids)
+
+    _, harness, _ = drafted(targets, device, requests, look=look)
+    short, long = tables.values()
+    assert short & long
+    assert num_ordinary(harness) == 1
 
 
 def test_trees_that_never_come(targets: Targets, device: str) -> None:

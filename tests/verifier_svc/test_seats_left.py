@@ -1,0 +1,140 @@
+"""Sequences that end within a run of steps that run ahead: who goes on, in whose blocks, and what a drafter is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foretoken.drafting import DraftRequest
+from foretoken.sampling import SamplingParams
+from tests.support.engine_harness import Request, Result
+from tests.support.runs import BLOCK, SEATS, Runs, greedy, oracle_of, plain
+from verifier_svc import run_ahead
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_run_goes_on_without_those_that_end(drafts: bool) -> None:
+    """Until the last one has: by its length or by a stop token, which no host looks for meanwhile."""
+    requests = [greedy(i, 6, 8 * i + 9) for i in range(SEATS - 1)]
+    stopped = greedy(SEATS - 1, 6, 60)
+    text = plain([stopped])[0].token_ids
+    stop = next(token for index, token in enumerate(text) if index > 20 and token not in text[:index])
+    requests.append(Request(stopped.prompt, SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=(stop,))))
+    expected = plain(requests)
+    runs = Runs([oracle_of(requests, expected)] if drafts else [])
+    results = runs.harness.run(requests)
+    assert [facts(result) for result in results] == [facts(result) for result in expected]
+    # The prompts are one step.
+    assert runs.steps[-1].num_runs == 1 and runs.num_ordinary == 1
+    runs.harness.drain()
+
+
+def facts(result: Result) -> tuple[Any, ...]:
+    assert result.finished is not None
+    return result.token_ids, result.finished.reason, result.finished.stop_token_id
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_blocks_of_one_that_ended_are_given_to_others_of_the_run(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache holds no more than that; what the prefix cache still has of it serves the next request."""
+    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
+    short, long = greedy(1, 22, 10), greedy(2, 6, 70)
+    expected = plain([short, long])
+    again = Request([*short.prompt, *expected[0].token_ids, 5, 7], SamplingParams(temperature=0.0, max_tokens=12))
+    expected += plain([again])
+    tables: dict[int, set[int]] = {}
+
+    def look(number: int) -> None:
+        for sequence in runs.harness.scheduler.running:
+            tables.setdefault(sequence.num_prompt_tokens, set()).update(sequence.block_ids)
+
+    oracle = oracle_of([short, long, again], expected)
+    # 76 tokens are 19 blocks, with what steps in flight may need 21.
+    runs = Runs([oracle] if drafts else [], num_blocks=25, on_launch=look)
+    results = runs.harness.run([short, long])
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected[:2]]
+    assert runs.steps[-1].num_runs == 1 and runs.num_ordinary == 1
+    shared = tables[22] & tables[6]
+    assert len(shared) > 1
+    assert runs.harness.run([again])[0].token_ids == expected[2].token_ids
+    finished = runs.harness.results[list(runs.harness.results)[-1]].finished
+    assert finished is not None and finished.num_cached_tokens >= BLOCK
+    runs.harness.drain()
+
+
+def test_a_drafter_is_told_to_forget_behind_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the slot's next owner is told. It learnt all within the run: no row is about nothing."""
+    requests = [greedy(1, 6, 8), greedy(2, 6, 40), greedy(3, 6, 20), greedy(4, 6, 20)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    forgotten_at = []
+    learn = oracle._learn
+
+    def look(number: int) -> None:
+        forgotten_at.append(len(oracle.forgotten))
+
+    def check(request: DraftRequest, row: int, key: tuple[int, int]) -> None:
+        assert request.new_token_starts[row + 1] > request.new_token_starts[row]
+        learn(request, row, key)
+
+    monkeypatch.setattr(oracle, "_learn", check)
+
+    runs = Runs([oracle], max_running=2, on_launch=look)
+    runs.harness.run(requests[:2])
+    assert runs.steps[1].num_runs == 1 and runs.num_ordinary == 1
+    assert forgotten_at and not any(forgotten_at) and len(oracle.tokens) == 2
+    owners = set(oracle.tokens)
+    runs.harness.drain()
+    results = runs.harness.run(requests[2:])
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected[2:]]
+    assert set(oracle.forgotten) == owners and not owners & set(oracle.tokens)
+
+
+def test_a_run_ends_where_the_pass_of_a_smaller_batch_is_cheaper() -> None:
+    """What eight rows cost is a fifth more than what one does, so that two rows are cheaper by an eighth."""
+    requests = [greedy(i, 6, 8 * i + 9) for i in range(SEATS)]
+    expected = plain(requests)
+    runs = Runs(costs={1: 1.0, 8: 1.2})
+    (step,) = runs.steps
+    sizes = []
+    begin = step.begin
+
+    def look(seats: Any, features: Any) -> None:
+        sizes.append(len(seats))
+        begin(seats, features)
+
+    step.begin = look  # type: ignore[method-assign]
+    results = runs.harness.run(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert sizes == [8, 2]
+
+
+def test_a_run_ends_as_one_that_waits_can_be_admitted() -> None:
+    requests = [greedy(1, 6, 10), greedy(2, 6, 60), greedy(3, 6, 40)]
+    expected = plain(requests)
+    runs = Runs(max_running=2)
+    results = runs.harness.run(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    # The third one runs beside the second.
+    assert runs.harness.engine.counters.num_steps < 65 and runs.steps[0].num_runs == 2
+
+
+def test_a_run_ends_with_the_last_one_that_is_drafted_for() -> None:
+    requests = [greedy(1, 6, 12), greedy(2, 6, 60).plain()]
+    expected = plain(requests)
+    runs = Runs([oracle_of(requests, expected)])
+    results = runs.harness.run(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert [step.num_runs for step in runs.steps] == [1, 1]
+    assert runs.steps[0].number > 40
+
+
+def test_a_run_ends_as_the_batch_falls_below_the_limit_of_drafting() -> None:
+    requests = [greedy(1, 6, 12), greedy(2, 6, 60), greedy(3, 6, 60)]
+    expected = plain(requests)
+    runs = Runs([oracle_of(requests, expected)], max_batch_size=2)
+    results = runs.harness.run(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert [step.num_runs for step in runs.steps] == [1, 1]
+    assert results[1].finished is not None and results[1].finished.speculation.num_accepted_tokens > 20
