@@ -70,6 +70,22 @@ def test_progress_is_shown_for_what_takes_long_only(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "verifier: checking 50%\n"
 
 
+def test_progress_that_was_shown_is_shown_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    show = ProgressLines(clock=lambda: now)
+    now = 1.0
+    show(2, 3, "checking")
+    show(3, 3, "checking")
+    show(3, 3, "checking")
+    show(1, 1, "loading")
+    assert capsys.readouterr().err == "verifier: checking 66%\nverifier: checking 100%\n"
+    # Where nothing is known between beginning and end.
+    now = 2.0
+    show(0, 1, "timing")
+    show(1, 1, "timing")
+    assert capsys.readouterr().err == "verifier: timing\nverifier: timing 100%\n"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("mem_fraction_static", 0.5), ("disable_cuda_graph", True), ("attention_backend", "triton"), ("numerics", "fast")],
