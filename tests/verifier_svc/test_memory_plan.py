@@ -41,6 +41,15 @@ def test_what_cannot_start_is_refused_by_flag(fields: dict[str, int], flag: str)
         memory_plan(settings(**fields), CPU)
 
 
+def test_the_least_cache_is_named_and_is_enough() -> None:
+    """A context of 100 tokens and a tree of 8 are 108, in blocks of 16: seven."""
+    with pytest.raises(ConfigError, match=r"--max-total-tokens: expected at least 112 \(.*\), got 1;"):
+        memory_plan(settings(max_total_tokens=1, context_length=100), CPU)
+    with pytest.raises(ConfigError, match="expected at least 112"):
+        memory_plan(settings(max_total_tokens=111, context_length=100), CPU)
+    assert memory_plan(settings(max_total_tokens=112, context_length=100), CPU).num_blocks == 7
+
+
 def test_weights_that_leave_no_room_name_the_way_out() -> None:
     with pytest.raises(ConfigError, match="--context-length"):
         make_plan(settings(), weights_bytes=10**15, bytes_per_token=8192, max_model_len=2048)
