@@ -7,7 +7,8 @@ GRPC_PORT ?= 50051
 DEMO := models/demo/target
 MODEL ?= $(DEMO)
 VENV ?= .venv
-# Where PyTorch's CPU build comes from on a machine without an NVIDIA driver. Empty: from pip's own index.
+# Where PyTorch comes from: by default its CPU build, on a machine without an NVIDIA driver. Given: what is there, driver
+# or not; empty: from pip's own index.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Of make chaos.
 SECONDS ?= 60
@@ -108,9 +109,12 @@ $(BIN)/python:
 
 # A driver means that the default index's CUDA build is wanted. Without one, PyTorch's own index has the CPU build;
 # pip's configuration may have it too (a mirror, a folder of wheels), which serves where that index is out of reach.
+# For one that was asked for, no other build will do.
 $(CORE): pyproject.toml constraints.txt | $(BIN)/python
 	@index=""; \
-	if [ -n "$(TORCH_INDEX)" ] && ! [ -e /proc/driver/nvidia/version ] && ! nvidia-smi >/dev/null 2>&1; then \
+	if [ -n "$(filter-out file,$(origin TORCH_INDEX))" ]; then \
+	  index="$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))"; \
+	elif ! [ -e /proc/driver/nvidia/version ] && ! nvidia-smi >/dev/null 2>&1; then \
 	  if $(BIN)/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=10)' \
 	      "$(TORCH_INDEX)/torch/" 2>/dev/null; then \
 	    index="--index-url $(TORCH_INDEX)"; \

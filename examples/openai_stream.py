@@ -3,31 +3,42 @@
 python examples/openai_stream.py ["def read_json(path):" [http://127.0.0.1:8000]]
 """
 
+import argparse
 import sys
 
-from openai import APIConnectionError, OpenAI
+from openai import APIConnectionError, OpenAI, OpenAIError
 
-url = sys.argv[2] if len(sys.argv) > 2 else "http://127.0.0.1:8000"
+parser = argparse.ArgumentParser(description="Stream a completion with the openai client.")
+parser.add_argument(
+    "prompt", nargs="?", default="def read_json(path):", help="text to go on from (default: %(default)s)"
+)
+parser.add_argument(
+    "url", nargs="?", default="http://127.0.0.1:8000", help="of the server, with or without /v1 (default: %(default)s)"
+)
+options = parser.parse_args()
+url = options.url.rstrip("/").removesuffix("/v1")
+url = url if "://" in url else f"http://{url}"
 client = OpenAI(base_url=f"{url}/v1", api_key="none")
-prompt = sys.argv[1] if len(sys.argv) > 1 else "def read_json(path):"
 try:
     model = client.models.list().data[0].id
+    stream = client.completions.create(
+        model=model,
+        prompt=options.prompt,
+        max_tokens=128,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        # Speculation never changes the text; switch it off to see the difference in speed.
+        extra_body={"speculative": {"enabled": True}},
+    )
+    print(options.prompt, end="")
+    for chunk in stream:
+        for choice in chunk.choices:
+            print(choice.text, end="", flush=True)
+        if chunk.usage is not None:
+            print(f"\n\n{chunk.usage.completion_tokens} tokens; {chunk.model_extra}")
 except APIConnectionError:
     sys.exit(f"nothing answers at {url}; start a server with: make serve")
-
-stream = client.completions.create(
-    model=model,
-    prompt=prompt,
-    max_tokens=128,
-    temperature=0,
-    stream=True,
-    stream_options={"include_usage": True},
-    # Speculation never changes the text; switch it off to see the difference in speed.
-    extra_body={"speculative": {"enabled": True}},
-)
-print(prompt, end="")
-for chunk in stream:
-    for choice in chunk.choices:
-        print(choice.text, end="", flush=True)
-    if chunk.usage is not None:
-        print(f"\n\n{chunk.usage.completion_tokens} tokens; {chunk.model_extra}")
+except OpenAIError as error:
+    # A page of HTML, where it is another server's, as one line.
+    sys.exit(f"{url}: {' '.join(str(error).split())}")

@@ -10,9 +10,10 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from foretoken import flags
 from foretoken.commands import client_commands, corpus_commands, drafter_commands, offline, service_settings
@@ -32,7 +33,20 @@ OPENMP_SPIN_COUNT = "20000"
 # instead of 4.63 ms at 96 rows on an H200, and as long as before at 512.
 MATMULS_BY_CUBLASLT = "1"
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+class _Commands(TyperGroup):
+    """All commands, those of sub-commands too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            # Choices are checked through pydantic, which says of every error of a validator that it is one.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
+app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(corpus_commands.app, name="corpus")
 app.add_typer(drafter_commands.app, name="drafters")
 

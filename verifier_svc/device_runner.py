@@ -128,6 +128,7 @@ class DeviceRunner(TargetModel):
         if self._device.type == "cuda" and not self._strict:
             progress(0, 1, "timing matmuls")
             self.tune(choices_file())
+            progress(1, 1, "timing matmuls")
         room = min(self.max_model_len, self.cache.num_slots - self.block_size, self._most_rows)
         # The attention's kernel is another one for each of its tiles, which grow with the rows, and for splits.
         counts = [1 << power for power in range(max(max_nodes, _PROMPT_ROWS).bit_length())]

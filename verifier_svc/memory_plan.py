@@ -83,8 +83,9 @@ def make_plan(
         num_blocks = settings.max_total_tokens // settings.block_size
         if num_blocks < blocks_of_one:
             raise ConfigError(
-                f"--max-total-tokens {settings.max_total_tokens} cannot hold one sequence of {longest} tokens; "
-                "raise it or lower --context-length"
+                f"--max-total-tokens: expected at least {blocks_of_one * settings.block_size} (one context and a draft "
+                f"tree, {longest} tokens, in blocks of {settings.block_size}), got {settings.max_total_tokens}; "
+                "with a lower --context-length fewer will do"
             )
     else:
         affordable = int((available - fixed_bytes) * share) // (bytes_per_token * settings.block_size)

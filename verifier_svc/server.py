@@ -60,17 +60,23 @@ Progress = Callable[[int, int, str], None]
 
 
 class ProgressLines:
-    """A line on stderr for what takes long: at most one in PROGRESS_S, none for what is over sooner."""
+    """A line on stderr for what takes long: at most one in PROGRESS_S, none for what is over sooner, and the end of
+    what was shown."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._shown_at = clock()
+        # What the last line was about, if it has not ended.
+        self._open = ""
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        now = self._clock()
-        if now - self._shown_at >= PROGRESS_S:
+        now, has_ended = self._clock(), done >= total
+        if now - self._shown_at >= PROGRESS_S or (has_ended and what == self._open):
             self._shown_at = now
-            print(f"verifier: {what} {done * 100 // max(total, 1)}%", file=sys.stderr, flush=True)
+            self._open = "" if has_ended else what
+            # Of a single piece of work only its end is known.
+            percent = f" {done * 100 // max(total, 1)}%" if has_ended or total > 1 else ""
+            print(f"verifier: {what}{percent}", file=sys.stderr, flush=True)
 
 
 def plan(settings: VerifierSettings) -> str:

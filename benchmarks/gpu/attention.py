@@ -13,6 +13,7 @@ import argparse
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,7 +24,10 @@ from foretoken.models.batch import chain_batch
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import FlashInferAttention, obstacle
 from foretoken.models.llama import Llama
-from verifier_svc.device_runner import DeviceRunner
+
+# It needs triton, without which --help answers too.
+if TYPE_CHECKING:
+    from verifier_svc.device_runner import DeviceRunner
 
 # Tokens of a prompt's chunk behind so many others.
 CHUNKS = ((512, 0), (2048, 0), (2048, 14336))

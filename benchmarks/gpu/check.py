@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.check [FILE]
 
 The exit status is 0 if every bar is reached, 1 if one is missed, and 2 if the file is refused: a row is missing or too
-short, rows are of different runs, or it was measured on something else than the bars are for, or by a commit that this
-one does not come from.
+short or went without drafts for too many steps, rows are of different runs, or it was measured on something else than
+the bars are for, or by a commit that this one does not come from.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ COMMON = ("invocation", "commit", "gpu", "mode", "dtype", "model_fingerprint")
 # Tokens a step may differ so much from the forced length, and so many intervals may be no ordinary step.
 MAX_LENGTH_ERROR = 0.03
 MAX_DROPPED = 0.05
+# Of all steps of all sequences, that may have had no draft: their median is still that of steps with one, but with some
+# of the batch in plain decode they are another measurement.
+MAX_WITHOUT_DRAFT = 0.05
 
 Row = dict[str, Any]
 
@@ -73,7 +76,7 @@ def refusals(result: dict[str, Any], is_ancestor: Callable[[str], bool]) -> list
         if any(row.get(name) != result.get(name) for row in rows):
             reasons.append(f"rows of another run: {name} is not the file's, {result.get(name)}")
     for key, row in zip(keys, rows, strict=True):
-        reasons += [f"{key}: {reason}" for reason in _row_refusals(row)]
+        reasons += [f"{key}: {reason}" for reason in _row_refusals(row, result["workload"]["output_tokens"])]
     reasons += _workload_refusals(result)
     commit = str(result.get("commit") or "")
     if not commit or " " in commit:
@@ -83,7 +86,7 @@ def refusals(result: dict[str, Any], is_ancestor: Callable[[str], bool]) -> list
     return reasons
 
 
-def _row_refusals(row: Row) -> list[str]:
+def _row_refusals(row: Row, output_tokens: int) -> list[str]:
     reasons = []
     count, dropped = len(row["step_ms"]), row["num_dropped"]
     if count < bars.MIN_STEPS:
@@ -100,6 +103,13 @@ def _row_refusals(row: Row) -> list[str]:
         reasons.append(f"its acceptance was {row['simulate_accept_length']}, not {wanted}")
     if abs(row["tokens_per_step"] / setting.accept_length - 1) > MAX_LENGTH_ERROR:
         reasons.append(f"{row['tokens_per_step']:.2f} tokens a step, not {setting.accept_length:g}")
+    if not setting.is_plain:
+        sequences = row["num_rounds"] * row["batch"]
+        steps = round(sequences * output_tokens / setting.accept_length)
+        # A sequence's first step comes before its first draft.
+        without = row["num_fallback_steps"] - sequences
+        if without > MAX_WITHOUT_DRAFT * steps:
+            reasons.append(f"{without} of {steps} steps of single sequences had no draft")
     return reasons
 
 

@@ -5,7 +5,7 @@
 Held-out prompts are completed greedily, alone and in batches, with drafts and without. Of each text that is not the
 other one, the first token that differs is looked up: one more request has prompt and common text as its prompt, and
 asks for the logprobs behind it. Their difference for the two tokens is the gap. A gap that rounding cannot explain
-fails, and so does any text that differs in strict mode. See BOUNDS.
+fails, and so does any text that differs in strict mode. See BOUNDS. The file is written with each comparison.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,19 +99,29 @@ def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
     return next((at for at, (one, two) in enumerate(zip(text, other, strict=True)) if one != two), None)
 
 
-def compare(prompts: Sequence[Sequence[int]], texts: dict[str, list[list[int]]], best: Best) -> list[Comparison]:
-    """``texts``: by the names of COMPARISONS."""
-    found = []
-    for name, against in COMPARISONS:
-        divergences, num_tokens = [], 0
-        for index, (text, other) in enumerate(zip(texts[name], texts[against], strict=True)):
-            at = first_difference(text, other)
-            num_tokens += len(text) if at is None else at + 1
-            if at is not None:
-                gap = gap_of(best([*prompts[index], *text[:at]]), text[at], other[at])
-                divergences.append(Divergence(index, at, (text[at], other[at]), gap))
-        found.append(Comparison(name, against, len(texts[name]), num_tokens, tuple(divergences)))
-    return found
+def compare(
+    prompts: Sequence[Sequence[int]], texts: Iterable[tuple[str, list[list[int]]]], best: Best
+) -> Iterator[Comparison]:
+    """Each of COMPARISONS as soon as both of its texts are there. ``texts``: with their names, as they come."""
+    known: dict[str, list[list[int]]] = {}
+    for latest, found in texts:
+        known[latest] = found
+        for name, against in COMPARISONS:
+            if latest in (name, against) and name in known and against in known:
+                yield _comparison(prompts, known, name, against, best)
+
+
+def _comparison(
+    prompts: Sequence[Sequence[int]], texts: dict[str, list[list[int]]], name: str, against: str, best: Best
+) -> Comparison:
+    divergences, num_tokens = [], 0
+    for index, (text, other) in enumerate(zip(texts[name], texts[against], strict=True)):
+        at = first_difference(text, other)
+        num_tokens += len(text) if at is None else at + 1
+        if at is not None:
+            gap = gap_of(best([*prompts[index], *text[:at]]), text[at], other[at])
+            divergences.append(Divergence(index, at, (text[at], other[at]), gap))
+    return Comparison(name, against, len(texts[name]), num_tokens, tuple(divergences))
 
 
 def gap_of(best: dict[int, float], token: int, other: int) -> float | None:
@@ -119,17 +129,18 @@ def gap_of(best: dict[int, float], token: int, other: int) -> float | None:
     return abs(best[token] - best[other]) if token in best and other in best else None
 
 
-def complete_all(prompts: Sequence[Sequence[int]], batch: int, complete: Complete) -> dict[str, list[list[int]]]:
+def complete_all(
+    prompts: Sequence[Sequence[int]], batch: int, complete: Complete
+) -> Iterator[tuple[str, list[list[int]]]]:
     """Every prompt four times, by the names of COMPARISONS."""
-    texts: dict[str, list[list[int]]] = {}
-    for what, drafted in (("plain", False), ("drafted", True)):
-        for where, size in (("alone", 1), ("in batches", batch)):
+    for where, size in (("alone", 1), ("in batches", batch)):
+        for what, drafted in (("plain", False), ("drafted", True)):
             name = f"{what}, {where}"
-            texts[name] = []
+            texts: list[list[int]] = []
             for first in range(0, len(prompts), size):
-                texts[name] += complete(prompts[first : first + size], drafted)
+                texts += complete(prompts[first : first + size], drafted)
             progress(f"{name}: {len(prompts)} texts")
-    return texts
+            yield name, texts
 
 
 class Client:
@@ -177,8 +188,8 @@ class Client:
         return answers
 
 
-def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Comparison]]:
-    """What ran, and all comparisons. Raises StackError or UnexpectedAnswerError."""
+def measure(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Comparison]]]:
+    """What ran and the comparisons so far, once more with each. Raises StackError or UnexpectedAnswerError."""
     model = options.model.resolve()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     found = code_prompts(tokenizer, options.prompts)
@@ -193,19 +204,19 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Compariso
     with running_stack(model, options.threads, flags, ready_timeout_s=TIMEOUT_S) as (address, _):
         (verifier,) = describe(address)["verifiers"]
         client = Client(address, options.tokens, options.drafter)
-        texts = complete_all(prompts, options.batch, client.complete)
-        comparisons = compare(prompts, texts, client.best)
+        facts = {
+            "mode": verifier["mode"],
+            "dtype": verifier["dtype"],
+            "bound": BOUNDS[verifier["dtype"]] if options.bound is None else options.bound,
+            "prompts": f"{len(prompts)} from {num_files(found)} held-out files, {options.tokens} tokens each",
+            "batch": options.batch,
+        }
+        comparisons: list[Comparison] = []
+        for comparison in compare(prompts, complete_all(prompts, options.batch, client.complete), client.best):
+            comparisons.append(comparison)
+            yield facts | {"num_drafted": client.num_drafted, "num_accepted": client.num_accepted}, comparisons
     if not client.num_accepted:
         raise UnexpectedAnswerError(f"of {client.num_drafted} drafted tokens none was accepted: nothing was compared")
-    facts = {
-        "mode": verifier["mode"],
-        "dtype": verifier["dtype"],
-        "prompts": f"{len(prompts)} from {num_files(found)} held-out files, {options.tokens} tokens each",
-        "batch": options.batch,
-        "num_drafted": client.num_drafted,
-        "num_accepted": client.num_accepted,
-    }
-    return facts, comparisons
 
 
 def to_markdown(comparisons: Sequence[Comparison]) -> str:
@@ -247,18 +258,16 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = parser().parse_args()
     result = run_facts("near_ties", options.commit)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        facts, comparisons = measure(options)
+        for facts, comparisons in measure(options):
+            rows = [asdict(each) | {"per_1000_tokens": each.per_1000_tokens} for each in comparisons]
+            options.output.write_text(json.dumps(result | facts | {"comparisons": rows}, indent=1) + "\n")
     except (StackError, UnexpectedAnswerError) as error:
         progress(f"failed: {error}")
         sys.exit(1)
-    bound = BOUNDS[facts["dtype"]] if options.bound is None else options.bound
-    result |= facts | {"bound": bound}
-    result["comparisons"] = [asdict(each) | {"per_1000_tokens": each.per_1000_tokens} for each in comparisons]
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{facts['mode']} mode, {facts['dtype']}: {facts['prompts']}\n\n{to_markdown(comparisons)}")
-    is_strict = facts["mode"] == "strict"
+    is_strict, bound = facts["mode"] == "strict", facts["bound"]
     failures = [line for each in comparisons for line in each.failures(None if is_strict else bound)]
     for line in failures:
         print(f"FAIL: {line}; {'no text may differ in strict mode' if is_strict else f'at most {bound:g}'}")

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -27,7 +27,6 @@ import torch
 
 from benchmarks.gpu.bars import MIN_LEVEL_SHARE, MIN_VERIFY_SHARE
 from benchmarks.gpu.floor import StepBytes, measure_device, step_bytes
-from drafter_svc.device_levels import TreeShape
 from drafter_svc.head_drafter import HeadDrafter
 from drafter_svc.placement import Placement
 from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, TargetInfo
@@ -36,7 +35,10 @@ from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
-from verifier_svc.device_runner import DeviceRunner
+
+# What needs triton is imported where it is used: --help answers without it.
+if TYPE_CHECKING:
+    from verifier_svc.device_runner import DeviceRunner
 
 CONTEXT = 320
 BLOCK = 16
@@ -156,6 +158,8 @@ def draft_times(
     draft: Callable[[], object], measure: Callable[[Callable[[], object]], float] = device_ms
 ) -> DraftTimes:
     """Of a draft whose graphs are replayed many times where it asks for them once: they leave the same each time."""
+    from drafter_svc.device_levels import TreeShape
+
     found: dict[Hashable, float] = {}
     run = DeviceGraphs.run
 
@@ -171,6 +175,8 @@ def draft_times(
 
 def load_target(model: Path, backend: Backend, strict: bool = False) -> DeviceRunner:
     """With noise in its cache."""
+    from verifier_svc.device_runner import DeviceRunner
+
     rows = MAX_BATCH * max(ROWS)
     began = time.perf_counter()
     runner = DeviceRunner(

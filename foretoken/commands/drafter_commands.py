@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from foretoken import flags
+from foretoken.commands.client_commands import program, say
 
 if TYPE_CHECKING:
     from foretoken.commands.drafters_client import DrafterOf, DraftersClient
@@ -40,9 +41,15 @@ def attach(
     transport: Transport = "auto",
     verifier: Verifier = "",
 ) -> None:
-    """Attach a drafter that runs; requests may name it from now on."""
+    """Attach a drafter that runs; requests may name it from now on. Prints what became of it."""
     with _client(url, key_file) as client:
-        _show(client.attach(name, address, transport, verifier))
+        client.attach(name, address, transport, verifier)
+        drafters = client.outcome(name, verifier)
+    _show(drafters)
+    if any(drafter.state != "attached" for drafter in drafters):
+        say(
+            f"{name} is not attached yet; the verifier goes on trying, and {program()} drafters list says how it stands"
+        )
 
 
 @app.command()

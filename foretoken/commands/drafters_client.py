@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 from foretoken.commands.operator_client import OperatorClient
 from foretoken.limits import check_name
+
+# A drafter that is there is attached in far less, unless it has a model to load first.
+OUTCOME_TIMEOUT_S = 10.0
+OUTCOME_EVERY_S = 0.2
 
 
 class DrafterOf(NamedTuple):
@@ -17,8 +22,13 @@ class DrafterOf(NamedTuple):
     transport: str
     address: str
     state: str
-    # Why it is not attached; empty where it is.
+    # Why it is not attached; empty where it is, and before that is known.
     reason: str
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is attached, or why it is not is known."""
+        return self.state != "connecting" or bool(self.reason)
 
 
 class DraftersClient(OperatorClient):
@@ -27,6 +37,15 @@ class DraftersClient(OperatorClient):
     def attach(self, name: str, address: str, transport: str, verifier: str = "") -> list[DrafterOf]:
         body = {"name": name, "address": address, "transport": transport, "verifier": verifier}
         return _drafters(self._call("POST", "/v1/drafters", json=body))
+
+    def outcome(self, name: str, verifier: str = "", timeout_s: float = OUTCOME_TIMEOUT_S) -> list[DrafterOf]:
+        """What became of a drafter that is being attached, at each verifier; after ``timeout_s`` as it stands."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = [drafter for drafter in self.list(verifier) if drafter.name == name]
+            if all(drafter.is_decided for drafter in found) or time.monotonic() >= deadline:
+                return found
+            time.sleep(OUTCOME_EVERY_S)
 
     def detach(self, name: str, verifier: str = "") -> None:
         # A path of more parts would be no route at all.

@@ -18,6 +18,7 @@ from foretoken.tree import MASK_WORD_BITS, ancestor_mask, depths
 _ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 64, 96)
 # A mask of one word: half of them the text, half of them something else.
 _TREE_NODES = MASK_WORD_BITS
+_WHAT = "checking strict numerics"
 
 
 def rows_are_independent(
@@ -39,21 +40,29 @@ def rows_are_independent(
     length = min(row_counts[-1], most_tokens, config.max_position_embeddings)
     tokens = (np.arange(length, dtype=np.int64) * 7919 % config.vocab_size).astype(np.int32)
     counts = [count for count in row_counts if count <= length]
+    # Few rows need no long text.
+    ends = [min(length, max(count, _ROW_COUNTS[-1])) for count in counts]
+    total = length + sum(end // count for count, end in zip(counts, ends, strict=True)) + 1
+    done = 0
+
+    def passed(batch: ForwardBatch) -> torch.Tensor:
+        nonlocal done
+        progress(done, total, _WHAT)
+        done += 1
+        return forward(batch)
+
     expected = torch.stack(
-        [forward(chain_batch(tokens[row : row + 1], row, block_size))[0].clone() for row in range(length)]
+        [passed(chain_batch(tokens[row : row + 1], row, block_size))[0].clone() for row in range(length)]
     )
-    for done, count in enumerate(counts):
-        progress(done, len(counts), "checking numerics")
-        # Few rows need no long text.
-        end = min(length, max(count, _ROW_COUNTS[-1]))
+    for count, end in zip(counts, ends, strict=True):
         for first in range(0, end - count + 1, count):
-            logits = forward(chain_batch(tokens[first : first + count], first, block_size))
+            logits = passed(chain_batch(tokens[first : first + count], first, block_size))
             if not torch.equal(logits, expected[first : first + count]):
                 return False
-    progress(len(counts), len(counts), "checking numerics")
     num_texts = min((length + 1) // 2, _TREE_NODES // 2)
     first = length - (2 * num_texts - 1)
-    logits = forward(_tree_batch(tokens[first : first + num_texts], first, config.vocab_size, block_size))
+    logits = passed(_tree_batch(tokens[first : first + num_texts], first, config.vocab_size, block_size))
+    progress(done, total, _WHAT)
     return torch.equal(logits[::2], expected[first : first + num_texts])
 
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from foretoken import hub
 from foretoken.errors import ConfigError
-from foretoken.train.data import load_tokens
-from foretoken.train.device import pick_device
-from foretoken.train.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def write_self_text(options: argparse.Namespace) -> None:
@@ -27,6 +23,15 @@ def write_self_text(options: argparse.Namespace) -> None:
 
     A share of ``options.greedy_share`` of the rows is greedy, the rest is sampled at temperature 1.
     """
+    print(f"loading {options.target}", flush=True)
+    # For seconds: libraries first.
+    import numpy as np
+    import torch
+
+    from foretoken.train.data import load_tokens
+    from foretoken.train.device import pick_device
+    from foretoken.train.target import Target
+
     device = pick_device(options.device)
     target = Target(hub.resolve(str(options.target)), device)
     tokens = load_tokens(options.data, options.glob, target.path, target.separator, target.config.vocab_size)
@@ -37,6 +42,8 @@ def write_self_text(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     rows: list[Tensor] = []
     num_rows = -(-options.tokens // length)
+    at_once = min(options.batch_size, num_rows) * length
+    print(f"writing {num_rows * length:,} tokens, {at_once:,} at a time, on {device}", flush=True)
     while (done := sum(map(len, rows))) < num_rows:
         starts = torch.randint(len(tokens) - prompt, (min(options.batch_size, num_rows - done),), generator=generator)
         prompts = tokens[starts[:, None] + torch.arange(prompt)].long().to(device)

@@ -372,6 +372,20 @@ VERIFIER = ("verifier", "--address", "unix:/v")
 
 
 @pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (("serve", "m", "--numerics", "x"), "--numerics"),
+        (("gateway", "m", "--log-level", "x"), "--log-level"),
+        (("drafters", "attach", "a", "b", "--transport", "x"), "--transport"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused_in_plain_words(words: tuple[str, ...], flag: str) -> None:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 2
+    assert f"Invalid value for '{flag}': 'x' is not one of '" in result.output, result.output
+
+
+@pytest.mark.parametrize(
     ("command", "drafters"),
     [
         (("serve",), "ngram (NGRAM)"),

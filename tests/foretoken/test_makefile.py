@@ -154,6 +154,18 @@ def test_an_empty_index_means_pips_own(checkout: Checkout) -> None:
     assert not any("--index-url" in call for call in calls)
 
 
+@pytest.mark.parametrize("driver", [True, False])
+def test_an_index_that_is_given_is_taken_as_it_is(checkout: Checkout, driver: bool) -> None:
+    """The build of an older CUDA, say: no other one will do, whatever is there or does not answer."""
+    executable(checkout.folder / "bin" / "nvidia-smi", f"#!/bin/sh\nexit {0 if driver else 9}\n")
+    index = INDEX.replace("cpu", "cu126")
+    checkout.make("serve", f"TORCH_INDEX={index}", NO_INDEX="1")
+    assert f"--no-deps --index-url {index} torch" in checkout.torch_call()
+    shutil.rmtree(checkout.folder / ".venv")
+    checkout.make("serve", TORCH_INDEX=index, NO_INDEX="1")
+    assert f"--no-deps --index-url {index} torch" in checkout.torch_call()
+
+
 def test_with_a_driver_torch_comes_from_pips_own_index(checkout: Checkout) -> None:
     executable(checkout.folder / "bin" / "nvidia-smi", "#!/bin/sh\n")
     checkout.make("serve")

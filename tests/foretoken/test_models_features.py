@@ -87,11 +87,16 @@ def test_the_set_may_change_between_passes_and_none_is_empty(llama: Llama) -> No
 def test_rows_stay_independent_with_features(llama: Llama) -> None:
     """Logits and features of a row, side by side, in every batch."""
     asked = (0, 1, llama.config.num_layers, FINAL_NORM)
+    num_passes = 0
 
     def forward(batch: ForwardBatch) -> torch.Tensor:
+        nonlocal num_passes
+        num_passes += 1
         return torch.cat([llama.forward(batch, asked), llama.features], dim=1)
 
-    assert rows_are_independent(forward, llama.config, 8, 256, lambda done, total, what: None)
+    seen: list[tuple[int, int]] = []
+    assert rows_are_independent(forward, llama.config, 8, 256, lambda done, total, what: seen.append((done, total)))
+    assert seen == [(done, num_passes) for done in range(num_passes + 1)]
 
 
 @pytest.mark.parametrize("feature", [-2, 9])

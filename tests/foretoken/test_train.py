@@ -21,7 +21,7 @@ from foretoken.models.config import MODEL_TYPES, load_config
 from foretoken.models.draft_head import load_draft_head
 from foretoken.models.target_weights import load_target_weights
 from foretoken.train import target as target_module
-from foretoken.train.__main__ import parse
+from foretoken.train.__main__ import parse, run
 from foretoken.train.data import load_split
 from foretoken.train.eagle import EagleRecipe
 from foretoken.train.options import ALGORITHMS, TrainOptions
@@ -67,6 +67,27 @@ def test_the_loss_falls_and_acceptance_is_reported(
     assert report["num_steps"] == 60 and report["num_tokens"] == 60 * 4 * 16
     assert "tokens/s" in (printed := capsys.readouterr().out) and "held-out acceptance per step" in printed
     assert not (tmp_path / CHECKPOINT_FILE).exists()
+
+
+def test_self_text_is_prompts_and_what_the_target_writes_and_says_what_it_does(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, words = tmp_path / "text.npy", ["--data", str(folder / "train.npy"), "--device", "cpu"]
+    words += ["--length", "16", "--prompt-length", "4", "--batch-size", "2", "--greedy-share", "1"]
+    run(["self-text", str(folder / "target"), *words, "--output", str(file), "--tokens", "40"], "foretoken train")
+    rows = np.load(file).reshape(3, 16)
+    texts = repeating_tokens()
+    prompts = np.lib.stride_tricks.sliding_window_view(texts, 4)
+    assert all((prompts == row[:4]).all(axis=1).any() for row in rows)
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    assert np.array_equal(target(torch.from_numpy(rows).long()).logits.argmax(-1)[:, 3:-1].numpy(), rows[:, 4:])
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"loading {folder / 'target'}"
+    assert others == ["writing 48 tokens, 32 at a time, on cpu", "32 of 48 tokens", "48 of 48 tokens"]
+    # The first line is there before what takes long has begun.
+    with pytest.raises(CheckpointError):
+        run(["self-text", str(tmp_path), *words, "--output", str(file)], "foretoken train")
+    assert capsys.readouterr().out == f"loading {tmp_path}\n"
 
 
 def test_an_eagle3_head_has_the_public_names_shapes_and_config(folder: Path, tmp_path: Path) -> None:

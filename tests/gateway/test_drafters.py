@@ -37,9 +37,14 @@ class ChangingVerifier(ScriptedVerifier):
         super().__init__(vocab_size)
         self.attached: list[tuple[str, str, str]] = []
         self.num_infos = 0
+        # What a drafter that is attached is found to be, later each time it is asked for.
+        self.outcomes: list[tuple[str, str]] = []
 
     async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:
         self.num_infos += 1
+        for drafter in self.info.drafters:
+            if drafter.state == "connecting" and self.outcomes:
+                drafter.state, drafter.reason = self.outcomes.pop(0)
         return await super().GetInfo(request, context)
 
     @property
@@ -244,11 +249,12 @@ async def test_commands(operated: Operated) -> None:
         "late: connecting (nothing listens at unix:/run/late), over shared-memory at unix:/run/late "
         f"for the verifier at {second}\n"
     )
-    assert attached.output == late, attached.output
+    assert attached.stdout == late, attached.output
+    assert "late is not attached yet" in attached.stderr and "drafters list" in attached.stderr
     assert [v.attached for v in operated.verifiers] == [[], [("late", "unix:/run/late", "grpc")]]
     listed = await run("list")
     ngram = "ngram: attached, NGRAM over shared-memory for the verifier at"
-    assert listed.output == f"{ngram} {first}\n{ngram} {second}\n{attached.output}"
+    assert listed.output == f"{ngram} {first}\n{ngram} {second}\n{attached.stdout}"
     assert (await run("list", "--verifier", first)).output == f"{ngram} {first}\n"
     detached = await run("detach", "ngram")
     assert (detached.exit_code, detached.output) == (0, "ngram: detached\n")
@@ -257,6 +263,34 @@ async def test_commands(operated: Operated) -> None:
     assert isinstance(missing.exception, ForetokenError) and "no drafter 'ngram'" in str(missing.exception)
     operated.key.unlink()
     assert isinstance((await run("list")).exception, ConfigError)
+
+
+@pytest.mark.parametrize("outcome", [("attached", ""), ("broken", "another target"), ("connecting", "nothing listens")])
+async def test_attach_says_what_became_of_it(operated: Operated, outcome: tuple[str, str]) -> None:
+    """The call returns before the verifier has reached the drafter, and the command waits for that."""
+    first, second = operated.verifiers
+    first.outcomes = [("attached", "")]
+    second.outcomes = [("connecting", "")] * 4 + [outcome]
+    words = ["attach", "late", "unix:/run/late", "--url", str(operated.http.base_url)]
+    words += ["--admin-api-key-file", str(operated.key)]
+    result = await asyncio.to_thread(CliRunner().invoke, app, ["drafters", *words])
+    state, reason = outcome
+    shown = f"late: {state} ({reason})," if reason else f"late: {state},"
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("late: attached,") and lines[1].startswith(shown), result.output
+    assert (result.exit_code, "not attached yet" in result.stderr) == (0, state != "attached")
+    assert not second.outcomes
+
+
+async def test_the_wait_for_a_drafter_that_loads_has_an_end(operated: Operated) -> None:
+    operated.verifiers[1].outcomes = [("connecting", "")] * 100
+
+    def attach() -> list[str]:
+        with DraftersClient(str(operated.http.base_url), KEY) as client:
+            client.attach("late", "unix:/run/late", "auto", operated.addresses[1])
+            return [drafter.state for drafter in client.outcome("late", operated.addresses[1], timeout_s=0.0)]
+
+    assert await asyncio.to_thread(attach) == ["connecting"]
 
 
 async def test_client_of_a_server_without_operators_endpoints(stack: Stack) -> None:

@@ -41,6 +41,15 @@ def test_what_cannot_start_is_refused_by_flag(fields: dict[str, int], flag: str)
         memory_plan(settings(**fields), CPU)
 
 
+def test_the_least_cache_is_named_and_is_enough() -> None:
+    """A context of 100 tokens and a tree of 8 are 108, in blocks of 16: seven."""
+    with pytest.raises(ConfigError, match=r"--max-total-tokens: expected at least 112 \(.*\), got 1;"):
+        memory_plan(settings(max_total_tokens=1, context_length=100), CPU)
+    with pytest.raises(ConfigError, match="expected at least 112"):
+        memory_plan(settings(max_total_tokens=111, context_length=100), CPU)
+    assert memory_plan(settings(max_total_tokens=112, context_length=100), CPU).num_blocks == 7
+
+
 def test_weights_that_leave_no_room_name_the_way_out() -> None:
     with pytest.raises(ConfigError, match="--context-length"):
         make_plan(settings(), weights_bytes=10**15, bytes_per_token=8192, max_model_len=2048)
@@ -68,6 +77,22 @@ def test_progress_is_shown_for_what_takes_long_only(capsys: pytest.CaptureFixtur
     show(5, 10, "checking")
     show(6, 10, "checking")
     assert capsys.readouterr().err == "verifier: checking 50%\n"
+
+
+def test_progress_that_was_shown_is_shown_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    show = ProgressLines(clock=lambda: now)
+    now = 1.0
+    show(2, 3, "checking")
+    show(3, 3, "checking")
+    show(3, 3, "checking")
+    show(1, 1, "loading")
+    assert capsys.readouterr().err == "verifier: checking 66%\nverifier: checking 100%\n"
+    # Where nothing is known between beginning and end.
+    now = 2.0
+    show(0, 1, "timing")
+    show(1, 1, "timing")
+    assert capsys.readouterr().err == "verifier: timing\nverifier: timing 100%\n"
 
 
 @pytest.mark.parametrize(

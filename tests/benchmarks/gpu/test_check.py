@@ -38,6 +38,9 @@ def result(**milliseconds: float) -> dict[str, Any]:
                 "simulate_accept_length": None if setting.is_plain else setting.accept_length,
                 "tokens_per_step": setting.accept_length,
                 "num_dropped": 3,
+                "num_rounds": 3,
+                # The first step of each sequence.
+                "num_fallback_steps": 0 if setting.is_plain else 3 * key.batch,
                 "step_ms": [ms] * 201,
                 "median_ms": ms,
                 "floor_ms": 3.55,
@@ -130,6 +133,8 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], object]:
         (change(tokens=5), "its tree is 3-1-5"),
         (change(simulate_accept_length=None), "its acceptance was None, not 3.0"),
         (change(tokens_per_step=2.9), "2.90 tokens a step, not 3"),
+        # 3 rounds of 16 sequences of 256 tokens, 3 a step: 4096 steps, and 48 first ones.
+        (change(num_fallback_steps=48 + 205), "205 of 4096 steps of single sequences had no draft"),
         (lambda run: run["workload"].update(output_tokens=64), "128-token prompts and 64 tokens decoded"),
         (lambda run: run["device"].update(gpu="none: a processor"), "the bars are for one H200"),
         (lambda run: run["model"].update(num_hidden_layers=16), "num_hidden_layers 32, this is 16"),
@@ -141,6 +146,12 @@ def test_what_is_refused(spoil: Callable[[dict[str, Any]], object], reason: str)
     run = result()
     spoil(run)
     assert any(reason in line for line in refusals(run, yes)), refusals(run, yes)
+
+
+def test_few_steps_without_a_draft_are_taken() -> None:
+    run = result()
+    change(num_fallback_steps=48 + 204)(run)
+    assert refusals(run, yes) == []
 
 
 def test_a_commit_that_is_no_ancestor_is_refused(tmp_path: Path) -> None:

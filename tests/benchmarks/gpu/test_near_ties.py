@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -45,7 +45,7 @@ def test_texts_are_compared_up_to_where_they_differ() -> None:
         asked.append(list(prompt))
         return {9: -1.0, 3: -1.125, 5: -1.0}
 
-    alone, batched, both = compare(prompts, texts, best)
+    alone, batched, both = compare(prompts, texts.items(), best)
     assert asked == [[50, 1, 2], [60]]
     assert alone == Comparison("drafted, alone", "plain, alone", 2, 7, (Divergence(0, 2, (9, 3), 0.125),))
     assert alone.per_1000_tokens == pytest.approx(1000 / 7)
@@ -67,22 +67,37 @@ def test_every_prompt_is_completed_alone_and_in_batches() -> None:
         asked.append((len(prompts), drafted))
         return [[*prompt, int(drafted)] for prompt in prompts]
 
-    texts = complete_all([[1], [2], [3]], 2, complete)
+    texts = dict(complete_all([[1], [2], [3]], 2, complete))
     assert set(texts) == {name for names in near_ties.COMPARISONS for name in names}
     assert texts["plain, alone"] == texts["plain, in batches"] == [[1, 0], [2, 0], [3, 0]]
     assert texts["drafted, in batches"] == [[1, 1], [2, 1], [3, 1]]
-    assert asked == [(1, False)] * 3 + [(2, False), (1, False)] + [(1, True)] * 3 + [(2, True), (1, True)]
+    assert asked == [(1, False)] * 3 + [(1, True)] * 3 + [(2, False), (1, False)] + [(2, True), (1, True)]
+
+
+def test_what_can_be_compared_is_compared_at_once() -> None:
+    """So that a run which is cut off leaves what it has found."""
+    num_asked = 0
+
+    def complete(prompts: Sequence[Sequence[int]], drafted: bool) -> list[list[int]]:
+        nonlocal num_asked
+        num_asked += 1
+        return [[0] for _ in prompts]
+
+    found = []
+    for comparison in compare([[1]], complete_all([[1]], 1, complete), lambda prompt: {}):
+        found.append(((comparison.texts, comparison.against), num_asked))
+    assert found == list(zip(near_ties.COMPARISONS, (2, 3, 4), strict=True))
 
 
 @pytest.mark.slow
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One token is changed behind the server's back, so that there is something to be found."""
 
-    def spoilt(*arguments: object) -> dict[str, list[list[int]]]:
-        texts = complete_all(*arguments)  # type: ignore[arg-type]
-        text = texts["drafted, alone"][1]
-        text[3] = text[3] + 1
-        return texts
+    def spoilt(*arguments: object) -> Iterator[tuple[str, list[list[int]]]]:
+        for name, texts in complete_all(*arguments):  # type: ignore[arg-type]
+            if name == "drafted, alone":
+                texts[1][3] += 1
+            yield name, texts
 
     found: list[dict[int, float]] = []
 

@@ -1,0 +1,84 @@
+"""The example programs, as someone runs them for the first time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.gateway.conftest import Stack, free_ports
+from tests.gateway.scripted_verifier import Player, steps
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[2]
+OPENAI = (str(ROOT / "examples" / "openai_stream.py"),)
+GRPC = ("-m", "examples.grpc_stream")
+
+
+async def run(*words: str) -> tuple[int | None, str, str]:
+    """Exit status, stdout and stderr."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *words,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, errors = await process.communicate()
+    return process.returncode, output.decode(), errors.decode()
+
+
+@pytest.mark.parametrize("example", [OPENAI, GRPC])
+async def test_help_is_no_prompt(example: tuple[str, ...]) -> None:
+    status, output, errors = await run(*example, "--help")
+    assert (status, errors) == (0, "")
+    assert output.startswith("usage: ") and "make serve" not in output
+
+
+@pytest.mark.parametrize("form", ["{}", "{}/", "{}/v1", "{}/v1/"])
+async def test_an_address_in_any_of_its_forms(stack: Stack, form: str) -> None:
+    stack.verifier.script = steps(stack.ids("hello"))
+    status, output, errors = await run(*OPENAI, "say ", form.format(stack.url))
+    assert (status, errors) == (0, "")
+    assert output.startswith(f"say hello\n\n{len(stack.ids('hello'))} tokens; ")
+
+
+async def test_an_address_without_a_scheme(stack: Stack) -> None:
+    status, output, errors = await run(*OPENAI, "say ", f"127.0.0.1:{stack.settings.port}/v1")
+    assert (status, errors) == (0, "") and output.startswith("say ")
+
+
+async def test_over_grpc(stack: Stack) -> None:
+    stack.verifier.script = steps(stack.ids("hello"))
+    status, output, errors = await run(*GRPC, "say ", stack.grpc_address)
+    assert (status, errors) == (0, "")
+    assert output.startswith("say hello\n\n") and "drafted tokens accepted" in output
+
+
+@pytest.mark.parametrize("example", [OPENAI, GRPC])
+async def test_nothing_answers(example: tuple[str, ...]) -> None:
+    (port,) = free_ports(1)
+    status, output, errors = await run(*example, "say ", f"127.0.0.1:{port}")
+    assert (status, output) == (1, "")
+    assert errors.startswith("nothing answers at ") and errors.endswith("start a server with: make serve\n")
+    assert errors.count("\n") == 1
+
+
+async def test_an_answer_that_is_an_error_is_one_line(stack: Stack) -> None:
+    status, output, errors = await run(*OPENAI, "say ", f"{stack.url}/elsewhere")
+    assert (status, output) == (1, "")
+    assert errors.startswith(f"{stack.url}/elsewhere: Error code: 404") and errors.count("\n") == 1
+
+    async def refuse(player: Player) -> None:
+        player.error(grpc.StatusCode.INVALID_ARGUMENT, "not so", "prompt")
+
+    stack.verifier.script = refuse
+    for example, address in ((OPENAI, stack.url), (GRPC, stack.grpc_address)):
+        status, _, errors = await run(*example, "say ", address)
+        assert status == 1 and errors.startswith(f"{address}: ") and "not so" in errors
+        assert errors.count("\n") == 1
