@@ -31,7 +31,7 @@ from drafter_svc.growth import set_wishes
 from drafter_svc.pass_figures import PassFigures
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
-from foretoken.models.device_batch import DeviceArrays, bucket, table_bucket
+from foretoken.models.device_batch import DeviceArrays, seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_twins import DeviceTwins
@@ -312,7 +312,7 @@ class ResidentDraft:
         self._shape = TreeShape.of(
             self._wishes,
             all_rows,
-            trees=min(bucket(len(seats)), layout.seats),
+            trees=min(seq_bucket(len(seats)), layout.seats),
             nodes=layout.nodes,
             blocks=capacity + self._sizes.tree_blocks,
         )
