@@ -276,6 +276,7 @@ def test_runs_follow_each_other(play: Play) -> None:
 
 def test_a_run_goes_on_with_wider_tables(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_draft, "_ROOM_BLOCKS", 1)
+    monkeypatch.setattr(resident_draft, "_TABLE_STEP", 1)
     monkeypatch.setattr(resident_draft, "table_bucket", lambda blocks: blocks)
     check_run(head, [Text(5, (1, 3, 2), 101), Text(10, (2, 1, 3), 102)])
 
