@@ -25,7 +25,7 @@ from drafter_svc.growth import MAX_BRANCHES, ROWS_PER_SLOT, PassOutput
 from drafter_svc.pass_figures import PassFigures
 from drafter_svc.resident_draft import ResidentDraft
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.models.device_batch import bucket, table_bucket
+from foretoken.models.device_batch import seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_twins import DeviceTwins
 from foretoken.transports.resident import ResidentMemory, StreamOrder
@@ -116,7 +116,7 @@ class DeviceGrowth:
         shape = TreeShape.of(
             self.trees,
             rows,
-            trees=min(bucket(len(rows)), self._target.max_slots),
+            trees=min(seq_bucket(len(rows)), self._target.max_slots),
             nodes=self._target.max_nodes,
             blocks=min(table_bucket(-(-longest // places.block_size)), self._max_blocks),
         )

@@ -123,7 +123,8 @@ class LevelMemory:
         trees, branches, depth, _, _, self.filtered = shape
         self.places, self.output = places, output
         self.trees: DraftTrees = new_draft_trees(trees, branches, depth, device)._replace(requests=places.requests)
-        self.beams: DraftBeams = new_draft_beams(trees, branches, device)
+        # Of a multiple of four trees all arrays are aligned: for other numbers the kernels would be compiled anew.
+        self.beams: DraftBeams = new_draft_beams(-(-trees // 4) * 4, branches, device).first(trees)
         self.workspace: OfferWorkspace = gpu.offer_workspace(trees, branches, draft_vocab_size, device)
         self.all_rows = torch.arange(trees * branches, dtype=torch.int32, device=device)
 

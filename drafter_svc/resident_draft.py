@@ -31,7 +31,7 @@ from drafter_svc.growth import set_wishes
 from drafter_svc.pass_figures import PassFigures
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
-from foretoken.models.device_batch import DeviceArrays, bucket, table_bucket
+from foretoken.models.device_batch import DeviceArrays, seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_twins import DeviceTwins
@@ -42,6 +42,8 @@ from foretoken.tree import Int32
 _STEPS = 8
 # A table has room for so many blocks more than a run's longest sequence has, or it would soon be too narrow.
 _ROOM_BLOCKS = 16
+# Of a table: as many blocks as ordinary requests' tables have a multiple of, or the kernels were compiled once more.
+_TABLE_STEP = 16
 # Seconds after which a step that does not come is given up. A verifier may compile kernels first.
 _PATIENCE_S = 10.0
 # Of no step.
@@ -239,6 +241,11 @@ class ResidentDraft:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile the kernels, over memory that nobody uses yet: what is written there is stamped as no step's."""
+        # As deep as trees may get: each level of chains has a kernel of its own. Wider ones share those of ordinary
+        # requests.
+        shapes = self._wishes.shapes
+        shapes[:] = 0
+        shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = max(self._memory.layout.tokens - 1, 1), 1
         count = 1
         while count <= self._memory.layout.seats:
             self._seats = [_Seat(slot) for slot in range(count)]
@@ -309,17 +316,19 @@ class ResidentDraft:
         seats, layout, size = self._seats, self._memory.layout, self._target.block_size
         all_rows = np.arange(len(seats), dtype=np.int32)
         named = max((seat.num_blocks for seat in seats), default=0)
-        capacity = min(table_bucket(named + _ROOM_BLOCKS), self._rows.max_blocks)
+        least = min(table_bucket(named + _ROOM_BLOCKS), self._rows.max_blocks) + self._sizes.tree_blocks
+        blocks = -(-least // _TABLE_STEP) * _TABLE_STEP
         self._shape = TreeShape.of(
             self._wishes,
             all_rows,
-            trees=min(bucket(len(seats)), layout.seats),
+            trees=min(seq_bucket(len(seats)), layout.seats),
             nodes=layout.nodes,
-            blocks=capacity + self._sizes.tree_blocks,
+            blocks=blocks,
         )
         if self._shape not in self._stages:
             self._stages[self._shape] = _Stage(self._shape, self._sizes, self._memory, self._levels, self._dtype)
         self._stage = stage = self._stages[self._shape]
+        capacity = stage.capacity
         stage.begun.wait()
         stage.tables.wait()
         host, tables = stage.begun.host, stage.tables.host["block_tables"]

@@ -25,7 +25,7 @@ from foretoken_kernels.sampler_state import (
 from foretoken_kernels.sampler_state import WalkResult as DeviceResult
 
 from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES
-from foretoken.models.device_batch import bucket
+from foretoken.models.device_batch import bucket, seq_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_twins import DeviceTwins
@@ -156,7 +156,7 @@ class DeviceWalker:
     def _launch(self, walks: list[Walk], logits: torch.Tensor) -> WalkStage:
         rows = max(each.first_row + each.tree.num_nodes for each in walks)
         # Rows of logits past those of this step hold what an earlier one left.
-        shape = _Shape(min(bucket(rows), len(self._workspace.depths)), min(bucket(len(walks)), self._max_slots))
+        shape = _Shape(min(bucket(rows), len(self._workspace.depths)), min(seq_bucket(len(walks)), self._max_slots))
         if shape not in self._stages:
             self._stages[shape] = WalkStage(shape, self._max_tokens, 1, self._device)
         stage = self._stages[shape]

@@ -21,6 +21,7 @@ from verifier_svc.drafter_counters import DrafterCounters
 from verifier_svc.feature_window import columns_of
 from verifier_svc.gate import PRIOR_ACCEPTANCE, PRIOR_TRIALS
 from verifier_svc.patience import Patience
+from verifier_svc.request_kind import RequestKind
 from verifier_svc.sequence import Sequence, Told
 
 # A model that is told of more new tokens than this has first to write their entries, and nobody waits for that: rows
@@ -37,6 +38,7 @@ class Posted(NamedTuple):
 
     step_id: int
     rows: list[Row]
+    is_resident: bool = False
 
     @property
     def is_awaited(self) -> bool:
@@ -97,7 +99,9 @@ class DraftLink:
         """Nothing is known of the source, and nothing is under way."""
         self.estimates = AcceptanceEstimates()
         self.times = DraftTimes()
-        self.patience = Patience(self._timeout_s)
+        self._patience = Patience(self._timeout_s)
+        # Of the attachment that it has met kinds of requests of.
+        self._patient_with = self.num_attaches
         self._posted: Posted | None = None
         # A request of the step before that nobody waited for.
         self._scout: Posted | None = None
@@ -108,6 +112,14 @@ class DraftLink:
         # Since when the drafter works on a request that takes it long, until it has answered it.
         self._catching_up_since: float | None = None
         self._accepted, self._trials = PRIOR_TRIALS * PRIOR_ACCEPTANCE, PRIOR_TRIALS
+
+    @property
+    def patience(self) -> Patience:
+        """With the drafter as it is attached now: a new attachment has captured nothing yet."""
+        if self._patient_with != self.num_attaches:
+            self._patient_with = self.num_attaches
+            self._patience.forget_kinds()
+        return self._patience
 
     @property
     def acceptance(self) -> float:
@@ -132,6 +144,7 @@ class DraftLink:
         now = self._clock()
         if is_idle:
             self._catching_up_since = None
+            self.patience.answer()
         elif now - self._catching_up_since > CATCH_UP_TIMEOUTS * self._timeout_s:
             self._catching_up_since = now
             self.source.report_failure(self._late_reason)
@@ -188,6 +201,11 @@ class DraftLink:
     def has_model(self) -> bool:
         """Whether it computes its drafts with a model and keeps keys and values for that: it takes milliseconds."""
         return self.source.needs.blocks
+
+    @property
+    def _captures_graphs(self) -> bool:
+        """Whether the first request of a kind may take it long."""
+        return self.has_model and bool(self.source.needs.device)
 
     @property
     def has_last_words(self) -> bool:
@@ -322,6 +340,7 @@ class DraftLink:
                     else row._replace(new_tokens=row.sequence.tokens[-1:], awaited=row.shape.nodes > 1)
                     for row, has_ended in zip(rows, ended, strict=True)
                 ],
+                is_resident=True,
             )
 
     def tell_resident(self, sequence: Sequence, length: int, num_attaches: int) -> None:
@@ -382,7 +401,10 @@ class DraftLink:
             self.source.report_failure(str(error))
             return None
         now = self._clock()
-        self.patience.observe(now - began, worth_s)
+        is_first = self._captures_graphs and self.patience.is_new(
+            RequestKind.of(posted.rows, is_resident=posted.is_resident)
+        )
+        self.patience.observe(now - began, worth_s, is_first=is_first, is_answered=batch is not None)
         self.counters.num_awaited += 1
         self.counters.wait_seconds += now - began
         if batch is None:
@@ -390,7 +412,8 @@ class DraftLink:
             self.leave_alone()
             self.source.report_failure(self._late_reason)
         else:
-            self.times.observe(posted.depth, now - began)
+            if not is_first:
+                self.times.observe(posted.depth, now - began)
             self.patience.answer()
         return batch
 

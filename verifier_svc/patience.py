@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 # Weight of a new wait in the estimate of what collecting a draft costs.
 WAIT_SMOOTHING = 0.05
 # Share of the time that may go into waits which no draft could have paid back: plain decode keeps 98% of its speed.
@@ -12,7 +14,10 @@ AFFORDABLE_TIMEOUTS = 3
 
 class Patience:
     """Of one drafter. A wait longer than all of its tokens were worth is lost, whatever the acceptance; such losses
-    are paid from a budget that fills with time, and where it is empty nobody waits: the drafter is only scouted."""
+    are paid from a budget that fills with time, and where it is empty nobody waits: the drafter is only scouted.
+
+    A drafter on a GPU captures graphs, and compiles kernels, when it meets a kind of request for the first time: that
+    wait says nothing of the next ones, and costs nothing if the drafter answers at all."""
 
     def __init__(self, timeout_s: float) -> None:
         """``timeout_s``: the longest wait."""
@@ -20,6 +25,9 @@ class Patience:
         self._left_s = self._most_s
         self._filled_at: float | None = None
         self._timeout_s = timeout_s
+        # Kinds of requests that the attachment was waited for, and what those cost that it has not answered yet.
+        self._kinds: set[Hashable] = set()
+        self._lent_s = 0.0
         # When the drafter was last reported late, if nothing has come since.
         self._late_at: float | None = None
         # Smoothed seconds of a wait.
@@ -32,18 +40,41 @@ class Patience:
         self._filled_at = now
         return self._left_s > 0.0
 
-    def observe(self, waited_s: float, worth_s: float) -> None:
-        """Learn from a wait; ``worth_s``: the seconds that its drafts would have saved, had all been accepted."""
+    def is_new(self, kind: Hashable) -> bool:
+        """Whether a request of this kind is the attachment's first one; the next one is not."""
+        is_new = kind not in self._kinds
+        self._kinds.add(kind)
+        return is_new
+
+    def forget_kinds(self) -> None:
+        """Of a new attachment nothing is known, and it owes nothing back."""
+        self._kinds.clear()
+        self._lent_s = 0.0
+
+    def observe(self, waited_s: float, worth_s: float, *, is_first: bool = False, is_answered: bool = True) -> None:
+        """Learn from a wait.
+
+        Args:
+            worth_s: the seconds that its drafts would have saved, had all been accepted.
+            is_first: of its kind.
+        """
         self.wait_s += WAIT_SMOOTHING * (waited_s - self.wait_s)
-        self._left_s -= max(waited_s - worth_s, 0.0)
+        if is_first and is_answered:
+            return
+        lost_s = max(waited_s - worth_s, 0.0)
+        self._left_s -= lost_s
+        if is_first:
+            self._lent_s += lost_s
 
     def time_out(self, now: float) -> None:
         """A draft that was waited for did not come."""
         self._late_at = now
 
     def answer(self) -> None:
-        """Something came."""
+        """Something came: what was asked before has been done."""
         self._late_at = None
+        self._left_s += self._lent_s
+        self._lent_s = 0.0
 
     def times_out_again(self, now: float) -> bool:
         """Whether a draft that nobody waited for and that has not come is one more time-out in a row: the budget may

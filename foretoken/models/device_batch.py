@@ -141,7 +141,7 @@ class DeviceBatch:
         self._twins.send()
 
 
-# Rows, wanted rows and sequences are filled up to one of these, then to multiples of _STEP.
+# Rows and wanted rows are filled up to one of these, then to multiples of _STEP.
 _STEP = 128
 _LEAST_BLOCKS = 256
 _BUCKETS = (
@@ -181,8 +181,14 @@ def table_bucket(blocks: int) -> int:
     return max(1 << (blocks - 1).bit_length(), _LEAST_BLOCKS)
 
 
+def seq_bucket(count: int) -> int:
+    """The same for sequences and trees, whose number changes with every one that comes or ends: few sizes, since one
+    that only fills up has no rows and costs next to nothing, and each new size waits for a capture."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
 def bucket(count: int) -> int:
-    """The smallest size of a captured graph that holds ``count``."""
+    """The smallest size of a captured graph that holds ``count`` rows: what is filled up costs as much as a row."""
     for size in _BUCKETS:
         if size >= count:
             return size

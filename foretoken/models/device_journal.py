@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+# Numbers that each array begins at a multiple of: kernels are compiled anew where one is not aligned.
+_ALIGNMENT = 4
 
 
 class DeviceJournal:
@@ -26,15 +28,18 @@ class DeviceJournal:
     def __init__(self, arrays: Mapping[str, tuple[int, ...]], depth: int, device: torch.device) -> None:
         self.depth = depth
         self._arrays = dict(arrays)
-        sizes = [int(np.prod(shape)) for shape in arrays.values()]
+        counts = [int(np.prod(shape)) for shape in arrays.values()]
+        sizes = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
         is_cuda = device.type == "cuda"
         # Whoever makes them: tensors made in inference mode may be written to there only.
         with torch.inference_mode(False):
             self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
             self._hosts = torch.zeros((depth, sum(sizes)), dtype=torch.int32, pin_memory=is_cuda)
         self._events: list[Any] = [torch.cuda.Event() if is_cuda else None for _ in range(depth)]  # type: ignore[no-untyped-call]
-        starts = np.cumsum([0, *sizes]).tolist()
-        self._spans = {name: slice(*ends) for name, ends in zip(arrays, pairwise(starts), strict=True)}
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        self._spans = {
+            name: slice(start, start + count) for name, start, count in zip(arrays, starts, counts, strict=True)
+        }
         self.device: dict[str, torch.Tensor] = {
             name: self._device[span].view(arrays[name]) for name, span in self._spans.items()
         }

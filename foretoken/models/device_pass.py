@@ -27,7 +27,16 @@ from numpy.typing import NDArray
 from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
-from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch, Runs, bucket, runs_of, table_bucket
+from foretoken.models.device_batch import (
+    BatchShape,
+    DeviceArrays,
+    DeviceBatch,
+    Runs,
+    bucket,
+    runs_of,
+    seq_bucket,
+    table_bucket,
+)
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.device_twins import PinnedRows
@@ -321,7 +330,7 @@ class DevicePass:
         return BatchShape(
             min(bucket(rows), sizes.rows),
             wanted and min(bucket(wanted), sizes.wanted),
-            min(bucket(seqs), sizes.seqs),
+            min(seq_bucket(seqs), sizes.seqs),
             1 << (most - 1).bit_length(),
             min(table_bucket(blocks), sizes.blocks),
         )

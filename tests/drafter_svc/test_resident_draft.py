@@ -142,6 +142,18 @@ def test_three_texts_at_a_temperature(play: Play) -> None:
     check_run(play, texts)
 
 
+def test_three_texts_and_four_have_one_graph(play: Play) -> None:
+    """Of ordinary requests and of runs: a text that comes or ends does not wait for a capture."""
+    texts = [Text(5 + n, (1, 2), 24 + n) for n in range(4)]
+    for count in (3, 4):
+        check_run(play, texts[:count])
+    passes = play.drafter._passes
+    assert passes is not None
+    growth, resident = passes._growth, passes._resident
+    for stages in (growth._stages, resident._stages):  # type: ignore[attr-defined, union-attr]
+        assert 4 in {shape.trees for shape in stages} and 3 not in {shape.trees for shape in stages}
+
+
 def test_a_text_ends_within_a_run(play: Play) -> None:
     """Its last tokens are learnt, and nothing is drafted; near its end trees are small."""
     texts = [Text(5, (3, 2, 0, 0), 31, left=(3, 0, 0, 0)), Text(7, (1, 2, 3, 1), 32, left=(99, 9, 2, 1))]
@@ -293,6 +305,7 @@ def test_runs_follow_each_other(play: Play) -> None:
 
 def test_a_run_goes_on_with_wider_tables(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_draft, "_ROOM_BLOCKS", 1)
+    monkeypatch.setattr(resident_draft, "_TABLE_STEP", 1)
     monkeypatch.setattr(resident_draft, "table_bucket", lambda blocks: blocks)
     check_run(head, [Text(5, (1, 3, 2), 101), Text(10, (2, 1, 3), 102)])
 

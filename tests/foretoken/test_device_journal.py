@@ -26,3 +26,9 @@ def test_records_are_read_in_their_order(device: str) -> None:
     assert len(journal) == 1
     assert [record["counts"] for record in found] == [[step, step] for step in range(4)]
     assert found[3]["tokens"] == [[30, 31, 32], [33, 34, 35]]
+
+
+def test_arrays_are_aligned(device: str) -> None:
+    """Whatever their sizes: kernels are compiled anew for one that is not."""
+    journal = DeviceJournal({"first": (3,), "second": (5, 2), "third": (1,)}, 1, torch.device(device))
+    assert [array.data_ptr() % 16 for array in journal.device.values()] == [0, 0, 0]

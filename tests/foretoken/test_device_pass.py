@@ -14,7 +14,7 @@ from foretoken.models.backend import CPU, Backend
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
-from foretoken.models.device_batch import bucket
+from foretoken.models.device_batch import bucket, seq_bucket
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.llama import Llama
@@ -116,6 +116,13 @@ def run_both(
                 [10, 0],
             )
         )
+        # Filled up to more sequences than there are rows.
+        third = [6, 8]
+        keep(
+            batch(
+                [prompt([9], first, 11), prompt([3], second, 10), prompt([4], third)], [first, second, third], [0, 0, 0]
+            )
+        )
         found.append(results)
     return found[0], found[1]
 
@@ -155,3 +162,13 @@ def test_buckets_hold_what_they_are_asked_to() -> None:
     sizes = [bucket(count) for count in range(1, 700)]
     assert all(size >= count for count, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
     assert max(size / count for count, size in enumerate(sizes, 1)) <= 1.5
+
+
+def test_few_numbers_of_sequences_have_graphs_of_their_own(folder: Path, device: str) -> None:
+    """A batch that grows or shrinks by one sequence would else wait for a capture at each step of it."""
+    assert {seq_bucket(count) for count in range(1, 17)} == {1, 2, 4, 8, 16}
+    assert all(count <= seq_bucket(count) < 2 * count for count in range(1, 700))
+    model = llama(folder, Backend("gpu", torch.device(device)), SIZES._replace(seqs=7))
+    batches = [model.resident_pass((), 8, seqs, 2, 2).batch for seqs in range(1, 8)]
+    assert [batch.shape.seqs for batch in batches] == [1, 2, 4, 4, 7, 7, 7]
+    assert len({id(batch) for batch in batches}) == 4

@@ -107,6 +107,22 @@ def test_a_slot_is_taken_over(device: str) -> None:
         assert_same(found, on_host.walk([Walk(theirs, tree, 0, None)], logits)[0])
 
 
+def test_sequences_that_only_fill_up_have_no_rows(device: str) -> None:
+    """Three roots are a graph of three rows and four sequences: one of four sequences does not wait for another."""
+    on_device, on_host = walker(device), HostWalker()
+    logits = torch.from_numpy(np.random.default_rng(5).standard_normal((4, VOCAB)).astype(np.float32)).to(device)
+    for count in (3, 4):
+        ours, theirs = ([sequence_of(n, PARAMS[n]) for n in range(count)] for _ in range(2))
+        walks = [
+            [Walk(each, DraftTree.root_only(each.tokens[-1]), row, None) for row, each in enumerate(sequences)]
+            for sequences in (ours, theirs)
+        ]
+        found, expected = on_device.walk(walks[0], logits[:count]), on_host.walk(walks[1], logits[:count])
+        for got, want in zip(found, expected, strict=True):
+            assert_same(got, want)
+    assert {tuple(shape) for shape in on_device._stages} == {(3, 4), (4, 4)}
+
+
 def test_rows_between_two_sequences_are_no_nodes(device: str) -> None:
     """They hold what an earlier step left there: here the very token that is sampled."""
     on_device = walker(device)

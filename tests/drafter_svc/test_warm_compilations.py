@@ -1,0 +1,23 @@
+"""What a warm-up compiles is what drafts need: on a GPU each kernel more is a second that a verifier does not wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(("depth", "branches"), [(3, 1), (5, 1), (3, 2)])
+def test_no_draft_waits_for_a_compiler(depth: int, branches: int, tmp_path: Path) -> None:
+    """Ordinary ones and those that run ahead, of any number of sequences."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-m", "tests.support.compilations", str(tmp_path), str(depth), str(branches)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    phases = Counter(line.split(":")[0] for line in result.stdout.splitlines())
+    assert phases["attach"] > 20 and not phases["drafts"], result.stdout

@@ -1,0 +1,86 @@
+"""Prints the kernels that Triton would compile for a drafter's drafts, without a GPU: a launch notes what it would be
+compiled for, and does nothing.
+
+Run with the folder to work in, the levels of the trees and their branches, and without TRITON_INTERPRET. Each line is
+the phase and the kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from drafter_svc.placement import Placement
+from foretoken.models.backend import Backend
+from tests.drafter_svc import test_resident_draft
+from tests.support import resident_play
+
+SEATS, NUM_BLOCKS = 16, 400
+
+
+class Compilations:
+    """Stands in for Triton's launcher."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self._known: set[Hashable] = set()
+
+    def launch(self, kernel: Any, *arguments: Any, grid: Any = None, warmup: bool = False, **options: Any) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        given = dict(zip(names, arguments, strict=False)) | options
+        key = (
+            kernel.__name__,
+            *(
+                given[each.name] if each.is_constexpr else _specialized(each.name, given[each.name], kernel)
+                for each in kernel.params
+            ),
+            *sorted((name, value) for name, value in options.items() if name not in names),
+        )
+        if key not in self._known:
+            self._known.add(key)
+            print(f"{self.phase}: {kernel.__name__}")
+
+
+def _specialized(name: str, value: Any, kernel: Any) -> Hashable:
+    """What Triton tells of an argument that is no constant."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):
+        return tuple(_specialized(name, part, kernel) for part in value)
+    is_general = any(each.name == name and each.do_not_specialize for each in kernel.params)
+    if isinstance(value, int) and not isinstance(value, bool) and not is_general:
+        return value == 1, value % 16 == 0
+    return type(value).__name__
+
+
+def main(folder: Path, depth: int, branches: int) -> None:
+    found = Compilations()
+    JITFunction.run = lambda kernel, *arguments, **options: found.launch(kernel, *arguments, **options)
+    nodes = 1 + depth * branches
+    resident_play.TOKENS, resident_play.NODES, resident_play.SEATS = depth + 1, nodes, SEATS
+    test_resident_draft.NODES, test_resident_draft.SEATS = nodes, SEATS
+    resident_play.NUM_BLOCKS = test_resident_draft.NUM_BLOCKS = NUM_BLOCKS
+    placement = Placement(Backend("gpu", torch.device("cpu")), torch.float32, graphs=False, warm=True)
+    drafter, target, width = test_resident_draft.make("EAGLE3", folder, placement)
+    found.phase = "attach"
+    # Room for a table as wide as those of long contexts are.
+    drafter.attach(replace(target, max_model_len=1200), None)
+    play = resident_play.Play(drafter, "cpu", vocab=target.vocab_size, width=width)
+    found.phase = "drafts"
+    shape = {"max_depth": depth, "max_branches": branches, "max_nodes": nodes}
+    for count in (1, 2, 3, 6, 12, SEATS):
+        play.begin([resident_play.Text(5, (1, 2), number, options=shape) for number in range(count)], count)
+        play.prompts()
+        play.tell(0)
+        drafter.draft(play.request(1, begins=True, is_last=False))
+        play.order.calls.clear()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
