@@ -107,6 +107,12 @@ class Gate:
             # What a scout had found was worth nothing.
             self._scout()
 
+    def pass_steps(self, count: int) -> None:
+        """Steps went by without a call of ``num_tokens``: a pause, and the time to the next probe, are of steps."""
+        paused = min(self._pause, count)
+        self._pause -= paused
+        self._shut_steps += count - paused
+
     def observe_miss(self) -> None:
         """Learn that the drafter, asked, had nothing to propose."""
         self._misses += 1

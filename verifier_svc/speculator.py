@@ -402,9 +402,16 @@ class Speculator:
             return any(drafting.is_for(sequence) for sequence in decoding)
         return self._is_above_limit(len(decoding)) or not any(self._links_ahead(sequence) for sequence in decoding)
 
-    def end_resident(self, drafting: ResidentDrafting, number: int, decoding: Seq[Sequence]) -> None:
-        """A run is over, its last step, ``number``, read: get the next step's trees. ``decoding``: who still runs."""
+    def end_resident(self, drafting: ResidentDrafting, number: int, num_steps: int, decoding: Seq[Sequence]) -> None:
+        """A run of ``num_steps`` is over, its last one, ``number``, read: get the next step's trees. ``decoding``: who
+        still runs."""
         self._drafts, self._plans = {}, []
+        for link in self._links:
+            if not link.has_model:
+                # What it had to say to the step before the run: a pause for that was over within the run.
+                link.read_scout()
+        for sequence in decoding:
+            sequence.quick_gate.pass_steps(num_steps)
         if drafting.link is None:
             return
         self.costs.begin_step(self._links)

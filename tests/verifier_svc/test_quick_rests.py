@@ -36,22 +36,27 @@ class Knowing(ScriptedDrafter):
         return [(known[-1], -1), *((token, index) for index, token in enumerate(following))]
 
 
-def run(known: range, drafter: str = "auto", with_model: bool = True) -> tuple[Runs, Knowing, Result]:
+def run(
+    known: range, drafter: str = "auto", with_model: bool = True, num_steps: int = 3
+) -> tuple[Runs, Knowing, Result]:
+    """``num_steps``: 0 where the server chooses the shapes of trees too."""
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     request = Request(prompt(1, 6), sampling, speculation=SpeculationOptions(drafter=drafter))
     expected = plain([request])
     quick = Knowing(known, list(request.prompt), expected[0].token_ids)
     sources = [*([oracle_of([request], expected)] if with_model else []), TestSource("quick", quick, INFO)]
-    runs = Runs(sources)  # type: ignore[arg-type]
+    runs = Runs(sources, num_steps=num_steps)  # type: ignore[arg-type]
     (result,) = runs.harness.run([request])
     assert result.token_ids == expected[0].token_ids
     runs.harness.drain()
     return runs, quick, result
 
 
+@pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize("with_model", [True, False])
-def test_it_is_asked_again_after_some_steps(with_model: bool) -> None:
-    runs, quick, result = run(range(0), with_model=with_model)
+def test_it_is_asked_again_after_some_steps(with_model: bool, num_steps: int) -> None:
+    """After many misses too: the steps of a run count in the pause that they cost it."""
+    runs, quick, result = run(range(0), with_model=with_model, num_steps=num_steps)
     engine = runs.harness.engine.counters
     assert engine.num_resident_steps > 0.8 * engine.num_steps
     most = REST * (NODES if with_model else 1)
@@ -59,9 +64,10 @@ def test_it_is_asked_again_after_some_steps(with_model: bool) -> None:
     assert set(result.sources) == ({0, MODEL} if with_model else {0})
 
 
-def test_it_drafts_where_it_finds_something() -> None:
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_it_drafts_where_it_finds_something(num_steps: int) -> None:
     known = range(100, 220)
-    runs, _, result = run(known, with_model=False)
+    runs, _, result = run(known, with_model=False, num_steps=num_steps)
     first = result.sources.index(1)
     # Nobody waits for the answer to the first request behind so many misses.
     assert known.start <= first <= known.start + 2 * REST
