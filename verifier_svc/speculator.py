@@ -380,11 +380,12 @@ class Speculator:
         return ResidentDrafting(link, shapes, drafts, self._captured, most_steps)
 
     def _links_ahead(self, sequence: Sequence) -> list[DraftLink]:
-        """Of a row's drafters those for whom it may wait while steps run ahead of the host: where the server chooses,
-        one without a model is left aside if it has found nothing for the next step."""
+        """Of a row's drafters those who are asked before each step: where the server chooses, one without a model is
+        left aside for a run if it has found nothing for the next step, and for a few steps where the client has said
+        what comes."""
         links = self._links_of(sequence)
         draft = self.draft_of(sequence)
-        if sequence.speculation.drafter != AUTO:
+        if sequence.speculation.drafter != AUTO or (sequence.prediction_ids and sequence.quick_gate.expects_drafts):
             return links
         return [link for link in links if link.has_model or (draft is not None and link.number in draft.sources)]
 

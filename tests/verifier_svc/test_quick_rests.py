@@ -3,6 +3,8 @@ nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import pytest
 
 from foretoken.drafting import DraftRequest, TargetInfo
@@ -23,7 +25,7 @@ INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
 class Knowing(ScriptedDrafter):
     """Has the rest of the output from some places on, else nothing. ``asked``: the places."""
 
-    def __init__(self, known: range, prompt: list[int], output: list[int]) -> None:
+    def __init__(self, known: Container[int], prompt: list[int], output: list[int]) -> None:
         super().__init__({})
         self._known, self._prompt, self._output = known, prompt, output
         self.asked: list[int] = []
@@ -37,11 +39,15 @@ class Knowing(ScriptedDrafter):
 
 
 def run(
-    known: range, drafter: str = "auto", with_model: bool = True, num_steps: int = 3
+    known: Container[int],
+    drafter: str = "auto",
+    with_model: bool = True,
+    num_steps: int = 3,
+    prediction: tuple[int, ...] = (),
 ) -> tuple[Runs, Knowing, Result]:
     """``num_steps``: 0 where the server chooses the shapes of trees too."""
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    request = Request(prompt(1, 6), sampling, speculation=SpeculationOptions(drafter=drafter))
+    request = Request(prompt(1, 6), sampling, speculation=SpeculationOptions(drafter=drafter), prediction=prediction)
     expected = plain([request])
     quick = Knowing(known, list(request.prompt), expected[0].token_ids)
     sources = [*([oracle_of([request], expected)] if with_model else []), TestSource("quick", quick, INFO)]
@@ -81,3 +87,18 @@ def test_who_names_it_has_it_at_each_step(drafter: str) -> None:
     runs, quick, _ = run(range(0), drafter)
     assert runs.num_ahead == 0
     assert max(later - place for place, later in zip(quick.asked, quick.asked[1:], strict=False)) <= NODES
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_prediction_is_not_left_aside_for_a_few_misses(with_model: bool, num_steps: int) -> None:
+    """The client says what comes: where the output leaves that, it is found again as soon as it is back, and runs begin
+    once nothing has been found for longer."""
+    changed = range(50, 56)
+    runs, quick, result = run([*range(50), *range(56, 200)], "auto", with_model, num_steps, prediction=(1,))
+    assert result.sources[1] == (QUICK if with_model else 1)
+    miss, next_asked = next(
+        pair for pair in zip(quick.asked, quick.asked[1:], strict=False) if pair[0] in changed and pair[0] > 1
+    )
+    assert next_asked <= miss + (NODES if with_model else 1)
+    assert runs.num_ahead > 10
