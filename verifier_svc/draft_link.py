@@ -144,7 +144,6 @@ class DraftLink:
         now = self._clock()
         if is_idle:
             self._catching_up_since = None
-            self.patience.answer()
         elif now - self._catching_up_since > CATCH_UP_TIMEOUTS * self._timeout_s:
             self._catching_up_since = now
             self.source.report_failure(self._late_reason)

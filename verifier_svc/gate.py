@@ -67,6 +67,11 @@ class Gate:
         """Whether the next ask is not worth waiting for."""
         return not self._in_earnest
 
+    @property
+    def expects_drafts(self) -> bool:
+        """Whether asking is worth a wait, and drafts pay where there are some."""
+        return self._in_earnest and not self._shut_steps
+
     def num_tokens(self, most: int, relative_costs: Sequence[float]) -> int:
         """Tokens to draft in the next step, at most ``most``. Called once a step.
 
@@ -106,6 +111,12 @@ class Gate:
         elif self._misses > PATIENT_MISSES:
             # What a scout had found was worth nothing.
             self._scout()
+
+    def pass_steps(self, count: int) -> None:
+        """Steps went by without a call of ``num_tokens``: a pause, and the time to the next probe, are of steps."""
+        paused = min(self._pause, count)
+        self._pause -= paused
+        self._shut_steps += count - paused
 
     def observe_miss(self) -> None:
         """Learn that the drafter, asked, had nothing to propose."""

@@ -17,7 +17,8 @@ class Patience:
     are paid from a budget that fills with time, and where it is empty nobody waits: the drafter is only scouted.
 
     A drafter on a GPU captures graphs, and compiles kernels, when it meets a kind of request for the first time: that
-    wait says nothing of the next ones, and costs nothing if the drafter answers at all."""
+    wait says nothing of the next ones. It costs nothing if the drafter answers, or was late and has answered something
+    else in time since: one that never does is late for another reason."""
 
     def __init__(self, timeout_s: float) -> None:
         """``timeout_s``: the longest wait."""
@@ -25,7 +26,8 @@ class Patience:
         self._left_s = self._most_s
         self._filled_at: float | None = None
         self._timeout_s = timeout_s
-        # Kinds of requests that the attachment was waited for, and what those cost that it has not answered yet.
+        # Kinds of requests that the attachment was waited for, and what those cost that were late, with nothing that
+        # came in time since.
         self._kinds: set[Hashable] = set()
         self._lent_s = 0.0
         # When the drafter was last reported late, if nothing has come since.
@@ -59,6 +61,9 @@ class Patience:
             is_first: of its kind.
         """
         self.wait_s += WAIT_SMOOTHING * (waited_s - self.wait_s)
+        if is_answered:
+            self._left_s = min(self._left_s + self._lent_s, self._most_s)
+            self._lent_s = 0.0
         if is_first and is_answered:
             return
         lost_s = max(waited_s - worth_s, 0.0)
@@ -71,10 +76,8 @@ class Patience:
         self._late_at = now
 
     def answer(self) -> None:
-        """Something came: what was asked before has been done."""
+        """Something came."""
         self._late_at = None
-        self._left_s += self._lent_s
-        self._lent_s = 0.0
 
     def times_out_again(self, now: float) -> bool:
         """Whether a draft that nobody waited for and that has not come is one more time-out in a row: the budget may

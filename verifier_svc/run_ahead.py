@@ -133,7 +133,7 @@ class RunAhead:
         for sequence in scheduler.running:
             # What the steps captured has never been on the host.
             sequence.features.clear()
-        speculator.end_resident(drafting, step.number, scheduler.running)
+        speculator.end_resident(drafting, step.number, num_read, scheduler.running)
 
     def _step_of(self, drafting: ResidentDrafting) -> ResidentStep:
         link, memory = drafting.link, drafting.memory

@@ -380,11 +380,12 @@ class Speculator:
         return ResidentDrafting(link, shapes, drafts, self._captured, most_steps)
 
     def _links_ahead(self, sequence: Sequence) -> list[DraftLink]:
-        """Of a row's drafters those for whom it may wait while steps run ahead of the host: where the server chooses,
-        one without a model is left aside if it has found nothing for the next step."""
+        """Of a row's drafters those who are asked before each step: where the server chooses, one without a model is
+        left aside for a run if it has found nothing for the next step, and for a few steps where the client has said
+        what comes."""
         links = self._links_of(sequence)
         draft = self.draft_of(sequence)
-        if sequence.speculation.drafter != AUTO:
+        if sequence.speculation.drafter != AUTO or (sequence.prediction_ids and sequence.quick_gate.expects_drafts):
             return links
         return [link for link in links if link.has_model or (draft is not None and link.number in draft.sources)]
 
@@ -402,9 +403,16 @@ class Speculator:
             return any(drafting.is_for(sequence) for sequence in decoding)
         return self._is_above_limit(len(decoding)) or not any(self._links_ahead(sequence) for sequence in decoding)
 
-    def end_resident(self, drafting: ResidentDrafting, number: int, decoding: Seq[Sequence]) -> None:
-        """A run is over, its last step, ``number``, read: get the next step's trees. ``decoding``: who still runs."""
+    def end_resident(self, drafting: ResidentDrafting, number: int, num_steps: int, decoding: Seq[Sequence]) -> None:
+        """A run of ``num_steps`` is over, its last one, ``number``, read: get the next step's trees. ``decoding``: who
+        still runs."""
         self._drafts, self._plans = {}, []
+        for link in self._links:
+            if not link.has_model:
+                # What it had to say to the step before the run: a pause for that was over within the run.
+                link.read_scout()
+        for sequence in decoding:
+            sequence.quick_gate.pass_steps(num_steps)
         if drafting.link is None:
             return
         self.costs.begin_step(self._links)

@@ -15,7 +15,7 @@ from verifier_svc.draft_link import DraftLink
 from verifier_svc.draft_row import Row, Shape
 from verifier_svc.draft_source import MAX_CONSECUTIVE_FAILURES, CircuitBreaker
 from verifier_svc.messages import SequenceKey, Submit
-from verifier_svc.patience import AFFORDABLE_TIMEOUTS
+from verifier_svc.patience import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS
 from verifier_svc.sequence import Sequence as Running
 
 TOKEN = 1
@@ -143,7 +143,7 @@ def test_kinds_are_as_coarse_as_graphs() -> None:
     assert left_s(link, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)
 
 
-def test_a_first_draft_that_was_too_late_is_free_once_it_has_come() -> None:
+def test_a_first_draft_that_was_too_late_is_free_once_another_is_in_time() -> None:
     drafter = Drafter()
     link = link_to(drafter)
     drafter.takes = [3 * TIMEOUT_S]
@@ -152,6 +152,8 @@ def test_a_first_draft_that_was_too_late_is_free_once_it_has_come() -> None:
     assert left_s(link, drafter) == pytest.approx(FULL_S - TIMEOUT_S)
     drafter.now += 2 * TIMEOUT_S
     assert not link.is_catching_up()
+    assert left_s(link, drafter) < FULL_S
+    ask(link, rows(1))
     assert left_s(link, drafter) == FULL_S
     # It has met this kind.
     drafter.takes = [3 * TIMEOUT_S]
@@ -159,6 +161,26 @@ def test_a_first_draft_that_was_too_late_is_free_once_it_has_come() -> None:
     drafter.now += 2 * TIMEOUT_S
     assert not link.is_catching_up()
     assert left_s(link, drafter) == pytest.approx(FULL_S - TIMEOUT_S, abs=FILLED_S)
+
+
+def test_a_drafter_that_is_always_late_pays_like_any_other() -> None:
+    """Its answers come, and it is attached anew after every third: that is no reason to wait for more of them."""
+    drafter = Drafter()
+    link = link_to(drafter)
+    kinds = [rows(1), rows(2), rows(2, tokens=3), rows(3), rows(3, tokens=2)]
+    waited_s, num_asked = 0.0, 0
+    while drafter.now < 300.0:
+        drafter.now += 0.01
+        if drafter.transport is None:
+            drafter.transport, drafter.breaker = drafter, CircuitBreaker()
+            drafter.num_attaches += 1
+            drafter._done_at = drafter.now
+        if not link.is_catching_up() and link.patience.has_some(drafter.now):
+            drafter.takes = [1.2 * TIMEOUT_S]
+            ask(link, kinds[num_asked % len(kinds)])
+            num_asked, waited_s = num_asked + 1, waited_s + TIMEOUT_S
+    assert drafter.num_attaches > 3
+    assert waited_s <= FULL_S + AFFORDABLE_SHARE * drafter.now + TIMEOUT_S
 
 
 def test_a_drafter_that_hangs_pays_and_is_detached_after_as_many_failures() -> None:

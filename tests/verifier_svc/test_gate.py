@@ -61,6 +61,15 @@ def test_a_shut_gate_probes_ever_more_rarely_and_opens_again() -> None:
     assert gate.num_tokens(15, CHEAP) > 0
 
 
+def test_drafts_are_expected_of_who_found_some_until_they_do_not_pay() -> None:
+    gate = Gate()
+    assert not gate.expects_drafts
+    gate.observe_find()
+    assert gate.num_tokens(15, CHEAP) and gate.expects_drafts
+    shut(gate)
+    assert not gate.num_tokens(15, CHEAP) and not gate.is_scouting and not gate.expects_drafts
+
+
 def test_acceptance_counts_the_first_refused_token_as_a_trial() -> None:
     gate = Gate()
     for _ in range(200):
@@ -84,6 +93,22 @@ def test_a_drafter_with_nothing_to_propose_is_scouted_ever_more_rarely() -> None
     asks(gate, 50)
     cycle = LONGEST_PAUSE + 1
     assert asks(gate, 4 * cycle) == 4, "one ask in a pause and a step"
+
+
+def test_pauses_and_probes_are_counted_in_steps() -> None:
+    """Whether it was asked to choose in each of them or not."""
+    gate = Gate()
+    asks(gate, 50)
+    while not gate.num_tokens(7, CHEAP):
+        pass
+    gate.observe_miss()
+    gate.pass_steps(LONGEST_PAUSE - 1)
+    assert not gate.num_tokens(7, CHEAP) and gate.num_tokens(7, CHEAP)
+    gate = Gate()
+    shut(gate)
+    assert not gate.num_tokens(15, DEAR)
+    gate.pass_steps(FIRST_PROBE_AFTER - 2)
+    assert gate.num_tokens(15, DEAR)
 
 
 def test_what_a_scout_finds_is_asked_for_in_earnest_at_once_and_once() -> None:
