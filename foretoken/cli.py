@@ -139,8 +139,11 @@ def serve(
     Ctrl-C or SIGTERM lets running streams go on for 14 seconds at most; a second Ctrl-C stops at once.
     """
     from foretoken.runtime_folder import runtime_folder
+    from foretoken.tracing import check_endpoint
 
+    check_endpoint(otlp_traces_endpoint)
     if dry_run:
+        _check_ports(host, port, grpc_port, are_free=False)
         _check_device(context)
         drafter_settings = [
             service_settings.drafter_settings(context, spec, "unix:/none")
@@ -156,13 +159,7 @@ def serve(
     # Read by gRPC as it is loaded: the supervisor forks to start programs only, never to go on with gRPC, and its fork
     # handlers would complain of each start on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from foretoken import stack
-
-    stack.check_ports(
-        host or flags.DEFAULT_HOST,
-        flags.DEFAULT_PORT if port is None else port,
-        flags.DEFAULT_GRPC_PORT if grpc_port is None else grpc_port,
-    )
+    _check_ports(host, port, grpc_port, are_free=True)
     _check_device(context)
     with runtime_folder() as folder:
         raise typer.Exit(_supervise(context, folder))
@@ -393,6 +390,17 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
     service_settings.check_checkpoint(checkpoint["model"])
     service_settings.check_drafters(context, drafter_settings, checkpoint["model"])
     return services, gateway_settings
+
+
+def _check_ports(host: str | None, port: int | None, grpc_port: int | None, *, are_free: bool) -> None:
+    from foretoken import stack
+
+    stack.check_ports(
+        host or flags.DEFAULT_HOST,
+        flags.DEFAULT_PORT if port is None else port,
+        flags.DEFAULT_GRPC_PORT if grpc_port is None else grpc_port,
+        are_free=are_free,
+    )
 
 
 def _check_device(context: typer.Context) -> None:

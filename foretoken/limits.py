@@ -202,6 +202,12 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
     if options.max_draft_tokens is not None:
         check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
     check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
+    joined = [name for name in DRAFTER_CHOICES if name in named_drafters(options)]
+    if joined:
+        raise InvalidRequestError(
+            f"speculative.drafter: {joined[0]} stands by itself; names of drafters are joined by {DRAFTER_JOIN}",
+            field="speculative.drafter",
+        )
     unknown = [repr(name) for name in named_drafters(options) if name not in model.drafter_names]
     if unknown:
         names = ", ".join((*DRAFTER_CHOICES, *model.drafter_names))

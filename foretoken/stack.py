@@ -11,6 +11,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -56,24 +57,33 @@ def gateway(command: tuple[str, ...], host: str, port: int) -> Service:
     return Service("gateway", command, probes.HttpProbe(host, port), GATEWAY_GRACE_S)
 
 
-def check_ports(host: str, port: int, grpc_port: int) -> None:
-    """Before anything is loaded or downloaded. Raises ConfigError for ports that are none, or not free."""
-    for value, flag, variable in ((port, "--port", "PORT"), (grpc_port, "--grpc-port", "GRPC_PORT")):
+def check_ports(host: str, port: int, grpc_port: int, *, are_free: bool = True) -> None:
+    """Before anything is loaded or downloaded. Raises ConfigError for a host or ports that are none; unless
+    ``are_free`` is False also for those that somebody listens on."""
+    for value, flag in ((port, "--port"), (grpc_port, "--grpc-port")):
         if not 1 <= value <= 65535:
             raise ConfigError(f"{flag}: expected 1 to 65535, got {value}")
-        check_port_free(host, value, flag, variable)
     if port == grpc_port:
         raise ConfigError(f"--port and --grpc-port are both {port}")
+    if not are_free:
+        _addresses(host, port)
+        return
+    for value, flag, variable in ((port, "--port", "PORT"), (grpc_port, "--grpc-port", "GRPC_PORT")):
+        check_port_free(host, value, flag, variable)
 
 
-def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
-    """Raises ConfigError that names ``flag`` and the Makefile's ``variable`` if somebody listens on the port."""
+def _addresses(host: str, port: int) -> list[tuple[Any, ...]]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ConfigError(f"--host: cannot resolve {host!r}: {error.strerror}") from None
     except UnicodeError:
         raise ConfigError(f"--host: cannot resolve {host!r}: not a host's name") from None
+
+
+def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
+    """Raises ConfigError that names ``flag`` and the Makefile's ``variable`` if somebody listens on the port."""
+    found = _addresses(host, port)
     problems: list[str | None] = []
     for family, kind, protocol, _, address in found:
         try:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
+import sys
 import threading
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -58,6 +61,8 @@ Attributes = Mapping[str, Value]
 
 # What a stop waits for a collector that does not take the last spans.
 FLUSH_TIMEOUT_S = 1.0
+# The package that sends spans: the extra otlp.
+_EXPORTER = "opentelemetry-exporter-otlp-proto-grpc"
 MAX_TRACESTATE_CHARS = 512
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -150,6 +155,25 @@ class Tracer:
             self._exporter.shutdown()
 
 
+def check_endpoint(endpoint: str | None) -> None:
+    """Raises ConfigError as ``make_tracer`` does."""
+    if endpoint is None:
+        return
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise ConfigError(f"--otlp-traces-endpoint: expected http://host:port, got {endpoint!r}")
+    try:
+        # Not imported: it loads gRPC, which a supervisor does without.
+        version(_EXPORTER)
+    except PackageNotFoundError:
+        raise _no_exporter() from None
+
+
+def _no_exporter() -> ConfigError:
+    install = f"{shlex.quote(sys.executable)} -m pip install {_EXPORTER}"
+    return ConfigError(f"--otlp-traces-endpoint needs another package: {install}")
+
+
 def make_tracer(endpoint: str | None, service: str) -> Tracer | None:
     """A tracer that sends to a collector over OTLP and gRPC; None without an endpoint.
 
@@ -159,13 +183,11 @@ def make_tracer(endpoint: str | None, service: str) -> Tracer | None:
     """
     if endpoint is None:
         return None
-    url = urlsplit(endpoint)
-    if url.scheme not in ("http", "https") or not url.netloc:
-        raise ConfigError(f"--otlp-traces-endpoint: expected http://host:port, got {endpoint!r}")
+    check_endpoint(endpoint)
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise ConfigError("--otlp-traces-endpoint needs another package: pip install 'foretoken[otlp]'") from error
+        raise _no_exporter() from error
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -140,7 +140,7 @@ class Speculator:
             if is_same and not other.is_detached:
                 # A drafter serves one attachment: two would take it from each other for ever.
                 raise PreconditionError(
-                    f"the drafter at {source.address} is attached as {other.name!r}: detach it first", field="address"
+                    f"the drafter at {source.address} is that of {other.name!r}: detach it first", field="address"
                 )
         if sum(not link.is_detached for link in self._links) >= MAX_DRAFTERS:
             raise PreconditionError(f"a verifier has at most {MAX_DRAFTERS} drafters: detach one", field="name")

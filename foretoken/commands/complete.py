@@ -18,6 +18,8 @@ from foretoken.errors import ForetokenError, UnavailableError
 CONNECT_TIMEOUT_S = 5.0
 # Between two chunks. Longer than the server's own deadline for a request, which ends it with a message.
 READ_TIMEOUT_S = 660.0
+# Of an output whose speed is shown.
+LEAST_TIMED_TOKENS = 16
 _GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 # What a model writes must not move the cursor or ring the bell: control characters except newline and tab.
 _VISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
@@ -74,7 +76,8 @@ class _Summary:
     def line(self) -> str:
         """Speed is (tokens - 1) / (last token - first token), as the client saw them."""
         parts = [f"{self.num_tokens} tokens"]
-        if self.first_at is not None and self.last_at > self.first_at:
+        # The tokens of a short text come together: their times say nothing of the server's speed.
+        if self.first_at is not None and self.last_at > self.first_at and self.num_tokens >= LEAST_TIMED_TOKENS:
             parts.append(f"{(self.num_tokens - 1) / (self.last_at - self.first_at):.1f} tok/s")
         drafted = self.speculation.get("num_draft_tokens", 0)
         accepted = self.speculation.get("num_accepted_draft_tokens", 0)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -413,6 +414,33 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     result = CliRunner().invoke(app, [*command, str(tmp_path), "--dry-run"])
     assert result.stdout == f"a plan\n  drafters   {drafters}\n"
     assert (served, supervised) == ({}, {})
+
+
+@pytest.mark.parametrize("plan", [("--dry-run",), ()])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--port", "18000", "--grpc-port", "18000"), "--port and --grpc-port are both 18000"),
+        (("--host", "300.1.1.1"), "--host: cannot resolve '300.1.1.1'"),
+        (("--otlp-traces-endpoint", "localhost:4317"), "--otlp-traces-endpoint: expected http://host:port"),
+        (("--otlp-traces-endpoint", "http://localhost:4317"), "--otlp-traces-endpoint needs another package: "),
+    ],
+)
+def test_what_a_gateway_could_not_do_is_refused_before_anything_starts(
+    flags: tuple[str, ...],
+    message: str,
+    plan: tuple[str, ...],
+    supervised: dict[str, Service],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("foretoken.tracing.version", missing)
+    result = CliRunner().invoke(app, ["serve", str(DEMO / "target"), *flags, *plan])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(message)
+    assert supervised == {}
 
 
 def test_dry_run_refuses_a_checkpoint_without_a_tokenizer(tmp_path: Path, served: dict[str, tuple[Any, ...]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.commands.complete import CompletionOptions, complete, render
+from foretoken.commands.complete import LEAST_TIMED_TOKENS, CompletionOptions, _Summary, complete, render
 from foretoken.errors import ForetokenError, UnavailableError
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
@@ -184,3 +184,11 @@ def test_a_server_of_another_kind(server: Server, models: bytes) -> None:
 def test_an_address_that_is_none() -> None:
     with pytest.raises(UnavailableError, match="localhost:8000"):
         complete("localhost:8000", CompletionOptions("x"), write=print, colour=False)
+
+
+def test_a_few_tokens_have_no_speed() -> None:
+    for num_tokens, is_shown in ((LEAST_TIMED_TOKENS - 1, False), (LEAST_TIMED_TOKENS, True)):
+        summary = _Summary()
+        summary.add(chunk(["a"], [0]), 1.0)
+        summary.add(chunk(["b"], [0]) | {"usage": {"completion_tokens": num_tokens}}, 2.0)
+        assert (f"{num_tokens - 1}.0 tok/s" in summary.line()) == is_shown

@@ -132,6 +132,8 @@ def test_speculation_options():
         assert fault(drafter=name) == "speculative.drafter"
     with pytest.raises(InvalidRequestError, match="auto, merge, ngram, eagle"):
         limits.check_speculation(SpeculationOptions(drafter="eagl"), MODEL)
+    with pytest.raises(InvalidRequestError, match=r"auto stands by itself"):
+        limits.check_speculation(SpeculationOptions(drafter="ngram+auto"), MODEL)
 
 
 def test_names_and_addresses_of_drafters():

@@ -212,7 +212,7 @@ def test_an_endpoint_that_is_no_url_is_refused(settings: GatewaySettings) -> Non
 
 def test_a_missing_exporter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"pip install 'foretoken\[otlp\]'"):
+    with pytest.raises(ConfigError, match=r"-m pip install opentelemetry-exporter-otlp-proto-grpc$"):
         make_tracer("http://127.0.0.1:4317", "gateway")
 
 
