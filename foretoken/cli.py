@@ -353,7 +353,13 @@ def _supervise(context: typer.Context, folder: Path) -> int:
     is_useful = sum(service.name in on_gpu for service in services) > 1
     with gpu_clients(context.params["mps"], folder, has_gpu=has_gpu, is_useful=is_useful, announce=say) as clients:
         services = [clients.run(service) if service.name in on_gpu else service for service in services]
-        supervisor = Supervisor(services, on_ready=announce_ready, announce=say, stop_notice=stack.STOP_NOTICE)
+        supervisor = Supervisor(
+            services,
+            on_ready=announce_ready,
+            announce=say,
+            stop_notice=stack.STOP_NOTICE,
+            slow_notice=stack.SLOW_NOTICE,
+        )
         return asyncio.run(supervisor.run())
 
 

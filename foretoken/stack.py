@@ -29,6 +29,7 @@ GATEWAY_DRAIN_S = 14.0
 GATEWAY_GRACE_S = 17.0
 VERIFIER_GRACE_S = 8.0
 DRAFTER_GRACE_S = 4.0
+SLOW_NOTICE = "; the first start on a machine compiles kernels, which may take some minutes"
 STOP_NOTICE = "stopping; streams that run may finish first, Ctrl-C again stops at once"
 _EXAMPLE_PROMPT = "def read_json(path):\n"
 

@@ -36,6 +36,8 @@ HEARTBEAT_S = 1.0
 # hold: while this process itself was stopped or starved time passes, but it asks nobody.
 MAX_SILENCE_S = 5.0
 MIN_MISSED_HEARTBEATS = 4
+# Of a start, from which on it is said that it may take longer.
+SLOW_START_S = 15.0
 # From the last required service's readiness on, the others get so long to be ready too.
 OPTIONAL_READY_S = 30.0
 # A command that is run before a child is killed gets so long.
@@ -154,13 +156,15 @@ class Supervisor:
         on_ready: Callable[[], None],
         announce: Callable[[str], None],
         stop_notice: str = "",
+        slow_notice: str = "",
         stops_together: bool = False,
     ) -> None:
-        """``on_ready`` is called once; ``announce`` gets a line for each event, ``stop_notice`` at a stop signal.
+        """``on_ready`` is called once; ``announce`` gets a line for each event, ``stop_notice`` at a stop signal,
+        ``slow_notice`` behind the names of those that a long start waits for.
 
         An OSError of either is no failure: services outlive the terminal or pipe that was told of them.
         """
-        self._stop_notice = stop_notice
+        self._stop_notice, self._slow_notice = stop_notice, slow_notice
         self._stops_together = stops_together
         self._watches = [_Watch(service) for service in services]
         self._on_ready = _unless_unheard(on_ready)
@@ -360,9 +364,16 @@ class Supervisor:
         return True
 
     async def _wait_ready(self) -> None:
-        for watch in self._watches:
-            if watch.service.required:
-                await watch.ready.wait()
+        required = [watch for watch in self._watches if watch.service.required]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SLOW_START_S):
+                for watch in required:
+                    await watch.ready.wait()
+        missing = [watch.service.name for watch in required if not watch.ready.is_set()]
+        if missing and self._slow_notice:
+            self._announce(f"waiting for {', '.join(missing)}{self._slow_notice}")
+        for watch in required:
+            await watch.ready.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPTIONAL_READY_S):
                 for watch in self._watches:

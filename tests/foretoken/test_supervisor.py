@@ -127,6 +127,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         optional: str = "",
         heartbeat_s: float = 1.0,
         max_silence_s: float = 600.0,
+        slow_start_s: float = 600.0,
         stops_together: bool = False,
         shares_faults: str = "",
         before_kill: tuple[str, ...] = (),
@@ -147,7 +148,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             }
             for name, mode in modes
         ]
-        spec = {"services": services, "optional_ready_s": 0.1}
+        spec = {"services": services, "optional_ready_s": 0.1, "slow_start_s": slow_start_s}
         spec |= {"heartbeat_s": heartbeat_s, "max_silence_s": max_silence_s, "stops_together": stops_together}
         process = subprocess.Popen(
             [*launcher, sys.executable, str(DRIVER), json.dumps(spec)],
@@ -546,6 +547,20 @@ def test_ready_without_an_optional_service_that_is_not(start: Start) -> None:
     driver.read_until("READY")
     driver.process.send_signal(signal.SIGTERM)
     assert driver.wait() == 0
+
+
+def test_a_long_start_is_spoken_of(start: Start) -> None:
+    driver = start(
+        ("first", "unready"), ("second", "unready"), ("drafter", "unready"), optional="drafter", slow_start_s=0.1
+    )
+    driver.read_until("waiting for first, second for long")
+    (driver.folder / "first").touch()
+    driver.read_until("first is ready after")
+    (driver.folder / "second").touch()
+    driver.read_until("READY")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+    assert sum("for long" in line for line in driver.lines) == 1
 
 
 def test_ready_is_said_once_and_after_every_required_service(start: Start) -> None:

@@ -2,7 +2,7 @@
 
     {"services": [{"name", "command", "ready_file", "alive_socket", "stop_grace_s", "required", and as they are
                    in Service: "environment", "before_kill", "shares_faults"}],
-     "optional_ready_s", "heartbeat_s", "max_silence_s", "stops_together"}
+     "optional_ready_s", "slow_start_s", "heartbeat_s", "max_silence_s", "stops_together"}
 
 Each announcement is a line on stdout; READY stands for ``on_ready``. The exit status is the supervisor's.
 """
@@ -65,12 +65,17 @@ def say(line: str) -> None:
 
 def main() -> int:
     spec = json.loads(sys.argv[1])
-    supervisor.OPTIONAL_READY_S = spec["optional_ready_s"]
+    supervisor.OPTIONAL_READY_S, supervisor.SLOW_START_S = spec["optional_ready_s"], spec["slow_start_s"]
     supervisor.HEARTBEAT_S, supervisor.MAX_SILENCE_S = spec["heartbeat_s"], spec["max_silence_s"]
     services = [service(item) for item in spec["services"]]
     together = spec["stops_together"]
     run = supervisor.Supervisor(
-        services, on_ready=lambda: say("READY"), announce=say, stop_notice="stopping", stops_together=together
+        services,
+        on_ready=lambda: say("READY"),
+        announce=say,
+        stop_notice="stopping",
+        slow_notice=" for long",
+        stops_together=together,
     ).run
     return asyncio.run(run())
 
