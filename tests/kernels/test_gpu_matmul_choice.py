@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from foretoken_kernels import reference
 from foretoken_kernels.gpu import matmul_timing
 from foretoken_kernels.gpu.matmul_choice import ADD, GATE_UP, ROW_BUCKETS, STORE, MatmulShape, MatmulTable
-from foretoken_kernels.gpu.matmul_timing import choose, read_choices, timed_table, write_choices
+from foretoken_kernels.gpu.matmul_timing import alone, choose, read_choices, timed_table, write_choices
 from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, candidates
 
 SKINNY = SkinnyConfig(16, 16, 2, 2, 4)
@@ -106,6 +108,35 @@ def test_choices_are_kept_by_machine(tmp_path: Path) -> None:
     assert read_choices(path, "b") == {"shape": second}
     assert read_choices(path, "c") == {}
     assert [entry.name for entry in path.parent.iterdir()] == ["table.json"]
+
+
+def test_two_do_not_time_at_once(tmp_path: Path) -> None:
+    """Another process would wait; here it is asked for without."""
+    path = tmp_path / "cache" / "matmuls.json"
+    with alone(path), path.with_name("matmuls.json.lock").open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with path.with_name("matmuls.json.lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_what_another_has_written_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look whether there is something to time and one's turn to do so."""
+    path = tmp_path / "matmuls.json"
+    weight = torch.zeros(64, 64, dtype=torch.bfloat16)
+    mine, others = MatmulShape(64, 64, STORE), MatmulShape(32, 64, STORE)
+
+    @contextlib.contextmanager
+    def after_another(file: Path) -> Iterator[None]:
+        write_choices(file, "machine", {others.key: by_rows()})
+        yield
+
+    monkeypatch.setattr(matmul_timing, "alone", after_another)
+    monkeypatch.setattr(matmul_timing, "_machine", lambda device: "machine")
+    monkeypatch.setattr(matmul_timing, "device_limits", lambda device: Device())
+    monkeypatch.setattr(matmul_timing, "_is_timed", lambda matrices: True)
+    monkeypatch.setattr(matmul_timing, "choose", lambda missing, *rest: dict.fromkeys(missing, by_rows()))
+    timed_table({mine: [weight]}, path)
+    assert set(read_choices(path, "machine")) == {mine.key, others.key}
 
 
 def test_choices_for_other_row_counts_are_not_used(tmp_path: Path) -> None:

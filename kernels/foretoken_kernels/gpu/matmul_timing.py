@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Pat
             shape's matrices are timed unfused as well, as that is what fusing has to beat.
         path: results are read from this JSON file where they are of this GPU and these versions, and written to it.
     """
-    timed = {shape: list(w) for shape, w in weights.items() if w and w[0].is_cuda and w[0].dtype == torch.bfloat16}
+    timed = {shape: list(matrices) for shape, matrices in weights.items() if _is_timed(matrices)}
     if not timed:
         return MatmulTable()
     device = next(iter(timed.values()))[0].device
@@ -44,13 +45,32 @@ def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Pat
         timed.setdefault(shape._replace(mode=STORE, out_dtype=torch.bfloat16), timed[shape])
     machine = _machine(device)
     kept = read_choices(path, machine) if path is not None else {}
-    missing = {shape: matrices for shape, matrices in timed.items() if shape.key not in kept}
-    choices = {shape: kept[shape.key] for shape in timed if shape.key in kept}
-    if missing:
-        choices |= choose(missing, choices, device, device_limits(device), graph_microseconds)
-        if path is not None:
-            write_choices(path, machine, kept | {shape.key: by_rows for shape, by_rows in choices.items()})
-    return MatmulTable(choices, device)
+    if any(shape.key not in kept for shape in timed):
+        # A verifier and its drafters start together: what two time at once is of neither, and one's choices would be
+        # written over the other's.
+        with alone(path) if path is not None else contextlib.nullcontext():
+            kept = read_choices(path, machine) if path is not None else {}
+            missing = {shape: matrices for shape, matrices in timed.items() if shape.key not in kept}
+            known = {shape: kept[shape.key] for shape in timed if shape.key in kept}
+            if missing:
+                found = choose(missing, known, device, device_limits(device), graph_microseconds)
+                kept = kept | {shape.key: by_rows for shape, by_rows in found.items()}
+                if path is not None:
+                    write_choices(path, machine, kept)
+    return MatmulTable({shape: kept[shape.key] for shape in timed}, device)
+
+
+def _is_timed(matrices: Sequence[torch.Tensor]) -> bool:
+    return bool(matrices) and matrices[0].is_cuda and matrices[0].dtype == torch.bfloat16
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """No two processes are here with the same file at once: the next one waits. The end of a process lets go of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def choose(
