@@ -16,7 +16,8 @@ def check_address(address: str) -> str:
             raise ValueError("expected an absolute path after unix:")
         return address
     host, colon, port = address.rpartition(":")
-    if not host or not colon:
+    # A URL's scheme is none of gRPC's, of which dns:///host:port is one.
+    if not host or not colon or host.startswith(("http://", "https://")):
         raise ValueError("expected unix:/path or host:port")
     if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ValueError("expected a port from 1 to 65535 after the last colon")

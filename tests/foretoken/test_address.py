@@ -7,7 +7,9 @@ import pytest
 from foretoken.address import check_address
 
 
-@pytest.mark.parametrize("address", ["unix:/run/v.sock", "127.0.0.1:1", "localhost:65535", "[::1]:50051"])
+@pytest.mark.parametrize(
+    "address", ["unix:/run/v.sock", "127.0.0.1:1", "localhost:65535", "[::1]:50051", "dns:///verifier:50051"]
+)
 def test_addresses(address: str) -> None:
     assert check_address(address) == address
 
@@ -17,6 +19,7 @@ def test_addresses(address: str) -> None:
     [
         ("127.0.0.1", "expected unix:/path or host:port"),
         ("/tmp/v.sock", "expected unix:/path or host:port"),
+        ("http://127.0.0.1:19200", "expected unix:/path or host:port"),
         (":19200", "expected unix:/path or host:port"),
         ("", "expected unix:/path or host:port"),
         ("unix:", "expected an absolute path after unix:"),
