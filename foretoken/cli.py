@@ -138,6 +138,9 @@ def serve(
 
     Ctrl-C or SIGTERM lets running streams go on for 14 seconds at most; a second Ctrl-C stops at once.
     """
+    # Read by gRPC as it is loaded: the supervisor forks to start programs only, never to go on with gRPC, and its fork
+    # handlers would complain of each start on stderr.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from foretoken.runtime_folder import runtime_folder
     from foretoken.tracing import check_endpoint
 
@@ -156,9 +159,6 @@ def serve(
         service_settings.check_drafters(context, drafter_settings, settings.model)
         _print_plan(settings, drafter_settings)
         return
-    # Read by gRPC as it is loaded: the supervisor forks to start programs only, never to go on with gRPC, and its fork
-    # handlers would complain of each start on stderr.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     _check_ports(host, port, grpc_port, are_free=True)
     _check_device(context)
     with runtime_folder() as folder:
