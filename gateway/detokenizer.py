@@ -108,7 +108,10 @@ class PrefixDetokenizer:
         unfinished = len(fresh) - len(fresh.rstrip(REPLACEMENT))
         shown = fresh[self._num_shown :]
         if unfinished and not final:
-            certain = len(fresh) - min(unfinished, self.MAX_UNFINISHED)
+            # Context without a text is within ``fresh``: a first space, which decoders strip, that comes as a byte is
+            # malformed as long as the run of bytes is.
+            waiting = self.MAX_UNFINISHED + (0 if before else len(self._context))
+            certain = len(fresh) - min(unfinished, waiting)
             shown = fresh[self._num_shown : max(certain, self._num_shown)]
             self._num_shown = max(certain, self._num_shown)
             return shown

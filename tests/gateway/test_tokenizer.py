@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
@@ -81,6 +81,7 @@ FALLBACK_IDS = st.lists(st.one_of(st.integers(1, 6).map(lambda i: [i]), FALLBACK
 
 
 @given(parts=FALLBACK_IDS, split=SPLITS)
+@example(parts=[[7 + 0x20], [7 + byte for byte in "𐀀".encode()]], split=[])
 def test_byte_fallback_decodes_as_a_whole(parts: list[list[int]], split: list[int]) -> None:
     backend = byte_fallback_backend()
     ids = [token_id for part in parts for token_id in part]
