@@ -367,17 +367,14 @@ class Supervisor:
         required = [watch for watch in self._watches if watch.service.required]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SLOW_START_S):
-                for watch in required:
-                    await watch.ready.wait()
+                await _all_ready(required)
         missing = [watch.service.name for watch in required if not watch.ready.is_set()]
         if missing and self._slow_notice:
             self._announce(f"waiting for {', '.join(missing)}{self._slow_notice}")
-        for watch in required:
-            await watch.ready.wait()
+        await _all_ready(required)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPTIONAL_READY_S):
-                for watch in self._watches:
-                    await watch.ready.wait()
+                await _all_ready(self._watches)
         for watch in self._watches:
             if not watch.ready.is_set():
                 self._announce(f"{watch.service.name} is not ready yet; going on without it")
@@ -398,6 +395,11 @@ class Supervisor:
             if not self._killing.is_set():
                 self._announce(f"{watch.service.name} did not end in time: killed")
             await self._kill(watch.service, child)
+
+
+async def _all_ready(watches: Sequence[_Watch]) -> None:
+    for watch in watches:
+        await watch.ready.wait()
 
 
 def _unless_unheard(tell: Callable[Heard, None]) -> Callable[Heard, None]:

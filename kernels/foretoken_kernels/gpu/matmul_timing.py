@@ -46,18 +46,27 @@ def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Pat
     machine = _machine(device)
     kept = read_choices(path, machine) if path is not None else {}
     if any(shape.key not in kept for shape in timed):
-        # A verifier and its drafters start together: what two time at once is of neither, and one's choices would be
-        # written over the other's.
-        with alone(path) if path is not None else contextlib.nullcontext():
-            kept = read_choices(path, machine) if path is not None else {}
-            missing = {shape: matrices for shape, matrices in timed.items() if shape.key not in kept}
-            known = {shape: kept[shape.key] for shape in timed if shape.key in kept}
-            if missing:
-                found = choose(missing, known, device, device_limits(device), graph_microseconds)
-                kept = kept | {shape.key: by_rows for shape, by_rows in found.items()}
-                if path is not None:
-                    write_choices(path, machine, kept)
+        if path is None:
+            kept = _with_missing(timed, {}, device)
+        else:
+            # A verifier and its drafters start together: what two time at once is of neither, and one's choices would
+            # be written over the other's.
+            with alone(path):
+                kept = _with_missing(timed, read_choices(path, machine), device)
+                write_choices(path, machine, kept)
     return MatmulTable({shape: kept[shape.key] for shape in timed}, device)
+
+
+def _with_missing(
+    timed: Mapping[MatmulShape, Sequence[torch.Tensor]], kept: dict[str, Choices], device: torch.device
+) -> dict[str, Choices]:
+    """``kept``, and choices for the shapes that it lacks, by MatmulShape.key."""
+    missing = {shape: matrices for shape, matrices in timed.items() if shape.key not in kept}
+    if not missing:
+        return kept
+    known = {shape: kept[shape.key] for shape in timed if shape.key in kept}
+    found = choose(missing, known, device, device_limits(device), graph_microseconds)
+    return kept | {shape.key: by_rows for shape, by_rows in found.items()}
 
 
 def _is_timed(matrices: Sequence[torch.Tensor]) -> bool:
