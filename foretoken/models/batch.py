@@ -69,3 +69,20 @@ def chain_batch(token_ids: Int32, first: int, block_size: int, logit_rows: Int32
         block_tables=np.arange(-(-(first + rows) // block_size), dtype=np.int32)[None],
         logit_rows=np.arange(rows, dtype=np.int32) if logit_rows is None else logit_rows,
     )
+
+
+def roots_batch(count: int, block_size: int, num_blocks: int) -> ForwardBatch:
+    """One row for each of ``count`` sequences, which begin with it: a step of plain decode. Blocks come again where
+    there are too few."""
+    blocks = np.arange(count, dtype=np.int32) % num_blocks
+    return ForwardBatch(
+        token_ids=np.zeros(count, np.int32),
+        positions=np.zeros(count, np.int32),
+        slot_mapping=blocks * block_size,
+        row_seqs=np.arange(count, dtype=np.int32),
+        context_lens=np.ones(count, np.int32),
+        masks=np.zeros((count, 1), np.uint64),
+        tree_starts=np.zeros(count, np.int32),
+        block_tables=blocks[:, None],
+        logit_rows=np.arange(count, dtype=np.int32),
+    )

@@ -143,7 +143,7 @@ class DeviceBatch:
 
 # Rows and wanted rows are filled up to one of these, then to multiples of _STEP.
 _STEP = 128
-_LEAST_BLOCKS = 256
+_LEAST_BLOCKS = 128
 _BUCKETS = (
     1,
     2,

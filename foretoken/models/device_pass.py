@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +16,10 @@ from foretoken_kernels.cpu import decoder as kernel
 from foretoken_kernels.cpu.linear import ADD, SILU_AND_MULTIPLY
 from foretoken_kernels.gpu import matmul_choice
 from foretoken_kernels.gpu.embedding import copy_rows, embed, fill_rows
-from foretoken_kernels.gpu.matmul_choice import MatmulShape, MatmulTable
+from foretoken_kernels.gpu.matmul_choice import Heads, MatmulShape, MatmulTable
 from foretoken_kernels.gpu.matmul_timing import device_limits, timed_table
 from foretoken_kernels.gpu.rms_norm import rms_norm
-from foretoken_kernels.gpu.rope_kv_write import rope_kv_write
+from foretoken_kernels.gpu.rope_kv_write import Rope, rope_kv_write
 from foretoken_kernels.gpu.strict_attention import strict_attention
 from foretoken_kernels.gpu.strict_matmul import StrictMatmuls
 from foretoken_kernels.gpu.tree_attention import attention_workspace, tree_attention
@@ -56,11 +57,19 @@ _LEAST_PINNED = 16
 _NUM_SPLITS = 32
 
 
+class _Step(NamedTuple):
+    """One operation; of the matmul of queries, keys and values also the attention whose ROPE is behind it, which one
+    kernel may do with it."""
+
+    operation: Operation
+    turned: Attention | None = None
+
+
 @dataclass(slots=True, eq=False)
 class DeviceProgram:
     """A program with its buffers there. ``number`` tells it from others in the keys of graphs."""
 
-    program: Program
+    steps: list[_Step]
     number: int
 
 
@@ -92,7 +101,7 @@ class DevicePass:
         self._graphs = DeviceGraphs(sizes.graphs and device.type == "cuda")
         self._buffers: dict[int, torch.Tensor] = {}
         self._given = PinnedRows(_LEAST_PINNED, self._dtype, device)
-        self._programs: list[Program] = []
+        self._programs: list[DeviceProgram] = []
         self._matmuls: MatmulTable | StrictMatmuls = MatmulTable(device=device)
         if strict:
             self._matmuls = StrictMatmuls(device, device_limits(device) if device.type == "cuda" else None)
@@ -118,8 +127,8 @@ class DevicePass:
                     self._given = PinnedRows(size, self._dtype, self._device)
             if operation.code == kernel.LINEAR:
                 self._reserve_matmul(operation)
-        self._programs.append(program)
-        return DeviceProgram(program, len(self._programs))
+        self._programs.append(DeviceProgram(_steps_of(program), len(self._programs) + 1))
+        return self._programs[-1]
 
     def _reserve_matmul(self, operation: Operation) -> None:
         assert operation.weight is not None
@@ -138,18 +147,23 @@ class DevicePass:
         assert not self._strict, "which matmul is the fastest depends on the rows"
         weights: dict[MatmulShape, dict[int, torch.Tensor]] = {}
         for program in self._programs:
-            for operation in program.operations:
-                if operation.code == kernel.LINEAR and operation.weight is not None:
-                    shape = self._matmul_shape(operation, operation.weight)
-                    weights.setdefault(shape, {})[operation.weight.data_ptr()] = operation.weight
+            for step in program.steps:
+                weight = step.operation.weight
+                if step.operation.code == kernel.LINEAR and weight is not None:
+                    weights.setdefault(self._matmul_shape(step, weight), {})[weight.data_ptr()] = weight
         self._matmuls = timed_table({shape: list(found.values()) for shape, found in weights.items()}, path)
         self._graphs.clear()
 
-    def _matmul_shape(self, operation: Operation, weight: torch.Tensor) -> MatmulShape:
+    def _matmul_shape(self, step: _Step, weight: torch.Tensor) -> MatmulShape:
+        operation, config, heads = step.operation, self._config, None
         mode = {ADD: matmul_choice.ADD, SILU_AND_MULTIPLY: matmul_choice.GATE_UP}.get(
             operation.mode, matmul_choice.STORE
         )
-        return MatmulShape(weight.shape[0], weight.shape[1], mode, self._element_type(operation.out.buffer))
+        if step.turned is not None:
+            mode, weights = matmul_choice.QKV, step.turned.weights
+            has_bias, has_norm = (_present(each) is not None for each in (weights.qkv_bias, weights.query_norm))
+            heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, has_bias, has_norm)
+        return MatmulShape(weight.shape[0], weight.shape[1], mode, self._element_type(operation.out.buffer), heads)
 
     @torch.inference_mode()
     def run(self, loaded: DeviceProgram, batch: ForwardBatch, given: NDArray[np.float32] | None = None) -> None:
@@ -171,11 +185,11 @@ class DevicePass:
         if given is not None:
             self._given.send(given, self.buffer(kernel.GIVEN, *given.shape))
         if self._has_graph(batch):
-            self._graphs.run((loaded.number, shape), lambda: self.launch(loaded.program, arrays))
+            self._graphs.run((loaded.number, shape), lambda: self.launch(loaded, arrays))
             return
         if self._flashinfer is not None:
             self._flashinfer.plan(batch, runs)
-        self.launch(loaded.program, arrays, self._flashinfer)
+        self.launch(loaded, arrays, self._flashinfer)
 
     def batch_of(self, rows: int, seqs: int, max_seq_rows: int, blocks: int) -> DeviceBatch:
         """The batch that holds so many rows, all of them wanted, of so many sequences, for ``replay``.
@@ -190,7 +204,7 @@ class DevicePass:
     @torch.inference_mode()
     def replay(self, loaded: DeviceProgram, batch: DeviceBatch) -> None:
         """Run a program over a batch that kernels have filled on the device."""
-        self._graphs.run((loaded.number, batch.shape), lambda: self.launch(loaded.program, batch.arrays))
+        self._graphs.run((loaded.number, batch.shape), lambda: self.launch(loaded, batch.arrays))
 
     def _batch(self, shape: BatchShape) -> DeviceBatch:
         if shape not in self._batches:
@@ -208,16 +222,21 @@ class DevicePass:
         """[rows, width]: a buffer after a run; a view."""
         return self._buffers[field][: rows * width].view(rows, width)
 
-    def launch(self, program: Program, arrays: DeviceArrays, planned: FlashInferAttention | None = None) -> None:
+    def launch(self, loaded: DeviceProgram, arrays: DeviceArrays, planned: FlashInferAttention | None = None) -> None:
         """Launch a program's kernels over arrays that are on the device. ``planned``: attention of this very batch."""
         num_rows, num_wanted = len(arrays.token_ids), len(arrays.logit_rows)
-        for operation in program.operations:
+        for operation, turned in loaded.steps:
             rows = num_rows if operation.rows == kernel.EVERY_ROW else num_wanted
             if rows > 0:
-                self._launch(operation, arrays, rows, planned)
+                self._launch(operation, turned, arrays, rows, planned)
 
     def _launch(
-        self, operation: Operation, arrays: DeviceArrays, rows: int, planned: FlashInferAttention | None
+        self,
+        operation: Operation,
+        turned: Attention | None,
+        arrays: DeviceArrays,
+        rows: int,
+        planned: FlashInferAttention | None,
     ) -> None:
         code, weight = operation.code, operation.weight
         out = self._view(operation.out, rows)
@@ -238,6 +257,9 @@ class DevicePass:
             elif code == kernel.NORM:
                 assert weight is not None
                 rms_norm(x, weight, self._config.rms_norm_eps, out, gathered)
+            elif turned is not None:
+                assert weight is not None
+                self._qkv(x, weight, out, self._rope(turned, arrays))
             else:
                 assert weight is not None
                 self._linear(x, weight, out, operation.mode)
@@ -254,6 +276,32 @@ class DevicePass:
         else:
             self._matmuls.matmul(x, weight, out, add=mode == ADD)
 
+    def _qkv(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rope: Rope) -> None:
+        if isinstance(self._matmuls, StrictMatmuls):
+            self._matmuls.matmul(x, weight, out)
+            rope_kv_write(out, *rope, strict=True)
+        else:
+            self._matmuls.qkv(x, weight, out, rope)
+
+    def _rope(self, attention: Attention, arrays: DeviceArrays) -> Rope:
+        weights = attention.weights
+        return Rope(
+            _present(weights.qkv_bias),
+            _present(weights.query_norm),
+            _present(weights.key_norm),
+            self._config.rms_norm_eps,
+            self._cos_sin,
+            arrays.positions,
+            arrays.slot_mapping,
+            *self._planes(attention),
+            self._config.num_heads,
+        )
+
+    def _planes(self, attention: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, [slots, num_kv_heads, head_dim] each."""
+        keys, values = (plane.flatten(0, 1) for plane in self._cache.data[attention.plane])
+        return keys, values
+
     def _attend(
         self,
         operation: Operation,
@@ -262,26 +310,10 @@ class DevicePass:
         rows: int,
         planned: FlashInferAttention | None,
     ) -> None:
-        config, weights = self._config, attention.weights
-        keys, values = (plane.flatten(0, 1) for plane in self._cache.data[attention.plane])
+        config = self._config
+        keys, values = self._planes(attention)
         assert operation.x is not None
         qkv = self._view(operation.x, rows)
-        if operation.code == kernel.ROPE:
-            rope_kv_write(
-                qkv,
-                _present(weights.qkv_bias),
-                _present(weights.query_norm),
-                _present(weights.key_norm),
-                config.rms_norm_eps,
-                self._cos_sin,
-                arrays.positions,
-                arrays.slot_mapping,
-                keys,
-                values,
-                config.num_heads,
-                self._strict,
-            )
-            return
         query = qkv[:, : config.num_heads * config.head_dim].view(rows, config.num_heads, config.head_dim)
         out = self._view(operation.out, rows).view(rows, config.num_heads, config.head_dim)
         if planned is not None:
@@ -351,6 +383,18 @@ class DevicePass:
     def _element_type(self, field: int) -> torch.dtype:
         """Logits are float32: rounded to bfloat16 the best two would often be equal."""
         return torch.float32 if field == kernel.LOGITS else self._dtype
+
+
+def _steps_of(program: Program) -> list[_Step]:
+    steps: list[_Step] = []
+    for operation in program.operations:
+        if operation.code == kernel.ROPE:
+            linear = steps.pop().operation
+            assert linear.code == kernel.LINEAR and linear.out == operation.x, "ROPE turns what a matmul has just left"
+            steps.append(_Step(linear, operation.attention))
+        else:
+            steps.append(_Step(operation))
+    return steps
 
 
 def _present(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -135,7 +135,7 @@ class DraftHead:
         rows = len(arrays.token_ids)
         executor = cast("DevicePass", self._executor)
         executor.gather_given(hidden, sources)
-        executor.launch(self._loaded(depth, from_target=False).program, arrays)
+        executor.launch(self._loaded(depth, from_target=False), arrays)
         return HeadOutput(
             self._executor.buffer(kernel.LOGITS, rows, self.draft_vocab_size),
             self._executor.buffer(self._output.buffer, rows, self.hidden_size),
@@ -152,7 +152,7 @@ class DraftHead:
         executor = cast("DevicePass", self._executor)
         loaded = self._loaded(0, from_target=True)
         executor.gather_given(features)
-        executor.launch(loaded.program, arrays)
+        executor.launch(loaded, arrays)
         return HeadOutput(
             self._executor.buffer(kernel.LOGITS, len(arrays.logit_rows), self.draft_vocab_size),
             self._executor.buffer(self._output.buffer, len(arrays.token_ids), self.hidden_size),

@@ -108,7 +108,7 @@ class Llama:
 
     def launch(self, arrays: DeviceArrays) -> torch.Tensor:
         """As ``forward``, over arrays that are on the GPU; nothing waits for it, and it may be captured in a graph."""
-        cast("DevicePass", self._executor).launch(self._loaded(()).program, arrays)
+        cast("DevicePass", self._executor).launch(self._loaded(()), arrays)
         return self._executor.buffer(kernel.LOGITS, len(arrays.logit_rows), self.config.vocab_size)
 
     def resident_pass(

@@ -93,6 +93,24 @@ CASES["skinny_matmul"] = [
         ("fp32", "fp32", 16, (32, 16, 2, 2, 4), "gate_up", False),
     )
 ]
+CASES["qkv_rope"] = [
+    (
+        "_qkv_rope",
+        f"*{x} *{x} *{x} *fp32 *fp32 *fp32 *fp32 *i32 *i32 *{x} *{x} *fp32 *i32 fp32 i32 i32:16 i32:16 i32 i32"
+        " i32:16 i32:16 i32:16 i32:16",
+        {"NUM_HEADS": heads[0], "NUM_KV_HEADS": heads[1], "HEAD_DIM": heads[2], "HAS_BIAS": bias, "HAS_NORM": norm}
+        | {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLIT_K": split, "EVEN_K": even, "WIDEN": False},
+        {"num_stages": stages, "num_warps": warps},
+    )
+    for x, heads, bias, norm, m, (n, k, split, stages, warps), even in (
+        ("bf16", (32, 8, 128), False, False, 16, (32, 256, 1, 4, 4), True),
+        ("bf16", (32, 8, 128), False, False, 32, (32, 128, 2, 4, 4), True),
+        ("bf16", (32, 8, 128), False, False, 64, (64, 128, 1, 4, 4), True),
+        ("bf16", (28, 4, 128), True, False, 16, (64, 128, 4, 3, 4), True),
+        ("bf16", (32, 8, 128), False, True, 32, (128, 128, 4, 3, 8), True),
+        ("fp32", (6, 2, 80), True, False, 16, (32, 16, 2, 2, 4), False),
+    )
+]
 # The tiles that Llama-3.1-8B's matrices get, and those of small and float32 ones.
 CASES["strict_matmul"] = [
     (

@@ -15,8 +15,9 @@ from foretoken_kernels import reference
 from foretoken_kernels.gpu.activation import silu_and_multiply
 from foretoken_kernels.gpu.embedding import copy_rows, embed, fill_rows
 from foretoken_kernels.gpu.kv_commit import copy_slots
+from foretoken_kernels.gpu.qkv_rope import qkv_rope
 from foretoken_kernels.gpu.rms_norm import rms_norm
-from foretoken_kernels.gpu.rope_kv_write import rope_kv_write
+from foretoken_kernels.gpu.rope_kv_write import Rope, rope_kv_write
 from foretoken_kernels.gpu.skinny_configs import SkinnyConfig
 from foretoken_kernels.gpu.skinny_matmul import skinny_gate_up, skinny_matmul, skinny_matmul_workspace
 from foretoken_kernels.gpu.strict_attention import strict_attention
@@ -62,11 +63,16 @@ def test_norm_activation_and_rows(device: str) -> None:
     assert torch.equal(out, weight.expand(4, 1300))
 
 
+@pytest.mark.parametrize("with_matmul", [False, True])
 @pytest.mark.parametrize("head_dim", [20, 128])
-def test_rope_kv_write(head_dim: int, device: str) -> None:
+def test_rope_kv_write(head_dim: int, with_matmul: bool, device: str) -> None:
     """Positions and slots that are none among them."""
-    qkv, bias = torch.randn(5, 5, head_dim, device=device), torch.randn(5, head_dim, device=device)
+    x, weight = torch.randn(5, 18, device=device), torch.randn(5 * head_dim, 18, device=device)
+    qkv, bias = reference.linear(x, weight).view(5, 5, head_dim), torch.randn(5, head_dim, device=device)
     norms, cos_sin = torch.rand(2, head_dim, device=device), torch.randn(7, 2, head_dim // 2, device=device)
+    if with_matmul and head_dim == 20:
+        # Only tiles of whole heads are normed, and those are powers of two.
+        norms = [None, None]
     positions = torch.tensor([6, 7, LOWEST, HIGHEST, 0], dtype=torch.int32, device=device)
     slots = torch.tensor([3, 4, LOWEST, HIGHEST, 0], dtype=torch.int32, device=device)
     keys, values = torch.zeros(4, 1, head_dim, device=device), torch.zeros(4, 1, head_dim, device=device)
@@ -74,7 +80,12 @@ def test_rope_kv_write(head_dim: int, device: str) -> None:
     expected = reference.rope_kv_write(
         qkv[real], bias, *norms, 1e-6, cos_sin, positions[real], slots[real], expected_keys, expected_values
     )
-    rope_kv_write(qkv, bias, *norms, 1e-6, cos_sin, positions, slots, keys, values, 3)
+    rope = Rope(bias, *norms, 1e-6, cos_sin, positions, slots, keys, values, 3)
+    if with_matmul:
+        config = SkinnyConfig(32 if head_dim == 20 else head_dim, 16, 3, 2, 4)
+        qkv_rope(x, weight, qkv.view(5, -1), rope, skinny_matmul_workspace(5 * head_dim, 3, device), config)
+    else:
+        rope_kv_write(qkv, *rope)
     torch.testing.assert_close(qkv[real, :3], expected, **CLOSE)
     torch.testing.assert_close(keys, expected_keys, **CLOSE)
     torch.testing.assert_close(values, expected_values, **CLOSE)

@@ -80,8 +80,8 @@ def tile(block_m: int, split_k: int) -> StrictTile:
 
 
 def with_many(tile: StrictTile) -> StrictTile:
-    """Rows beyond the tile's come in larger tiles, cut up in another way."""
-    return tile._replace(many=SkinnyConfig(16, 8, tile.config.split_k, 2, 4))
+    """Rows beyond the tile's come in larger tiles, cut up in another way. Triton takes no fewer than 16 features."""
+    return tile._replace(many=SkinnyConfig(16, 16, tile.config.split_k, 2, 4))
 
 
 def assert_rows_are_independent(made: Matmul, counts: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -137,9 +138,9 @@ def test_a_tile_is_the_largest_that_keeps_a_gpu_busy(heads: Heads) -> None:
         return seqs * -(-rows // tile.rows) * num_kv_heads * tile.num_warps
 
     found = set()
-    for seqs in (1, 2, 4, 16, 40, 64):
-        tiles = [attention._tile(seqs, 1 << power, num_kv_heads, group, head_dim, False) for power in range(11)]
-        for power, tile in enumerate(tiles):
+    for seqs, most_keys in itertools.product((1, 2, 4, 16, 40, 64), (2112, 4160)):
+        for power in range(11):
+            tile = attention._tile(seqs, 1 << power, num_kv_heads, group, head_dim, False, most_keys)
             rows, products = 1 << power, tile.rows * block_group
             smallest = max(16 // block_group, 1)
             assert smallest <= tile.rows <= max(rows, smallest)
@@ -149,9 +150,10 @@ def test_a_tile_is_the_largest_that_keeps_a_gpu_busy(heads: Heads) -> None:
                 # Twice the rows, in eight warps if it must be, would be too few.
                 doubled = tile._replace(rows=2 * tile.rows, num_warps=4)
                 assert warps(doubled, seqs, rows) < attention._WARPS
+            assert not tile.one_loop or (power > 0 and products <= 32 and most_keys == 2112)
             found.add(tile)
-    # Each is a kernel of its own.
-    assert len(found) <= 4
+    # Each is a kernel of its own; a deployment has those of one loop or the others, but for roots.
+    assert len({tile for tile in found if not tile.one_loop}) <= 4 and len(found) <= 7
 
 
 @pytest.mark.parametrize(
@@ -177,8 +179,8 @@ from triton.compiler import ASTSource
 from foretoken_kernels.gpu import tree_attention as module
 
 dtype = sys.argv[1]
-heads, kv_heads, head_dim, seqs, rows, splits, block_size, words = map(int, sys.argv[2:])
-tile = module._tile(seqs, rows, kv_heads, heads // kv_heads, head_dim, dtype == "fp32")
+heads, kv_heads, head_dim, seqs, rows, splits, block_size, words, most_keys = map(int, sys.argv[2:])
+tile = module._tile(seqs, rows, kv_heads, heads // kv_heads, head_dim, dtype == "fp32", most_keys)
 constants = module._constants(tile, heads, kv_heads, head_dim, block_size, 2 * words, splits, dtype == "fp32")
 types = dict.fromkeys(("query", "keys", "values", "out"), "*" + dtype)
 types |= dict.fromkeys(("part_sums", "part_maxima", "part_weights"), "*fp32") | {"scale": "fp32"}
@@ -197,13 +199,17 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).
 @pytest.mark.parametrize(
     "shape",
     [
-        ("bf16", 32, 8, 128, 1, 1, 32, 16, 1),
-        ("bf16", 32, 8, 128, 1, 32, 32, 16, 1),
-        ("bf16", 32, 8, 128, 8, 32, 1, 16, 1),
-        ("bf16", 32, 8, 128, 16, 64, 1, 16, 2),
-        ("bf16", 28, 4, 128, 16, 16, 8, 1, 1),
-        ("bf16", 8, 2, 256, 16, 64, 2, 24, 1),
-        ("fp32", 6, 2, 64, 1, 8, 16, 16, 1),
+        ("bf16", 32, 8, 128, 1, 1, 32, 16, 1, 8192),
+        ("bf16", 32, 8, 128, 1, 32, 32, 16, 1, 8192),
+        ("bf16", 32, 8, 128, 1, 8, 32, 16, 1, 2112),
+        ("bf16", 32, 8, 128, 16, 8, 1, 16, 1, 2112),
+        ("bf16", 32, 8, 128, 8, 32, 1, 16, 1, 8192),
+        ("bf16", 32, 8, 128, 16, 64, 1, 16, 2, 8192),
+        ("bf16", 28, 4, 128, 16, 16, 8, 1, 1, 8192),
+        ("bf16", 8, 2, 256, 16, 64, 2, 24, 1, 8192),
+        ("bf16", 8, 2, 256, 1, 8, 2, 24, 1, 2112),
+        ("fp32", 6, 2, 64, 1, 8, 16, 16, 1, 8192),
+        ("fp32", 6, 2, 64, 1, 8, 16, 16, 1, 2112),
     ],
     ids=str,
 )

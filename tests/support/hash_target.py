@@ -42,6 +42,8 @@ class HashTarget:
         self._tokens[batch.slot_mapping] = batch.token_ids
         self._positions[batch.slot_mapping] = batch.positions
         out = np.stack([self._logits(batch, int(row)) for row in batch.logit_rows]) if len(batch.logit_rows) else None
+        # What an earlier pass captured is gone.
+        self._kept.fill(np.nan)
         if features:
             rows = [self._features(batch, row, features) for row in range(batch.num_rows)]
             self._kept = np.array(rows, np.float32)
@@ -53,6 +55,10 @@ class HashTarget:
         for source, target in zip(source_slots, target_slots, strict=True):
             self._tokens[target] = self._tokens[source]
             self._positions[target] = self._positions[source]
+
+    @property
+    def features(self) -> torch.Tensor:
+        return torch.from_numpy(self._kept)
 
     def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
         return self._kept[rows]

@@ -1,4 +1,5 @@
-"""The matmul of each shape and row count: PyTorch's or one of the skinny kernels, as was found to be fastest."""
+"""The matmul of each shape and row count: PyTorch's or one of the skinny kernels, as was found to be fastest; with what
+follows it, where one kernel can do both."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import NamedTuple
 import torch
 
 from foretoken_kernels.gpu.activation import silu_and_multiply
+from foretoken_kernels.gpu.qkv_rope import qkv_rope
+from foretoken_kernels.gpu.rope_kv_write import Rope, rope_kv_write
 from foretoken_kernels.gpu.skinny_configs import MAX_SPLIT_K, SkinnyConfig
 from foretoken_kernels.gpu.skinny_matmul import (
     skinny_gate_up,
@@ -17,23 +20,45 @@ from foretoken_kernels.gpu.skinny_matmul import (
 )
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128)
-STORE, ADD, GATE_UP = "store", "add", "gate_up"
+STORE, ADD, GATE_UP, QKV = "store", "add", "gate_up", "qkv"
 
 # Of each row bucket: a configuration, or None for PyTorch.
 Choices = Mapping[int, SkinnyConfig | None]
 
 
+class Heads(NamedTuple):
+    """Of an attention whose queries, keys and values are one matmul's, and what is done to them."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_bias: bool
+    has_norm: bool
+
+    @staticmethod
+    def of(rope: Rope) -> Heads:
+        _, num_kv_heads, head_dim = rope.keys.shape
+        return Heads(rope.num_heads, num_kv_heads, head_dim, rope.bias is not None, rope.query_norm is not None)
+
+
 class MatmulShape(NamedTuple):
-    """A kind of matmul: ``out_features`` and ``in_features`` are the weight's, for GATE_UP of gate and up together."""
+    """A kind of matmul: ``out_features`` and ``in_features`` are the weight's, for GATE_UP of gate and up together.
+    ``heads``: of QKV."""
 
     out_features: int
     in_features: int
     mode: str
     out_dtype: torch.dtype = torch.bfloat16
+    heads: Heads | None = None
 
     @property
     def key(self) -> str:
-        return f"{self.out_features}x{self.in_features} {self.mode} {str(self.out_dtype).removeprefix('torch.')}"
+        """Its name in a file."""
+        words = [f"{self.out_features}x{self.in_features}", self.mode, str(self.out_dtype).removeprefix("torch.")]
+        if self.heads is not None:
+            *sizes, has_bias, has_norm = self.heads
+            words += ["x".join(map(str, sizes)), *["bias"] * has_bias, *["norm"] * has_norm]
+        return " ".join(words)
 
 
 class MatmulTable:
@@ -97,6 +122,19 @@ class MatmulTable:
         config = self.choice(MatmulShape(out_features, in_features, GATE_UP, out.dtype), len(x))
         self.gate_up_by(config, x, weight, gate_up, out)
 
+    def qkv(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rope: Rope) -> None:
+        """rope_kv_write of ``x @ weight.T``, of which the turned queries are left in ``out``.
+
+        Args:
+            x: [rows, in_features]; rows may be apart, columns may not.
+            weight: [(num_heads + 2 * num_kv_heads) * head_dim, in_features], contiguous, x's dtype.
+            out: [rows, the same]. What is behind the queries is left in any state.
+            rope: as for rope_kv_write.
+        """
+        out_features, in_features = weight.shape
+        shape = MatmulShape(out_features, in_features, QKV, out.dtype, Heads.of(rope))
+        self.qkv_by(self.choice(shape, len(x)), x, weight, out, rope)
+
     def matmul_by(
         self, config: SkinnyConfig | None, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool
     ) -> None:
@@ -120,6 +158,16 @@ class MatmulTable:
             silu_and_multiply(gate_up, out)
         else:
             skinny_gate_up(x, weight, out, self._workspace, config)
+
+    def qkv_by(
+        self, config: SkinnyConfig | None, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rope: Rope
+    ) -> None:
+        """qkv with this configuration, where None means the matmul that was chosen, and then rope_kv_write."""
+        if config is None:
+            self.matmul(x, weight, out)
+            rope_kv_write(out, *rope)
+        else:
+            qkv_rope(x, weight, out, rope, self._workspace, config)
 
 
 def torch_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:

@@ -64,27 +64,90 @@ def multiply_tile(  # type: ignore[no-untyped-def]
         tile: the number of the tile's counter and partial sums.
         WIDEN: multiply in float32.
     """
-    in_tile = tl.arange(0, BLOCK_M)
-    m = first_row + in_tile
+    m = first_row + tl.arange(0, BLOCK_M)
     n = feature_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = split * split_size + tl.arange(0, BLOCK_K)
-    is_row = (m < num_rows)[:, None]
-    is_output = is_row & (n < out_features)[None, :]
+    is_output = (m < num_rows)[:, None] & (n < out_features)[None, :]
     # Features past the end repeat the last one and are not stored: a mask would only slow the loads down.
     source = n
     if not EVEN_N:
         source = tl.minimum(n, out_features - 1)
-    x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_at = weight + source.to(tl.int64)[:, None] * in_features + k[None, :]
-    up_at = weight_at + out_features.to(tl.int64) * in_features
     out_at = out + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up_total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    start = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if ADD:
         # The sum begins with what is there, in the first part.
         limit = tl.where(split == 0, num_rows, 0)
-        total += tl.load(out_at, mask=is_output & (m < limit)[:, None], other=0.0).to(tl.float32)
+        start += tl.load(out_at, mask=is_output & (m < limit)[:, None], other=0.0).to(tl.float32)
+    total, up_total, is_whole = sum_tile(
+        x,
+        weight,
+        source,
+        out_features,
+        start,
+        partials,
+        counters,
+        num_rows,
+        in_features,
+        split_size,
+        x_stride,
+        m,
+        split,
+        tile,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SPLIT_K,
+        EVEN_K,
+        GATE_UP,
+        WIDEN,
+    )
+    if is_whole:
+        if GATE_UP:
+            total = total / (1.0 + tl.exp(-total)) * up_total
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=is_output)
+
+
+@_jit
+def sum_tile(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    source,
+    out_features,
+    start,
+    partials,
+    counters,
+    num_rows,
+    in_features,
+    split_size,
+    x_stride,
+    m,
+    split,
+    tile,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """A tile's sums, those of GATE_UP's second half (zeros without), and whether they are whole: whether this is the
+    program that is to store them.
+
+    Args:
+        source: [BLOCK_N]; which rows of the weight, all of which there are.
+        out_features: how far below them those of the second half lie.
+        start: float32 [BLOCK_M, BLOCK_N]; added to this part's sums.
+        m: [BLOCK_M]; which rows of x.
+        split, tile, WIDEN: as for multiply_tile.
+    """
+    is_row = (m < num_rows)[:, None]
+    k = split * split_size + tl.arange(0, BLOCK_K)
+    x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    weight_at = weight + source.to(tl.int64)[:, None] * in_features + k[None, :]
+    up_at = weight_at + out_features.to(tl.int64) * in_features
+
+    total = start
+    up_total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in range(0, split_size, BLOCK_K):
         if EVEN_K:
             rows = tl.load(x_at, mask=is_row, other=0.0)
@@ -109,32 +172,29 @@ def multiply_tile(  # type: ignore[no-untyped-def]
         weight_at += BLOCK_K
         k += BLOCK_K
 
-    if SPLIT_K == 1:
-        if GATE_UP:
-            total = total / (1.0 + tl.exp(-total)) * up_total
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=is_output)
-    else:
+    # Without parts, the sums of each program.
+    is_whole = split == SPLIT_K - 1
+    if SPLIT_K > 1:
         PARTS: tl.constexpr = 2 if GATE_UP else 1
         TILE: tl.constexpr = BLOCK_M * BLOCK_N
-        inside_tile = in_tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        start = partials + tile.to(tl.int64) * (SPLIT_K * PARTS * TILE) + inside_tile
-        tl.store(start + split * (PARTS * TILE), total, mask=is_row)
+        inside_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        begin = partials + tile.to(tl.int64) * (SPLIT_K * PARTS * TILE) + inside_tile
+        tl.store(begin + split * (PARTS * TILE), total, mask=is_row)
         if GATE_UP:
-            tl.store(start + split * (PARTS * TILE) + TILE, up_total, mask=is_row)
+            tl.store(begin + split * (PARTS * TILE) + TILE, up_total, mask=is_row)
         # All threads' parts are written before one thread tells; what it learns holds for all threads behind it.
         tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT_K - 1:
+        is_whole = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
+        if is_whole:
             # Every part is read back, this program's own too, past the first-level cache, which others do not write.
-            total = tl.load(start, mask=is_row, other=0.0, cache_modifier=".cg")
+            total = tl.load(begin, mask=is_row, other=0.0, cache_modifier=".cg")
             for part in tl.static_range(1, SPLIT_K):
-                total += tl.load(start + part * (PARTS * TILE), mask=is_row, other=0.0, cache_modifier=".cg")
+                total += tl.load(begin + part * (PARTS * TILE), mask=is_row, other=0.0, cache_modifier=".cg")
             if GATE_UP:
-                up_total = tl.load(start + TILE, mask=is_row, other=0.0, cache_modifier=".cg")
+                up_total = tl.load(begin + TILE, mask=is_row, other=0.0, cache_modifier=".cg")
                 for part in tl.static_range(1, SPLIT_K):
                     up_total += tl.load(
-                        start + part * (PARTS * TILE) + TILE, mask=is_row, other=0.0, cache_modifier=".cg"
+                        begin + part * (PARTS * TILE) + TILE, mask=is_row, other=0.0, cache_modifier=".cg"
                     )
-                total = total / (1.0 + tl.exp(-total)) * up_total
-            tl.store(out_at, total.to(out.dtype.element_ty), mask=is_output)
             tl.store(counters + tile, 0)
+    return total, up_total, is_whole

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,6 +13,92 @@ _HEADS = 8  # of a program: the row's angles are read once for all
 # From so many rows on programs fill the GPU: one warp each, with loads of 16 bytes. Before it more warps wait less.
 _MANY_ROWS = 256
 _MAX_HEAD_DIM = 256
+
+
+jit: Callable[[Any], Any] = triton.jit
+
+
+class Rope(NamedTuple):
+    """What rope_kv_write takes beside the rows; see there."""
+
+    bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    epsilon: float
+    cos_sin: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    num_heads: int
+
+
+@jit
+def write_entries(  # type: ignore[no-untyped-def]
+    low,
+    high,
+    cosine,
+    sine,
+    query_row,
+    query_norm,
+    key_norm,
+    keys,
+    values,
+    slot,
+    head,
+    dim,
+    inside,
+    epsilon,
+    num_slots,
+    key_stride,
+    value_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Norm of each head, rotation, and the writes: queries in place, keys and values to their slots.
+
+    Args:
+        low, high: float32 [a, b]; the lower and upper halves of heads, bias and all. With HAS_NORM the b columns are
+            one head.
+        cosine, sine: float32, of that shape or one that widens to it; so are all that follow.
+        query_row: where the row of queries begins.
+        slot, head, dim: of each element; ``dim`` of its half.
+        inside: which elements there are.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    is_query = head < NUM_HEADS
+    plain_low = low
+    plain_high = high
+    if HAS_NORM:
+        mean = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM
+        scale = tl.rsqrt(mean + epsilon)[:, None]
+        query_low = tl.load(query_norm + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+        query_high = tl.load(query_norm + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+        key_low = tl.load(key_norm + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+        key_high = tl.load(key_norm + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+        low = low * scale * tl.where(is_query, query_low, key_low)
+        high = high * scale * tl.where(is_query, query_high, key_high)
+    turned_low = low * cosine - high * sine
+    turned_high = high * cosine + low * sine
+
+    query_at = query_row + head * HEAD_DIM + dim
+    write_query = inside & is_query
+    tl.store(query_at, turned_low.to(query_row.dtype.element_ty), mask=write_query)
+    tl.store(query_at + HALF, turned_high.to(query_row.dtype.element_ty), mask=write_query)
+
+    # The head at which a row's writes end: none are left without a slot.
+    end = tl.where((slot >= 0) & (slot < num_slots), NUM_HEADS + 2 * NUM_KV_HEADS, 0)
+    to_cache = inside & (head < end)
+    key_at = keys + slot * key_stride + (head - NUM_HEADS) * HEAD_DIM + dim
+    write_key = to_cache & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    tl.store(key_at, turned_low.to(keys.dtype.element_ty), mask=write_key)
+    tl.store(key_at + HALF, turned_high.to(keys.dtype.element_ty), mask=write_key)
+    value_at = values + slot * value_stride + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM + dim
+    write_value = to_cache & (head >= NUM_HEADS + NUM_KV_HEADS)
+    tl.store(value_at, plain_low.to(values.dtype.element_ty), mask=write_value)
+    tl.store(value_at + HALF, plain_high.to(values.dtype.element_ty), mask=write_value)
 
 
 def _rope_kv_write_kernel(
@@ -43,7 +130,6 @@ def _rope_kv_write_kernel(
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     dim = tl.arange(0, HALF_BLOCK)[None, :]
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (dim < HALF)
-    is_query = head < NUM_HEADS
 
     position = tl.minimum(tl.maximum(tl.load(positions + row), 0), num_positions - 1).to(tl.int64)
     slot = tl.load(slot_mapping + row).to(tl.int64)
@@ -56,36 +142,29 @@ def _rope_kv_write_kernel(
     if HAS_BIAS:
         low += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(bias + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    plain_low = low
-    plain_high = high
-    if HAS_NORM:
-        mean = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM
-        scale = tl.rsqrt(mean + epsilon)[:, None]
-        query_low = tl.load(query_norm + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-        query_high = tl.load(query_norm + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-        key_low = tl.load(key_norm + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-        key_high = tl.load(key_norm + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-        low = low * scale * tl.where(is_query, query_low, key_low)
-        high = high * scale * tl.where(is_query, query_high, key_high)
-    turned_low = low * cosine - high * sine
-    turned_high = high * cosine + low * sine
-
-    query_at = qkv + row * qkv_stride + at
-    write_query = inside & is_query
-    tl.store(query_at, turned_low.to(qkv.dtype.element_ty), mask=write_query)
-    tl.store(query_at + HALF, turned_high.to(qkv.dtype.element_ty), mask=write_query)
-
-    # The head at which a row's writes end: none are left without a slot.
-    end = tl.where((slot >= 0) & (slot < num_slots), NUM_HEADS + 2 * NUM_KV_HEADS, 0)
-    to_cache = inside & (head < end)
-    key_at = keys + slot * key_stride + (head - NUM_HEADS) * HEAD_DIM + dim
-    write_key = to_cache & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
-    tl.store(key_at, turned_low.to(keys.dtype.element_ty), mask=write_key)
-    tl.store(key_at + HALF, turned_high.to(keys.dtype.element_ty), mask=write_key)
-    value_at = values + slot * value_stride + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM + dim
-    write_value = to_cache & (head >= NUM_HEADS + NUM_KV_HEADS)
-    tl.store(value_at, plain_low.to(values.dtype.element_ty), mask=write_value)
-    tl.store(value_at + HALF, plain_high.to(values.dtype.element_ty), mask=write_value)
+    write_entries(
+        low,
+        high,
+        cosine,
+        sine,
+        qkv + row * qkv_stride,
+        query_norm,
+        key_norm,
+        keys,
+        values,
+        slot,
+        head,
+        dim,
+        inside,
+        epsilon,
+        num_slots,
+        key_stride,
+        value_stride,
+        NUM_HEADS,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        HAS_NORM,
+    )
 
 
 _rope_kv_write: Any = triton.jit(_rope_kv_write_kernel, do_not_specialize=["num_positions", "num_slots"])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 MAX_ROWS = 128
 MAX_SPLIT_K = 4
+MAX_CANDIDATES = 6
 _MIN_PROGRAMS, _MAX_PROGRAMS = 64, 2200
 _MAX_SPLIT_TILES = 4  # of an SM: sums of more tiles are long enough in flight, and their parts would take much memory
 # An H200, roughly; they only rank. Bytes a microsecond from memory and from the cache that all SMs share, bytes that
@@ -53,9 +54,9 @@ def candidates(
     in_features: int,
     gate_up: bool = False,
     device: Device | None = None,
-    limit: int = 6,
+    limit: int | None = MAX_CANDIDATES,
 ) -> list[SkinnyConfig]:
-    """At most ``limit`` configurations for x [rows, in_features], the most promising first.
+    """At most ``limit`` configurations (None: all) for x [rows, in_features], the most promising first.
 
     There are none for tiny matrices, nor for more than 64 rows but for ``gate_up`` of more than 96.
 

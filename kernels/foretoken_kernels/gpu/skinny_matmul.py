@@ -6,7 +6,7 @@ All rows are one tile: a program has some output features of all of them, and a 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -112,6 +112,41 @@ def skinny_gate_up(
     _launch(x, weight, out, workspace, config, False, True)
 
 
+class Cut(NamedTuple):
+    """A launch: its tiles of features, the rows of one, and the input features of a part of the sum."""
+
+    tiles: int
+    block_m: int
+    split_size: int
+
+
+def cut(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    workspace: MatmulWorkspace,
+    config: SkinnyConfig,
+    matrices: int = 1,
+) -> Cut:
+    """How a launch is cut up. ``matrices``: which of ``out``'s shape the weight holds.
+
+    Raises:
+        ValueError: shapes, strides, types or the workspace do not fit.
+    """
+    (rows, in_features), out_features = x.shape, out.shape[1]
+    if rows > MAX_ROWS or len(out) != rows or weight.shape != (matrices * out_features, in_features):
+        raise ValueError(f"{tuple(x.shape)} times {tuple(weight.shape)} transposed to {tuple(out.shape)}")
+    if x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous() or x.dtype != weight.dtype:
+        raise ValueError("a skinny matmul needs contiguous columns and a contiguous weight of x's dtype")
+    block_m = block_rows(rows)
+    tiles = triton.cdiv(out_features, config.block_n)
+    split_size = math.ceil(in_features / (config.block_k * config.split_k)) * config.block_k
+    elements = tiles * config.split_k * matrices * block_m * config.block_n
+    if config.split_k > 1 and (workspace.partials.numel() < elements or workspace.counters.numel() < tiles):
+        raise ValueError(f"the workspace is too small for {tiles} tiles of {elements // tiles} partial sums")
+    return Cut(tiles, block_m, split_size)
+
+
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -121,29 +156,19 @@ def _launch(
     add: bool,
     gate_up: bool,
 ) -> None:
-    (rows, in_features), out_features = x.shape, out.shape[1]
-    matrices = 2 if gate_up else 1
-    if rows > MAX_ROWS or len(out) != rows or weight.shape != (matrices * out_features, in_features):
-        raise ValueError(f"{tuple(x.shape)} times {tuple(weight.shape)} transposed to {tuple(out.shape)}")
-    if x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous() or x.dtype != weight.dtype:
-        raise ValueError("a skinny matmul needs contiguous columns and a contiguous weight of x's dtype")
-    if rows == 0:
+    if len(x) == 0:
         return
-    block_m = block_rows(rows)
-    tiles = triton.cdiv(out_features, config.block_n)
-    split_size = math.ceil(in_features / (config.block_k * config.split_k)) * config.block_k
-    elements = tiles * config.split_k * matrices * block_m * config.block_n
-    if config.split_k > 1 and (workspace.partials.numel() < elements or workspace.counters.numel() < tiles):
-        raise ValueError(f"the workspace is too small for {tiles} tiles of {elements // tiles} partial sums")
+    out_features = out.shape[1]
+    tiles, block_m, split_size = cut(x, weight, out, workspace, config, 2 if gate_up else 1)
     _skinny_matmul[(tiles, config.split_k)](
         x,
         weight,
         out,
         workspace.partials,
         workspace.counters,
-        rows,
+        len(x),
         out_features,
-        in_features,
+        x.shape[1],
         split_size,
         x.stride(0),
         out.stride(0),
@@ -152,7 +177,7 @@ def _launch(
         BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
         EVEN_N=out_features % config.block_n == 0,
-        EVEN_K=split_size * config.split_k == in_features,
+        EVEN_K=split_size * config.split_k == x.shape[1],
         ADD=add,
         GATE_UP=gate_up,
         num_stages=config.num_stages,

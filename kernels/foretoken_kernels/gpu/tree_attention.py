@@ -9,7 +9,9 @@ the splits, whoever is last: equal launches give equal bits.
 
 The keys of a tile are numbered so that the tree comes first: key k < bits is logical slot tree_start + k, any other
 is logical slot context_start + (k - bits). Bits of the masks then stand at fixed places of a block of keys, only the
-blocks that hold them pay for the bit test, and a small tree shares its block with the first keys of the context.
+blocks that hold them pay for the bit test, and a small tree shares its block with the first keys of the context. A
+short launch takes as long as its chain of waits, so there the block with the tree is one of the others' loop, whose
+keys are asked for ahead.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ _WARPS = 1024
 _SPLIT_ROWS = 64
 # Adding splits up takes as long as 256 keys (about 3 us on an H200), so a split of fewer does not pay.
 _LEAST_KEYS = 256
+# Keys that a block table may have at most for a tree to go with the context in one loop: on an H200 that gains 1.5 us
+# at 320 keys, nothing at 1,500, and loses 5% at 4,096. 2,048 tokens, and the blocks of a tree's own and bits.
+_ONE_LOOP_KEYS = 2560
 # Elements of partial sums that a program asks for at once while it adds up.
 _MERGED_ELEMENTS = 8192
 _LOG2_E = 1.4426950408889634
@@ -55,13 +60,18 @@ class Workspace(NamedTuple):
 
 
 class _Tile(NamedTuple):
+    """``one_loop``: whether the block with the tree is one of the others' loop."""
+
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    one_loop: bool = False
 
 
-def _tile(seqs: int, max_seq_rows: int, num_kv_heads: int, group: int, head_dim: int, wide: bool) -> _Tile:
+def _tile(
+    seqs: int, max_seq_rows: int, num_kv_heads: int, group: int, head_dim: int, wide: bool, most_keys: int
+) -> _Tile:
     """How many rows and keys a program takes at a time.
 
     The left operand of a matrix product is (rows x query heads of one key head), and a tensor core takes no fewer than
@@ -71,6 +81,10 @@ def _tile(seqs: int, max_seq_rows: int, num_kv_heads: int, group: int, head_dim:
     tile is halved as long as the launch has too few warps for the GPU. With few rows a block of 128 keys is asked for
     at once. The largest tile is alone on its multiprocessor, so five stages, two of them for table entries, load two
     blocks ahead. float32 (`wide`) goes without tensor cores, so its tiles are small.
+
+    One loop for all keys saves small launches a wait where there are trees, and their warps are then twice as many
+    where there is room for them. It computes more for each key, so long contexts go without: ``most_keys`` is what a
+    sequence may have.
     """
     heads = triton.next_power_of_2(group)
     long_heads = head_dim > 128
@@ -83,10 +97,13 @@ def _tile(seqs: int, max_seq_rows: int, num_kv_heads: int, group: int, head_dim:
         if products == 16 or rows == 1 or programs * num_warps >= _WARPS:
             break
         products //= 2
+    one_loop = max_seq_rows > 1 and rows * heads <= 32 and most_keys <= _ONE_LOOP_KEYS
     if wide:
-        return _Tile(rows, 32, 4, 1)
+        return _Tile(rows, 64 if one_loop else 32, 4, 1, one_loop)
     if rows * heads <= 32:
-        return _Tile(rows, 64 if long_heads else 128, num_warps, 3)
+        if one_loop and programs * 8 <= _WARPS:
+            num_warps = 8
+        return _Tile(rows, 64 if long_heads else 128, num_warps, 3, one_loop)
     return _Tile(rows, 64, num_warps, 5 if rows * heads == 128 else 3)
 
 
@@ -123,6 +140,8 @@ def _constants(
         "BLOCK_GROUP": triton.next_power_of_2(group),
         "BLOCK_KEYS": tile.keys,
         "BLOCK_DIM": block_dim,
+        # The whole tree in one block.
+        "ONE_LOOP": tile.one_loop and half_words * 32 <= tile.keys,
         "WIDE": wide,
     }
 
@@ -167,6 +186,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     BLOCK_GROUP: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -234,34 +254,54 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     weights = tl.zeros([BLOCK_M], tl.float32)
     place = tl.arange(0, BLOCK_KEYS)
 
-    # Blocks of keys with the tree's among them: one or two, so nothing is gained by loading ahead.
-    tree_end = (bits + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
-    for first in tl.range(begin, tl.minimum(end, tree_end), BLOCK_KEYS, num_stages=1):
-        key_index = first + place
-        in_tree = key_index < bits
-        logical = tl.where(in_tree, tree_start + key_index, context_start + key_index - bits)
-        slot, live = slots_of(logical, key_index < num_keys, table, max_blocks, slots, BLOCK_SIZE)
+    if ONE_LOOP:
+        # The whole tree lies in the first block, so what is to be seen of it is known before any key is here.
         words = tl.zeros([BLOCK_M, BLOCK_KEYS], tl.int32)
-        for half in tl.static_range(BLOCK_KEYS // 32):
-            # Past the last word there are no keys of the tree, so any word will do.
-            index = tl.minimum(first // 32 + half, HALF_WORDS - 1)
-            word = tl.load(masks + row.to(tl.int64) * mask_stride + index, mask=row_live, other=0)
+        for half in tl.static_range(HALF_WORDS):
+            word = tl.load(masks + row.to(tl.int64) * mask_stride + half, mask=row_live, other=0)
             words = tl.where((place // 32 == half)[None, :], word[:, None], words)
         on_path = ((words >> (place % 32)[None, :]) & 1) != 0
-        visible = tl.where(in_tree[None, :], on_path, logical[None, :] < length[:, None]) & live[None, :]
-        # A bit that no row of the tile has set may stand for a slot that was never written.
-        live = tl.max(visible.to(tl.int32), 0) != 0
-        key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-        value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-        sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
+        seen = tl.max(on_path.to(tl.int32), 0) != 0
+        for first in range(begin, end, BLOCK_KEYS):
+            key_index = first + place
+            in_tree = key_index < bits
+            logical = tl.where(in_tree, tree_start + key_index, context_start + key_index - bits)
+            # A bit that no row of the tile has set may stand for a slot that was never written.
+            live = tl.where(in_tree, seen, key_index < num_keys)
+            slot, live = slots_of(logical, live, table, max_blocks, slots, BLOCK_SIZE)
+            visible = tl.where(in_tree[None, :], on_path, logical[None, :] < length[:, None]) & live[None, :]
+            key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+            value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+            sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
+    else:
+        # Blocks of keys with the tree's among them: one or two, so nothing is gained by loading ahead.
+        tree_end = (bits + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
+        for first in tl.range(begin, tl.minimum(end, tree_end), BLOCK_KEYS, num_stages=1):
+            key_index = first + place
+            in_tree = key_index < bits
+            logical = tl.where(in_tree, tree_start + key_index, context_start + key_index - bits)
+            slot, live = slots_of(logical, key_index < num_keys, table, max_blocks, slots, BLOCK_SIZE)
+            words = tl.zeros([BLOCK_M, BLOCK_KEYS], tl.int32)
+            for half in tl.static_range(BLOCK_KEYS // 32):
+                # Past the last word there are no keys of the tree, so any word will do.
+                index = tl.minimum(first // 32 + half, HALF_WORDS - 1)
+                word = tl.load(masks + row.to(tl.int64) * mask_stride + index, mask=row_live, other=0)
+                words = tl.where((place // 32 == half)[None, :], word[:, None], words)
+            on_path = ((words >> (place % 32)[None, :]) & 1) != 0
+            visible = tl.where(in_tree[None, :], on_path, logical[None, :] < length[:, None]) & live[None, :]
+            # A bit that no row of the tile has set may stand for a slot that was never written.
+            live = tl.max(visible.to(tl.int32), 0) != 0
+            key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+            value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+            sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
 
-    for first in range(tl.maximum(begin, tree_end), end, BLOCK_KEYS):
-        logical = context_start - bits + first + place
-        slot, live = slots_of(logical, logical < context_end, table, max_blocks, slots, BLOCK_SIZE)
-        visible = (logical[None, :] < length[:, None]) & live[None, :]
-        key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-        value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-        sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
+        for first in range(tl.maximum(begin, tree_end), end, BLOCK_KEYS):
+            logical = context_start - bits + first + place
+            slot, live = slots_of(logical, logical < context_end, table, max_blocks, slots, BLOCK_SIZE)
+            visible = (logical[None, :] < length[:, None]) & live[None, :]
+            key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+            value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+            sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
 
     out_offset = (row.to(tl.int64) * out_stride + head * out_head_stride)[:, None] + column[None, :]
     if used == 1:
@@ -365,11 +405,13 @@ def tree_attention(
     # Triton's interpreter, which alone takes tensors that are not on a GPU, does not multiply bfloat16.
     wide = query.dtype == torch.float32 or not query.is_cuda
     seqs = len(tree_starts)
-    tile = _tile(seqs, max_seq_rows, num_kv_heads, num_heads // num_kv_heads, head_dim, wide)
+    most_keys = block_tables.shape[1] * block_size + 64 * masks.shape[1]
+    tile = _tile(seqs, max_seq_rows, num_kv_heads, num_heads // num_kv_heads, head_dim, wide, most_keys)
     seq_tiles = triton.cdiv(max_seq_rows, tile.rows)
     tiles = seqs * seq_tiles
-    most_keys = block_tables.shape[1] * block_size + 64 * masks.shape[1]
-    splits = _num_splits(rows, tiles * num_kv_heads * tile.num_warps, most_keys, workspace)
+    # A program has a multiprocessor's memory to itself with four warps as with eight.
+    warps = 4 if tile.one_loop else tile.num_warps
+    splits = _num_splits(rows, tiles * num_kv_heads * warps, most_keys, workspace)
     halves = masks.view(torch.int32)
     # Whatever a launch's splits, the kernel is one of two.
     most_splits = triton.next_power_of_2(len(workspace.sums)) if splits > 1 else 1
