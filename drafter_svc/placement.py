@@ -27,8 +27,8 @@ from foretoken.models.device_batch import DeviceArrays
 from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.weight_layout import PanelLayout, RowLayout, WeightLayout
 
-# A pass of so many rows runs the kernels of longer ones too.
-_WARM_ROWS = 128
+# Passes of up to so many rows have each of the attention's tiles, those of a prompt beside other sequences' tokens too.
+_WARM_ROWS = 512
 
 
 class LaunchedModel(DraftModel, Protocol):

@@ -184,6 +184,8 @@ class ResidentDraft:
         self._levels, self._target, self._rows, self._scratch = levels, target, rows, scratch
         self._memory, self._order, self._figures, self._dtype = memory, order, figures, dtype
         self._sizes = _Sizes(layout.tokens, scratch.shape[1])
+        # The trees of the last step of a run, for its reply.
+        self._found = ResidentMemory.mirror(layout, pinned=levels.device.type == "cuda")
         self._wishes = kernel.new_trees(layout.seats, 2, 1)
         self._stages: dict[TreeShape, _Stage] = {}
         self._graphs = DeviceGraphs(graphs and levels.device.type == "cuda")
@@ -216,7 +218,7 @@ class ResidentDraft:
             self._read_ready()
             if len(request.block_ids):
                 self._append_blocks(told_rows(request))
-        self._launch(step.number)
+        self._launch(step.number, is_last=step.is_last)
         self._figures.rows += request.num_rows
         self._figures.drafted_rows += sum(seat.is_drafted and seat.wants_tree for seat in self._seats)
         if step.is_last:
@@ -354,7 +356,7 @@ class ResidentDraft:
         stage.begun.send()
         stage.tables.send()
 
-    def _launch(self, number: int) -> None:
+    def _launch(self, number: int, *, is_last: bool) -> None:
         stage, shape = self._stage, self._shape
         assert stage is not None
         self._order.await_step(number)
@@ -365,6 +367,9 @@ class ResidentDraft:
             self._wait(reached.query)
         self._graphs.run(shape, lambda: self._launch_kernels(stage))
         self._order.signal_draft(number)
+        if is_last:
+            # The record behind it is waited for.
+            self._found.drafts.copy_(self._memory.drafts, non_blocking=True)
         if len(stage.journal) == stage.journal.depth:
             self._read_next()
         stage.journal.record()
@@ -428,12 +433,8 @@ class ResidentDraft:
                 self._figures.extend_tokens += count
 
     def _reply(self, request: DraftRequest) -> DraftBatch:
-        """The trees that the memory holds; behind ``finish``."""
-        memory, count = self._memory, request.num_rows
-        found = FoundTrees(
-            *(
-                tensor[:count].cpu().numpy()
-                for tensor in (memory.draft_tokens, memory.draft_parents, memory.draft_scores, memory.num_nodes)
-            )
-        )
+        """The trees of the run's last step; behind ``finish``."""
+        last, count = self._found, request.num_rows
+        parts = (last.draft_tokens, last.draft_parents, last.draft_scores, last.num_nodes)
+        found = FoundTrees(*(part[:count].numpy() for part in parts))
         return batch_of(request, found.tokens[:, 0], np.arange(count, dtype=np.int32), found)

@@ -112,7 +112,7 @@ class ResidentStep(NamedTuple):
     """That a request's tokens and hidden rows are in device memory (transports.resident), where the trees go too.
 
     Requests whose first has ``begins`` set and whose last ``is_last`` are a run: their rows are the seats of the
-    device memory, the same in all of them.
+    device memory, the same in all of them. One that has both set is a run of one step.
 
     Attributes:
         number: of the step whose results are meant; grows by one from request to request.

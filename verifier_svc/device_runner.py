@@ -17,7 +17,7 @@ from foretoken_kernels.gpu.kv_commit import copy_slots
 from numpy.typing import NDArray
 
 from foretoken.models.backend import Backend
-from foretoken.models.batch import ForwardBatch, chain_batch
+from foretoken.models.batch import ForwardBatch, chain_batch, roots_batch
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.flashinfer_attention import FlashInferAttention
@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 _MOST_PINNED_BYTES = 16 << 20
 # A prompt's pass of so many rows runs the kernels of longer ones too: attention's tiles are at their largest.
 _PROMPT_ROWS = 1024
+_FEW_ROWS = 32
+_LONG_CONTEXT = 4096
 # Strict matmuls of many rows: two tiles of 128.
 _STRICT_COUNTS = (130,)
 
@@ -61,7 +63,7 @@ class DeviceRunner(TargetModel):
     ) -> None:
         super().__init__(path, backend=backend, **options)
         self._device = backend.device
-        self._most_rows, self._most_wanted = sizes.rows, sizes.wanted
+        self._most_rows, self._most_wanted, self._most_seqs = sizes.rows, sizes.wanted, sizes.seqs
         self._strict = strict
         planned = None
         if flashinfer != "none":
@@ -77,6 +79,11 @@ class DeviceRunner(TargetModel):
             flashinfer=planned,
         )
         self.planes = self.cache.data.view(2 * self.config.num_layers, self.cache.num_slots, -1)
+
+    @property
+    def features(self) -> torch.Tensor:
+        """[rows, captured * hidden_size] of the last pass, of the cache's type; valid until the next call."""
+        return self._model.features
 
     def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
         """float32 [len(rows), captured * hidden_size] of the last pass, fetched."""
@@ -130,12 +137,18 @@ class DeviceRunner(TargetModel):
             self.tune(choices_file())
             progress(1, 1, "timing matmuls")
         room = min(self.max_model_len, self.cache.num_slots - self.block_size, self._most_rows)
-        # The attention's kernel is another one for each of its tiles, which grow with the rows, and for splits.
+        # The attention's kernel is another one for each of its tiles, which grow with the rows, for splits, and for
+        # small tiles behind a long context, where few rows have the one that a single row has anywhere.
         counts = [1 << power for power in range(max(max_nodes, _PROMPT_ROWS).bit_length())]
+        longest = min(self.max_model_len, self.cache.num_slots - self.block_size, _LONG_CONTEXT)
         for done, rows in enumerate(count for count in counts if count <= room):
             progress(done, len(counts), "compiling kernels")
             last = np.array([rows - 1], np.int32)
-            self.forward(chain_batch(np.zeros(rows, np.int32), 0, self.block_size, last))
+            for first in {0, max(longest - rows, 0) if rows > _FEW_ROWS else 0}:
+                self.forward(chain_batch(np.zeros(rows, np.int32), first, self.block_size, last))
+        # Many sequences leave nothing to split.
+        seqs = min(self._most_seqs, self._most_wanted)
+        self.forward(roots_batch(seqs, self.block_size, self.cache.num_slots // self.block_size - 1))
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         progress(1, 1, "compiling kernels")

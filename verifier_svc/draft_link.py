@@ -10,18 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from foretoken.drafting import DraftBatch, Float32, ResidentStep
-from foretoken.transports.transport import TransportClosedError
+from foretoken.drafting import DraftBatch, DraftRequest, ResidentStep
+from foretoken.transports.transport import DraftTransport, TransportClosedError
 from verifier_svc.acceptance_estimates import AcceptanceEstimates
 from verifier_svc.draft import Draft
 from verifier_svc.draft_row import NO_DRAFT, Row, Shape, request_of
 from verifier_svc.draft_source import DraftSource, State
 from verifier_svc.draft_times import DraftTimes
 from verifier_svc.drafter_counters import DrafterCounters
-from verifier_svc.feature_window import columns_of
+from verifier_svc.feature_window import FeatureRows, columns_of
 from verifier_svc.gate import PRIOR_ACCEPTANCE, PRIOR_TRIALS
 from verifier_svc.patience import Patience
 from verifier_svc.request_kind import RequestKind
+from verifier_svc.resident_feed import ResidentFeed, as_seats, can_feed
 from verifier_svc.sequence import Sequence, Told
 
 # A model that is told of more new tokens than this has first to write their entries, and nobody waits for that: rows
@@ -93,6 +94,7 @@ class DraftLink:
         self._late_reason = f"no sound draft within {timeout_s * 1e3:.0f} ms"
         self._clock = clock
         self._step_id = 0
+        self._feed: ResidentFeed | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -109,6 +111,8 @@ class DraftLink:
         self._last_words: list[Row] = []
         self._last_words_to = 0
         self._to_release: list[int] = []
+        # The last step whose results were in device memory: of which attachment, and its number.
+        self._last_resident = (0, 0)
         # Since when the drafter works on a request that takes it long, until it has answered it.
         self._catching_up_since: float | None = None
         self._accepted, self._trials = PRIOR_TRIALS * PRIOR_ACCEPTANCE, PRIOR_TRIALS
@@ -148,6 +152,15 @@ class DraftLink:
             self._catching_up_since = now
             self.source.report_failure(self._late_reason)
         return not is_idle
+
+    def has_answered(self) -> bool:
+        """Whether it has answered all that it was sent: until then it may still read what it was told of."""
+        transport = self.source.transport
+        try:
+            return transport is not None and transport.is_idle()
+        except TransportClosedError as error:
+            self.source.report_failure(str(error))
+            return False
 
     def leave_alone(self) -> None:
         """A model that is late may be capturing graphs of a batch that it has not met: it is asked again once it has
@@ -207,6 +220,18 @@ class DraftLink:
         return self.has_model and bool(self.source.needs.device)
 
     @property
+    def has_resident(self) -> bool:
+        """Whether it can be told of steps by device memory."""
+        transport = self.source.transport
+        return transport is not None and transport.resident is not None
+
+    @property
+    def resident_number(self) -> int:
+        """Of the last step that it was told of by device memory, as it is attached now: numbers only grow."""
+        num_attaches, number = self._last_resident
+        return number if num_attaches == self.num_attaches else 0
+
+    @property
     def has_last_words(self) -> bool:
         return bool(self._last_words)
 
@@ -254,7 +279,7 @@ class DraftLink:
     def _takes_long(self, num_tokens: int) -> bool:
         return self.has_model and num_tokens > CATCH_UP_TOKENS
 
-    def _hidden(self, sequence: Sequence, told: int, length: int, captured: tuple[int, ...]) -> list[Float32]:
+    def _hidden(self, sequence: Sequence, told: int, length: int, captured: tuple[int, ...]) -> list[FeatureRows]:
         wanted = self.source.needs.features
         # One that attached in the middle of a step is told without what that step did not capture.
         if not wanted or not set(wanted).issubset(captured):
@@ -262,8 +287,8 @@ class DraftLink:
         parts = sequence.features.rows(max(told - 1, 0), length - 1)
         if not parts:
             return []
-        columns = columns_of(wanted, captured, parts[0].shape[1] // len(captured))
-        return [part[:, columns] for part in parts]
+        columns = columns_of(wanted, captured, parts[0].source.width // len(captured))
+        return parts if columns is None else [replace(part, columns=columns) for part in parts]
 
     def _blocks(self, sequence: Sequence, told: int, length: int) -> list[int]:
         if not self.source.needs.blocks or told == length:
@@ -281,8 +306,17 @@ class DraftLink:
         self._last_words.append(row)
         self._last_words_to = self.num_attaches
 
-    def post(self, rows: list[Row]) -> None:
-        """Send rows behind the last tokens of the sequences that ended since, one of whose slots they may have."""
+    def fetch_last_words(self) -> None:
+        """Have on the host what they still have on the device: the next pass writes there."""
+        for row in self._last_words:
+            for part in row.hidden:
+                part.values()
+
+    def post(self, rows: list[Row], *, may_feed: bool = False) -> None:
+        """Send rows behind the last tokens of the sequences that ended since, one of whose slots they may have.
+
+        ``may_feed``: by device memory, if there is one and it can take them, and a tree is waited for.
+        """
         last_words, self._last_words = self._last_words, []
         # A drafter that attached anew knows nothing of what it was told before, and has nothing to forget.
         if self._last_words_to != self.num_attaches:
@@ -303,9 +337,18 @@ class DraftLink:
         gone, self._to_release = self._to_release, told
         self._step_id += 1
         try:
+            # A drafter that has answered everything reads nothing in the memory.
+            is_fed = (
+                may_feed
+                and transport.resident is not None
+                and any(row.awaited for row in rows)
+                and can_feed(rows, transport.resident.layout)
+                and transport.is_idle()
+            )
             if gone:
                 transport.release(gone)
-            transport.post(request_of(self._epoch, self._step_id, rows))
+            request = self._fed(transport, rows) if is_fed else request_of(self._epoch, self._step_id, rows)
+            transport.post(request)
         except TransportClosedError as error:
             self.source.report_failure(str(error))
             return
@@ -313,7 +356,19 @@ class DraftLink:
             row.sequence.told[self.name] = Told(self.num_attaches, row.length)
         if self._catching_up_since is None and any(self._takes_long(len(row.new_tokens)) for row in rows):
             self._catching_up_since = self._clock()
-        self._posted = Posted(self._step_id, rows)
+        self._posted = Posted(self._step_id, rows, is_resident=is_fed)
+
+    def _fed(self, transport: DraftTransport, rows: list[Row]) -> DraftRequest:
+        """What the rows have to say goes to device memory; the request that says so, a run of one step."""
+        memory, number = transport.resident, self.resident_number + 1
+        assert memory is not None
+        if self._feed is None or (self._feed.layout, self._feed.device) != (memory.layout, memory.stamp.device):
+            self._feed = ResidentFeed(memory.layout, memory.stamp.device)
+        self._feed.place(rows, memory, number)
+        transport.order.signal_step(number)
+        self._last_resident = (self.num_attaches, number)
+        request = request_of(self._epoch, self._step_id, as_seats(rows, self.block_size))
+        return replace(request, resident=ResidentStep(number, begins=True, is_last=True))
 
     def post_resident(self, rows: list[Row], step: ResidentStep) -> None:
         """Ask for the trees behind a step whose results are in device memory. ``rows`` tell of blocks alone.
@@ -324,20 +379,20 @@ class DraftLink:
         if transport is None:
             return
         self._step_id += 1
+        self._last_resident = (self.num_attaches, step.number)
         try:
             transport.post(replace(request_of(self._epoch, self._step_id, rows), resident=step))
         except TransportClosedError as error:
             self.source.report_failure(str(error))
             return
         if step.is_last:
-            ended = [row.sequence.slot != row.slot or row.sequence.generation != row.generation for row in rows]
             self._posted = Posted(
                 self._step_id,
                 [
                     row._replace(shape=NO_DRAFT)
-                    if has_ended
+                    if row.has_ended
                     else row._replace(new_tokens=row.sequence.tokens[-1:], awaited=row.shape.nodes > 1)
-                    for row, has_ended in zip(rows, ended, strict=True)
+                    for row in rows
                 ],
                 is_resident=True,
             )

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foretoken.drafting import ROW_DTYPE, DraftRequest, Float32, starts_of
+from foretoken.drafting import ROW_DTYPE, DraftRequest, starts_of
 from foretoken.sampling import MIN_TEMPERATURE
-from verifier_svc.feature_window import joined
+from verifier_svc.feature_window import FeatureRows, joined
 from verifier_svc.sequence import Sequence
 
 _NO_HIDDEN = np.zeros((0, 0), np.float32)
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     generation: int
     length: int
     new_tokens: list[int]
-    hidden: list[Float32]
+    hidden: list[FeatureRows]
     block_ids: list[int]
     prediction: tuple[int, ...]
     shape: Shape
@@ -45,10 +45,15 @@ class Row(NamedTuple):
     def root(self) -> int:
         return self.new_tokens[-1]
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its sequence has given its slot back."""
+        return (self.sequence.slot, self.sequence.generation) != (self.slot, self.generation)
+
 
 def request_of(epoch: int, step_id: int, rows: Items[Row]) -> DraftRequest:
     """The request with these rows."""
-    hidden = [part for row in rows for part in row.hidden]
+    hidden = [part.values() for row in rows for part in row.hidden]
     return DraftRequest(
         epoch,
         step_id,

@@ -23,6 +23,7 @@ from foretoken.models.batch import ForwardBatch
 from foretoken.tree import DraftTree
 from verifier_svc.block_manager import BlockManager
 from verifier_svc.engine_counters import EngineCounters
+from verifier_svc.feature_window import FeatureRows, PassRows
 from verifier_svc.inbox import Inbox
 from verifier_svc.messages import (
     Abort,
@@ -55,6 +56,11 @@ Argument = TypeVar("Argument")
 
 class TargetRunner(Protocol):
     """What the engine needs of the target model (verifier_svc.model_runner)."""
+
+    @property
+    def features(self) -> torch.Tensor:
+        """[rows, captured * hidden_size] of the last pass, on the model's device; valid until the next call."""
+        ...
 
     def feature_rows(self, rows: list[int]) -> np.ndarray:
         """float32 [len(rows), captured * hidden_size] of the last pass: a copy, on the host."""
@@ -107,6 +113,8 @@ class Engine:
         self._sequences: dict[SequenceKey, Sequence] = {}
         # Hidden states of the target that this step captures.
         self._captured: tuple[int, ...] = ()
+        # Those of its rows that drafters are to be told.
+        self._kept: PassRows | None = None
         self._stopping = False
         self._draining = False
         self._thread: threading.Thread | None = None
@@ -205,6 +213,7 @@ class Engine:
         self._speculator.post(
             [s for s in running if s.is_decoding], [s for s in running if not s.is_decoding and s.num_computed > 0]
         )
+        self._fetch_features()
         posted_at = time.perf_counter()
         waits_for_model = self._speculator.waits_for_model
         if waits_for_model:
@@ -315,10 +324,19 @@ class Engine:
                 rows += [*range(row_start, end), *nodes]
         if not kept:
             return
-        features = self._runner.feature_rows(rows)
+        self._kept = PassRows(rows, self._runner.features, self._runner.feature_rows)
         ends = [first for _, first in kept[1:]] + [len(rows)]
         for (part, first), end in zip(kept, ends, strict=True):
-            part.sequence.features.append(part.sequence.num_computed - part.num_rerun, features[first:end])
+            found = FeatureRows(self._kept, first, end)
+            part.sequence.features.append(part.sequence.num_computed - part.num_rerun, found)
+
+    def _fetch_features(self) -> None:
+        """The next pass writes where this one's hidden rows are."""
+        if self._kept is None:
+            return
+        self._speculator.fetch_features(self._scheduler.running)
+        self._kept.retire()
+        self._kept = None
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens as computed, and let others share the blocks that are full of them."""

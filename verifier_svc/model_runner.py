@@ -193,6 +193,11 @@ class ModelRunner(TargetModel):
         )
         self._model = Llama(self.config, self.weights, self.cache, self.max_model_len, self.threads, self.wide_threads)
 
+    @property
+    def features(self) -> torch.Tensor:
+        """float32 [rows, captured * hidden_size] of the last pass; valid until the next call."""
+        return self._model.features
+
     def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
         """float32 [len(rows), captured * hidden_size] of the last pass: a copy."""
         first, last = rows[0], rows[-1]

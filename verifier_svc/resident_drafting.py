@@ -52,6 +52,11 @@ class ResidentDrafting:
         return self._transport.resident if self._transport is not None else None
 
     @property
+    def number(self) -> int:
+        """Of the last step whose results were in that memory."""
+        return self.link.resident_number if self.link is not None else 0
+
+    @property
     def order(self) -> StreamOrder:
         return self._transport.order if self._transport is not None else StreamOrder()
 

@@ -128,9 +128,10 @@ class ResidentStep:
         return self.memory.layout.tokens
 
     @torch.inference_mode()
-    def begin(self, seats: Items[Seat], features: tuple[int, ...]) -> None:
-        """A new run; nothing is in flight. ``features``: what the target is to capture."""
+    def begin(self, seats: Items[Seat], features: tuple[int, ...], number: int) -> None:
+        """A new run, behind step ``number``; nothing is in flight. ``features``: what the target is to capture."""
         assert self.num_in_flight == 0
+        self.number = self._num_read = number
         widths = [seat.width for seat in seats]
         blocks = max(len(seat.sequence.block_ids) for seat in seats)
         resident = self._runner.resident_pass(features, sum(widths), len(seats), max(widths), blocks)
@@ -160,10 +161,8 @@ class ResidentStep:
         resident.batch.clear(starts)
         self._fill_walk(stage, starts)
         self._fill_state()
-        number = self._state.step.clone()
         self._lay_out(stage, self._shape.max_width)
         self._conclude(stage, self._shape.max_width)
-        self._state.step.copy_(number)
 
     def _stage(self, resident: ResidentPass, features: tuple[int, ...]) -> _Stage:
         batch = resident.batch.shape
@@ -201,6 +200,7 @@ class ResidentStep:
             )
         for column, values in zip(self._state[:5], torch.from_numpy(state).to(self._device), strict=True):
             column.copy_(values)
+        self._state.step.fill_(self.number)
 
     def _fill_trees(self) -> None:
         """The first step's trees, stamped with the last step's number, as a drafter's would be."""

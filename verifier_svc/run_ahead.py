@@ -102,7 +102,7 @@ class RunAhead:
         seats = [Seat(s, drafting.shape(s).nodes, drafting.tree(s), number) for s in sequences]
         if not _reserve(scheduler, seats, 0, step.max_tokens):
             return
-        step.begin(seats, drafting.features)
+        step.begin(seats, drafting.features, drafting.number)
         drafting.begin(sequences)
         self._launch(step, drafting, is_first=True)
         is_ending, num_read = False, 0
@@ -129,6 +129,7 @@ class RunAhead:
                 # Those of the pass, which is as large for seats that are left.
                 num_rows = sum(seat.width for seat in seats)
                 committer.end_step(num_rows, now - read_at, is_plain=drafting.link is None)
+                speculator.count_batch(len(scheduler.running))
                 read_at = now
         for sequence in scheduler.running:
             # What the steps captured has never been on the host.

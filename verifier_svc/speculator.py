@@ -213,7 +213,7 @@ class Speculator:
         """
         for link in self._links:
             if link.is_attached and not link.features:
-                self._post(link, self._rows_to_tell(link, prefilling))
+                link.post(self._rows_to_tell(link, prefilling))
 
     def post(self, decoding: Seq[Sequence], prefilling: Seq[Sequence]) -> None:
         """Ask for the next step's trees.
@@ -235,12 +235,18 @@ class Speculator:
         for link in self._links:
             if link.has_model and link.is_attached:
                 rows = self._rows_to_tell(link, prefilling) if link.features else []
+                drafted: list[Row] = []
                 if not link.is_catching_up():
-                    rows += self._rows_to_draft(link, self._plans)
+                    drafted = self._rows_to_draft(link, self._plans)
+                    rows += drafted
                     asked = {row.slot for row in rows}
-                    behind = [s for s in decoding if s.slot not in asked and self._is_behind(link, s)]
+                    # What is on the GPU now, hidden rows too, costs no more than this; later it would be on the host.
+                    least = 1 if drafted and link.has_resident else TELL_BEHIND
+                    behind = [s for s in decoding if s.slot not in asked and self._is_behind(link, s, least)]
                     rows += self._rows_to_tell(link, behind)
-                self._post(link, rows)
+                # What the model still has to write of a sequence it writes with ordinary requests alone.
+                may_feed = all((row.slot, row.generation) not in self._undrafted for row in drafted)
+                link.post(rows, may_feed=may_feed)
         self._plans += quick_plans
         for sequence in (*decoding, *prefilling):
             self._forget_told_features(sequence)
@@ -262,7 +268,7 @@ class Speculator:
         found: _Found = {}
         for link in self._links:
             if not link.has_model and link.is_attached:
-                self._post(link, self._rows_to_draft(link, plans))
+                link.post(self._rows_to_draft(link, plans))
                 self._take(link, found)
         for plan in plans:
             if plan.key in found and all(draft.tree.num_nodes == 1 for draft in found[plan.key]):
@@ -280,12 +286,8 @@ class Speculator:
             return False
         return self.costs.best_rate(merge(quick).best(1 + plan.most), batch, 0.0)[1] >= max(plan.rate, 1.0)
 
-    def _is_behind(self, link: DraftLink, sequence: Sequence) -> bool:
-        return link in self._links_of(sequence) and len(sequence.tokens) - link.told_length(sequence) >= TELL_BEHIND
-
-    def _post(self, link: DraftLink, rows: list[Row]) -> None:
-        if rows or link.has_last_words:
-            link.post(rows)
+    def _is_behind(self, link: DraftLink, sequence: Sequence, least: int) -> bool:
+        return link in self._links_of(sequence) and len(sequence.tokens) - link.told_length(sequence) >= least
 
     def _rows_to_tell(self, link: DraftLink, sequences: Seq[Sequence]) -> list[Row]:
         rows = []
@@ -307,6 +309,13 @@ class Speculator:
             if row is not None:
                 rows.append(row)
         return rows
+
+    def fetch_features(self, sequences: Seq[Sequence]) -> None:
+        """Have on the host all hidden rows that are not told: the next pass writes where they are."""
+        for sequence in sequences:
+            sequence.features.fetch()
+        for link in self._links:
+            link.fetch_last_words()
 
     def _forget_told_features(self, sequence: Sequence) -> None:
         told = [link.told_length(sequence) for link in self._links_of(sequence) if link.features]
@@ -361,6 +370,7 @@ class Speculator:
             or transport.resident is None
             or link.has_last_words
             or link.is_catching_up()
+            or not link.has_answered()
             or not link.patience.has_some(self._clock())
             # What the model still has to write of a sequence it writes with ordinary requests alone.
             or any((sequence.slot, sequence.generation) in self._undrafted for sequence in drafted)
@@ -392,7 +402,10 @@ class Speculator:
     def observe_plain_step(self, num_rows: int, seconds: float) -> None:
         """Learn from a step of plain decode that ran ahead of the host."""
         self.costs.observe_step(num_rows, seconds)
-        self.num_plain_batch_steps += self._is_above_limit(num_rows)
+
+    def count_batch(self, num_decoding: int) -> None:
+        """A step that ran ahead of the host leaves so many sequences to the next one, as ``post`` learns of others."""
+        self.num_plain_batch_steps += self._is_above_limit(num_decoding)
 
     def still_drafts(self, drafting: ResidentDrafting, decoding: Seq[Sequence]) -> bool:
         """Whether those of a run that still run would be drafted for as they are: drafters are attached as they were

@@ -15,7 +15,7 @@ buffer is written again only after its reply has come, so no buffer is written w
 rings' system calls order the memory. The verifier trusts nothing that a drafter writes: it copies, then checks.
 
 Hidden rows for drafters with a head travel in the request buffers, whose number bounds them. A drafter on the
-verifier's own GPU also gets device memory (resident_share.py), for steps whose results no host waits for. It
+verifier's own GPU also gets device memory (resident_share.py), where steps leave tokens and hidden rows. It
 outlives ``close`` on either side until its last user has let go of it.
 """
 

@@ -53,6 +53,8 @@ class ResidentMemory(NamedTuple):
         num_nodes: [seats].
         draft_tokens, draft_parents: [seats, nodes]; the root comes first, its parent is -1.
         draft_scores: float32 [seats, nodes]; see DraftBatch.scores.
+        results: uint8; ``counts`` to ``new_tokens`` as they lie, for one copy of all.
+        drafts: uint8; ``num_nodes`` to ``draft_scores``, the same.
     """
 
     layout: ResidentLayout
@@ -67,6 +69,8 @@ class ResidentMemory(NamedTuple):
     draft_tokens: torch.Tensor
     draft_parents: torch.Tensor
     draft_scores: torch.Tensor
+    results: torch.Tensor
+    drafts: torch.Tensor
 
     @staticmethod
     def over(memory: torch.Tensor, layout: ResidentLayout) -> ResidentMemory:
@@ -78,7 +82,15 @@ class ResidentMemory(NamedTuple):
             name: memory[low : low + num_bytes].view(dtype).view(shape)
             for name, (low, num_bytes, shape, dtype) in spans.items()
         }
-        return ResidentMemory(layout, **views)
+        low, middle, high = (spans[name][0] for name in ("counts", "hidden", "num_nodes"))
+        return ResidentMemory(layout, **views, results=memory[low:middle], drafts=memory[high:size])
+
+    @staticmethod
+    def mirror(layout: ResidentLayout, *, pinned: bool) -> ResidentMemory:
+        """On the host, without hidden rows: ``results`` and ``drafts`` lie as those of a memory of this layout do."""
+        small = layout._replace(hidden_width=0)
+        with torch.inference_mode(False):
+            return ResidentMemory.over(torch.zeros(small.num_bytes, dtype=torch.uint8, pin_memory=pinned), small)
 
 
 def _spans(layout: ResidentLayout) -> tuple[dict[str, tuple[int, int, tuple[int, ...], torch.dtype]], int]:

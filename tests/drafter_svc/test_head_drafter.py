@@ -162,7 +162,7 @@ def test_a_token_map_limits_what_is_drafted(eagle: Case, tmp_path: Path) -> None
 
 
 def test_a_head_of_another_algorithm_is_refused(eagle: Case) -> None:
-    with pytest.raises(ConfigError, match=r"^--speculative-draft-model-path: .* holds a head of the family eagle, not"):
+    with pytest.raises(ConfigError, match=r"^--speculative-draft-model-path: .* holds a head of algorithm EAGLE, not"):
         HeadDrafter("EAGLE3", eagle.head)
 
 

@@ -303,6 +303,22 @@ def test_runs_follow_each_other(play: Play) -> None:
     assert_same(play.finale(), expected_finale)
 
 
+def test_runs_of_one_step_each(play: Play) -> None:
+    """As ordinary steps of the verifier are; now and then one is told by the host. A text that ends is learnt to its
+    end."""
+    texts = [Text(5, (1, 3, 3, 2, 1), 93), Text(7, (2, 2, 1, 3, 1), 94, left=(99, 99, 99, 0))]
+    expected, expected_finale = told(play, texts, 1)
+    play.begin(texts, 2)
+    play.prompts()
+    for step in range(5):
+        found = play.tell(step) if step == 2 else play.post(step, begins=True, is_last=True)
+        if step == 3:
+            assert is_root(found[1]) and found[1][0] == [play.all_tokens[1][play.lengths[1] - 1]]
+            found[1] = expected[3][1]
+        assert_same(found, expected[step])
+    assert_same(play.finale(), expected_finale)
+
+
 def test_a_run_goes_on_with_wider_tables(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_draft, "_ROOM_BLOCKS", 1)
     monkeypatch.setattr(resident_draft, "_TABLE_STEP", 1)

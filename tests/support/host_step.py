@@ -65,8 +65,9 @@ class HostStep:
     def warm_up(self, features: tuple[int, ...]) -> None:
         return
 
-    def begin(self, seats: Sequence[Seat], features: tuple[int, ...]) -> None:
+    def begin(self, seats: Sequence[Seat], features: tuple[int, ...], number: int) -> None:
         assert not self._unread
+        self.number = number
         self.num_runs += 1
         self._seats, self._features = list(seats), features
         self._ahead = [copy.copy(seat.sequence) for seat in seats]

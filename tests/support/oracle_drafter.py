@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,6 +11,15 @@ import torch
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest
 from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.transports.transport import TransportClosedError
+
+Way = Literal["run", "fed", "host"]
+
+
+def way_of(request: DraftRequest) -> Way:
+    step = request.resident
+    if step is None:
+        return "host"
+    return "fed" if step.begins and step.is_last else "run"
 
 
 class OracleDrafter:
@@ -63,6 +73,10 @@ class OracleDrafter:
         # Of the resident requests of this attachment: their steps, and how many blocks each named.
         self.numbers: list[int] = []
         self.num_named: list[int] = []
+        # How each request came: within a run, as a run of one step, or by the host.
+        self.ways: list[Way] = []
+        # Whether it has answered all: as the verifier sees it.
+        self.is_idle = True
         # Sequences that it was told to forget.
         self.forgotten: list[tuple[int, int]] = []
 
@@ -105,6 +119,7 @@ class OracleDrafter:
 
     def post(self, request: DraftRequest) -> None:
         starts, tokens, parents = [0], [], []
+        self.ways.append(way_of(request))
         if request.resident is not None:
             self._learn_resident(request)
         for row in range(request.num_rows):
@@ -202,7 +217,7 @@ class _Attachment:
         return self._oracle.transport is self
 
     def is_idle(self) -> bool:
-        return True
+        return self._oracle.is_idle
 
     def release(self, slots: Sequence[int]) -> None:
         self._oracle.release(slots)

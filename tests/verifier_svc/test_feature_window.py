@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_svc.feature_window import MAX_ROWS, FeatureWindow, columns_of, joined
+from verifier_svc.feature_window import MAX_ROWS, FeatureRows, FeatureWindow, PassRows, columns_of, joined
 
 
-def rows_of(start: int, count: int) -> np.ndarray:
-    """A row says which position it is of."""
-    return np.repeat(np.arange(start, start + count, dtype=np.float32)[:, None], 2, axis=1)
+def rows_of(start: int, count: int, width: int = 2) -> FeatureRows:
+    """A row says which position it is of; the pass had another one before each, and one behind all."""
+    places = list(range(1, 2 * count, 2))
+    buffer = torch.full((2 * count + 1, width), -1.0)
+    buffer[places] = torch.arange(start, start + count, dtype=torch.float32)[:, None]
+    return FeatureRows(PassRows(places, buffer, lambda rows: buffer[rows].numpy()), 0, count)
 
 
 def told(window: FeatureWindow, start: int, end: int) -> list[int]:
     parts = window.rows(start, end)
-    return [int(value) for part in parts for value in part[:, 0]]
+    values = [int(value) for part in parts for value in part.values()[:, 0]]
+    if all(part.source.on_device is not None for part in parts):
+        assert values == [int(part.source.on_device[place, 0]) for part in parts for place in part.places]  # type: ignore[index]
+    return values
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12))
@@ -53,7 +61,7 @@ def test_told_rows_are_dropped_and_memory_is_bounded() -> None:
 def test_rows_of_another_width_begin_anew() -> None:
     window = FeatureWindow()
     window.append(3, rows_of(3, 4))
-    window.append(7, np.zeros((2, 6), np.float32))
+    window.append(7, rows_of(7, 2, width=6))
     assert (window.start, window.end) == (7, 9)
 
 
@@ -61,6 +69,32 @@ def test_columns_are_found_in_any_order() -> None:
     rows = np.arange(8, dtype=np.float32)[None]
     assert columns_of((4, -1), (2, 4, -1, 6), 2) == slice(2, 6)
     assert rows[:, columns_of((-1, 2), (2, 4, -1, 6), 2)].tolist() == [[4, 5, 0, 1]]
+    assert columns_of((-1, 2), (-1, 2), 2) is None
+
+
+def test_rows_are_fetched_once_and_before_the_next_pass() -> None:
+    fetched: list[list[int]] = []
+    buffer = torch.arange(10, dtype=torch.float32)[:, None]
+
+    def fetch(rows: list[int]) -> np.ndarray:
+        fetched.append(rows)
+        return buffer[rows].numpy()
+
+    window, other = FeatureWindow(), FeatureWindow()
+    of_pass = PassRows([2, 3, 5, 7], buffer, fetch)
+    window.append(4, FeatureRows(of_pass, 0, 2))
+    other.append(9, FeatureRows(of_pass, 2, 4))
+    window.forget_before(6)
+    window.fetch()
+    assert not fetched, "what was told is not fetched"
+    other.fetch()
+    of_pass.retire()
+    buffer.zero_()
+    assert fetched == [[2, 3, 5, 7]] and told(other, 9, 11) == [5, 7]
+    late = PassRows([0], buffer, fetch)
+    late.retire()
+    with pytest.raises(AssertionError, match="nobody fetched in time"):
+        FeatureRows(late, 0, 1).values()
 
 
 def test_rows_of_one_array_are_joined_without_a_copy() -> None:

@@ -52,7 +52,7 @@ def test_hidden_states_are_those_of_the_pass_also_when_its_buffer_has_grown(tmp_
     # Hidden state 0 is the token's embedding.
     embedding = runner.weights.embedding
     for token in (7, 9):
-        step.begin([Seat(decoding(token), 1, None, 1)], (0,))
+        step.begin([Seat(decoding(token), 1, None, 1)], (0,), step.number)
         step.launch(is_drafted=False)
         step.receive()
         assert torch.equal(memory.hidden[0], embedding[token]), token

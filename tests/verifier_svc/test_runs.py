@@ -33,10 +33,12 @@ def test_pages_are_reserved_for_many_steps_at_once(monkeypatch: pytest.MonkeyPat
     assert 2 <= len(sizes) <= 100 // (5 * BLOCK) + 2
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(("drafts", "logprobs"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_course_of_requests(seed: int, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests come, are aborted and preempted at any time; texts are those of plain decode, and no page is lost."""
+def test_any_course_of_requests(seed: int, drafts: bool, logprobs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come, are aborted and preempted at any time; texts are those of plain decode, and no page is lost.
+
+    ``logprobs``: some want them, so that many steps do not run ahead, and tell the drafter by device memory."""
     draw = random.Random(seed)
     monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", draw.choice([0, 5, 64]))
     requests = []
@@ -44,7 +46,11 @@ def test_any_course_of_requests(seed: int, drafts: bool, monkeypatch: pytest.Mon
         options = SpeculationOptions(enabled=draw.random() < 0.8, max_draft_tokens=draw.choice([None, None, 0, 2]))
         stops = tuple(draw.sample(range(VOCAB), draw.choice([0, 2])))
         params = SamplingParams(
-            temperature=draw.choice([0.0, 1.0]), seed=i, max_tokens=draw.randrange(1, 60), stop_token_ids=stops
+            temperature=draw.choice([0.0, 1.0]),
+            seed=i,
+            max_tokens=draw.randrange(1, 60),
+            stop_token_ids=stops,
+            logprobs=1 if logprobs and draw.random() < 0.3 else None,
         )
         requests.append(Request(prompt(100 * seed + i, draw.randrange(2, 30)), params, speculation=options))
     expected = plain(requests)
@@ -73,7 +79,8 @@ def test_any_course_of_requests(seed: int, drafts: bool, monkeypatch: pytest.Mon
             assert got.token_ids == result.token_ids
             assert result.finished is not None and got.finished.reason == result.finished.reason
     runs.harness.drain()
-    assert runs.num_ahead > 20
+    assert runs.num_ahead > (5 if logprobs else 20)
+    assert all(oracle.ways.count("fed") > 5 for oracle in sources) or not logprobs
 
 
 class NumberedOrder(StreamOrder):
@@ -155,7 +162,20 @@ def test_steps_above_the_batch_limit_are_counted() -> None:
     expected = plain(requests)
     runs = Runs([oracle_of(requests, expected)], max_batch_size=2)
     assert [r.token_ids for r in runs.harness.run(requests)] == [r.token_ids for r in expected]
-    assert runs.harness.speculator.num_plain_batch_steps >= runs.num_ahead > 10
+    # The first token is the prompt's step's.
+    assert runs.harness.speculator.num_plain_batch_steps == 19 and runs.num_ahead > 10
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_steps_below_the_batch_limit_are_not_counted(enabled: bool) -> None:
+    """Where nobody wants drafts the run goes on when an end takes the batch below the limit."""
+    options = SpeculationOptions(enabled=enabled)
+    requests = [greedy(i, 6, length, speculation=options) for i, length in enumerate((10, 30, 30))]
+    expected = plain(requests)
+    runs = Runs([oracle_of(requests, expected)], max_batch_size=2)
+    assert [r.token_ids for r in runs.harness.run(requests)] == [r.token_ids for r in expected]
+    assert runs.steps[0].num_runs == 1 and (enabled or runs.num_ahead > 25)
+    assert runs.harness.speculator.num_plain_batch_steps == 9
 
 
 @pytest.mark.parametrize("first_late", [2, 5])

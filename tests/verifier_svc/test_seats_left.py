@@ -100,9 +100,9 @@ def test_a_run_ends_where_the_pass_of_a_smaller_batch_is_cheaper() -> None:
     sizes = []
     begin = step.begin
 
-    def look(seats: Any, features: Any) -> None:
+    def look(seats: Any, features: Any, number: int) -> None:
         sizes.append(len(seats))
-        begin(seats, features)
+        begin(seats, features, number)
 
     step.begin = look  # type: ignore[method-assign]
     results = runs.harness.run(requests)

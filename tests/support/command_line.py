@@ -1,0 +1,59 @@
+"""The command line in tests: in a process of its own or in this one, and the words of what it starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from foretoken.cli import app
+from foretoken.supervisor import Service
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "models" / "demo"
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+
+
+def foretoken(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "foretoken", *arguments],
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def invoke(*arguments: str) -> None:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def serve(folder: str, *arguments: str) -> None:
+    """``foretoken serve`` on a folder with the files of a checkpoint, by their names at least."""
+    for name in ("config.json", "tokenizer.json"):
+        (Path(folder) / name).touch()
+    invoke("serve", folder, *arguments, "--port", free_port(), "--grpc-port", free_port())
+
+
+def words(service: Service) -> tuple[str, ...]:
+    """What follows ``python -P -m foretoken``."""
+    return service.command[service.command.index("foretoken") + 1 :]
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules that are loaded after ``code``."""
+    script = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.splitlines()[-1].split())

@@ -1,0 +1,87 @@
+"""A batch of which one row has a grammar and one logprobs, with a model on the target's device: hidden rows never leave
+it, and trees are those of a drafter that the host tells. On a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foretoken.drafting import DraftBatch, DraftRequest
+from foretoken.sampling import SamplingParams
+from tests.support import on_device
+from tests.support.deployments import KINDS, SeenHarness, Target, Targets
+from tests.support.engine_harness import Request, Result
+from tests.support.fitted_models import text
+from tests.support.grammars import regex, vocabulary
+from tests.support.oracle_drafter import way_of
+from verifier_svc import draft_link
+from verifier_svc.grammar import compile_grammar
+
+# A row of a reply: tokens before the tree, tokens and parents of it.
+Tree = tuple[int, list[int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    return Targets(tmp_path_factory.mktemp("targets"))
+
+
+def requests_for(target: Target) -> list[Request]:
+    def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, **fields)
+
+    grammar = regex("[a-f0-9 ]{4,}")
+    matcher = compile_grammar(grammar, vocabulary(target.folder))
+    return [
+        Request(text(1, 20), greedy(5)),
+        Request(text(2, 23), greedy(12, grammar=grammar), matcher=matcher),
+        Request(text(3, 17), greedy(9, logprobs=1)),
+    ]
+
+
+def run(target: Target, kind: str, device: str) -> tuple[list[Result], list[str], list[list[Tree]], SeenHarness]:
+    """Results, how each request came, and the trees of all of them."""
+    harness = on_device.harness(target, KINDS[kind][1], device, num_steps=2)
+    ways: list[str] = []
+    trees: list[list[Tree]] = []
+    drafter = harness.sources[0]._drafter
+    draft = drafter.draft
+
+    def seen(request: DraftRequest) -> DraftBatch:
+        ways.append(way_of(request))
+        batch = draft(request)
+        trees.append(
+            [
+                (int(request.slots[row]), batch.tree(row).tokens.tolist(), batch.tree(row).parents.tolist())
+                for row in range(request.num_rows)
+                if request.max_nodes[row] > 1
+            ]
+        )
+        return batch
+
+    drafter.draft = seen  # type: ignore[method-assign]
+    results = harness.run(requests_for(target))
+    harness.drain()
+    return results, ways, trees, harness
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE"])
+def test_trees_are_those_of_a_drafter_that_the_host_tells(
+    targets: Targets, kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = targets["llama"]
+    plain = target.harness({}).run([request.plain() for request in requests_for(target)])
+    results, ways, trees, harness = run(target, kind, device)
+    monkeypatch.setattr(draft_link, "can_feed", lambda rows, layout: False)
+    others, other_ways, other_trees, _ = run(target, kind, device)
+    for result, other, want in zip(results, others, plain, strict=True):
+        assert result.token_ids == other.token_ids == want.token_ids
+        assert result.finished is not None and other.finished is not None
+        assert result.finished.speculation == other.finished.speculation
+    assert trees == other_trees
+    # The prompts, and what is told while nobody waits, are the host's; a draft model's last words too.
+    assert ways.count("fed") >= 2 and "fed" not in other_ways
+    assert ways[0] == "host" and ways[1:3] == ["fed", "fed"] and ways.count("host") <= 4
+    assert sum(link.counters.num_accepted_tokens for link in harness.speculator.links) > 0

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from verifier_svc.draft_row import NO_DRAFT, Row, Shape
+from verifier_svc.messages import SequenceKey, Submit
+from verifier_svc.request_kind import RequestKind
+from verifier_svc.sequence import Sequence
+
+CHAIN = Shape(4, 3, 1)
+
+
+def row(shape: Shape, sampling: SamplingParams, new_tokens: int = 2) -> Row:
+    submit = Submit(SequenceKey(1, "r", 0), 0, (1, 2), (), sampling, SpeculationOptions(), None, None)
+    sequence = Sequence(submit, max_model_len=64, eos_ids=frozenset(), token_limit=8, now=0.0)
+    return Row(sequence, 0, 0, 2, [1] * new_tokens, [], [], (), shape, True)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_filtered"),
+    [
+        (SamplingParams(temperature=0.7), False),
+        (SamplingParams(temperature=0.7, top_k=-1), False),
+        (SamplingParams(temperature=0.7, top_k=3), True),
+        (SamplingParams(temperature=0.7, top_p=0.9), True),
+        (SamplingParams(temperature=0.7, min_p=0.1), True),
+        # What is greedy needs no cut.
+        (SamplingParams(temperature=0.0, top_k=3), False),
+    ],
+)
+def test_trees_with_cuts_are_a_kind_of_their_own(sampling: SamplingParams, is_filtered: bool) -> None:
+    """Their graphs have other kernels."""
+    plain = row(CHAIN, SamplingParams(temperature=0.0))
+    for is_resident in (False, True):
+        kind = RequestKind.of([plain, row(CHAIN, sampling)], is_resident=is_resident)
+        assert kind.is_filtered == is_filtered
+        assert (kind == RequestKind.of([plain, plain], is_resident=is_resident)) == (not is_filtered)
+        assert not RequestKind.of([plain, row(NO_DRAFT, sampling)], is_resident=is_resident).is_filtered
+
+
+def test_new_tokens_count_where_the_host_tells_them() -> None:
+    few, many = ([row(CHAIN, SamplingParams(), count)] for count in (1, 9))
+    assert RequestKind.of(few, is_resident=False) != RequestKind.of(many, is_resident=False)
+    assert RequestKind.of(few, is_resident=True) == RequestKind.of(many, is_resident=True)

@@ -1,0 +1,401 @@
+"""Ordinary steps that tell a drafter by device memory: when they do, and that all is as if the host had told it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.transports.resident import ResidentLayout, ResidentMemory
+from tests.support.engine_harness import Request, Result, TestSource
+from tests.support.oracle_drafter import OracleDrafter
+from tests.support.runs import BLOCK, NODES, VOCAB, Runs, greedy, oracle_of, plain
+from tests.support.scripted_drafter import ScriptedDrafter
+from tests.verifier_svc.test_resident_offer import EPOCH, LAYOUT, LONG_S, attached, client_of, process_at, until
+from verifier_svc import draft_link, run_ahead
+from verifier_svc.draft_link import DraftLink
+from verifier_svc.draft_row import Row, Shape
+from verifier_svc.feature_window import FeatureRows, PassRows
+from verifier_svc.messages import SequenceKey, Submit
+from verifier_svc.resident_feed import ResidentFeed, as_seats, can_feed
+from verifier_svc.sequence import Sequence as Running
+
+INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
+ORACLE = SpeculationOptions(drafter="oracle")
+# Each of them keeps its batch from running ahead of the host.
+ODD: dict[str, Callable[[Request], Request]] = {
+    "logprobs": lambda request: replace(request, sampling=replace(request.sampling, logprobs=1)),
+    "n-grams": lambda request: replace(request, speculation=SpeculationOptions(drafter="quick")),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_runs_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
+
+
+@pytest.fixture
+def by_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on the host tells all."""
+    return lambda: monkeypatch.setattr(draft_link, "can_feed", lambda rows, layout: False)
+
+
+def facts(results: Sequence[Result]) -> list[object]:
+    found: list[object] = []
+    for result in results:
+        assert result.finished is not None
+        stats = result.finished.speculation
+        found.append(
+            (result.token_ids, result.finished.reason, stats.num_decode_steps, stats.num_draft_tokens, result.sources)
+        )
+    return found
+
+
+def run(requests: Sequence[Request], **options: Any) -> tuple[list[Result], OracleDrafter, Runs]:
+    """With a drafter that knows the texts and checks what it is told, and one without a model."""
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    sources: list[Any] = [oracle, TestSource("quick", ScriptedDrafter({}), INFO)]
+    runs = Runs(sources, **options)
+    results = runs.harness.run(requests)
+    for result, want in zip(results, expected, strict=True):
+        assert result.token_ids == want.token_ids
+    runs.harness.drain()
+    return results, oracle, runs
+
+
+def batch_with(odd: str) -> list[Request]:
+    """Four rows by the oracle that end one by one, in blocks that others get, and the odd one, which is the last."""
+    made = [greedy(i, 5 + i, 14 + 9 * i, speculation=ORACLE) for i in range(4)]
+    return [*made, ODD[odd](greedy(9, 7, 80, speculation=ORACLE))]
+
+
+@pytest.mark.parametrize("odd", list(ODD))
+def test_a_batch_that_cannot_run_ahead_is_told_by_device_memory(odd: str, by_host: Callable[[], None]) -> None:
+    """With the same trees and hidden rows as by the host. What ended tells its last words there too."""
+    requests = batch_with(odd)
+    results, oracle, runs = run(requests)
+    by_host()
+    others, other, _ = run(requests)
+    assert facts(results) == facts(others)
+    assert "fed" not in other.ways and other.hidden.keys() == oracle.hidden.keys()
+    for place, row in oracle.hidden.items():
+        assert (row == other.hidden[place]).all(), place
+    # The prompts are the host's to tell, and last words behind which nobody waits for a tree.
+    assert oracle.ways[0] == "host" and set(oracle.ways[1:-2]) == {"fed"}
+    assert runs.num_ahead == 0
+    # One end after another, each forgotten once its last words are told.
+    assert len(oracle.forgotten) >= 3
+
+
+@pytest.mark.parametrize("odd", list(ODD))
+def test_no_hidden_row_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those of the prompts, and a last one's."""
+    fetched: list[int] = []
+    requests = batch_with(odd)
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    runs = Runs([oracle, TestSource("quick", ScriptedDrafter({}), INFO)])  # type: ignore[list-item]
+    runner = runs.harness.engine._runner
+    fetch = runner.feature_rows
+    monkeypatch.setattr(runner, "feature_rows", lambda rows: fetched.append(len(rows)) or fetch(rows))
+    runs.harness.run(requests)
+    assert fetched[0] == sum(len(request.prompt) for request in requests[: 5 - (odd == "n-grams")])
+    # What the last sequence ends with is told while nobody waits for a tree.
+    assert len(fetched) <= 3 and max(fetched[1:]) <= 4 and oracle.ways.count("fed") > 8
+
+
+def disturbances(runs: Runs, late: Sequence[Request], keys: list[SequenceKey]) -> Iterator[None]:
+    """A request each: now and then a request comes, or an abort of nobody's, which ends a run and nothing else."""
+    for request in late:
+        for _ in range(4):
+            yield
+        runs.harness.abort(SequenceKey(0, "nobody's", 0))
+        for _ in range(3):
+            yield
+        keys.append(runs.harness.submit(request))
+    while True:
+        yield
+
+
+def test_changes_between_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs, steps by device memory and steps by the host in turn: each token is told once, with its hidden row, and
+    trees are accepted as if there were one way."""
+    requests = [greedy(1, 6, 120, speculation=ORACLE), greedy(2, 9, 120, speculation=ORACLE)]
+    late = [ODD["logprobs"](greedy(3 + i, 5, 14, speculation=ORACLE)) for i in range(3)]
+    every = [*requests, *late]
+    expected = plain(every)
+    found = []
+    for may_feed in (True, False):
+        count = [0]
+
+        def sometimes(rows: Sequence[Row], layout: ResidentLayout, may: bool = may_feed, at: list[int] = count) -> bool:
+            at[0] += 1
+            return may and at[0] % 3 != 0 and can_feed(rows, layout)
+
+        monkeypatch.setattr(draft_link, "can_feed", sometimes)
+        oracle = oracle_of(every, expected)
+        runs = Runs([oracle])
+        keys = [runs.harness.submit(request) for request in requests]
+        events = iter(disturbances(runs, late, keys))
+
+        learn = oracle.post
+
+        def post(
+            request: DraftRequest, events: Iterator[None] = events, learn: Callable[[DraftRequest], None] = learn
+        ) -> None:
+            next(events)
+            learn(request)
+
+        monkeypatch.setattr(oracle, "post", post)
+        while not all(runs.harness.results[key].is_done for key in keys):
+            runs.harness.step()
+        runs.harness.drain()
+        results = [runs.harness.results[key] for key in keys]
+        assert [result.token_ids for result in results] == [want.token_ids for want in expected], len(keys)
+        assert set(oracle.ways) == ({"run", "fed", "host"} if may_feed else {"run", "host"})
+        # A run follows a step by device memory, and the other way round.
+        pairs = set(zip(oracle.ways, oracle.ways[1:], strict=False))
+        assert not may_feed or {("fed", "fed"), ("fed", "host"), ("host", "fed"), ("run", "fed")} <= pairs
+        found.append(results)
+    accepted = [[sum(source > 0 for source in result.sources) for result in results] for results in found]
+    steps = [[r.finished.speculation.num_decode_steps for r in results if r.finished] for results in found]
+    assert accepted[0] == accepted[1] and steps[0] == steps[1]
+
+
+def test_a_row_whose_gate_is_shut_is_told_beside_the_others() -> None:
+    """It wants no tree, and its hidden rows are not fetched for later."""
+    requests = [
+        ODD["logprobs"](greedy(1, 6, 60, speculation=ORACLE)),
+        greedy(2, 6, 60, speculation=SpeculationOptions(drafter="oracle", max_draft_tokens=1)),
+    ]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    runs = Runs([oracle], num_steps=0)
+    plan = runs.harness.speculator._plan
+    shut = lambda sequence, links, batch: None if sequence.slot == 1 else plan(sequence, links, batch)  # noqa: E731
+    runs.harness.speculator._plan = shut  # type: ignore[method-assign]
+    results = runs.harness.run(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert oracle.ways.count("fed") > 5 and oracle.ways.count("host") <= 3
+
+
+def test_a_step_that_says_more_than_a_seat_holds_goes_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [ODD["logprobs"](greedy(1, 6, 60, speculation=ORACLE))]
+    expected = plain(requests)
+    text = [*requests[0].prompt, *expected[0].token_ids]
+    oracle = oracle_of(requests, expected)
+
+    def tree(tokens: list[int]) -> tuple[list[int], list[int]]:
+        """As long a chain as may be: with what is sampled behind it, more than a memory's seat has room for."""
+        chain = [tokens[-1], *text[len(tokens) : len(tokens) + NODES - 1]]
+        return chain, list(range(-1, len(chain) - 1))
+
+    monkeypatch.setattr(oracle, "_tree", tree)
+    runs = Runs([oracle], num_steps=NODES - 1)
+    assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids
+    assert oracle.resident.layout.tokens < NODES and oracle.ways.count("host") > 8
+
+
+def test_a_drafter_that_has_not_answered_is_not_written_to(by_host: Callable[[], None]) -> None:
+    """Its stream may still read the memory of the step that it was late for. Once it has answered, the host tells it
+    what it missed, and then the device does again."""
+    requests = [ODD["logprobs"](greedy(1, 6, 60, speculation=ORACLE))]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    runs = Runs([oracle])
+    key = runs.harness.submit(requests[0])
+    while oracle.ways.count("fed") < 3:
+        runs.harness.step()
+    number, answer = oracle.numbers[-1], oracle.answer
+    oracle.answer = lambda: None  # type: ignore[method-assign]
+    runs.harness.step()
+    assert oracle.numbers[-1] == number + 1 and len(oracle.failures) == 1
+    oracle.is_idle = False
+    results = oracle.resident.results.clone()
+    ways = list(oracle.ways)
+    for _ in range(4):
+        runs.harness.step()
+    assert oracle.ways == ways and torch.equal(oracle.resident.results, results)
+    assert int(oracle.resident.stamp) == number + 1
+    oracle.is_idle, oracle.answer = True, answer  # type: ignore[method-assign]
+    while not runs.harness.results[key].is_done:
+        runs.harness.step()
+    assert runs.harness.results[key].token_ids == expected[0].token_ids
+    assert oracle.ways[len(ways)] == "host" and "fed" in oracle.ways[len(ways) :]
+    assert oracle.numbers == list(range(1, len(oracle.numbers) + 1))
+
+
+@pytest.mark.parametrize("when", ["before the request", "behind it"])
+def test_a_drafter_that_dies_in_a_step(when: str) -> None:
+    requests = [ODD["logprobs"](greedy(i, 6, 40, speculation=ORACLE)) for i in range(2)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    runs = Runs([oracle])
+    answer, attachment = oracle.answer, oracle.transport
+    assert attachment is not None
+    signal = attachment.order.signal_step
+    before: list[str] = []
+
+    def die() -> None:
+        before[:] = oracle.ways
+        oracle.attach_anew()
+
+    def dies_and_says_nothing() -> DraftBatch | None:
+        if oracle.ways.count("fed") == 4 and not before:
+            die()
+            return None
+        return answer()
+
+    def signal_and_die(number: int) -> None:
+        signal(number)
+        if number == 4:
+            die()
+
+    if when == "behind it":
+        oracle.answer = dies_and_says_nothing  # type: ignore[method-assign]
+    else:
+        attachment.order.signal_step = signal_and_die  # type: ignore[method-assign]
+    results = runs.harness.run(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    # The new attachment is told all by the host, and goes on from there.
+    after = oracle.ways[len(before) :]
+    assert oracle.num_attaches == 2 and after[0] == "host" and after.count("fed") > 3
+
+
+SEATS_OF_THREE = ResidentLayout(seats=4, tokens=3, nodes=4, hidden_width=3, hidden_dtype=torch.float32)
+
+
+class Told:
+    """Rows of sequences that a drafter knows some tokens of."""
+
+    def __init__(self, layout: ResidentLayout = SEATS_OF_THREE) -> None:
+        self.layout = layout
+        width = layout.hidden_width
+        self.buffer = torch.arange(20 * width).to(layout.hidden_dtype).view(20, width)
+
+    def row(self, slot: int, length: int, new: list[int], places: list[int], left: int = 9, **fields: Any) -> Row:
+        params = SamplingParams(temperature=0.0, max_tokens=length + left - 1)
+        submit = Submit(SequenceKey(1, "r", slot), 0, (1,), (), params, ORACLE, None, None)
+        sequence = Running(submit, max_model_len=64, eos_ids=frozenset(), token_limit=VOCAB, now=0.0)
+        sequence.tokens = list(range(length))
+        sequence.slot = slot
+        whole = PassRows(places, self.buffer, lambda rows: self.buffer[rows].float().numpy())
+        hidden = [FeatureRows(whole, 0, 1), FeatureRows(whole, 1, len(places))] if len(places) > 1 else []
+        hidden = hidden or [FeatureRows(whole, 0, len(places))]
+        row = Row(sequence, slot, 0, length, new, hidden, [], (), Shape(4, 2, 1), True)
+        return row._replace(**fields)
+
+
+def test_what_a_step_leaves_in_the_memory(device: str) -> None:
+    told = Told()
+    told.buffer = told.buffer.to(device)
+    memory = ResidentMemory.over(
+        torch.full((told.layout.num_bytes,), 255, dtype=torch.uint8, device=device), told.layout
+    )
+    rows = [
+        told.row(2, 10, [5, 6, 7], [4, 9, 6], left=5),
+        told.row(0, 8, [3], [2], left=1),
+        told.row(1, 9, [1, 2], [11, 12], generation=7),
+    ]
+    feed = ResidentFeed(told.layout, torch.device(device))
+    for number in (1, 2):
+        feed.place(rows, memory, number)
+        assert memory.stamp.tolist() == [number]
+        # The last one's sequence has ended; nobody sits in the fourth seat.
+        assert memory.counts.tolist() == [3, 1, 2, 0] and memory.num_left.tolist() == [5, 1, 0, 0]
+        assert memory.lengths[:3].tolist() == [10, 8, 9]
+        tokens = memory.new_tokens.tolist()
+        assert (tokens[0], tokens[1][:1], tokens[2][:2]) == ([5, 6, 7], [3], [1, 2])
+        expected = told.buffer[[4, 9, 6, 2, 11, 12]]
+        assert torch.equal(memory.hidden[[0, 1, 2, 3, 6, 7]], expected)
+
+
+def test_what_a_memory_cannot_take() -> None:
+    told = Told()
+    good = told.row(0, 10, [5, 6], [4, 5])
+    assert can_feed([good, told.row(1, 9, [1, 2, 3], [7, 8, 9])], told.layout)
+    fetched = told.row(1, 9, [1], [3])
+    fetched.hidden[0].source.retire()
+    part = replace(good.hidden[0], columns=slice(0, 2))
+    for bad in (
+        told.row(1, 9, [1, 2, 3, 4], [7, 8, 9, 3]),
+        told.row(1, 9, [], []),
+        # The first token of all: a prompt that nothing is known of.
+        told.row(1, 2, [1, 2], [7, 8]),
+        told.row(1, 9, [1, 2], [7]),
+        told.row(0, 9, [1], [3]),
+        fetched,
+        good._replace(slot=1, hidden=[part, good.hidden[1]]),
+    ):
+        assert not can_feed([good, bad], told.layout), bad
+    assert not can_feed([told.row(slot, 9, [1], [3]) for slot in range(5)], told.layout)
+    # Without hidden rows nothing says that the blocks of one that has ended are not others' by now.
+    bare = told.layout._replace(hidden_width=0)
+    ended = good._replace(hidden=[], generation=5)
+    assert can_feed([good._replace(hidden=[])], bare) and not can_feed([ended], bare)
+    assert can_feed([good._replace(generation=5)], told.layout)
+
+
+@pytest.mark.parametrize(("told", "blocks", "named"), [(8, [2, 3], [2, 3]), (9, [2, 3], [3]), (11, [2], [])])
+def test_a_request_names_the_blocks_that_are_not_known(told: int, blocks: list[int], named: list[int]) -> None:
+    row = Told().row(0, told + 2, [1, 2], [0, 1], block_ids=blocks)
+    (seat,) = as_seats([row], 4)
+    assert (seat.length, seat.new_tokens, seat.hidden, seat.block_ids) == (told, [], [], named)
+    assert seat.shape == row.shape
+
+
+def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: Path) -> None:
+    """Nobody waits longer than a draft may take, and the memory is left alone until all is answered."""
+    address = f"unix:{tmp_path}/d.sock"
+    told = Told(LAYOUT)
+    with client_of(address) as client, process_at(address) as process:
+        transport = attached(client)
+        memory = transport.resident
+        assert memory is not None
+        link = DraftLink(
+            client, 1, epoch=EPOCH, vocab_size=1000, block_size=4, timeout_s=LONG_S, clock=time.perf_counter
+        )
+
+        def post(place: int) -> tuple[bool, list[list[int]]]:
+            """Whether it went by device memory; the trees."""
+            rows = [told.row(slot, 9, [7, 5 + slot], [0, place + slot]) for slot in range(3)]
+            link.post(rows, may_feed=True)
+            assert link._posted is not None
+            is_fed = link._posted.is_resident
+            return is_fed, [draft.tree.tokens.tolist() for _, draft in link.collect(lambda posted: 0.0)]
+
+        def stop() -> None:
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+
+        def expected(place: int) -> list[list[int]]:
+            sums = [int(told.buffer[place + slot].sum()) for slot in range(3)]
+            return [[5 + slot + node * sums[slot] for node in range(4)] for slot in range(3)]
+
+        for place in (2, 9):
+            assert post(place) == (True, expected(place))
+        stop()
+        link._timeout_s = 0.05
+        assert post(4) == (True, [])
+        results = memory.results.clone()
+        assert post(6) == (False, [])
+        assert torch.equal(memory.results, results) and int(memory.stamp) == 3
+        os.kill(process.pid, signal.SIGCONT)
+        until(transport.is_idle)
+        link._timeout_s = LONG_S
+        assert post(8) == (True, expected(8)) and int(memory.stamp) == 4
+        stop()
+        threading.Timer(0.2, process.kill).start()
+        assert post(3) == (True, [])
+        until(lambda: not link.is_attached)
