@@ -99,6 +99,8 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     drafter_names: tuple[str, ...] = ()
+    # Of them those that were detached: requests may name them still, and are told of others.
+    detached_drafters: tuple[str, ...] = ()
 
 
 def check_number(field: str, value: float, allowed: Range) -> None:
@@ -210,10 +212,11 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
         )
     unknown = [repr(name) for name in named_drafters(options) if name not in model.drafter_names]
     if unknown:
-        names = ", ".join((*DRAFTER_CHOICES, *model.drafter_names))
+        there = [name for name in model.drafter_names if name not in model.detached_drafters]
+        names = ", ".join((*DRAFTER_CHOICES, *there))
         raise InvalidRequestError(
             f"speculative.drafter: there is no drafter {', '.join(unknown)}; there is: {names}; "
-            f"drafters are joined by {DRAFTER_JOIN}",
+            f"drafters are joined by {DRAFTER_JOIN}; speculative.enabled false does without any",
             field="speculative.drafter",
         )
 

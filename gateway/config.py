@@ -72,3 +72,11 @@ class GatewaySettings(BaseModel):
         if len(key) < MIN_KEY_CHARS or not key.isprintable():
             raise ConfigError(f"--admin-api-key-file: the key must have at least {MIN_KEY_CHARS} printable characters")
         return key
+
+
+def read_chat_template(path: Path) -> str:
+    """Raises ConfigError for a file that cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template: cannot read {path}: {error}") from None

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Longer texts are encoded in a thread: the event loop serves all other streams meanwhile.
 INLINE_TEXT_CHARS = 4096
-QUEUE_FULL = QueueFullError.status.name.lower()
+# Reasons of a verifier that does not take a sequence: its queue is full, or what it alone can check is wrong with it.
+REFUSALS = frozenset(error.status.name.lower() for error in (QueueFullError, InvalidRequestError))
 
 
 class GatewayCore:
@@ -187,8 +188,8 @@ class GatewayCore:
 
     def _ended(self, generation: Generation, failure: str | None, api: str, client_id: str) -> None:
         seconds = time.monotonic() - generation.started_at
-        if failure == QUEUE_FULL and not generation.completion_tokens:
-            # The verifier's queue: as little of it ran as of one that the gateway refused.
+        if failure in REFUSALS and not generation.completion_tokens:
+            # As little came of it as of one that the gateway refused.
             self.metrics.request_rejected(failure)
         else:
             self.metrics.request_ended(generation, seconds, failure)

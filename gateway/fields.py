@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
@@ -30,7 +30,11 @@ class SpeculativeFields(Fields):
     """Our extension: what this request wants of speculation. It never changes the text."""
 
     enabled: bool = True
-    drafter: str = "auto"
+    drafter: str = Field(
+        default="auto",
+        description="A drafter's name, several joined by +, merge (all that are attached) or auto. In an answer's "
+        "metrics, drafter is the one that drafted most, whatever was chosen here, and drafters are all that drafted.",
+    )
     max_draft_tokens: int | None = None
 
     def to_options(self) -> SpeculationOptions:

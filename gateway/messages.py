@@ -211,4 +211,6 @@ class VerifierInfo:
     @property
     def limits(self) -> ModelLimits:
         """What requests are checked against."""
-        return ModelLimits(self.vocab_size, self.max_model_len, tuple(drafter.name for drafter in self.drafters))
+        names = tuple(drafter.name for drafter in self.drafters)
+        detached = tuple(drafter.name for drafter in self.drafters if drafter.state == "detached")
+        return ModelLimits(self.vocab_size, self.max_model_len, names, detached)

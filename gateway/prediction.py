@@ -11,6 +11,9 @@ from pydantic import Field
 from foretoken.errors import InvalidRequestError
 from gateway.fields import Fields
 
+# Places of a pair on either side of the cursor: a text may hold one thousands of times.
+_LOOKED_AT = 16
+
 
 class PredictionFields(Fields):
     """OpenAI's ``prediction``: text that the output is expected to be, or to be much like. Never changes the text."""
@@ -35,8 +38,9 @@ class PredictionMatch:
 
     The output goes on at a cursor in the prediction, at first at its beginning. A token that is the cursor's came true,
     and the cursor passes it. Any other token is looked up together with the one before it: where the prediction holds
-    the pair, the cursor goes behind the place nearest to it; where it does not, the token is taken for a replaced one,
-    and the cursor passes one token, unless the token before failed too. A token that came true counts once.
+    the pair, the cursor goes behind the place nearest to it, but not to where all has come true before; where it does
+    not, the token is taken for a replaced one, and the cursor passes one token, unless the token before failed too. A
+    token that came true counts once.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
@@ -79,8 +83,10 @@ class PredictionMatch:
                 pair = (self._prediction[place - 1], self._prediction[place])
                 self._behind.setdefault(pair, []).append(place + 1)
         places = self._behind.get((self._last, token_id), ()) if self._last is not None else ()
-        if places:
-            after = bisect.bisect_left(places, self._cursor)
-            near = places[max(after - 1, 0) : after + 1]
+        after = bisect.bisect_left(places, self._cursor)
+        near = [
+            place for place in places[max(after - _LOOKED_AT, 0) : after + _LOOKED_AT] if place not in self._came_true
+        ]
+        if near:
             return min(near, key=lambda place: (abs(place - self._cursor), -place))
         return self._cursor + self._was_true

@@ -15,6 +15,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.errors import CheckpointError, ConfigError, InvalidRequestError
+from gateway.config import read_chat_template
 from gateway.detokenizer import ByteTable, Detokenizer, PrefixDetokenizer, Utf8Detokenizer
 
 # Template variables that a request may set: the switches of public chat templates, nothing that replaces an input.
@@ -32,7 +33,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         if chat_template is not None:
-            self._hf.chat_template = _read_template(chat_template)
+            self._hf.chat_template = read_chat_template(chat_template)
             self._check_template(chat_template)
         self.has_chat_template = bool(self._hf.chat_template)
         added = self._backend.get_added_tokens_decoder()
@@ -148,10 +149,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no JSON object")
     return value
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template: {path} cannot be read: {error}") from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from foretoken.address import Address
 from foretoken.drafter_spec import DrafterName
@@ -77,6 +77,15 @@ class VerifierSettings(BaseModel):
     drain_timeout_s: float = Field(default=20.0, ge=0)
     # http://host:port of an OpenTelemetry collector (OTLP over gRPC); None: no spans.
     otlp_traces_endpoint: str | None = None
+
+    @field_validator("simulate_accept_length")
+    @classmethod
+    def _within_a_tree(cls, length: float | None, info: ValidationInfo) -> float | None:
+        """A path through all of a tree's nodes gives as many tokens as it has nodes, the target's own among them."""
+        nodes = info.data.get("speculative_num_draft_tokens")
+        if length is not None and nodes is not None and length > nodes:
+            raise ValueError(f"expected at most {nodes}, the nodes of a tree (--speculative-num-draft-tokens)")
+        return length
 
 
 def refuse_gpu_flags(values: Mapping[str, Any]) -> None:

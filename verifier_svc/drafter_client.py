@@ -250,7 +250,7 @@ class DrafterClient:
         self._is_outage_known |= level == logging.WARNING
         logger.log(
             level if is_news else logging.DEBUG,
-            "drafter %s is not attached over %s (%s): %s; plain decode %s",
+            "drafter %s is not attached over %s (%s): %s; no drafts from it %s",
             self.name,
             self.transport_name,
             self._endpoint.address,

@@ -183,10 +183,12 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 
         A resumed sequence may name one that this verifier never had: it was admitted where there was one.
         """
-        names = [link.name for link in self._engine.speculator.links]
+        links = self._engine.speculator.links
+        names = [link.name for link in links]
         if attempt:
             names += limits.named_drafters(options)
-        return dataclasses.replace(self._info.limits, drafter_names=tuple(names))
+        detached = tuple(link.name for link in links if link.is_detached)
+        return dataclasses.replace(self._info.limits, drafter_names=tuple(names), detached_drafters=detached)
 
     async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:
         """What runs here and how it fares."""

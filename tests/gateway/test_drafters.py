@@ -195,6 +195,9 @@ async def test_a_name_may_be_used_as_soon_as_it_is_attached(operated: Operated) 
     assert (await operated.complete("ngram+late")).status_code == 200
     assert (await operated.http.delete(f"{URL}/late", headers=AUTH)).status_code == 200
     assert (await operated.complete("late")).status_code == 200
+    # It is known still, and no longer among those that there are.
+    message = (await operated.complete("nobody")).json()["error"]["message"]
+    assert "there is: auto, merge, ngram;" in message
 
 
 async def test_a_name_that_was_attached_through_another_gateway(
@@ -250,7 +253,9 @@ async def test_commands(operated: Operated) -> None:
         f"for the verifier at {second}\n"
     )
     assert attached.stdout == late, attached.output
-    assert "late is not attached yet" in attached.stderr and "drafters list" in attached.stderr
+    assert attached.exit_code == 3
+    assert "late is known to the server but not attached yet" in attached.stderr
+    assert "drafters list" in attached.stderr and "drafters detach late" in attached.stderr
     assert [v.attached for v in operated.verifiers] == [[], [("late", "unix:/run/late", "grpc")]]
     listed = await run("list")
     ngram = "ngram: attached, NGRAM over shared-memory for the verifier at"
@@ -259,6 +264,8 @@ async def test_commands(operated: Operated) -> None:
     detached = await run("detach", "ngram")
     assert (detached.exit_code, detached.output) == (0, "ngram: detached\n")
     assert [states["ngram"] for states in operated.states] == ["detached"] * 2
+    refused = await run("attach", "late", "unix:/run/other", "--verifier", second)
+    assert isinstance(refused.exception, ForetokenError) and refused.exit_code == 1
     missing = await run("detach", "ngram")
     assert isinstance(missing.exception, ForetokenError) and "no drafter 'ngram'" in str(missing.exception)
     operated.key.unlink()
@@ -278,7 +285,7 @@ async def test_attach_says_what_became_of_it(operated: Operated, outcome: tuple[
     shown = f"late: {state} ({reason})," if reason else f"late: {state},"
     lines = result.stdout.splitlines()
     assert lines[0].startswith("late: attached,") and lines[1].startswith(shown), result.output
-    assert (result.exit_code, "not attached yet" in result.stderr) == (0, state != "attached")
+    assert (result.exit_code, "not attached yet" in result.stderr) == ((0, False) if state == "attached" else (3, True))
     assert not second.outcomes
 
 

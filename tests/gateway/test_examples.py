@@ -65,8 +65,17 @@ async def test_nothing_answers(example: tuple[str, ...]) -> None:
     (port,) = free_ports(1)
     status, output, errors = await run(*example, "say ", f"127.0.0.1:{port}")
     assert (status, output) == (1, "")
-    assert errors.startswith("nothing answers at ") and errors.endswith("start a server with: make serve\n")
+    what, where = ("gRPC server answers", "") if example is GRPC else ("HTTP answer", "http://")
+    assert errors.startswith(f"no {what} at {where}127.0.0.1:{port}") and "with: make serve" in errors
     assert errors.count("\n") == 1
+
+
+async def test_a_port_of_the_other_protocol(stack: Stack) -> None:
+    status, _, errors = await run(*OPENAI, "say ", stack.grpc_address)
+    assert status == 1 and errors.startswith(f"no HTTP answer at http://{stack.grpc_address} (")
+    assert errors.endswith("or name its REST port\n")
+    status, _, errors = await run(*GRPC, "say ", f"127.0.0.1:{stack.settings.port}")
+    assert status == 1 and errors.startswith("no gRPC server answers at ")
 
 
 async def test_an_answer_that_is_an_error_is_one_line(stack: Stack) -> None:

@@ -160,6 +160,9 @@ async def test_what_the_verifier_refuses_is_a_400_of_the_field_that_the_client_s
             "param": field,
             "code": None,
         }
+    # The client's fault: nothing failed here.
+    assert await stack.metric("foretoken_admission_rejections_total", reason="invalid_argument") == 4
+    assert await stack.metric("foretoken_request_failure_total", reason="invalid_argument") == 0
 
 
 async def test_an_output_that_cannot_go_on_ends_its_stream_with_the_field(stack: Stack) -> None:
@@ -178,6 +181,8 @@ async def test_an_output_that_cannot_go_on_ends_its_stream_with_the_field(stack:
     *chunks, last = events("".join(seen))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello"
     assert last["error"]["param"] == "guided_regex"
+    assert await stack.metric("foretoken_admission_rejections_total", reason="invalid_argument") == 0
+    assert await stack.metric("foretoken_request_failure_total", reason="invalid_argument") == 1
 
 
 class Point(BaseModel):

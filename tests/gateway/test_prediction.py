@@ -47,6 +47,8 @@ def counts(prediction: list[int], output: list[int]) -> tuple[int, int]:
         ([1, 2, 3], [1, 2, 3, 1, 2, 3], 3),
         # Of two places, the nearer one.
         ([1, 2, 3, 5, 6, 7, 4, 1, 2, 8, 9], [1, 2, 3, 5, 6, 0, 0, 1, 2, 8, 9], 7),
+        # Not one that has come true: a word that the output cuts into other tokens has stood before in one piece.
+        ([7, 8, 9, 1, 2, 3, 4, 7, 5, 6, 1, 2, 3, 4, 9], [7, 8, 9, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 9], 11),
     ],
 )
 def test_tokens_that_came_true(prediction: list[int], output: list[int], accepted: int) -> None:

@@ -79,6 +79,8 @@ async def test_ready_and_version_show_drafters_and_transports(stack: Stack) -> N
     assert (await stack.http.get("/v1/models/tiny")).json() == model
     document = (await stack.http.get("/openapi.json")).json()
     assert {"StreamOptions", "SpeculativeFields", "ChatMessage"} <= set(document["components"]["schemas"])
+    choice = document["components"]["schemas"]["SpeculativeFields"]["properties"]["drafter"]
+    assert "merge" in choice["description"] and "drafted most" in choice["description"]
     assert "#/components/schemas/SpeculativeFields" in json.dumps(document["paths"]["/generate"])
 
 

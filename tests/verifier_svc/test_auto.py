@@ -96,6 +96,10 @@ def test_merged_rows_have_both() -> None:
     plain = run({})[1].token_ids
     _, result = run({"model": HeadLike(), "quick": Knowing({(tuple(PROMPT), 0): plain})}, "merge")
     assert result.token_ids == plain and set(result.sources) == {0, MODEL, QUICK}
+    assert result.finished is not None
+    figures = result.finished.speculation
+    most = max(figures.drafters, key=lambda drafter: drafter.num_draft_tokens)
+    assert {drafter.name for drafter in figures.drafters} == {"model", "quick"} and figures.drafter == most.name
 
 
 @pytest.mark.parametrize(("num_steps", "num_told"), [(0, 2), (3, 2 * MODEL_TRIAL_EVERY)])

@@ -267,6 +267,8 @@ async def test_names_in_requests(verifier: Verifier) -> None:
     await verifier.attach("a", "127.0.0.1:1")
     await verifier.detach("a")
     assert (await verifier.generate("a"))[0] == plain
+    with pytest.raises(grpc.aio.AioRpcError, match="there is: auto, merge;"):
+        await verifier.generate("b")
 
 
 async def test_a_verifier_whose_drafters_do_not_change(verifier: Verifier) -> None:
