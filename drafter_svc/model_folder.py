@@ -57,7 +57,7 @@ def check_head(algorithm: Algorithm, path: Path) -> HeadConfig:
         raise CheckpointError(f"{path} has no MTP layers: it holds no tensor {named}")
     head = head_config(path)
     if head.family != algorithm.lower():
-        raise ConfigError(f"{path} holds a head of the family {head.family}, not of algorithm {algorithm}")
+        raise ConfigError(f"{path} holds a head of algorithm {head.family.upper()}, not of {algorithm}")
     return head
 
 

@@ -24,7 +24,9 @@ with grpc.insecure_channel(options.address) as channel:
     try:
         grpc.channel_ready_future(channel).result(timeout=5)
     except grpc.FutureTimeoutError:
-        sys.exit(f"nothing answers at {options.address}; start a server with: make serve")
+        sys.exit(
+            f"no gRPC server answers at {options.address} (REST has a port of its own); start one with: make serve"
+        )
     print(options.prompt, end="")
     try:
         for response in gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request):

@@ -37,8 +37,11 @@ try:
             print(choice.text, end="", flush=True)
         if chunk.usage is not None:
             print(f"\n\n{chunk.usage.completion_tokens} tokens; {chunk.model_extra}")
-except APIConnectionError:
-    sys.exit(f"nothing answers at {url}; start a server with: make serve")
+except APIConnectionError as error:
+    # Also where somebody listens who speaks no HTTP/1.1, as on the port of gRPC.
+    sys.exit(
+        f"no HTTP answer at {url} ({error.__cause__ or error}); start a server with: make serve, or name its REST port"
+    )
 except OpenAIError as error:
     # A page of HTML, where it is another server's, as one line.
     sys.exit(f"{url}: {' '.join(str(error).split())}")

@@ -154,9 +154,10 @@ def serve(
         ]
         checkpoint = service_settings.find_checkpoint(context)
         settings = service_settings.verifier_settings(context, checkpoint, "unix:/none", [])
-        service_settings.gateway_settings(context, checkpoint, ["unix:/none"])
+        gateway_settings = service_settings.gateway_settings(context, checkpoint, ["unix:/none"])
         service_settings.check_checkpoint(settings.model)
         service_settings.check_drafters(context, drafter_settings, settings.model)
+        _check_tokenizer(gateway_settings)
         _print_plan(settings, drafter_settings)
         return
     _check_ports(host, port, grpc_port, are_free=True)
@@ -314,9 +315,11 @@ def drafter(
     from drafter_svc.config import DrafterSettings
     from foretoken import hub
     from foretoken.config import at_fault, build
+    from foretoken.drafter_spec import algorithm_of
 
     given = service_settings.given_flags(context, DrafterSettings) | {
-        "ngram": service_settings.given_ngram_flags(context)
+        "algorithm": algorithm_of(algorithm),
+        "ngram": service_settings.given_ngram_flags(context),
     }
     if speculative_draft_model_path is not None:
         with at_fault("--speculative-draft-model-path"):
@@ -379,7 +382,7 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
         address = f"unix:{folder}/drafters/{spec.name}.sock"
         settings = service_settings.drafter_settings(context, spec, address)
         drafter_settings.append(settings)
-        if (spec.placement or context.params["drafter_placement"]) == "in-process":
+        if service_settings.is_inside(context, spec):
             inside = spec.model_copy(update={"placement": None})
             held += ["--drafter", spec_text(inside), *to_flags(settings.ngram, "ngram")]
         else:
@@ -422,6 +425,13 @@ def _check_device(context: typer.Context) -> None:
         raise ConfigError("--mps on: models do not run on an NVIDIA GPU here")
     if device == "cpu" or not has_driver:
         refuse_gpu_flags(context.params)
+
+
+def _check_tokenizer(settings: GatewaySettings) -> None:
+    """What a gateway would find in the tokenizer's files and in the chat template. It takes a second."""
+    from gateway.tokenizer import Tokenizer
+
+    Tokenizer(settings.model, settings.chat_template)
 
 
 def _print_plan(settings: VerifierSettings, drafters: Iterable[DrafterSettings]) -> None:

@@ -7,7 +7,7 @@ It imports no settings, so that ``foretoken --help`` stays fast.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,6 +15,19 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+
+
+def _algorithm(*names: str, **more: Any) -> Any:
+    """An option that takes one of ``names`` in any case, and says them in capitals where it is none: typer's own
+    choices that take any case are told in lower case."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value.upper() not in names:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(map(repr, names))}.")
+        return value and value.upper()
+
+    return typer.Option(metavar=f"<{'|'.join(names)}>", callback=check, **more)
+
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of the checkpoint, or its id on the hub.")]
 Revision = Annotated[
@@ -186,8 +199,12 @@ DisableRadixCache = Annotated[
 
 # Speculation.
 SpeculativeAlgorithm = Annotated[
-    Literal["EAGLE", "EAGLE2", "EAGLE3", "MTP", "NEXTN", "STANDALONE", "NGRAM", "NONE"] | None,
-    typer.Option(help="Drafter to start; NONE: plain decode.", show_default="NGRAM"),
+    str | None,
+    _algorithm(
+        *("EAGLE", "EAGLE2", "EAGLE3", "MTP", "NEXTN", "STANDALONE", "NGRAM", "NONE"),
+        help="Drafter to start; NONE: plain decode.",
+        show_default="NGRAM",
+    ),
 ]
 DrafterSpecs = Annotated[
     list[str] | None,
@@ -269,8 +286,8 @@ DrafterName = Annotated[str, typer.Option(help="Name of this drafter in requests
 
 # Drafters with a model.
 DrafterAlgorithm = Annotated[
-    Literal["NGRAM", "EAGLE", "EAGLE3", "MTP", "STANDALONE"],
-    typer.Option(help="How it drafts."),
+    str,
+    _algorithm("NGRAM", "EAGLE", "EAGLE2", "EAGLE3", "MTP", "NEXTN", "STANDALONE", help="How it drafts."),
 ]
 SpeculativeDraftModelPath = Annotated[
     str | None,

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from foretoken.commands.rest_address import no_answer, rest_url
 from foretoken.errors import ForetokenError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -96,9 +97,7 @@ def complete(url: str, options: CompletionOptions, *, write: Callable[[str], Non
     written as it came. Raises ForetokenError: UnavailableError if nothing answers, else what the server refused.
     """
     summary = _Summary()
-    # As people have it at hand: without a scheme, or with the /v1 that OpenAI clients want.
-    url = url.rstrip("/").removesuffix("/v1")
-    url = url if "://" in url else f"http://{url}"
+    url = rest_url(url)
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     # Straight to the address that was given, whatever proxy the machine uses for the web.
     with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:
@@ -112,14 +111,10 @@ def complete(url: str, options: CompletionOptions, *, write: Callable[[str], Non
                     summary.add(chunk, time.perf_counter())
                     for choice in chunk.get("choices", []):
                         write(render(choice, colour=colour))
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            raise UnavailableError(f"nothing answers at {url}") from None
-        except httpx.TransportError as error:
-            if summary.first_at is None:
-                raise UnavailableError(f"{url}: {error or type(error).__name__}") from error
-            raise ForetokenError(f"{url}: the connection broke before the text was complete") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UnavailableError(f"{url}: {error or type(error).__name__}") from error
+            if summary.first_at is not None and isinstance(error, httpx.TransportError):
+                raise ForetokenError(f"{url}: the connection broke before the text was complete") from error
+            raise no_answer(url, error) from error
     return summary.line()
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Drafters of a running server: attached and detached while it serves.", no_args_is_help=True)
 
+# Exit status of an ``attach`` that the server took, but that nothing has answered yet: neither success nor a refusal.
+NOT_ATTACHED_YET = 3
+
 Name = Annotated[str, typer.Argument(help="Name of the drafter.")]
 Address = Annotated[str, typer.Argument(help="Where it serves, as its verifier reaches it: unix:/path or host:port.")]
 Transport = Annotated[
@@ -41,15 +44,21 @@ def attach(
     transport: Transport = "auto",
     verifier: Verifier = "",
 ) -> None:
-    """Attach a drafter that runs; requests may name it from now on. Prints what became of it."""
+    """Attach a drafter that runs; requests may name it from now on. Prints what became of it.
+
+    Exits with status 0 where it is attached to every verifier that was asked, with 3 where it is not yet: the server
+    keeps it, and attaches it whenever it answers. What was refused has status 1.
+    """
     with _client(url, key_file) as client:
         client.attach(name, address, transport, verifier)
         drafters = client.outcome(name, verifier)
     _show(drafters)
     if any(drafter.state != "attached" for drafter in drafters):
         say(
-            f"{name} is not attached yet; the verifier goes on trying, and {program()} drafters list says how it stands"
+            f"{name} is known to the server but not attached yet: it is as soon as it answers; {program()} drafters "
+            f"list says how it stands, {program()} drafters detach {name} gives it up"
         )
+        raise typer.Exit(NOT_ATTACHED_YET)
 
 
 @app.command()

@@ -19,7 +19,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def train(context: typer.Context) -> None:
-    """Train a drafter (eagle3, eagle2, standalone) for a target on a folder of text."""
+    """Train a drafter (EAGLE3, EAGLE2, STANDALONE) for a target on a folder of text."""
     from foretoken.train.__main__ import run
 
     run(context.args, "foretoken train")

@@ -8,7 +8,8 @@ from typing import Any, Self
 
 import httpx
 
-from foretoken.errors import ConfigError, ForetokenError, UnavailableError
+from foretoken.commands.rest_address import no_answer, rest_url
+from foretoken.errors import ConfigError, ForetokenError
 
 CONNECT_TIMEOUT_S = 5.0
 # All corpora of a drafter are sorted anew for each text.
@@ -18,13 +19,12 @@ READ_TIMEOUT_S = 180.0
 class OperatorClient:
     """Calls one gateway. A context manager.
 
-    All calls raise UnavailableError if nothing answers, and ForetokenError for what the server refused.
+    All calls raise as ``no_answer`` says if nothing answers, and ForetokenError for what the server refused.
     """
 
     def __init__(self, url: str, key: str) -> None:
-        """``url`` may be without a scheme, or with /v1."""
-        url = url.rstrip("/").removesuffix("/v1")
-        self._url = url if "://" in url else f"http://{url}"
+        """``url``: as ``rest_url`` takes it."""
+        self._url = rest_url(url)
         # Straight to the address that was given, whatever proxy the machine uses for the web.
         self._client = httpx.Client(
             base_url=self._url,
@@ -44,10 +44,8 @@ class OperatorClient:
     def _call(self, method: str, path: str, **more: Any) -> dict[str, Any]:
         try:
             response = self._client.request(method, path, **more)
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            raise UnavailableError(f"nothing answers at {self._url}") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UnavailableError(f"{self._url}: {error or type(error).__name__}") from error
+            raise no_answer(self._url, error) from error
         try:
             body: dict[str, Any] = response.json()
             if response.status_code == 200:

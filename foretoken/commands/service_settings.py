@@ -24,12 +24,14 @@ def gateway_settings(
     context: typer.Context, checkpoint: dict[str, Any], verifiers: list[str], **more: float
 ) -> GatewaySettings:
     from foretoken.config import build
-    from gateway.config import GatewaySettings
+    from gateway.config import GatewaySettings, read_chat_template
 
     given = given_flags(context, GatewaySettings) | checkpoint | {"verifiers": verifiers} | more
     settings = build(GatewaySettings, given)
-    # Read again by the gateway: that it cannot be is known before a model is loaded.
+    # Both are read again by the gateway: that one cannot be is known before a model is loaded.
     settings.admin_key()
+    if settings.chat_template is not None:
+        read_chat_template(settings.chat_template)
     return settings
 
 
@@ -47,7 +49,7 @@ def verifier_settings(
 def drafter_specs(context: typer.Context) -> list[DrafterSpec]:
     """The drafters of a stack: those of --drafter, or the one of --speculative-algorithm. Raises ConfigError."""
     from foretoken.config import build
-    from foretoken.drafter_spec import DrafterSpec, algorithm_of, check_together, parse_spec
+    from foretoken.drafter_spec import DrafterSpec, algorithm_of, check_together, parse_spec, spec_text
     from foretoken.errors import ConfigError
 
     given, algorithm = context.params["drafters"], context.params["speculative_algorithm"]
@@ -66,9 +68,18 @@ def drafter_specs(context: typer.Context) -> list[DrafterSpec]:
         fields = {"name": name.lower(), "algorithm": name, "model": path, "token_map": token_map}
         specs = [build(DrafterSpec, fields)]
     check_together([spec.name for spec in specs])
+    for spec in specs:
+        if is_inside(context, spec):
+            # As it is handed to the verifier.
+            spec_text(spec)
     if all(spec.algorithm != "NGRAM" for spec in specs):
         refuse_ngram_flags(context, "a drafter of --speculative-algorithm NGRAM")
     return specs
+
+
+def is_inside(context: typer.Context, spec: DrafterSpec) -> bool:
+    """Whether a stack's drafter runs in the verifier's process."""
+    return bool((spec.placement or context.params["drafter_placement"]) == "in-process")
 
 
 def model_drafters(context: typer.Context) -> list[str]:

@@ -18,6 +18,8 @@ from foretoken import hub
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.train.options import ALGORITHMS, TrainOptions
 
+# The command that writes a text to train on, beside those of the algorithms.
+_SELF_TEXT = "self-text"
 _SUMMARIES = {
     "eagle3": "an EAGLE-3 head, by training-time test",
     "eagle2": "an EAGLE-2 head, by feature regression",
@@ -28,12 +30,11 @@ _SUMMARIES = {
 def make_parser(program: str) -> argparse.ArgumentParser:
     """One sub-command an algorithm, with the flags that have a meaning for it."""
     parser = argparse.ArgumentParser(program, description="Train a drafter against a target on a folder of text.")
-    commands = parser.add_subparsers(dest="algorithm", required=True, metavar="|".join((*ALGORITHMS, "self-text")))
-    commands.add_parser("self-text", add_help=False, help="write text of the target's own, to train on")
-    for algorithm in ALGORITHMS:
-        command = commands.add_parser(
-            algorithm, help=_SUMMARIES[algorithm], description=f"Train {_SUMMARIES[algorithm]}."
-        )
+    names = [algorithm.upper() for algorithm in ALGORITHMS]
+    commands = parser.add_subparsers(dest="algorithm", required=True, metavar="|".join((*names, _SELF_TEXT)))
+    commands.add_parser(_SELF_TEXT, add_help=False, help="write text of the target's own, to train on")
+    for algorithm, name in zip(ALGORITHMS, names, strict=True):
+        command = commands.add_parser(name, help=_SUMMARIES[algorithm], description=f"Train {_SUMMARIES[algorithm]}.")
         command.add_argument(
             "target", type=Path, metavar="TARGET", help="folder of the target's checkpoint, or its id on the hub"
         )
@@ -47,22 +48,31 @@ def make_parser(program: str) -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str], program: str) -> TrainOptions:
     """The options that ``arguments`` give. Raises ConfigError for values, SystemExit for usage."""
-    given: dict[str, Any] = vars(make_parser(program).parse_args(arguments))
+    given: dict[str, Any] = vars(make_parser(program).parse_args(_in_capitals(arguments)))
+    given["algorithm"] = given["algorithm"].lower()
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return TrainOptions(**given)
 
 
 def run(arguments: Sequence[str], program: str) -> None:
     """Parse and train, or write the target's own text; a hub id as TARGET is downloaded."""
-    if arguments[:1] == ["self-text"]:
+    if [word.lower() for word in arguments[:1]] == [_SELF_TEXT]:
         from foretoken.train import self_text
 
-        self_text.run(arguments[1:], f"{program} self-text")
+        self_text.run(arguments[1:], f"{program} {_SELF_TEXT}")
         return
     options = parse(arguments, program)
     from foretoken.train.trainer import train
 
     train(dataclasses.replace(options, target=hub.resolve(str(options.target))))
+
+
+def _in_capitals(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the algorithm as the parser knows it: any case will do, and EAGLE is EAGLE-2's layout."""
+    words = list(arguments)
+    if words and words[0].lower() in ("eagle", *ALGORITHMS):
+        words[0] = {"EAGLE": "EAGLE2"}.get(words[0].upper(), words[0].upper())
+    return words
 
 
 def _add_flag(command: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:

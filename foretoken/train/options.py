@@ -42,7 +42,7 @@ class TrainOptions:
     batch_size: int = field(default=64, metadata=_about("windows of one step"))
     context_length: int = field(default=512, metadata=_about("tokens of one window that a draft starts at"))
     num_draft_steps: int = field(
-        default=6, metadata=_about("draft steps that are unrolled, trained (eagle3) and measured")
+        default=6, metadata=_about("draft steps that are unrolled, trained (EAGLE3) and measured")
     )
     matrix_lr: float = field(default=5e-3, metadata=_about("peak learning rate of matrices (Muon)"))
     embedding_lr: float = field(

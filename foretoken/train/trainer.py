@@ -53,7 +53,7 @@ def train(options: TrainOptions) -> Acceptance:
     length = options.context_length + options.num_draft_steps + 1
     texts = held_out_texts(target, held_out, options.held_out_sequences, length, options.batch_size)
     size = sum(each.numel() for each in recipe.module.parameters())
-    _say(f"{options.algorithm}: {size:,} parameters, {len(train_tokens):,} training tokens, {device}")
+    _say(f"{options.algorithm.upper()}: {size:,} parameters, {len(train_tokens):,} training tokens, {device}")
     streams = [train_tokens] if self_text is None else [train_tokens, self_text.to(device)]
     return Trainer(options, recipe, streams, texts, device).run()
 

@@ -6,11 +6,15 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import grpc
 import pytest
+from typer.testing import CliRunner
 
+from foretoken.cli import app
 from foretoken.commands.complete import LEAST_TIMED_TOKENS, CompletionOptions, _Summary, complete, render
 from foretoken.errors import ForetokenError, UnavailableError
 
@@ -147,6 +151,35 @@ def test_nothing_answers() -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(UnavailableError, match=f"^nothing answers at {url}$"):
         complete(url, CompletionOptions("x"), write=print, colour=False)
+
+
+def test_a_grpc_port_is_told_from_no_server_at_all() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    result = CliRunner().invoke(app, ["complete", "x", "--url", url])
+    server.stop(None).wait()
+    message = str(result.exception)
+    assert f"what listens at http://{url} gives no HTTP answer" in message and "is it the port of gRPC?" in message
+    assert "start a server" not in message
+
+
+def test_a_server_that_dies_is_taken_for_no_other_one() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def hang_up() -> None:
+            connection = listener.accept()[0]
+            connection.recv(65536)
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(UnavailableError, match=f"^{url}: Server disconnected"):
+            complete(url, CompletionOptions("x"), write=print, colour=False)
+        thread.join()
 
 
 def test_a_refusal_is_the_servers_own_message(server: Server) -> None:

@@ -132,6 +132,10 @@ def test_speculation_options():
         assert fault(drafter=name) == "speculative.drafter"
     with pytest.raises(InvalidRequestError, match="auto, merge, ngram, eagle"):
         limits.check_speculation(SpeculationOptions(drafter="eagl"), MODEL)
+    gone = replace(MODEL, detached_drafters=("ngram",))
+    limits.check_speculation(SpeculationOptions(drafter="ngram"), gone)
+    with pytest.raises(InvalidRequestError, match="there is: auto, merge, eagle;"):
+        limits.check_speculation(SpeculationOptions(drafter="eagl"), gone)
     with pytest.raises(InvalidRequestError, match=r"auto stands by itself"):
         limits.check_speculation(SpeculationOptions(drafter="ngram+auto"), MODEL)
 

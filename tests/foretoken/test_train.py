@@ -303,6 +303,14 @@ def test_flags_without_a_meaning_for_an_algorithm_are_not_taken(folder: Path, tm
         options(folder, tmp_path, "eagle2", "--steps", "1", "--draft-vocab-size", "24")
 
 
+@pytest.mark.parametrize(
+    ("word", "algorithm"),
+    [("EAGLE3", "eagle3"), ("Eagle3", "eagle3"), ("EAGLE2", "eagle2"), ("EAGLE", "eagle2"), ("eagle", "eagle2")],
+)
+def test_an_algorithm_may_be_in_any_case(folder: Path, tmp_path: Path, word: str, algorithm: str) -> None:
+    assert options(folder, tmp_path, word, "--steps", "1").algorithm == algorithm
+
+
 def test_the_command_line_trains(folder: Path, tmp_path: Path) -> None:
     paths = ["--data", str(folder / "train.npy"), "--output", str(tmp_path)]
     done = CliRunner().invoke(app, ["train", "eagle2", str(folder / "target"), *paths, "--steps", "1", *SMALL])

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from foretoken.commands.drafter_commands import NOT_ATTACHED_YET
 from tests.integration.stack import ENVIRONMENT, Stack, running, stream, text_of, wait_until
 
 PROMPT = "for i in range(10):\n"
@@ -52,7 +53,10 @@ def drafter(stack: Stack, tmp_path: Path) -> Iterator[Drafter]:
 def operate(stack: Stack, *words: str) -> str:
     options = ("--url", stack.url, "--admin-api-key-file", str(stack.log.parent / "key"))
     command = [sys.executable, "-P", "-m", "foretoken", "drafters", *words, *options]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    # A drafter that has just been started may not listen yet.
+    assert result.returncode == (NOT_ATTACHED_YET if "not attached yet" in result.stderr else 0), result.stderr
+    return result.stdout
 
 
 def drafters(stack: Stack) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,48 @@
+"""What the commands would start, recorded instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import drafter_svc
+import gateway
+import verifier_svc
+from foretoken.supervisor import Service
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
+    """The arguments that each service's ``run`` was called with, by service; nothing is started."""
+    seen: dict[str, tuple[Any, ...]] = {}
+
+    def record(name: str) -> Callable[..., None]:
+        return lambda *arguments: seen.update({name: arguments})
+
+    for name, package in (("gateway", gateway), ("verifier", verifier_svc), ("drafter", drafter_svc)):
+        fake = SimpleNamespace(run=record(name), make_drafter=lambda settings: settings, plan=lambda settings: "a plan")
+        monkeypatch.setattr(package, "server", fake, raising=False)
+        monkeypatch.setitem(sys.modules, f"{package.__name__}.server", fake)
+    return seen
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
+    """The services that ``serve`` hands to its supervisor, by name; nothing is started."""
+    seen: dict[str, Service] = {}
+
+    class Recorder:
+        def __init__(self, services: Sequence[Service], **callbacks: object) -> None:
+            seen.update({service.name: service for service in services})
+
+        async def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr("foretoken.supervisor.Supervisor", Recorder)
+    # Its folders have the names of a checkpoint's files, nothing more.
+    monkeypatch.setattr("drafter_svc.model_folder.check_folder", lambda algorithm, path, target: None)
+    return seen
