@@ -32,8 +32,8 @@ child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdin=sys.stdin)
 print("started", flush=True)
 child.wait()
 """
-# Says nothing, uses CPU time at once, and waits for its input to end. It uses more than the test waits for: what a process
-# is told of its user and its system time are whole ticks, each cut down.
+# Says nothing, uses CPU time at once, and waits for its input to end. More of it than the test waits for: what is told
+# of the user and the system time of a process are whole ticks, each cut down.
 BUSY_CHILD = """
 import sys, time
 while time.process_time() < 0.7:
