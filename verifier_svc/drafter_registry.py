@@ -39,12 +39,12 @@ class DrafterRegistry:
         self._lock = asyncio.Lock()
 
     async def attach(self, name: str, address: str, transport: str) -> DraftLink:
-        """Begin to attach a drafter. Raises InvalidRequestError naming the field, and as Speculator.add_source."""
+        """Begin to attach a drafter. Raises InvalidRequestError naming the field, and as DrafterRoster.add."""
         endpoint = _endpoint(name, address, transport)
         return await self._to_the_end(self._attach(endpoint))
 
     async def detach(self, name: str) -> None:
-        """Detach a drafter for good. Raises as Speculator.remove_source."""
+        """Detach a drafter for good. Raises as DrafterRoster.remove."""
         await self._to_the_end(self._detach(name))
 
     async def _to_the_end(self, change: Coroutine[Any, Any, Result]) -> Result:

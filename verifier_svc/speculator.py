@@ -1,4 +1,4 @@
-"""The policy of speculation, all of it: which rows draft, with which drafters, how wide, and when plain decode is best.
+"""The policy of speculation: which rows draft, how wide, whom they wait for, and when plain decode is best.
 
 Drafters without a model answer in microseconds: they are asked first, right after a step's tokens are known, and waited
 for at once. Drafters with a model are asked then, and where the server chooses for itself only for rows that are
@@ -13,8 +13,6 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import NamedTuple
 
-from foretoken.errors import NotFoundError, PreconditionError
-from foretoken.limits import DRAFTER_JOIN, MAX_DRAFTER_NAMES, MAX_DRAFTERS
 from foretoken.tree import depths
 from verifier_svc.draft import Draft, merge
 from verifier_svc.draft_costs import DraftCosts
@@ -22,15 +20,13 @@ from verifier_svc.draft_link import DraftLink, Posted
 from verifier_svc.draft_row import NO_DRAFT, Row, Shape
 from verifier_svc.draft_source import DraftSource
 from verifier_svc.drafter_counters import DrafterCounters
+from verifier_svc.drafter_roster import AUTO, DrafterRoster
 from verifier_svc.gate import best_reach
 from verifier_svc.resident_drafting import ResidentDrafting
 from verifier_svc.sequence import DrafterShare, Sequence
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.tree_shape import TreeShape
 
-# The name by which a request asks for the trees of all attached drafters in one.
-MERGE = "merge"
-AUTO = "auto"
 # Tokens that a model may be behind on a row that drafts without it, before it is told of them.
 TELL_BEHIND = 32
 # Tokens a second that a model's own steps must promise, over plain decode's, for the server to choose it by itself:
@@ -40,8 +36,6 @@ MODEL_PAYS_FROM = 1.3
 PLAN_HOLDS = 64
 # The same beside drafters without a model that had found nothing: they must see the tokens to find something.
 QUICK_RESTS = 16
-# Of the rows for which a model does not pay, one of so many tries it all the same.
-MODEL_TRIAL_EVERY = 32
 
 
 class _Plan(NamedTuple):
@@ -85,7 +79,7 @@ class Speculator:
         self.costs = DraftCosts(costs, shape)
         self._shape = shape
         self._max_batch_size = max_batch_size
-        self._new_link = partial(
+        new_link = partial(
             DraftLink,
             epoch=epoch,
             vocab_size=vocab_size,
@@ -93,10 +87,8 @@ class Speculator:
             timeout_s=timeout_s,
             clock=clock,
         )
+        self._roster = DrafterRoster(new_link, self._pays)
         self._clock = clock
-        self._links: list[DraftLink] = []
-        # Those that are attached in this step.
-        self._attached: list[DraftLink] = []
         # Trees for the next step by slot and generation.
         self._drafts: dict[tuple[int, int], Draft] = {}
         # Rows that wanted one and got their root.
@@ -105,9 +97,8 @@ class Speculator:
         # What drafters without a model had for the next step.
         self._quick: _Found = {}
         self._captured: tuple[int, ...] = ()
-        # Rows that decode, at the last post; and rows for which the server chose without its model.
+        # Rows that decode, at the last post.
         self._batch = 1
-        self._num_passed_over = 0
         self.num_plain_batch_steps = 0
         for source in sources:
             self.add_source(source)
@@ -115,63 +106,32 @@ class Speculator:
     @property
     def links(self) -> Seq[DraftLink]:
         """All drafters that there were, by their numbers; its figures may be read by any thread."""
-        return self._links
+        return self._roster.links
 
     @property
     def counters(self) -> dict[str, DrafterCounters]:
         """By drafter."""
-        return {link.name: link.counters for link in self._links}
-
-    def num_rerun(self, sequence: Sequence) -> int:
-        """Positions before the first computed one that its drafters want run again for their hidden states."""
-        if not self._captured:
-            return 0
-        wanted = max((link.source.needs.num_rerun for link in self._links_of(sequence)), default=0)
-        return min(wanted, sequence.num_computed)
+        return {link.name: link.counters for link in self.links}
 
     def add_source(self, source: DraftSource) -> None:
-        """One more drafter, or another one under a name that was detached: that gets its number back.
-
-        Numbers never change: tokens of running sequences bear them. Raises PreconditionError for a name or an address
-        that is taken, and at the limits of drafters and names.
-        """
-        for other in self._links:
-            is_same = source.address and other.name != source.name and other.source.address == source.address
-            if is_same and not other.is_detached:
-                # A drafter serves one attachment: two would take it from each other for ever.
-                raise PreconditionError(
-                    f"the drafter at {source.address} is that of {other.name!r}: detach it first", field="address"
-                )
-        if sum(not link.is_detached for link in self._links) >= MAX_DRAFTERS:
-            raise PreconditionError(f"a verifier has at most {MAX_DRAFTERS} drafters: detach one", field="name")
-        link = self._link(source.name)
-        if link is None:
-            if len(self._links) >= MAX_DRAFTER_NAMES:
-                raise PreconditionError(
-                    f"this verifier has had drafters of {MAX_DRAFTER_NAMES} names: use one of them again",
-                    field="name",
-                )
-            self._links.append(self._new_link(source, len(self._links) + 1))
-        elif link.is_detached:
-            link.replace_source(source)
-        else:
-            raise PreconditionError(f"there is a drafter {source.name!r}: detach it first", field="name")
+        """One more drafter. Raises as DrafterRoster.add."""
+        self._roster.add(source)
 
     def remove_source(self, name: str) -> DraftSource:
         """Do without a drafter from now on; its source, which the caller closes, outside of the engine's thread.
 
         Rows that wait with a tree of it decode plainly in the next step. Raises NotFoundError if there is none.
         """
-        link = self._link(name)
-        if link is None or link.is_detached:
-            what = f"there is no drafter {name!r}" if link is None else f"the drafter {name!r} is detached"
-            raise NotFoundError(what, field="name")
-        link.detach()
+        link = self._roster.remove(name)
         self._drafts = {key: draft for key, draft in self._drafts.items() if link.number not in draft.sources}
         return link.source
 
-    def _link(self, name: str) -> DraftLink | None:
-        return next((link for link in self._links if link.name == name), None)
+    def num_rerun(self, sequence: Sequence) -> int:
+        """Positions before the first computed one that its drafters want run again for their hidden states."""
+        if not self._captured:
+            return 0
+        wanted = max((link.source.needs.num_rerun for link in self._roster.of(sequence)), default=0)
+        return min(wanted, sequence.num_computed)
 
     def capture(self, sequences: Seq[Sequence]) -> tuple[int, ...]:
         """The target's hidden states that attached drafters want of the next step. Called once a step, before it.
@@ -179,8 +139,8 @@ class Speculator:
         Rows of another set of states are of no use any more. A drafter that attaches later takes part from the next
         step on.
         """
-        self._attached = [link for link in self._links if link.is_attached]
-        wanted = tuple(dict.fromkeys(feature for link in self._attached for feature in link.features))
+        self._roster.begin_step()
+        wanted = tuple(dict.fromkeys(feature for link in self._roster.attached for feature in link.features))
         if wanted != self._captured:
             self._captured = wanted
             for sequence in sequences:
@@ -189,12 +149,11 @@ class Speculator:
 
     def wants_drafts(self, sequence: Sequence) -> bool:
         """Whether this request asked for speculation at all."""
-        options = sequence.speculation
-        return options.enabled and options.max_draft_tokens != 0 and bool(self._links)
+        return self._roster.is_wanted(sequence)
 
     def wants_features(self, sequence: Sequence) -> bool:
         """Whether a drafter of this sequence wants the target's hidden states."""
-        return bool(self._captured) and any(link.features for link in self._links_of(sequence))
+        return bool(self._captured) and any(link.features for link in self._roster.of(sequence))
 
     def draft_of(self, sequence: Sequence) -> Draft | None:
         """The tree to verify in the next step; None: the root alone."""
@@ -202,7 +161,7 @@ class Speculator:
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence is about to give its slot back: its last tokens ride in the next requests, to be learnt."""
-        for link in self._links:
+        for link in self.links:
             if link.is_attached:
                 link.finish(sequence, self._captured)
 
@@ -211,7 +170,7 @@ class Speculator:
 
         Those that want the target's hidden states are told by ``post``, when there are some.
         """
-        for link in self._links:
+        for link in self.links:
             if link.is_attached and not link.features:
                 link.post(self._rows_to_tell(link, prefilling))
 
@@ -220,8 +179,8 @@ class Speculator:
 
         ``decoding``: sequences whose next step is a decode step; ``prefilling``: those in the middle of their prompt.
         """
-        self.costs.begin_step(self._links)
-        for link in self._links:
+        self.costs.begin_step(self.links)
+        for link in self.links:
             link.read_scout()
         if self._is_above_limit(len(decoding)):
             # True plain decode. Drafters are told of these tokens when speculation returns.
@@ -232,7 +191,7 @@ class Speculator:
         self._quick = self._ask_quickly(quick_plans)
         plans = self._make_plans(decoding, batch, has_model=True)
         self._plans = [plan for plan in plans if not self._is_served(plan, batch)]
-        for link in self._links:
+        for link in self.links:
             if link.has_model and link.is_attached:
                 rows = self._rows_to_tell(link, prefilling) if link.features else []
                 drafted: list[Row] = []
@@ -257,7 +216,7 @@ class Speculator:
     def _make_plans(self, decoding: Seq[Sequence], batch: int, *, has_model: bool) -> list[_Plan]:
         plans = []
         for sequence in decoding:
-            links = [link for link in self._links_of(sequence) if link.has_model == has_model]
+            links = [link for link in self._roster.of(sequence) if link.has_model == has_model]
             plan = self._plan(sequence, links, batch) if links else None
             if plan is not None:
                 plans.append(plan)
@@ -266,7 +225,7 @@ class Speculator:
     def _ask_quickly(self, plans: list[_Plan]) -> _Found:
         """Ask the drafters without a model and wait for what they have."""
         found: _Found = {}
-        for link in self._links:
+        for link in self.links:
             if not link.has_model and link.is_attached:
                 link.post(self._rows_to_draft(link, plans))
                 self._take(link, found)
@@ -287,12 +246,12 @@ class Speculator:
         return self.costs.best_rate(merge(quick).best(1 + plan.most), batch, 0.0)[1] >= max(plan.rate, 1.0)
 
     def _is_behind(self, link: DraftLink, sequence: Sequence, least: int) -> bool:
-        return link in self._links_of(sequence) and len(sequence.tokens) - link.told_length(sequence) >= least
+        return link in self._roster.of(sequence) and len(sequence.tokens) - link.told_length(sequence) >= least
 
     def _rows_to_tell(self, link: DraftLink, sequences: Seq[Sequence]) -> list[Row]:
         rows = []
         for sequence in sequences:
-            if link in self._links_of(sequence):
+            if link in self._roster.of(sequence):
                 row = link.row(sequence, NO_DRAFT, awaited=False, captured=self._captured)
                 if row is not None:
                     rows.append(row)
@@ -314,11 +273,11 @@ class Speculator:
         """Have on the host all hidden rows that are not told: the next pass writes where they are."""
         for sequence in sequences:
             sequence.features.fetch()
-        for link in self._links:
+        for link in self.links:
             link.fetch_last_words()
 
     def _forget_told_features(self, sequence: Sequence) -> None:
-        told = [link.told_length(sequence) for link in self._links_of(sequence) if link.features]
+        told = [link.told_length(sequence) for link in self._roster.of(sequence) if link.features]
         if told:
             # The feature at position told - 1 belongs to the first token that is not told.
             sequence.features.forget_before(min(told) - 1)
@@ -326,14 +285,14 @@ class Speculator:
     @property
     def waits_for_model(self) -> bool:
         """Whether ``collect`` will wait for a drafter with a model."""
-        return any(link.is_awaited for link in self._links)
+        return any(link.is_awaited for link in self.links)
 
     def collect(self) -> None:
         """Wait for the trees that were asked for and keep those that are sound; ``draft_of`` has them afterwards."""
         found, self._quick = self._quick, {}
-        for link in self._links:
+        for link in self.links:
             self._take(link, found)
-        self.costs.end_waits(self._links)
+        self.costs.end_waits(self.links)
         plans: dict[tuple[int, int], list[_Plan]] = {}
         for plan in self._plans:
             plans.setdefault(plan.key, []).append(plan)
@@ -357,7 +316,7 @@ class Speculator:
             return ResidentDrafting()
         wanted = [(sequence, self._links_ahead(sequence)) for sequence in decoding]
         links = {link.number: link for _, found in wanted for link in found}
-        rests = any(len(found) < len(self._links_of(sequence)) for sequence, found in wanted)
+        rests = any(len(found) < len(self._roster.of(sequence)) for sequence, found in wanted)
         if not links:
             return ResidentDrafting(most_steps=QUICK_RESTS if rests else None)
         link = next(iter(links.values()))
@@ -389,11 +348,11 @@ class Speculator:
         most_steps = QUICK_RESTS if rests else None if self._shape.is_fixed else PLAN_HOLDS
         return ResidentDrafting(link, shapes, drafts, self._captured, most_steps)
 
-    def _links_ahead(self, sequence: Sequence) -> list[DraftLink]:
+    def _links_ahead(self, sequence: Sequence) -> Seq[DraftLink]:
         """Of a row's drafters those who are asked before each step: where the server chooses, one without a model is
         left aside for a run if it has found nothing for the next step, and for a few steps where the client has said
         what comes."""
-        links = self._links_of(sequence)
+        links = self._roster.of(sequence)
         draft = self.draft_of(sequence)
         if sequence.speculation.drafter != AUTO or (sequence.prediction_ids and sequence.quick_gate.expects_drafts):
             return links
@@ -410,7 +369,7 @@ class Speculator:
     def still_drafts(self, drafting: ResidentDrafting, decoding: Seq[Sequence]) -> bool:
         """Whether those of a run that still run would be drafted for as they are: drafters are attached as they were
         when it began, and no end took away the last one that has one, or the batch below the limit of drafting."""
-        if not drafting.is_current or [link for link in self._links if link.is_attached] != self._attached:
+        if not drafting.is_current or not self._roster.is_as_attached:
             return False
         if drafting.link is not None:
             return any(drafting.is_for(sequence) for sequence in decoding)
@@ -420,7 +379,7 @@ class Speculator:
         """A run of ``num_steps`` is over, its last one, ``number``, read: get the next step's trees. ``decoding``: who
         still runs."""
         self._drafts, self._plans = {}, []
-        for link in self._links:
+        for link in self.links:
             if not link.has_model:
                 # What it had to say to the step before the run: a pause for that was over within the run.
                 link.read_scout()
@@ -428,7 +387,7 @@ class Speculator:
             sequence.quick_gate.pass_steps(num_steps)
         if drafting.link is None:
             return
-        self.costs.begin_step(self._links)
+        self.costs.begin_step(self.links)
         self._plans = self._make_plans(decoding, max(len(decoding), 1), has_model=True)
         drafting.post(number, is_last=True)
         self.collect()
@@ -448,44 +407,20 @@ class Speculator:
     def observe(self, sequence: Sequence, draft: Draft, matched: Seq[int], shares: Seq[DrafterShare]) -> None:
         """Learn from a verified tree of which the walk went through the nodes ``matched``."""
         depth = int(depths(draft.tree.parents).max())
-        has_model = any(self._links[share.drafter - 1].has_model for share in shares)
+        has_model = any(self.links[share.drafter - 1].has_model for share in shares)
         (sequence.gate if has_model else sequence.quick_gate).observe(len(matched), depth)
         for share in shares:
-            link = self._links[share.drafter - 1]
+            link = self.links[share.drafter - 1]
             link.counters.add(share.num_drafted, share.accepted_depths)
             if len(shares) == 1:
                 link.observe_acceptance(len(matched), depth)
             mine = [node for node, source in enumerate(draft.sources) if source == share.drafter]
             link.estimates.observe([draft.scores[node] for node in mine], [node in matched for node in mine])
 
-    def _links_of(self, sequence: Sequence) -> list[DraftLink]:
-        """The attached drafters of a row: those that it names, all, or those that the server chooses from: the first
-        one, unless it is a model that does not pay, and beside a model the first one without, which costs next to
-        nothing to ask."""
-        if not self.wants_drafts(sequence):
-            return []
-        wanted = sequence.speculation.drafter
-        attached = self._attached
-        if wanted == MERGE:
-            return attached
-        if wanted == AUTO:
-            if not attached or not attached[0].has_model:
-                return attached[:1]
-            quick = [link for link in attached[1:] if not link.has_model][:1]
-            return [attached[0], *quick] if self._uses_model(sequence, attached[0]) else quick
-        names = wanted.split(DRAFTER_JOIN)
-        return [link for link in attached if link.name in names]
-
-    def _uses_model(self, sequence: Sequence, link: DraftLink) -> bool:
-        """Whether a row for which the server chooses drafts with the model; decided once, before it is told of any."""
-        if sequence.uses_model is None:
-            sequence.uses_model = self._shape.is_fixed or self._pays(link)
-            if not sequence.uses_model:
-                self._num_passed_over += 1
-                sequence.uses_model = self._num_passed_over % MODEL_TRIAL_EVERY == 0
-        return sequence.uses_model
-
     def _pays(self, link: DraftLink) -> bool:
+        """Whether a model makes more of a step than it costs; a tree whose shape was given is to be drafted."""
+        if self._shape.is_fixed:
+            return True
         costs = self.costs.relative([link], self._batch)
         return best_reach(link.acceptance, self._shape.max_nodes - 1, costs)[1] >= MODEL_PAYS_FROM
 

@@ -11,7 +11,8 @@ from tests.support.hash_target import HIDDEN_SIZE, HashTarget
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from tests.verifier_svc.test_features import HeadLike
 from verifier_svc.draft_times import DraftTimes
-from verifier_svc.speculator import MODEL_TRIAL_EVERY, TELL_BEHIND
+from verifier_svc.drafter_roster import MODEL_TRIAL_EVERY
+from verifier_svc.speculator import TELL_BEHIND
 
 VOCAB = 12
 PROMPT = [1, 2, 3, 4, 5]
