@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +31,10 @@ from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_twins import DeviceTwins
 from foretoken.sampling import is_greedy, noise_key
+from verifier_svc.device_logprobs import device_logprobs
 from verifier_svc.messages import FinishReason, TokenLogprobs
 from verifier_svc.sequence import Sequence
-from verifier_svc.verify import WalkResult, token_logprobs
+from verifier_svc.verify import WalkResult
 from verifier_svc.walker import Walk, walk_on_host
 
 # Columns of SamplerState that the host sets, each one value a slot.
@@ -134,12 +136,18 @@ class DeviceWalker:
             stage.found.record()
             stage.found.wait()
             found = stage.found.take()
-            for index, each in enumerate(on_device):
-                results[id(each)] = self._result(each, index, found, logits)
+            walked = [walk_result(found, index, each.sources) for index, each in enumerate(on_device)]
+            nodes = [found["nodes"][index, : len(result.tokens)].tolist() for index, result in enumerate(walked)]
+            for each, result in zip(on_device, _with_logprobs(on_device, nodes, walked, logits), strict=True):
+                results[id(each)] = result
         for each in walks:
             if each.sequence.sampling.grammar is not None:
                 results[id(each)] = walk_on_host(each, logits)
         return [results[id(each)] for each in walks]
+
+    @torch.inference_mode()
+    def logprobs(self, logits: torch.Tensor, token_ids: Items[int], top_k: int) -> list[TokenLogprobs]:
+        return device_logprobs(logits, range(len(token_ids)), token_ids, [top_k] * len(token_ids))
 
     @torch.inference_mode()
     def warm_up(self, vocab_size: int) -> None:
@@ -147,7 +155,9 @@ class DeviceWalker:
         stage = self.new_stage(1, 1, 1)
         stage.asked.host["row_seqs"][:] = -1
         stage.asked.send()
-        self.sample_and_walk(stage, torch.zeros((1, vocab_size), dtype=torch.float32, device=self._device))
+        logits = torch.zeros((1, vocab_size), dtype=torch.float32, device=self._device)
+        self.sample_and_walk(stage, logits)
+        self.logprobs(logits, [0], 1)
 
     def new_stage(self, rows: int, seqs: int, depth: int) -> WalkStage:
         """A stage of its own for who fills it on the device. ``depth``: as WalkStage."""
@@ -190,19 +200,6 @@ class DeviceWalker:
         batch = SampleBatch(logits=logits, vocab_limit=self._token_limit, **stage.asked.device)
         sample_rows(batch, self._state, self._workspace, stage.sampled)
         walk(batch, stage.sampled, self._state, stage.result)
-
-    def _result(self, each: Walk, index: int, found: dict[str, np.ndarray], logits: torch.Tensor) -> WalkResult:
-        result = walk_result(found, index, each.sources)
-        nodes = found["nodes"][index, : len(result.tokens)].tolist()
-        return result._replace(logprobs=self._logprobs(each, nodes, result.tokens, logits))
-
-    def _logprobs(self, each: Walk, nodes: list[int], tokens: list[int], logits: torch.Tensor) -> list[TokenLogprobs]:
-        """Of the raw logits of the rows that gave the tokens, which are fetched for it."""
-        top_k = each.sequence.sampling.logprobs
-        if top_k is None or not nodes:
-            return []
-        rows = torch.tensor([each.first_row + node for node in nodes], device=logits.device)
-        return token_logprobs(logits[rows].cpu().numpy(), tokens, top_k)
 
     def seat(self, sequences: Items[Sequence]) -> None:
         """Bring over the rules of sequences that are new in their slots."""
@@ -280,6 +277,26 @@ def walk_result(found: Mapping[str, np.ndarray], index: int, sources: Items[int]
         num_walked_tokens=num_walked,
         matched_nodes=matched,
     )
+
+
+def _with_logprobs(
+    walks: list[Walk], nodes: list[list[int]], results: list[WalkResult], logits: torch.Tensor
+) -> list[WalkResult]:
+    """The results with what their requests want to know of the rows that gave the tokens, those of ``nodes``."""
+    wanted = [each.sequence.sampling.logprobs for each in walks]
+    rows: list[int] = []
+    tokens: list[int] = []
+    top_k: list[int] = []
+    for each, most, walked, result in zip(walks, wanted, nodes, results, strict=True):
+        if most is not None:
+            rows += [each.first_row + node for node in walked]
+            tokens += result.tokens
+            top_k += [most] * len(walked)
+    found = iter(device_logprobs(logits, rows, tokens, top_k))
+    return [
+        result if most is None else result._replace(logprobs=list(islice(found, len(result.tokens))))
+        for most, result in zip(wanted, results, strict=True)
+    ]
 
 
 def _is_penalized(sequence: Sequence) -> bool:

@@ -45,7 +45,7 @@ from verifier_svc.sequence import NO_SLOT, DecodeStep, DrafterShare, Sequence
 from verifier_svc.sessions import Sessions
 from verifier_svc.speculator import Speculator
 from verifier_svc.step import Scheduled, StepBatch, build_batch, commit_slots
-from verifier_svc.verify import WalkResult, token_logprobs
+from verifier_svc.verify import WalkResult
 from verifier_svc.walker import HostWalker, Walk, Walker
 
 logger = logging.getLogger(__name__)
@@ -307,8 +307,8 @@ class Engine:
         assert wanted is not None
         if known > 0:
             following = sequence.tokens[first + 1 : first + 1 + known]
-            rows = logits[first_row : first_row + known].cpu().numpy()
-            sequence.prompt_logprobs.extend(token_logprobs(rows, following, wanted))
+            rows = logits[first_row : first_row + known]
+            sequence.prompt_logprobs.extend(self._walker.logprobs(rows, following, wanted))
         return first_row + part.num_tokens - 1
 
     def _keep_features(self, scheduled: list[Scheduled], batch: StepBatch, results: list[WalkResult | None]) -> None:

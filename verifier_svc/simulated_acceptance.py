@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 import torch
 
 from foretoken.tree import DraftTree
-from verifier_svc.messages import FinishReason
+from verifier_svc.messages import FinishReason, TokenLogprobs
 from verifier_svc.verify import WalkResult
 from verifier_svc.walker import Walk, Walker
 
@@ -26,6 +26,9 @@ class SimulatedWalker:
     def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
         results = self._inner.walk(walks, logits)
         return [self._replaced(walk, result) for walk, result in zip(walks, results, strict=True)]
+
+    def logprobs(self, logits: torch.Tensor, token_ids: Items[int], top_k: int) -> list[TokenLogprobs]:
+        return self._inner.logprobs(logits, token_ids, top_k)
 
     def _replaced(self, walk: Walk, result: WalkResult) -> WalkResult:
         sequence = walk.sequence

@@ -8,8 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from foretoken.tree import DraftTree
+from verifier_svc.messages import TokenLogprobs
 from verifier_svc.sequence import Sequence
-from verifier_svc.verify import WalkResult, sample_and_walk
+from verifier_svc.verify import WalkResult, sample_and_walk, token_logprobs
 
 
 class Walk(NamedTuple):
@@ -32,12 +33,20 @@ class Walker(Protocol):
         """
         ...
 
+    def logprobs(self, logits: torch.Tensor, token_ids: Items[int], top_k: int) -> list[TokenLogprobs]:
+        """Of a token a row, and of the ``top_k`` best ones. ``logits``: [rows, vocab], some of what the runner
+        returned."""
+        ...
+
 
 class HostWalker:
     """Row by row on the CPU, along the path alone: rows off it cannot be reached."""
 
     def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
         return [walk_on_host(walk, logits) for walk in walks]
+
+    def logprobs(self, logits: torch.Tensor, token_ids: Items[int], top_k: int) -> list[TokenLogprobs]:
+        return token_logprobs(logits.numpy(), token_ids, top_k)
 
 
 def walk_on_host(walk: Walk, logits: torch.Tensor) -> WalkResult:
