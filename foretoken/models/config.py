@@ -19,6 +19,8 @@ from foretoken.errors import CheckpointError, ConfigError
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 # transformers has no class for these, so every checkpoint of theirs names code of its own; it is not needed here.
 _WITHOUT_A_CLASS = ("mimo",)
+# Queries, keys and values have a bias.
+_WITH_BIAS = ("qwen2", "mimo")
 # The CPU kernels work on whole vectors.
 _WIDTH_MULTIPLE = 16
 
@@ -120,7 +122,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
     raw = _read_json(path / "config.json")
     if raw is None:
         raise CheckpointError(f"{path / 'config.json'} does not exist")
-    if raw.get("auto_map") and raw.get("model_type") not in _WITHOUT_A_CLASS:
+    # That of speculators names the library's own class, in every head that it writes; the rest of the file says it all.
+    is_known = raw.get("model_type") in _WITHOUT_A_CLASS or "speculators_model_type" in raw
+    if raw.get("auto_map") and not is_known:
         raise ConfigError(f"{path / 'config.json'}: auto_map needs code from the checkpoint, which is never run")
     return raw
 
@@ -172,7 +176,7 @@ def _reduce(parsed: _ConfigFile, generation: dict[str, Any]) -> ModelConfig:
         rope=_rope(parsed),
         max_position_embeddings=parsed.max_position_embeddings,
         tie_word_embeddings=parsed.tie_word_embeddings,
-        qkv_bias=parsed.model_type in ("qwen2", "mimo"),
+        qkv_bias=parsed.model_type in _WITH_BIAS,
         head_norm=parsed.model_type == "qwen3",
         eos_token_ids=_eos_token_ids(parsed.eos_token_id, generation.get("eos_token_id")),
     )
@@ -185,9 +189,11 @@ def _refuse_unsupported(parsed: _ConfigFile) -> None:
         raise ConfigError("quantization_config: quantized checkpoints are not supported")
     if parsed.hidden_act != "silu":
         raise ConfigError(f"hidden_act {parsed.hidden_act!r} is not supported; there is: silu")
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(parsed, name, False):
-            raise ConfigError(f"{name} is not supported")
+    # Of a model type that always has biases the files may say so.
+    if parsed.attention_bias and parsed.model_type not in _WITH_BIAS:
+        raise ConfigError("attention_bias is not supported")
+    if parsed.mlp_bias:
+        raise ConfigError("mlp_bias is not supported")
     # Mistral's files switch it by the width alone.
     windowed = parsed.sliding_window is not None and (parsed.model_type == "mistral" or parsed.use_sliding_window)
     if windowed or any(kind != "full_attention" for kind in parsed.layer_types or ()):

@@ -187,6 +187,7 @@ def test_no_weights_no_config_no_folder(folder: Path) -> None:
         ({"auto_map": {"AutoConfig": "code.Config"}}, "auto_map"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "qwen2", "attention_bias": True, "mlp_bias": True}, "mlp_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window"),

@@ -164,6 +164,7 @@ def speculators_config(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
     layer = {name: config[name] for name in (*HEAD_CONFIG, "head_dim")}
     return {
         "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
         "speculators_model_type": "eagle3",
         "speculators_config": {"algorithm": "eagle3", "verifier": {"architectures": ["LlamaForCausalLM"]}},
         "transformer_layer_config": layer,
@@ -198,6 +199,7 @@ def mimo_target(folder: Path, num_depths: int = 1, vocab_size: int = VOCAB) -> P
         folder,
         random_tensors(shapes),
         model_type="mimo",
+        attention_bias=True,
         num_nextn_predict_layers=num_depths,
         auto_map=auto_map,
         architectures=architectures,
