@@ -47,7 +47,7 @@ def attach(
     """Attach a drafter that runs; requests may name it from now on. Prints what became of it.
 
     Exits with status 0 where it is attached to every verifier that was asked, with 3 where it is not yet: the server
-    keeps it, and attaches it whenever it answers. What was refused has status 1.
+    keeps it, and tries again until it is attached or detached. What the server refused has status 1.
     """
     with _client(url, key_file) as client:
         client.attach(name, address, transport, verifier)
@@ -55,8 +55,8 @@ def attach(
     _show(drafters)
     if any(drafter.state != "attached" for drafter in drafters):
         say(
-            f"{name} is known to the server but not attached yet: it is as soon as it answers; {program()} drafters "
-            f"list says how it stands, {program()} drafters detach {name} gives it up"
+            f"{name} is known to the server but not attached yet: it is tried again until it is; {program()} "
+            f"drafters list says how it stands, {program()} drafters detach {name} gives it up"
         )
         raise typer.Exit(NOT_ATTACHED_YET)
 
