@@ -76,6 +76,9 @@ def head_config(path: Path) -> HeadConfig:
         ConfigError: a kind or feature that is not supported, by name.
     """
     raw = read_config_file(path)
+    kind = raw.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ConfigError(f"{path / 'config.json'}: speculators_model_type {kind!r} is not supported; there is: eagle3")
     files = tensor_files(path)
     for layout, prefix, layer in _MTP_NAMES:
         if any(name.startswith(prefix) for name in files):
@@ -135,9 +138,6 @@ def _mtp_config(raw: dict[str, Any], path: Path, layout: Layout, stored: dict[st
 
 
 def _eagle3_config(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> HeadConfig:
-    kind = raw.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise ConfigError(f"{path / 'config.json'}: speculators_model_type {kind!r} is not supported; there is: eagle3")
     nested = raw.get("eagle_config") or {}
     settings = {**nested, **{name: value for name, value in raw.items() if value is not None}}
     if settings.get("use_aux_hidden_state") is False:
@@ -147,7 +147,7 @@ def _eagle3_config(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> H
         raise CheckpointError(f"{path / 'config.json'}: eagle_aux_hidden_state_layer_ids: not a list of layers")
     # SafeAILab's ids name a layer's output, which enters the layer after it; speculators' count as vLLM does, which
     # takes the state where the layer begins.
-    layers = None if ids is None else tuple(i if kind else i + 1 for i in ids)
+    layers = None if ids is None else tuple(i if "speculators_model_type" in raw else i + 1 for i in ids)
     number = settings.get("num_aux_hidden_states", len(layers) if layers else _DEFAULT_NUM_FEATURES)
     if number != (len(layers) if layers else _DEFAULT_NUM_FEATURES):
         raise ConfigError(f"{path / 'config.json'}: num_aux_hidden_states {number} without the layers' ids")

@@ -224,6 +224,13 @@ def test_configs_that_are_refused(target: Path, eagle3: Path, fields: dict[str, 
         load(eagle3, target)
 
 
+def test_other_heads_of_speculators_are_refused_by_name(target: Path, eagle: Path) -> None:
+    """Theirs of EAGLE's first kind has its layer's fields one level down, and norms that ours does not."""
+    reconfigure(eagle, speculators_model_type="eagle", auto_map={"": "eagle.EagleSpeculatorConfig"})
+    with pytest.raises(ConfigError, match="speculators_model_type 'eagle' is not supported"):
+        load(eagle, target)
+
+
 def test_three_axes_of_positions_are_one_for_text(target: Path, eagle3: Path) -> None:
     expected = extended(load(eagle3, target))
     reconfigure(eagle3, rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]})
