@@ -89,11 +89,15 @@ def tensors_of(content: Any, max_tensors: int, max_bytes: int) -> dict[str, Any]
     for wrapper in _WRAPPERS:
         if isinstance(content.get(wrapper), dict):
             content = content[wrapper]
+    if not content:
+        raise Refused("it holds no tensors")
     if len(content) > max_tensors:
         raise Refused(f"{len(content)} tensors are more than {max_tensors}")
     total = 0
     for name, value in content.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+        if not isinstance(name, str):
+            raise Refused(f"entry {name!r} is named by a {type(name).__name__}, expected a string")
+        if not isinstance(value, torch.Tensor):
             raise Refused(f"entry {name!r} is a {type(value).__name__}, expected a tensor")
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
             raise Refused(f"tensor {name!r} is not a plain dense one")
@@ -108,8 +112,10 @@ def _token_map(ids: Any) -> Any:
 
     if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32, torch.int16):
         raise Refused(f"token ids must be integers [num_ids], found {ids.dtype} {list(ids.shape)}")
+    if not len(ids):
+        raise Refused("it holds no token ids")
     ids = ids.to(torch.int64).contiguous()
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < _MAX_ID:
+    if not 0 <= int(ids.min()) <= int(ids.max()) < _MAX_ID:
         raise Refused(f"token ids must be from 0 to {_MAX_ID - 1}")
     if len(ids.unique()) != len(ids):
         raise Refused("a token id occurs twice")
