@@ -2,7 +2,7 @@
 
     {"services": [{"name", "command", "ready_file", "alive_socket", "stop_grace_s", "required", and as they are
                    in Service: "environment", "before_kill", "shares_faults"}],
-     "optional_ready_s", "slow_start_s", "heartbeat_s", "max_silence_s", "stops_together"}
+     "optional_ready_s", "slow_start_s", "heartbeat_s", "max_silence_s", "before_kill_s", "stops_together"}
 
 Each announcement is a line on stdout; READY stands for ``on_ready``. The exit status is the supervisor's.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,9 @@ def main() -> int:
     spec = json.loads(sys.argv[1])
     supervisor.OPTIONAL_READY_S, supervisor.SLOW_START_S = spec["optional_ready_s"], spec["slow_start_s"]
     supervisor.HEARTBEAT_S, supervisor.MAX_SILENCE_S = spec["heartbeat_s"], spec["max_silence_s"]
+    supervisor.BEFORE_KILL_S = spec["before_kill_s"]
+    # No life here is so long that the next start would not wait, whatever stands still meanwhile.
+    supervisor.STABLE_AFTER_S = math.inf
     services = [service(item) for item in spec["services"]]
     together = spec["stops_together"]
     run = supervisor.Supervisor(
