@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,6 +25,11 @@ READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.1
 LOG_TAIL_LINES = 20
+# Where ports are looked for, and how many at least.
+LEAST_PORT = 20_000
+NUM_PORTS = 10_000
+
+_given_ports: set[int] = set()
 
 
 class StackError(Exception):
@@ -88,12 +94,29 @@ def terminable() -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now."""
-    with contextlib.ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in sockets]
+    """Ports that nobody listens on now, each given once.
+
+    Below those that the kernel gives to whoever asks for any: until it is bound, another's connection could have it.
+    """
+    first_of_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    candidates = range(LEAST_PORT, max(first_of_any, LEAST_PORT + NUM_PORTS))
+    found: list[int] = []
+    while len(found) < count:
+        # Not of a seed that others start from as well.
+        port = random.SystemRandom().choice(candidates)
+        if port not in _given_ports and _is_free(port):
+            _given_ports.add(port)
+            found.append(port)
+    return found
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def describe(address: Address) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def test_reads_text_usage_and_figures_of_a_stream() -> None:
 
 
 def test_streams_run_at_once_and_answers_keep_their_order() -> None:
-    together = threading.Barrier(3, timeout=10.0)
+    together = threading.Barrier(3)
 
     def script(body: dict[str, Any]) -> Iterator[bytes]:
         # Nobody gets a byte before all three requests are there.
@@ -54,7 +54,7 @@ def test_each_arrival_is_told_with_what_all_streams_have_received() -> None:
 
     def script(body: dict[str, Any]) -> Iterator[bytes]:
         yield STREAM_HEAD + chunk(event(text_event("a")))
-        assert both_have_text.wait(10.0)
+        both_have_text.wait()
         yield chunk(event(usage_event(1))) + END
 
     def on_arrival(recordings: Sequence[Recording]) -> None:
@@ -140,7 +140,7 @@ def test_silence_is_an_error() -> None:
     ended = threading.Event()
 
     def script(body: dict[str, Any]) -> Iterator[bytes]:
-        ended.wait(10.0)
+        ended.wait()
         yield b""
 
     with scripted_server(script) as server:

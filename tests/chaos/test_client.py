@@ -35,10 +35,12 @@ def anyio_backend() -> str:
 
 @contextlib.asynccontextmanager
 async def served(script: Script) -> AsyncIterator[Client]:
-    """A client of a server that reads a request's head and then does what ``script`` says."""
+    """A client of a server that reads a request and then does what ``script`` says."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        # Bytes that nobody has read make a connection's end a reset.
+        await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
         with contextlib.suppress(ConnectionError):
             await script(writer)
         writer.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from benchmarks.stack import free_ports
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "verifier", "drafter")
@@ -38,12 +39,6 @@ def check_engine() -> None:
     answer = subprocess.run(["docker", "version", "--format", "{{.Server.Version}}"], capture_output=True, text=True)
     if answer.returncode != 0:
         pytest.skip(f"needs a container engine: {answer.stderr.strip()}")
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -112,14 +107,14 @@ class Deployment:
     def ready(self) -> dict[str, Any]:
         """The answer of /ready, empty while nothing listens."""
         try:
-            answer: dict[str, Any] = httpx.get(f"{self.url}/ready", trust_env=False).json()
+            answer: dict[str, Any] = httpx.get(f"{self.url}/ready", timeout=HANG_S, trust_env=False).json()
         except httpx.TransportError:
             return {}
         return answer
 
     def num_requests(self) -> int:
         """Requests in the gateway now."""
-        lines = httpx.get(f"{self.url}/metrics", trust_env=False).text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=HANG_S, trust_env=False).text.splitlines()
         (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith("foretoken_gateway_num_requests{")]
         return int(float(value))
 
@@ -156,7 +151,8 @@ def deployment() -> Iterator[Deployment]:
     check_engine()
     environment = dict(os.environ)
     environment |= {"COMPOSE_PROJECT_NAME": f"foretoken-test-{os.getpid()}"}
-    environment |= {"PORT": free_port(), "GRPC_PORT": free_port()}
+    port, grpc_port = free_ports(2)
+    environment |= {"PORT": str(port), "GRPC_PORT": str(grpc_port)}
     deployment = Deployment(compose_command(), environment)
     deployment.compose("build")
     try:

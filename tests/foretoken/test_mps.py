@@ -204,8 +204,11 @@ def test_without_a_daemon_auto_goes_on_and_says_what_it_costs(
         monkeypatch.setattr("shutil.which", lambda name: None)
     else:
         install(fault)
-    monkeypatch.setattr(mps, "ASK_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(mps, "START_TIMEOUT_S", 0.6)
+    # Short only where they pass: a slow start is no hanging one.
+    if fault == "hangs":
+        monkeypatch.setattr(mps, "ASK_TIMEOUT_S", 0.3)
+    if fault in ("hangs", "serverless"):
+        monkeypatch.setattr(mps, "START_TIMEOUT_S", 2.0)
     with runtime_folder() as folder, said.clients("auto", folder) as clients:
         assert clients == GpuClients()
         assert said == [f"no MPS, {reason}: {COST}"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from benchmarks.stack import free_ports
 from gateway.config import GatewaySettings
 from gateway.server import Gateway
 from gateway.tokenizer import Tokenizer
@@ -84,14 +83,6 @@ class Stack:
         return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [item.getsockname()[1] for item in sockets]
-
-
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
@@ -130,7 +121,7 @@ async def run_stack(settings: GatewaySettings, tokenizer: Tokenizer, path: Path)
     verifier = ScriptedVerifier(tokenizer.vocab_size)
     async with serving(verifier, path), Gateway(settings) as gateway:
         await gateway.verifiers.wait_up()
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=30) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None) as client:
             yield Stack(settings, gateway, verifier, tokenizer, client)
 
 

@@ -207,7 +207,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` holds; it is looked at whenever something came up the session."""
-        async with asyncio.timeout(20), self.arrived:
+        async with self.arrived:
             await self.arrived.wait_for(condition)
 
 

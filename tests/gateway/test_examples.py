@@ -10,7 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.gateway.conftest import Stack, free_ports
+from benchmarks.stack import free_ports
+from tests.gateway.conftest import Stack
 from tests.gateway.scripted_verifier import Player, steps
 
 pytestmark = pytest.mark.anyio

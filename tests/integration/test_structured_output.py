@@ -133,7 +133,8 @@ async def test_a_hostile_schema_is_a_400_and_holds_nobody_up(client: openai.Asyn
     with pytest.raises(openai.BadRequestError) as caught:
         await hostile
     assert caught.value.param == "guided_json" and "to compile" in caught.value.message
-    assert num_served > 5
+    # Had the first one waited for it, there would be no second.
+    assert num_served > 1
 
 
 async def test_unsupported_keywords_are_named(client: openai.AsyncOpenAI) -> None:
@@ -153,7 +154,7 @@ async def test_the_process_that_checks_grammars_goes_with_its_verifier(checkpoin
         async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=120) as http:
             assert (await http.post("/v1/completions", json=body)).status_code == 200
         (checker,) = stack.service("verifier").children()
-        stack.descendants = psutil.Process(stack.process.pid).children(recursive=True)
+        stack.descendants = stack.children()
         assert checker in stack.descendants
         folder = stack.runtime_folder()
         stack.process.terminate()

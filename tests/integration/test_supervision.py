@@ -124,7 +124,7 @@ def drafter_state(folder: Path) -> Any:
 
 def test_sigkill_of_serve_leaves_no_memory(stack: Stack) -> None:
     """The last test of this stack. Memory without a name lives as long as its holders; none is left."""
-    stack.descendants = psutil.Process(stack.process.pid).children(recursive=True)
+    stack.descendants = stack.children()
     folder = stack.runtime_folder()
     wait_until(lambda: drafter_state(folder).state == "attached", stack)
     held = [Path(line.split()[-1]) for name in SERVICES for line in maps(stack.service(name))]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from typer.testing import CliRunner
 
+from benchmarks.stack import free_ports
 from foretoken.cli import app
 from foretoken.supervisor import Service
 
@@ -28,9 +28,7 @@ def foretoken(*arguments: str, **environment: str) -> subprocess.CompletedProces
 
 
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    return str(free_ports(1)[0])
 
 
 def invoke(*arguments: str) -> None:

@@ -35,6 +35,16 @@ async def connect_slow(port: int) -> socket.socket:
     return connection
 
 
+async def read_until_cut(connection: socket.socket) -> bytes:
+    """What comes on a connection that the server ends."""
+    loop, data = asyncio.get_running_loop(), bytearray()
+    # What was on its way at the cut may be lost: then it shows as a reset.
+    with contextlib.suppress(ConnectionResetError):
+        while part := await loop.sock_recv(connection, 1 << 20):
+            data += part
+    return bytes(data)
+
+
 class Relay:
     """Passes one server's connections on, until ``reset`` ends them all by RST."""
 

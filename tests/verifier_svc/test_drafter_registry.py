@@ -87,12 +87,11 @@ class Verifier:
         return {drafter.name: drafter for drafter in info.drafters}
 
     async def until(self, name: str, state: str, num_attaches: int = 1) -> verifier_pb2.DrafterState:
-        async with asyncio.timeout(60):
-            while True:
-                drafter = (await self.drafters())[name]
-                if (drafter.state, drafter.num_attaches) == (state, num_attaches):
-                    return drafter
-                await asyncio.sleep(0.01)
+        while True:
+            drafter = (await self.drafters())[name]
+            if (drafter.state, drafter.num_attaches) == (state, num_attaches):
+                return drafter
+            await asyncio.sleep(0.01)
 
     async def generate(
         self, drafter: str = "auto", *, enabled: bool = True, **more: Any
@@ -209,9 +208,8 @@ async def test_gauges_are_carried_while_it_is_attached(verifier: Verifier, tmp_p
         await verifier.attach("late", address)
         await verifier.until("late", "attached")
         await verifier.generate("late")
-        async with asyncio.timeout(30):
-            while not (gauges := (await verifier.drafters())["late"].gauges) or gauges["ngram_nodes"] == 0:
-                await asyncio.sleep(0.05)
+        while not (gauges := (await verifier.drafters())["late"].gauges) or gauges["ngram_nodes"] == 0:
+            await asyncio.sleep(0.05)
         assert gauges["ngram_capacity"] == 2048
     drafter = await verifier.until("late", "connecting")
     assert dict(drafter.gauges) == {}
@@ -309,7 +307,6 @@ async def test_corpora_follow_a_name_to_its_next_drafter(verifier: Verifier, tmp
         await verifier.until("a", "attached", num_attaches=2)
         await verifier.detach("a")
         await verifier.attach("a", two)
-        async with asyncio.timeout(30):
-            while not second.corpora.list():
-                await asyncio.sleep(0.02)
+        while not second.corpora.list():
+            await asyncio.sleep(0.02)
         assert await held("a") == [("docs", 3)]

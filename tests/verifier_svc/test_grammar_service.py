@@ -36,12 +36,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, scenario: Callable[[Stub, Harness], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
         async with served(folder, **options) as (stub, harness):
-            await asyncio.wait_for(scenario(stub, harness), 120)
-            async with asyncio.timeout(60):
-                while not harness.engine.is_idle:
-                    await asyncio.sleep(0.01)
-            harness.blocks.check_integrity()
-            assert harness.blocks.num_free_blocks == harness.blocks.num_blocks
+            await scenario(stub, harness)
+            blocks = harness.blocks
+            while not (harness.engine.is_idle and blocks.num_free_blocks == blocks.num_blocks):
+                await asyncio.sleep(0.01)
+        # The engine has stopped: it is in no step that could be half done.
+        blocks.check_integrity()
 
     asyncio.run(main())
 
@@ -153,10 +153,10 @@ def test_a_hostile_grammar_is_refused_while_others_run(folder: Path) -> None:
         assert list(ended) == ["plain", "hostile", "after"]
         error = ended["hostile"][1]
         assert (error.code, error.field) == (INVALID, "json_schema")
-        assert "0.7 s" in error.message
+        assert "2 s" in error.message
         await call.done_writing()
 
-    run(folder, scenario, timeout_s=0.7)
+    run(folder, scenario, timeout_s=2.0)
 
 
 def test_bad_grammars_are_errors_of_their_sequences(folder: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_abort_of_a_sequence_that_waits_for_its_grammar_is_answered(folder: P
         assert ended["waits"][1].reason == common_pb2.FINISH_REASON_ABORT
         await call.done_writing()
 
-    run(folder, scenario, timeout_s=0.5)
+    run(folder, scenario, timeout_s=2.0)
 
 
 def test_a_session_that_closes_forgets_what_waits(folder: Path) -> None:
@@ -220,7 +220,7 @@ def test_sequences_that_wait_for_grammars_stand_in_the_queue(folder: Path) -> No
         assert codes == [INVALID, INVALID, INVALID, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
         await call.done_writing()
 
-    run(folder, scenario, timeout_s=0.5, max_running=1, max_waiting=2)
+    run(folder, scenario, timeout_s=2.0, max_running=1, max_waiting=2)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
