@@ -61,7 +61,7 @@ class Served:
         transport = ArenaTransport(ArenaLayout.of_target(TARGET), EPOCH, CHALLENGE, TransportCounters())
         listener = ArenaListener()
         attaching = asyncio.ensure_future(self.attach(arena_socket=listener.path))
-        await asyncio.to_thread(Waiter((listener.fileno(),)).wait, 30)
+        await asyncio.to_thread(Waiter((listener.fileno(),)).wait, None)
         transport.hand_over(listener.accept())
         response = await attaching
         assert response.transport == "shared-memory"

@@ -72,7 +72,7 @@ def connect(
     """Hand an arena over to a peer, which needs a thread while it fetches it."""
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(ArenaPeer, listener.path, epoch, target)
-        assert Waiter((listener.fileno(),)).wait(30)
+        assert Waiter((listener.fileno(),)).wait(None)
         transport.hand_over(listener.accept())
         return fetching.result()
 
@@ -404,7 +404,8 @@ def test_nothing_stays_open() -> None:
             pair.transport.post(draft_request([[5]]))
             pair.serve()
             assert pair.transport.receive(LONG_S) is not None
-    assert (open_descriptors(), threading.active_count()) == before
+    # Less, where something of earlier tests has gone meanwhile.
+    assert open_descriptors() <= before[0] and threading.active_count() <= before[1]
 
 
 def open_descriptors() -> int:

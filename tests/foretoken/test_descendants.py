@@ -33,4 +33,4 @@ spared.wait()
 
 
 def test_who_forks_while_it_is_killed_does_not_escape() -> None:
-    subprocess.run([sys.executable, "-c", _KILLER, _RUNNER], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", _KILLER, _RUNNER], check=True)

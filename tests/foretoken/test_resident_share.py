@@ -54,7 +54,7 @@ def hand_over(transport: ArenaTransport, needs: DrafterNeeds = NEEDS) -> ArenaPe
     listener = ArenaListener()
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(ArenaPeer, listener.path, EPOCH, TARGET, needs)
-        assert Waiter((listener.fileno(),)).wait(30)
+        assert Waiter((listener.fileno(),)).wait(None)
         transport.hand_over(listener.accept())
         return fetching.result()
 
@@ -177,12 +177,12 @@ def test_another_number_of_descriptors_is_refused(num_sent: int) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(ArenaPeer, listener.path, EPOCH, TARGET, NEEDS)
-        assert Waiter((listener.fileno(),)).wait(30)
+        assert Waiter((listener.fileno(),)).wait(None)
         with listener.accept() as connection:
             socket.send_fds(connection, [b"\0"], [transport._request_fd] * num_sent)
             with pytest.raises(UnavailableError, match="no descriptors" if num_sent == 0 else "instead of 6"):
                 fetching.result()
-    assert len(os.listdir("/proc/self/fd")) == before - 1, "the listener's"
+    assert len(os.listdir("/proc/self/fd")) <= before - 1, "the listener's"
     transport.close()
 
 
@@ -285,7 +285,9 @@ def test_nothing_stays_open() -> None:
         with ends() as (transport, peer):
             memories(transport, peer)
     del transport, peer
-    assert (len(os.listdir("/proc/self/fd")), num_mapped(), threading.active_count()) == before
+    # Less, where something of earlier tests has gone meanwhile.
+    after = len(os.listdir("/proc/self/fd")), num_mapped(), threading.active_count()
+    assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
 def test_the_device_is_told_when_a_drafter_is_prepared() -> None:

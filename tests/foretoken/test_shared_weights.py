@@ -179,7 +179,7 @@ def attached(shared: SharedWeights, needs: DrafterNeeds) -> tuple[ArenaTransport
     listener = ArenaListener()
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(ArenaPeer, listener.path, 7, TARGET, needs)
-        assert Waiter((listener.fileno(),)).wait(30)
+        assert Waiter((listener.fileno(),)).wait(None)
         transport.hand_over(listener.accept())
         peer = fetching.result()
     transport.check_self_test()
@@ -223,4 +223,5 @@ def test_nothing_stays_open() -> None:
         peer.close()
         transport.close()
         del shared, transport, peer
-    assert num_held() == before
+    # Less, where something of earlier tests has gone meanwhile.
+    assert all(now <= then for now, then in zip(num_held(), before, strict=True))

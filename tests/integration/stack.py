@@ -142,7 +142,7 @@ def stream(url: str, **fields: Any) -> Iterator[dict[str, Any]]:
     """The chunks of a completion."""
     body = LONG | {"model": "tiny", "stream_options": {"include_usage": True}} | fields
     with (
-        httpx.Client(trust_env=False, timeout=120) as client,
+        httpx.Client(trust_env=False, timeout=None) as client,
         client.stream("POST", f"{url}/v1/completions", json=body) as response,
     ):
         assert response.status_code == 200, response.read()

@@ -81,7 +81,7 @@ def served(target: Path, folders: pytest.TempPathFactory, *specs: str, flags: Se
 
 
 def attached(stack: Stack) -> set[str]:
-    ready = httpx.get(f"{stack.url}/ready", trust_env=False).json()
+    ready = httpx.get(f"{stack.url}/ready", timeout=None, trust_env=False).json()
     return {drafter["name"] for drafter in ready["verifiers"][0]["drafters"] if drafter["state"] == "attached"}
 
 
@@ -106,7 +106,7 @@ def body(drafter: str | None, seed: int = 3, **fields: Any) -> dict[str, Any]:
 
 
 def ask(stack: Stack, drafter: str | None, **fields: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{stack.url}/v1/completions", json=body(drafter, **fields), timeout=120, trust_env=False)
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body(drafter, **fields), timeout=None, trust_env=False)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -176,7 +176,7 @@ def test_all_at_once(stack: Stack) -> None:
     asked = [(drafter, seed) for seed in range(4) for drafter in CHOICES]
 
     async def answers() -> list[dict[str, Any]]:
-        async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=None) as client:
             requests = [
                 client.post("/v1/completions", json=body(drafter, seed, temperature=0.7)) for drafter, seed in asked
             ]
@@ -214,7 +214,7 @@ def drafter_words(process: psutil.Process) -> list[str]:
 
 
 def test_a_name_that_nobody_has_is_refused(stack: Stack) -> None:
-    answer = httpx.post(f"{stack.url}/v1/completions", json=body("medusa"), trust_env=False)
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body("medusa"), timeout=None, trust_env=False)
     assert answer.status_code == 400
     assert all(name in answer.json()["error"]["message"] for name in NAMES)
 

@@ -32,7 +32,7 @@ def ask(stack: Stack, tenant: str, **more: Any) -> dict[str, Any]:
     """Text that hardly repeats itself, for a tenant that has no history."""
     sampling = {"max_new_tokens": NUM_TOKENS, "temperature": 1.0, "sampling_seed": 7, "ignore_eos": True}
     body = {"text": PROMPT, "sampling_params": sampling, "cache_salt": tenant, **more}
-    answer = httpx.post(f"{stack.url}/generate", json=body, timeout=60, trust_env=False)
+    answer = httpx.post(f"{stack.url}/generate", json=body, timeout=None, trust_env=False)
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result
@@ -45,7 +45,7 @@ def accepted(answer: dict[str, Any]) -> int:
 
 
 def corpora(stack: Stack) -> dict[str, int]:
-    answer = httpx.get(f"{stack.url}/v1/corpora", headers=AUTH, timeout=60, trust_env=False)
+    answer = httpx.get(f"{stack.url}/v1/corpora", headers=AUTH, timeout=None, trust_env=False)
     return {entry["name"]: entry["num_tokens"] for entry in answer.json()["data"]} if answer.is_success else {}
 
 
@@ -53,11 +53,17 @@ def test_a_prediction_is_drafted_from(stack: Stack) -> None:
     plain = ask(stack, "plain", speculative={"enabled": False})
     output = plain["output_ids"]
     assert accepted(plain) == 0
-    exact = ask(stack, "exact", prediction=output)
-    assert exact["output_ids"] == output and accepted(exact) > 30
-    assert exact["meta_info"]["accepted_prediction_tokens"] == NUM_TOKENS
-    close = ask(stack, "close", prediction=[*output[:40], 5, 6, *output[50:]])
-    assert close["output_ids"] == output and accepted(close) > 15
+    tenants = itertools.count()
+
+    def is_drafted_from(prediction: list[int], least: int, num_accepted: int) -> bool:
+        """How much of it is drafted depends on what steps and waits cost on this machine now."""
+        answer = ask(stack, f"predicted {next(tenants)}", prediction=prediction)
+        assert answer["output_ids"] == output
+        assert answer["meta_info"]["accepted_prediction_tokens"] >= num_accepted
+        return accepted(answer) > least
+
+    wait_until(lambda: is_drafted_from(output, 30, NUM_TOKENS), stack)
+    wait_until(lambda: is_drafted_from([*output[:40], 5, 6, *output[50:]], 15, 0), stack)
     wrong = ask(stack, "wrong", prediction=output[::-1])
     assert wrong["output_ids"] == output and wrong["text"] == plain["text"]
 
@@ -66,7 +72,8 @@ def test_corpora_are_drafted_from_until_they_are_removed(stack: Stack) -> None:
     output = ask(stack, "writer", speculative={"enabled": False})["output_ids"]
     without = accepted(ask(stack, "before"))
     body = {"name": "outputs", "token_ids": output}
-    assert httpx.post(f"{stack.url}/v1/corpora", json=body, headers=AUTH, trust_env=False).status_code == 200
+    url = f"{stack.url}/v1/corpora"
+    assert httpx.post(url, json=body, headers=AUTH, timeout=None, trust_env=False).status_code == 200
     tenants = itertools.count()
 
     def is_drafted_from() -> bool:

@@ -89,7 +89,7 @@ def test_a_second_stack_on_the_port_is_told_so_and_the_first_lives(
         f"foretoken: port {stack.port} is in use; choose another with --port (make serve PORT=...)\n"
     )
     second.close()
-    assert httpx.get(f"{stack.url}/ready", trust_env=False).status_code == 200
+    assert httpx.get(f"{stack.url}/ready", timeout=None, trust_env=False).status_code == 200
 
 
 def test_a_drafter_killed_in_mid_stream_is_started_again_and_changes_no_text(stack: Stack) -> None:

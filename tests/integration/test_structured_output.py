@@ -51,7 +51,7 @@ def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 async def client(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=120) as client:
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=None) as client:
         yield client
 
 
@@ -107,7 +107,7 @@ async def test_json_mode_gives_objects(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_sglang_and_grpc_clients(stack: Stack) -> None:
-    async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=120) as http:
+    async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=None) as http:
         for seed in range(4):
             sampling = {"regex": PATTERN, "sampling_seed": seed, "max_new_tokens": 60}
             body = (await http.post("/generate", json={"text": PROMPT, "sampling_params": sampling})).json()
@@ -151,7 +151,7 @@ async def test_unsupported_keywords_are_named(client: openai.AsyncOpenAI) -> Non
 async def test_the_process_that_checks_grammars_goes_with_its_verifier(checkpoint: Path, tmp_path: Path) -> None:
     with running(checkpoint, tmp_path / "log") as stack:
         body = {"prompt": "a", "guided_regex": "[ab]{3}"}
-        async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=None) as http:
             assert (await http.post("/v1/completions", json=body)).status_code == 200
         (checker,) = stack.service("verifier").children()
         stack.descendants = stack.children()
@@ -162,7 +162,7 @@ async def test_the_process_that_checks_grammars_goes_with_its_verifier(checkpoin
         psutil.wait_procs(stack.descendants, timeout=60)
         assert_all_gone(stack, folder)
     with running(checkpoint, tmp_path / "log2") as stack:
-        async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=None) as http:
             assert (await http.post("/v1/completions", json=body)).status_code == 200
         verifier = stack.service("verifier")
         (checker,) = verifier.children()

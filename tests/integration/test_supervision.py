@@ -52,7 +52,7 @@ def verifier_info(folder: Path) -> Any:
 
 def is_ready(stack: Stack) -> bool:
     try:
-        return httpx.get(f"{stack.url}/ready", trust_env=False).status_code == 200
+        return httpx.get(f"{stack.url}/ready", timeout=None, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -101,9 +101,10 @@ def test_a_stopped_service_is_found_killed_and_started_again(stack: Stack, name:
 
 
 def test_a_drafters_death_is_one_line_of_the_supervisor_and_one_of_the_verifier(stack: Stack) -> None:
-    folder, num_lines = stack.runtime_folder(), len(lines(stack))
-    # The outage of the test before is over.
+    folder = stack.runtime_folder()
+    # The outage of the test before is over, and all is said of it.
     wait_until(lambda: drafter_state(folder).state == "attached", stack)
+    num_lines = len(lines(stack))
     attaches = drafter_state(folder).num_attaches
     stack.service("drafter").kill()
     wait_until(lambda: drafter_state(folder).num_attaches > attaches, stack)
