@@ -28,11 +28,6 @@ CHUNK = b": here\n\ndata: " + orjson.dumps({"choices": [CHOICE]}) + b"\n\n"
 Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @contextlib.asynccontextmanager
 async def served(script: Script) -> AsyncIterator[Client]:
     """A client of a server that reads a request and then does what ``script`` says."""

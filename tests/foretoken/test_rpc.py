@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foretoken import rpc
 
@@ -14,11 +16,6 @@ METHOD = "/test.Silent/Wait"
 # gRPC sends no two pings within a second.
 FASTER = 10
 PINGS = 5
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def hurried(options: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
@@ -48,3 +45,23 @@ async def test_a_call_may_be_silent_for_as_long_as_it_likes() -> None:
             assert await channel.unary_unary(METHOD)(b"") == b"still here"
     finally:
         await server.stop(None)
+
+
+async def test_what_grpc_has_left_of_another_loop_is_no_failure_of_this_one() -> None:
+    """The loops of the tests themselves: a call that is open when its loop ends comes to its own end later."""
+    server = rpc.async_server()
+    await rpc.Health(server, ["a.Service"]).mark(True)
+    port = rpc.bind(server, "127.0.0.1:0")
+    await server.start()
+    request = health_pb2.HealthCheckRequest(service="")
+
+    async def leave() -> None:
+        stub: Any = health_pb2_grpc.HealthStub(rpc.async_channel(f"127.0.0.1:{port}"))
+        await stub.Watch(request).read()
+
+    for _ in range(5):
+        await asyncio.to_thread(asyncio.run, leave())
+        async with rpc.async_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            await stub.Check(request)
+    await server.stop(None)

@@ -83,11 +83,6 @@ class Stack:
         return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_tokenizer(tmp_path_factory.mktemp("model"))

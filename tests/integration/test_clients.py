@@ -26,11 +26,6 @@ MAX_RUNNING, MAX_QUEUED = 4, 32
 CLIENT_TIMEOUT_S = 2
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     options = {

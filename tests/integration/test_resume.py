@@ -63,11 +63,6 @@ REST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @dataclass
 class Answer:
     """What a client was told, chunk borders aside."""

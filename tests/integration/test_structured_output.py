@@ -35,11 +35,6 @@ class Address(BaseModel):
     tags: list[bool] = Field(max_length=3)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     template = tmp_path_factory.mktemp("template") / "chat.jinja"

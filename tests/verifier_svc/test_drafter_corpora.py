@@ -35,11 +35,6 @@ from verifier_svc.service import VerifierService
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @dataclass
 class Source:
     """What is asked of a DraftSource here."""

@@ -42,11 +42,6 @@ EPOCH = 41
 TARGET = TargetInfo("test", VOCAB, max_model_len=256, max_slots=8, max_nodes=8, block_size=4, num_blocks=200)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def ngram() -> NgramDrafter:
     return NgramDrafter(NgramSettings(capacity=2048))
 
