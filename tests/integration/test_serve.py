@@ -125,7 +125,7 @@ def drafted_tokens(stack: Stack) -> int:
 
 def test_sigterm_lets_a_running_stream_finish_and_leaves_nothing(stack: Stack) -> None:
     """The last test of this stack."""
-    fields: dict[str, Any] = {"speculative": {"enabled": False}, "max_tokens": 1000}
+    fields: dict[str, Any] = {"speculative": {"enabled": False}, "max_tokens": 400}
     expected = text_of(list(stream(stack.url, **fields)))
     folder = stack.runtime_folder()
     chunks: list[dict[str, Any]] = []
