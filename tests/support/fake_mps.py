@@ -24,10 +24,10 @@ fi
 while read -r line; do
   echo "$line in $CUDA_MPS_PIPE_DIRECTORY" >>"$journal"
   [ -f "$pid_file" ] || {{ echo "Cannot find MPS control daemon process"; exit 1; }}
-  [ $mode != hangs ] || sleep 1000
+  [ $mode != hangs ] || exec sleep 1000
   case $line in
     get_server_list) [ $mode = serverless ] || echo {server} ;;
-    quit*) [ $mode != deaf ] || sleep 1000; kill "$(cat "$pid_file")"; rm "$pid_file" ;;
+    quit*) [ $mode != deaf ] || exec sleep 1000; kill "$(cat "$pid_file")"; rm "$pid_file" ;;
   esac
 done
 """
