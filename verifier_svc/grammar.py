@@ -28,6 +28,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 # LLParserLimits beyond its defaults. Fuel of the lexer is about 14 000 a millisecond, items about 20 000.
 LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_states": 50_000, "verbose_errors": False}
 MAX_MESSAGE_CHARS = 300
+NO_TEXT = "no text of this model's tokens matches it"
 _NOUNS = {"json_schema": "the JSON schema", "json_object": "the JSON grammar", "regex": "the regular expression"}
 
 
@@ -52,7 +53,10 @@ class Vocabulary:
 
 
 class Matcher:
-    """One output's place in its grammar.
+    """One output's place in its grammar, with a lexer of its own.
+
+    Copies that llguidance makes share a lexer, and with it the states and the fuel that it may spend: once one of them
+    hit a limit, none of them could go on. So each output's matcher is made anew, and no output depends on another.
 
     Attributes:
         allowed: uint8 [ceil(vocab_limit / 8)]; bit ``id % 8`` of byte ``id // 8``: the token may follow as text. Stop
@@ -61,9 +65,12 @@ class Matcher:
         error: why the grammar cannot go on, or empty: a limit was hit.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._matcher = matcher
+    def __init__(self, text: str, vocabulary: Vocabulary) -> None:
+        """``text``: the grammar in llguidance's own form. Blocks without the GIL."""
+        self._text = text
         self._vocabulary = vocabulary
+        limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
+        self._matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
         self.allowed: Bits
         self.is_accepting: bool
         self.error: str
@@ -75,9 +82,9 @@ class Matcher:
         self._look()
         return known
 
-    def copy(self) -> Matcher:
-        """Another one at the same place; what the grammar's lexer has learnt is kept."""
-        return Matcher(self._matcher.deep_copy(), self._vocabulary)
+    def anew(self) -> Matcher:
+        """Another one, at the grammar's beginning. Compiles it again."""
+        return Matcher(self._text, self._vocabulary)
 
     def _look(self) -> None:
         """Read off what may follow. Masks are made ahead of the row that needs them, which shows where a text ends."""
@@ -107,13 +114,9 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
 
     Raises InvalidRequestError naming the grammar's kind, with llguidance's message.
     """
-    text = to_llguidance(grammar)
-    matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
-    if matcher.is_error():
-        raise refusal(grammar, matcher.get_error())
-    first = Matcher(matcher, vocabulary)
+    first = Matcher(to_llguidance(grammar), vocabulary)
     if first.error or not (first.is_accepting or first.allowed.any()):
-        raise refusal(grammar, first.error or "no text of this model's tokens matches it")
+        raise refusal(grammar, first.error or NO_TEXT)
     return first
 
 
@@ -126,6 +129,8 @@ def short(message: str) -> str:
     """One line of llguidance's messages, which repeat the grammar: what is at fault, or the first characters."""
     fault = re.search(r"^error: (.+)$", message, re.MULTILINE)
     line = fault[1] if fault else " ".join(message.replace("<non-verbose/>", "").split())
+    if line == "NoExtensionBias":
+        return NO_TEXT
     return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."
 
 

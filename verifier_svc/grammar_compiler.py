@@ -1,6 +1,7 @@
-"""Grammars of requests to matchers, away from the engine: checked in a process of its own, compiled in a thread, kept.
+"""Grammars of requests to matchers, away from the engine: checked in a process of its own, compiled in threads, kept.
 
-A hostile grammar costs the checker's time, never a step of the engine; other grammars wait behind it, a bounded time.
+A hostile grammar costs the checker's time, never a step of the engine; others that are new wait behind it, a bounded
+time. One that is known is compiled once more for each sequence: compiled grammars cannot be shared (see Matcher).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Kept(NamedTuple):
 
 
 class GrammarCompiler:
-    """Matchers by grammar. ``matcher`` is called on an event loop; what is slow runs in one thread of its own."""
+    """Matchers by grammar. ``matcher`` is called on an event loop; what is slow runs in two threads of its own."""
 
     def __init__(
         self,
@@ -57,6 +58,8 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._checker: subprocess.Popen[bytes] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        # For grammars that are known: they do not wait behind one that is being checked.
+        self._for_known = ThreadPoolExecutor(1, thread_name_prefix="known-grammar")
         self._lock = threading.Lock()
         self._kept: OrderedDict[Grammar, _Kept] = OrderedDict()
         self._kept_bytes = 0
@@ -79,12 +82,10 @@ class GrammarCompiler:
         compiled = self.kept(grammar)
         if compiled is None:
             compiled = await asyncio.shield(asyncio.wrap_future(self._compiled(grammar)))
-        if not output_ids:
-            return compiled.copy()
-        return await asyncio.wrap_future(self._executor.submit(resumed, compiled, output_ids))
+        return await asyncio.wrap_future(self._for_known.submit(_matcher_behind, compiled, output_ids))
 
     def kept(self, grammar: Grammar) -> Matcher | None:
-        """The compiled grammar, if it is there. It is shared: advance only a copy."""
+        """The compiled grammar, if it is there. It is shared, and advanced by nobody."""
         with self._lock:
             found = self._kept.get(grammar)
             if found is not None:
@@ -96,7 +97,8 @@ class GrammarCompiler:
         self._closed = True
         if self._checker is not None:
             self._checker.kill()
-        self._executor.shutdown(cancel_futures=True)
+        for executor in (self._executor, self._for_known):
+            executor.shutdown(cancel_futures=True)
         self._end_checker()
 
     def _compiled(self, grammar: Grammar) -> Future[Matcher]:
@@ -185,10 +187,13 @@ class GrammarCompiler:
                 self._kept_bytes -= oldest.num_bytes
 
 
-def resumed(compiled: Matcher, output_ids: Sequence[int]) -> Matcher:
-    """A copy behind the tokens that earlier attempts emitted: one pass over them. Raises PreconditionError."""
-    matcher = compiled.copy()
-    if not matcher.advance(output_ids):
+def _matcher_behind(compiled: Matcher, output_ids: Sequence[int]) -> Matcher:
+    """A matcher of one's own behind the tokens that earlier attempts emitted: one pass over them.
+
+    Raises PreconditionError if they do not match.
+    """
+    matcher = compiled.anew()
+    if output_ids and not matcher.advance(output_ids):
         raise PreconditionError(
             f"the output emitted so far does not match the grammar: {short(matcher.error)}", field="output_token_ids"
         )

@@ -101,8 +101,6 @@ class Course:
             tokens = want.token_ids
             can_resume = case.field != "prompt logprobs" and pick([False, False, True])
             cut = self.choose.randrange(len(tokens)) if can_resume else 0
-            matcher = request.matcher and request.matcher.copy()
-            assert matcher is None or matcher.advance(tokens[:cut])
             options: dict[str, Any] = {
                 "drafter": pick(["merge", "auto", *self.drafters]),
                 "enabled": self.choose.random() < 0.9,
@@ -114,7 +112,6 @@ class Course:
                 prediction=pick([(), (), [token if self.choose.random() < 0.9 else 3 for token in tokens]]),
                 output=tokens[:cut],
                 attempt=int(cut > 0),
-                matcher=matcher,
             )
             self.sent.append(Sent(case.field, self.harness.submit(resumed, request_id), want, cut))
 

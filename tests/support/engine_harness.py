@@ -135,7 +135,7 @@ class Request:
     output: Sequence[int] = ()
     deadline: float | None = None
     attempt: int = 0
-    # Of the sampling's grammar, behind ``output``; every run takes a copy.
+    # Of the sampling's grammar, at its beginning; every run makes its own of it.
     matcher: Matcher | None = None
     prediction: Sequence[int] = ()
 
@@ -234,6 +234,8 @@ class Harness:
         self._num_submitted += 1
         key = SequenceKey(self.session, request_id or f"r{self._num_submitted}", request.choice_index)
         self.results[key] = Result()
+        matcher = request.matcher and request.matcher.anew()
+        assert matcher is None or not request.output or matcher.advance(request.output)
         self.engine.send(
             Submit(
                 key=key,
@@ -245,7 +247,7 @@ class Harness:
                 speculation=request.speculation,
                 cache_salt=request.cache_salt,
                 deadline=request.deadline,
-                matcher=request.matcher and request.matcher.copy(),
+                matcher=matcher,
             )
         )
         return key

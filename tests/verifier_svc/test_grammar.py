@@ -262,7 +262,7 @@ def drafted_text(
     """Decode with random trees, behind ``resumed`` tokens of ``right``; returns how many drafts were accepted too."""
     rng = np.random.default_rng(seed)
     text, accepted = Text(right[:resumed]), 0
-    matcher = template.copy()
+    matcher = template.anew()
     assert not resumed or matcher.advance(text.tokens)
     state = SamplingState(
         params, PROMPT, text.tokens, eos_ids=EOS, choice_index=choice_index, vocab_limit=VOCAB, matcher=matcher

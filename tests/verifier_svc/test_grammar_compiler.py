@@ -22,6 +22,7 @@ from verifier_svc import grammar_compiler
 from verifier_svc.grammar import Vocabulary, to_llguidance
 from verifier_svc.grammar_compiler import GrammarCompiler
 
+DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 # Minutes and gigabytes to compile, in seventy bytes.
 ENDLESS = schema({"type": "integer", "multipleOf": 99999989})
 
@@ -71,7 +72,8 @@ UNUSABLE: dict[str, tuple[Grammar, str]] = {
     "unique": (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
     "contradiction": (schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
     "nothing allowed": (schema({"allOf": [{"type": "string"}, {"type": "integer"}]}), "incompatible"),
-    "endless reference": (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "NoExtension"),
+    "endless reference": (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no text"),
+    "no character": (regex("[^\\x00-\\U0010ffff]"), "no text"),
     "remote reference": (schema({"$ref": "http://localhost:1/x.json"}), "does not fetch"),
     "product": (
         schema(
@@ -89,7 +91,7 @@ UNUSABLE: dict[str, tuple[Grammar, str]] = {
     "back reference": (regex("(a)\\1"), "backreferences"),
     "parentheses": (regex("(" * 5000 + ")" * 5000), "nest"),
     "broken off": (regex("a\\\\\\"), "backslash"),
-    "another alphabet": (regex("é"), ""),
+    "another alphabet": (regex("é"), "no text"),
 }
 
 
@@ -150,6 +152,26 @@ def test_hostile_grammars_are_refused_or_served_within_the_limits(make: Callable
                 break
             assert matcher.advance((int(rng.choice(allowed)),)) or matcher.error
         assert allowed.size or matcher.is_accepting or matcher.error
+
+
+def test_a_limit_that_one_output_hits_ends_no_other() -> None:
+    """With the demo model's tokens, which reach more of a lexer's states in one mask than the small vocabulary's do."""
+    compiler = GrammarCompiler(lambda: Vocabulary(DEMO, vocab_limit=8192, eos_ids=frozenset({0})))
+    grammar = regex(".*[aeiou].{22}")
+    try:
+        hits_it, runs_beside = run(compiler.matcher(grammar)), run(compiler.matcher(grammar))
+        assert runs_beside.advance((70,))
+        rng = np.random.default_rng(0)
+        for _ in range(500):
+            if hits_it.error:
+                break
+            hits_it.advance((int(rng.choice(np.flatnonzero(np.unpackbits(hits_it.allowed, bitorder="little")))),))
+        assert "too many states" in hits_it.error
+        assert runs_beside.advance((71,)) and runs_beside.allowed.any()
+        comes_later = run(compiler.matcher(grammar, (70, 71)))
+        assert comes_later.allowed.any() and comes_later.allowed.tolist() == runs_beside.allowed.tolist()
+    finally:
+        compiler.close()
 
 
 def test_waiting_for_one_grammar_holds_up_no_kept_one(make: Callable[..., GrammarCompiler]) -> None:

@@ -141,11 +141,8 @@ def test_prefix_hits_and_two_choices(vocab: Vocabulary, temperature: float) -> N
 def test_a_resumed_sequence_goes_on_with_the_same_text(vocab: Vocabulary, temperature: float) -> None:
     item = request(vocab, 2, temperature, grammar=LIST, presence_penalty=0.8, logprobs=1)
     want = plain([item])[0]
-    assert item.matcher is not None
     for cut in range(1, len(want.token_ids)):
-        matcher = item.matcher.copy()
-        assert matcher.advance(want.token_ids[:cut])
-        resumed = replace(item, output=want.token_ids[:cut], attempt=1, matcher=matcher)
+        resumed = replace(item, output=want.token_ids[:cut], attempt=1)
         run = harness(script([item], [want]))
         got = run.run([resumed])[0]
         run.drain()
