@@ -21,9 +21,9 @@ from foretoken.telemetry import JsonFormatter
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Read when PyTorch is loaded. Its threads would spin for milliseconds after each piece of work, which takes the cores from
-# everything else that runs: on a busy machine the same test took 2.5 times the processor's time. Services say themselves
-# how long theirs spin.
+# Read when PyTorch is loaded. Its threads would spin for milliseconds after each piece of work, which takes the cores
+# from everything else that runs: on a busy machine the same test took 2.5 times the processor's time. Services say
+# themselves how long theirs spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # No test asserts a time.
