@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Field
@@ -11,6 +12,11 @@ from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from foretoken.sampling import Grammar
 from gateway.fields import Fields
+
+# What means something else than itself in a regular expression.
+_SPECIAL = re.compile(r"[][\\.+*?(){}|^$]")
+
+Choices = Annotated[list[str], Field(min_length=1)]
 
 
 class JsonSchemaFormat(Fields):
@@ -33,6 +39,7 @@ class StructuredOutputs(Fields):
     json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as its text.")
     regex: str | None = None
     json_object: bool | None = None
+    choice: Choices | None = Field(None, description="The output is one of these texts.")
 
 
 class GrammarFields(Fields):
@@ -42,6 +49,7 @@ class GrammarFields(Fields):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = Field(None, description="vLLM's older name of structured_outputs.json.")
     guided_regex: str | None = Field(None, description="vLLM's older name of structured_outputs.regex.")
+    guided_choice: Choices | None = Field(None, description="vLLM's older name of structured_outputs.choice.")
 
 
 def requested_grammar(fields: GrammarFields) -> tuple[Grammar | None, str]:
@@ -51,10 +59,15 @@ def requested_grammar(fields: GrammarFields) -> tuple[Grammar | None, str]:
         wanted.append((_of_response_format(response_format), "response_format"))
     if (outputs := fields.structured_outputs) is not None:
         wanted += _all(
-            "structured_outputs", schema=outputs.json_, regex=outputs.regex, json_object=outputs.json_object or False
+            "structured_outputs",
+            schema=outputs.json_,
+            regex=outputs.regex,
+            json_object=outputs.json_object or False,
+            choices=outputs.choice,
         )
     wanted += _all("guided_json", schema=fields.guided_json)
     wanted += _all("guided_regex", regex=fields.guided_regex)
+    wanted += _all("guided_choice", choices=fields.guided_choice)
     return the_one(wanted)
 
 
@@ -102,7 +115,12 @@ def _of_response_format(fields: ResponseFormat) -> Grammar:
 
 
 def _all(
-    field: str, *, schema: object = None, regex: str | None = None, json_object: bool = False
+    field: str,
+    *,
+    schema: object = None,
+    regex: str | None = None,
+    json_object: bool = False,
+    choices: list[str] | None = None,
 ) -> list[tuple[Grammar, str]]:
     """Of those of one field that are there."""
     found = []
@@ -112,4 +130,7 @@ def _all(
         found.append((checked(field, Grammar("regex", regex)), field))
     if json_object:
         found.append((Grammar("json_object"), field))
+    if choices is not None:
+        texts = (_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices)
+        found.append((checked(field, Grammar("regex", f"({'|'.join(texts)})")), field))
     return found

@@ -31,7 +31,8 @@ class DetokenizeFields(Fields):
 
     model: str | None = None
     tokens: Any = Field(description="A list of token ids.")
-    skip_special_tokens: bool = True
+    # All of what /tokenize gave comes back, as at vLLM.
+    skip_special_tokens: bool = False
 
 
 def tokenize_router(core: GatewayCore) -> APIRouter:

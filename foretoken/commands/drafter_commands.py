@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -54,9 +55,10 @@ def attach(
         drafters = client.outcome(name, verifier)
     _show(drafters)
     if any(drafter.state != "attached" for drafter in drafters):
+        there = f"--url {shlex.quote(url)} --admin-api-key-file {shlex.quote(str(key_file))}"
         say(
             f"{name} is known to the server but not attached yet: it is tried again until it is; {program()} "
-            f"drafters list says how it stands, {program()} drafters detach {name} gives it up"
+            f"drafters list {there} says how it stands, {program()} drafters detach {name} {there} gives it up"
         )
         raise typer.Exit(NOT_ATTACHED_YET)
 

@@ -255,7 +255,9 @@ async def test_commands(operated: Operated) -> None:
     assert attached.stdout == late, attached.output
     assert attached.exit_code == 3
     assert "late is known to the server but not attached yet" in attached.stderr
-    assert "drafters list" in attached.stderr and "drafters detach late" in attached.stderr
+    # To be copied as they stand.
+    there = f"--url {operated.http.base_url} --admin-api-key-file {operated.key}"
+    assert f"drafters list {there} " in attached.stderr and f"drafters detach late {there} " in attached.stderr
     assert [v.attached for v in operated.verifiers] == [[], [("late", "unix:/run/late", "grpc")]]
     listed = await run("list")
     ngram = "ngram: attached, NGRAM over shared-memory for the verifier at"

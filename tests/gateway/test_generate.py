@@ -122,6 +122,13 @@ async def test_tokenize_and_detokenize(stack: Stack) -> None:
     assert chat["tokens"] == stack.ids("<|user|>user: hi\nassistant: ") and chat["token_strs"] is None
     text = (await stack.http.post("/detokenize", json={"tokens": ids})).json()
     assert text == {"prompt": "hello 日"}
+    # What a chat template put around it too.
+    for more, expected in (
+        ({}, "<|user|>user: hi\nassistant: "),
+        ({"skip_special_tokens": True}, "user: hi\nassistant: "),
+    ):
+        text = (await stack.http.post("/detokenize", json={"tokens": chat["tokens"], **more})).json()
+        assert text == {"prompt": expected}
     for tokens in ("x", [1.5], [10**6], [-1], None):
         answer = await stack.http.post("/detokenize", json={"tokens": tokens})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")

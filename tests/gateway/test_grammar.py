@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import string
+from pathlib import Path
 from typing import Any
 
 import grpc
 import openai
 import pytest
 from pydantic import BaseModel
+from tokenizers import Tokenizer
 
 from foretoken.limits import MAX_GRAMMAR_BYTES
+from gateway.grammar import GrammarFields, requested_grammar
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.gateway.conftest import MODEL, Stack, events
 from tests.gateway.scripted_verifier import STOP, Player, steps
+from verifier_svc.grammar import Vocabulary, compile_grammar
 
 pytestmark = pytest.mark.anyio
+DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 URLS = {
     "/v1/completions": {"prompt": "a"},
@@ -31,6 +37,8 @@ OPENAI: list[tuple[dict[str, Any], tuple[str, Any]]] = [
     ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", SCHEMA)),
     ({"structured_outputs": {"regex": "a|b"}}, ("regex", "a|b")),
     ({"structured_outputs": {"json_object": True}}, ("json_object", True)),
+    ({"structured_outputs": {"choice": ["yes", "a.b|c"]}}, ("regex", r"(yes|a\.b\|c)")),
+    ({"guided_choice": ["$1 [x]", "\\^"]}, ("regex", r"(\$1 \[x\]|\\\^)")),
     ({"structured_outputs": {"json_object": False}, "response_format": {"type": "text"}}, (None, None)),
 ]
 
@@ -116,7 +124,11 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("guided_regex", {"guided_regex": "a", "guided_json": {}}),
     ("structured_outputs", {"structured_outputs": {"json": {}, "regex": "a"}}),
     ("structured_outputs", {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}),
-    ("structured_outputs.choice", {"structured_outputs": {"choice": ["a", "b"]}}),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": []}}),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": "a"}}),
+    ("structured_outputs", {"structured_outputs": {"choice": ["a"], "regex": "a"}}),
+    ("structured_outputs.grammar", {"structured_outputs": {"grammar": "root ::= a"}}),
+    ("guided_choice", {"guided_choice": ["a" * MAX_GRAMMAR_BYTES["regex"]]}),
 ]
 
 
@@ -200,3 +212,22 @@ async def test_the_openai_sdk_parses_what_it_asked_for(stack: Stack) -> None:
     kind, schema = grammar_of(stack.verifier.submitted[0].sampling)
     assert kind == "json_schema" and schema["properties"].keys() == {"x", "y"}
     assert schema["additionalProperties"] is False
+
+
+@pytest.fixture(scope="module")
+def demo() -> Vocabulary:
+    return Vocabulary(DEMO, vocab_limit=8192, eos_ids=frozenset({0, 3}))
+
+
+@pytest.mark.parametrize("odd", [*string.printable, "日本", "\\d+", "a|b", "(?i)x", "[[:alpha:]&&b]", "a//b", ""])
+def test_a_choice_is_taken_literally(odd: str, demo: Vocabulary) -> None:
+    choices = [f"x{odd}y", odd]
+    fields = GrammarFields.model_validate({"structured_outputs": {"choice": choices}})
+    grammar, field = requested_grammar(fields)
+    assert grammar is not None and field == "structured_outputs"
+    compiled = compile_grammar(grammar, demo)
+    encode = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode
+    for text, is_one in ((choices[0], True), (choices[1], True), (f"x{odd}", False), (f"{odd}y", False)):
+        matcher = compiled.anew()
+        follows = not text or matcher.advance(encode(text, add_special_tokens=False).ids)
+        assert (follows and matcher.is_accepting) == is_one, text
