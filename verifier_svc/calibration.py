@@ -30,19 +30,17 @@ def measure_step_costs(runner: TargetRunner, *, num_tokens: int, block_size: int
     """
     most = min(most_rows, num_tokens // 2)
     context = min(CONTEXT, num_tokens - most)
-    costs = {}
-    for rows in row_counts(most):
-        batch = chain_batch(np.zeros(rows, np.int32), context, block_size)
-        _run(runner, batch)
-        times = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            _run(runner, batch)
-            times.append(time.perf_counter() - began)
-        costs[rows] = statistics.median(times)
-    return costs
+    counts = row_counts(most)
+    batches = [chain_batch(np.zeros(rows, np.int32), context, block_size) for rows in counts]
+    for batch in batches:
+        _seconds(runner, batch)
+    # In turns: what disturbs the machine for a moment disturbs few passes of each size, not all of one.
+    rounds = [[_seconds(runner, batch) for batch in batches] for _ in range(REPEATS)]
+    return {rows: statistics.median(times) for rows, *times in zip(counts, *rounds, strict=True)}
 
 
-def _run(runner: TargetRunner, batch: ForwardBatch) -> None:
-    """A pass, waited for: on a GPU a logit is there when all of them are."""
+def _seconds(runner: TargetRunner, batch: ForwardBatch) -> float:
+    """Of a pass, waited for: on a GPU a logit is there when all of them are."""
+    began = time.perf_counter()
     runner.forward(batch)[0, 0].item()
+    return time.perf_counter() - began

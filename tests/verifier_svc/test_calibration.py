@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from foretoken.models.batch import ForwardBatch
+from verifier_svc import calibration
 from verifier_svc.calibration import measure_step_costs, row_counts
 
 
@@ -37,6 +38,22 @@ def test_no_position_outside_of_the_context(num_tokens: int) -> None:
     assert list(costs) == row_counts(min(64, num_tokens // 2))
     assert recorder.last_position < num_tokens
     assert recorder.last_slot < num_tokens
+
+
+def test_what_disturbs_it_for_a_moment_is_not_taken_for_the_cost_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes take a second a row, and a hundred more for as long as three of each size take."""
+    clock, num_passes = 0.0, 0
+
+    class Slow(Recorder):
+        def forward(self, batch: ForwardBatch) -> torch.Tensor:
+            nonlocal clock, num_passes
+            num_passes += 1
+            clock += batch.num_rows + (100.0 if 12 < num_passes <= 12 + 3 * 4 else 0.0)
+            return super().forward(batch)
+
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock)
+    costs = measure_step_costs(Slow(), num_tokens=64, block_size=16, most_rows=8)
+    assert costs == {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
 
 
 def test_row_counts_double() -> None:
