@@ -14,7 +14,8 @@ from verifier_svc.sequence import Sequence
 # The name by which a request asks for the trees of all attached drafters in one.
 MERGE = "merge"
 AUTO = "auto"
-# Of the rows for which a model does not pay, one of so many tries it all the same.
+# A model that does not pay is tried all the same, by one row at a time, in one step of so many: of steps, not of rows,
+# since all rows of a batch wait for the one's drafts.
 MODEL_TRIAL_EVERY = 32
 
 
@@ -30,8 +31,10 @@ class DrafterRoster:
         self._new_link, self._pays = new_link, pays
         self._links: list[DraftLink] = []
         self._attached: list[DraftLink] = []
-        # Rows for which the server chose without its model.
-        self._num_passed_over = 0
+        # The row that tries a model, steps with such a row, and all steps.
+        self._trial: Sequence | None = None
+        self._num_trial_steps = 0
+        self._num_steps = 0
 
     @property
     def links(self) -> Seq[DraftLink]:
@@ -48,8 +51,12 @@ class DrafterRoster:
         """Whether the same are attached as when this step began."""
         return self._attached == [link for link in self._links if link.is_attached]
 
-    def begin_step(self) -> None:
+    def begin_step(self, running: Seq[Sequence]) -> None:
         """Those that attach later take part from the next step on."""
+        self._num_steps += bool(running)
+        if self._trial is not None and not any(sequence is self._trial for sequence in running):
+            self._trial = None
+        self._num_trial_steps += self._trial is not None
         self._attached = [link for link in self._links if link.is_attached]
 
     def add(self, source: DraftSource) -> None:
@@ -119,7 +126,11 @@ class DrafterRoster:
         """Whether a row for which the server chooses drafts with the model; decided once, before it is told of any."""
         if sequence.uses_model is None:
             sequence.uses_model = self._pays(link)
-            if not sequence.uses_model:
-                self._num_passed_over += 1
-                sequence.uses_model = self._num_passed_over % MODEL_TRIAL_EVERY == 0
+            if not sequence.uses_model and self._is_trial_due:
+                sequence.uses_model = True
+                self._trial = sequence
         return sequence.uses_model
+
+    @property
+    def _is_trial_due(self) -> bool:
+        return self._trial is None and self._num_steps >= MODEL_TRIAL_EVERY * (self._num_trial_steps + 1)

@@ -139,7 +139,7 @@ class Speculator:
         Rows of another set of states are of no use any more. A drafter that attaches later takes part from the next
         step on.
         """
-        self._roster.begin_step()
+        self._roster.begin_step(sequences)
         wanted = tuple(dict.fromkeys(feature for link in self._roster.attached for feature in link.features))
         if wanted != self._captured:
             self._captured = wanted

@@ -103,9 +103,11 @@ def test_merged_rows_have_both() -> None:
     assert {drafter.name for drafter in figures.drafters} == {"model", "quick"} and figures.drafter == most.name
 
 
-@pytest.mark.parametrize(("num_steps", "num_told"), [(0, 2), (3, 2 * MODEL_TRIAL_EVERY)])
-def test_a_model_that_does_not_pay_is_told_of_one_row_in_many(
-    num_steps: int, num_told: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_steps", "size", "num_told"), [(0, 1, 2), (0, 4, 1), (0, 64, 1), (3, 1, 2 * MODEL_TRIAL_EVERY)]
+)
+def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
+    num_steps: int, size: int, num_told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless the flags say what trees must be like. Who names it has it."""
     monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth: 1000.0)
@@ -114,8 +116,9 @@ def test_a_model_that_does_not_pay_is_told_of_one_row_in_many(
         {"model": model, "quick": Knowing({(tuple(PROMPT), 0): run({})[1].token_ids})}, num_steps=num_steps
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=2 * TELL_BEHIND)
-    for _ in range(2 * MODEL_TRIAL_EVERY):
-        harness.run([Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="auto"))])
+    auto = Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="auto"))
+    for _ in range(2 * MODEL_TRIAL_EVERY // size):
+        harness.run([auto] * size)
     harness.drain()
     assert len(model.tokens) == num_told
     harness.run([Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="model"))])
