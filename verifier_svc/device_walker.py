@@ -137,8 +137,7 @@ class DeviceWalker:
             stage.found.wait()
             found = stage.found.take()
             walked = [walk_result(found, index, each.sources) for index, each in enumerate(on_device)]
-            nodes = [found["nodes"][index, : len(result.tokens)].tolist() for index, result in enumerate(walked)]
-            for each, result in zip(on_device, _with_logprobs(on_device, nodes, walked, logits), strict=True):
+            for each, result in zip(on_device, _with_logprobs(on_device, found["nodes"], walked, logits), strict=True):
                 results[id(each)] = result
         for each in walks:
             if each.sequence.sampling.grammar is not None:
@@ -280,18 +279,19 @@ def walk_result(found: Mapping[str, np.ndarray], index: int, sources: Items[int]
 
 
 def _with_logprobs(
-    walks: list[Walk], nodes: list[list[int]], results: list[WalkResult], logits: torch.Tensor
+    walks: list[Walk], nodes: np.ndarray, results: list[WalkResult], logits: torch.Tensor
 ) -> list[WalkResult]:
-    """The results with what their requests want to know of the rows that gave the tokens, those of ``nodes``."""
+    """The results with what their requests want to know of the rows that gave the tokens. ``nodes``: [walks, any]."""
     wanted = [each.sequence.sampling.logprobs for each in walks]
     rows: list[int] = []
     tokens: list[int] = []
     top_k: list[int] = []
-    for each, most, walked, result in zip(walks, wanted, nodes, results, strict=True):
+    for index, (each, most, result) in enumerate(zip(walks, wanted, results, strict=True)):
         if most is not None:
-            rows += [each.first_row + node for node in walked]
+            count = len(result.tokens)
+            rows += (each.first_row + nodes[index, :count]).tolist()
             tokens += result.tokens
-            top_k += [most] * len(walked)
+            top_k += [most] * count
     found = iter(device_logprobs(logits, rows, tokens, top_k))
     return [
         result if most is None else result._replace(logprobs=list(islice(found, len(result.tokens))))
