@@ -14,7 +14,6 @@ import torch
 from foretoken_kernels.cpu import decoder as kernel
 from foretoken_kernels.cpu.batch_check import longest_path
 from foretoken_kernels.cpu.draft_levels import LevelPass
-from foretoken_kernels.cpu.linear import ROW_TILE
 from foretoken_kernels.cpu.thread_team import ThreadTeam
 from numpy.typing import NDArray
 
@@ -200,18 +199,17 @@ class ForwardPass:
     def _reserve(self, loaded: LoadedProgram, num_rows: int, wanted: int, longest: int) -> None:
         """Grow the buffers, to powers of two, so that this batch fits."""
         config, threads, program = self._config, self._team.num_threads, loaded.program
-        rows = -(-num_rows // ROW_TILE) * ROW_TILE
         stride = -(-longest // _PATH_MULTIPLE) * _PATH_MULTIPLE
         self._args[kernel.SCORE_STRIDE] = stride
         fits = loaded.fits
-        if rows <= fits[0] and wanted <= fits[1] and stride <= fits[2]:
+        if num_rows <= fits[0] and wanted <= fits[1] and stride <= fits[2]:
             return
-        loaded.fits = (max(rows, fits[0]), max(wanted, fits[1]), max(stride, fits[2]))
-        if len(self._all_rows) < rows:
-            self._all_rows = torch.arange(_power_of_two(rows), dtype=torch.int32)
+        loaded.fits = (max(num_rows, fits[0]), max(wanted, fits[1]), max(stride, fits[2]))
+        if len(self._all_rows) < num_rows:
+            self._all_rows = torch.arange(_power_of_two(num_rows), dtype=torch.int32)
             self._args[kernel.ALL_ROWS] = self._all_rows.data_ptr()
         for field, width in program.row_widths.items():
-            self._grow(field, rows * width)
+            self._grow(field, num_rows * width)
         for field, width in program.wanted_widths.items():
             self._grow(field, max(wanted, 1) * width)
         queries = threads * kernel.ATTENTION_ROW_TILE * (config.num_heads // config.num_kv_heads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,17 @@ from foretoken_kernels import reference
 from foretoken_kernels.cpu.batch_check import longest_path
 from foretoken_kernels.cpu.compile import inlined
 from foretoken_kernels.cpu.kv_commit import kv_commit
-from foretoken_kernels.cpu.linear import ADD, PANEL, ROW_TILE, SILU_AND_MULTIPLY, STORE, linear, pack, pack_gate_up
+from foretoken_kernels.cpu.linear import (
+    ADD,
+    PANEL,
+    SILU_AND_MULTIPLY,
+    STORE,
+    SUM_FLOATS,
+    linear,
+    pack,
+    pack_gate_up,
+    panel_product,
+)
 from foretoken_kernels.cpu.rms_norm import rms_norm
 from foretoken_kernels.cpu.rope_kv_write import rope_kv_write
 from foretoken_kernels.cpu.simd import load, store
@@ -29,12 +41,10 @@ def run_linear(
     threads: int = 1,
 ) -> torch.Tensor:
     rows, in_features = x.shape
-    padded = torch.full((-(-rows // ROW_TILE) * ROW_TILE, in_features), 7.0)
-    padded[:rows] = x
     result = torch.full((rows, out_features), torch.nan) if out is None else out.clone()
     for thread in range(threads):
         linear(
-            padded.view(-1).numpy(),
+            x.contiguous().view(-1).numpy(),
             rows,
             in_features,
             packed,
@@ -42,7 +52,7 @@ def run_linear(
             out_features,
             mode,
             (thread, threads),
-            np.zeros(ROW_TILE * PANEL, np.float32),
+            np.zeros(SUM_FLOATS, np.float32),
         )
     return result
 
@@ -73,6 +83,29 @@ def test_a_row_of_linear_has_the_same_bits_at_every_row_count() -> None:
     for rows in range(1, 38):
         assert torch.equal(run_linear(x[:rows], packed, 100), expected[:rows])
         assert torch.equal(run_linear(x[-rows:], packed, 100, threads=2), expected[-rows:])
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_a_panel_has_the_same_bits_however_many_registers_there_are(bfloat16: bool) -> None:
+    few, many = panel_product(8, 6), panel_product(32, 8)
+
+    @inlined
+    def run_few(x: Any, depth: int, rows: int, weight: Any, out: Any) -> None:
+        few(x, 0, depth, rows, weight, 0, out)
+
+    @inlined
+    def run_many(x: Any, depth: int, rows: int, weight: Any, out: Any) -> None:
+        many(x, 0, depth, rows, weight, 0, out)
+
+    torch.manual_seed(2)
+    x, weight = torch.randn(8, 70), torch.randn(PANEL, 70)
+    packed = pack(weight.bfloat16().view(torch.uint16).numpy() if bfloat16 else weight.numpy())
+    whole = run_linear(x, packed, PANEL)
+    for rows in range(1, 9):
+        for run in (run_few, run_many)[rows > 6 :]:
+            out = np.zeros(8 * PANEL, np.float32)
+            run(x.view(-1).numpy(), 70, rows, packed, out)
+            assert np.array_equal(out.reshape(8, PANEL)[:rows], whole[:rows].numpy())
 
 
 def test_bfloat16_weights_give_the_bits_of_their_float32_copies() -> None:

@@ -9,26 +9,26 @@ from collections.abc import Callable
 from typing import Any
 
 from foretoken_kernels.cpu.compile import cgutils, emitted, inlined, ir, types
-from foretoken_kernels.cpu.simd import LANES, data_pointer, emit_fma, emit_load, emit_splat, emit_store
+from foretoken_kernels.cpu.simd import LANES, REGISTERS, data_pointer, emit_fma, emit_load, emit_splat, emit_store
 
-# Queries of the largest block; with four vectors of each they fill half of 32 registers.
+# Queries of the largest block.
 QUERY_BLOCK = 4
 # Partial sums of a block: sixteen lanes for sixteen positions of each query.
 PARTIAL_FLOATS = QUERY_BLOCK * LANES * LANES
-# Vectors of a head taken together; those that are left over are taken one by one.
-_WIDE = 4
+# Vectors of a head taken together at most; those that are left over are taken one by one.
+_WIDEST = 4
 
 
 def _plus(builder: Any, start: Any, offset: int) -> Any:
     return builder.add(start, ir.Constant(start.type, offset))
 
 
-def _for_dims(builder: Any, head_dim: Any, emit: Callable[[Any, int], None]) -> None:
-    """Emit ``emit(first dimension, number of vectors)`` over a whole head."""
-    width = ir.Constant(head_dim.type, _WIDE * LANES)
+def _for_dims(builder: Any, head_dim: Any, wide: int, emit: Callable[[Any, int], None]) -> None:
+    """Emit ``emit(first dimension, number of vectors)`` over a whole head, ``wide`` vectors at a time."""
+    width = ir.Constant(head_dim.type, wide * LANES)
     wide_end = builder.mul(builder.udiv(head_dim, width), width)
     with cgutils.for_range_slice(builder, ir.Constant(head_dim.type, 0), wide_end, width) as (dim, _):
-        emit(dim, _WIDE)
+        emit(dim, wide)
     with cgutils.for_range_slice(builder, wide_end, head_dim, ir.Constant(head_dim.type, LANES)) as (dim, _):
         emit(dim, 1)
 
@@ -76,7 +76,8 @@ def _dot_block(num_queries: int) -> Any:
                     with otherwise:
                         emit_lanes(dim, num_vectors, False)
 
-            _for_dims(builder, head_dim, emit_dims)
+            # What is held is the queries.
+            _for_dims(builder, head_dim, min(_WIDEST, REGISTERS // num_queries), emit_dims)
             return context.get_dummy_value()
 
         return types.void(query, types.intp, types.intp, keys, offsets, types.intp, out), codegen
@@ -120,7 +121,8 @@ def _value_block(num_queries: int) -> Any:
                     for vector, total in enumerate(totals):
                         emit_store(builder, out_data, _plus(builder, place, LANES * vector), builder.load(total))
 
-            _for_dims(builder, head_dim, emit_dims)
+            # What is held is the sums, beside values and weights.
+            _for_dims(builder, head_dim, min(_WIDEST, REGISTERS // 2 // num_queries), emit_dims)
             return context.get_dummy_value()
 
         index = types.intp

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import llvmlite.binding
 import llvmlite.ir
 import numba
 import numba.core.caching
@@ -23,11 +24,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The library's modules that build code: typed in part only, so they are taken as untyped as a whole.
 ir: Any = llvmlite.ir
+_binding: Any = llvmlite.binding
 _numba: Any = numba
 types = _numba.types
 carray = _numba.carray
 cgutils: Any = numba.core.cgutils
 _caching: Any = numba.core.caching
+
+
+def cpu_has(feature: str) -> bool:
+    """Whether this machine's CPU has a feature, by LLVM's name for it."""
+    return bool(_binding.get_host_cpu_features().get(feature, False))
 
 
 def emitted(typed: Callable[..., Any]) -> Any:

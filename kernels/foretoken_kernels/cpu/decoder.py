@@ -24,7 +24,7 @@ from foretoken_kernels.cpu.addresses import (
 )
 from foretoken_kernels.cpu.attention_blocks import PARTIAL_FLOATS
 from foretoken_kernels.cpu.compile import callback, carray, cgutils, compiled, emitted, inlined, types
-from foretoken_kernels.cpu.linear import ADD, PANEL, SILU_AND_MULTIPLY, STORE, linear
+from foretoken_kernels.cpu.linear import ADD, PANEL, SILU_AND_MULTIPLY, STORE, SUM_FLOATS, linear
 from foretoken_kernels.cpu.rms_norm import rms_norm
 from foretoken_kernels.cpu.rope_kv_write import rope_kv_write
 from foretoken_kernels.cpu.simd import LANES, load, splat, store
@@ -96,9 +96,7 @@ EVERY_ROW, GATHERED, WANTED = range(3)
 (QKV_BIAS, QUERY_NORM, KEY_NORM, KEYS, VALUES, NUM_ATTENTION_FIELDS) = range(6)
 
 # One thread's small scratch, in float32 elements: sums of a panel, partial sums of scores, lengths (as int64).
-_SUMS = 8 * PANEL
-_PARTIAL = PARTIAL_FLOATS
-THREAD_SCRATCH_FLOATS = _SUMS + _PARTIAL + 2 * ROW_TILE
+THREAD_SCRATCH_FLOATS = SUM_FLOATS + PARTIAL_FLOATS + 2 * ROW_TILE
 # Rows of one attention tile: what scores and offsets are sized by.
 ATTENTION_ROW_TILE = ROW_TILE
 
@@ -277,8 +275,8 @@ def _attend(args: Any, operation: Any, cache: Any, team: Any) -> None:
     scratch = (
         float32_at(args[SCORES] + 4 * queries * stride * team[0]),
         int64_at(args[OFFSETS] + 8 * ROW_TILE * stride * team[0]),
-        int64_at(small + 4 * (_SUMS + _PARTIAL)),
-        float32_at(small + 4 * _SUMS),
+        int64_at(small + 4 * (SUM_FLOATS + PARTIAL_FLOATS)),
+        float32_at(small + 4 * SUM_FLOATS),
         float32_at(args[QUERIES] + 4 * queries * head_dim * team[0]),
         float32_at(args[QUERY_SUMS] + 4 * queries * head_dim * team[0]),
     )

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from foretoken_kernels.cpu.compile import cgutils, emitted, inlined, ir, types
 from foretoken_kernels.cpu.simd import (
     LANES,
+    REGISTERS,
     add,
     data_pointer,
     emit_fma,
     emit_load,
     emit_prefetch,
     emit_splat,
+    emit_store,
     load,
     multiply,
     store,
@@ -28,8 +30,10 @@ from foretoken_kernels.cpu.simd import (
 from foretoken_kernels.cpu.vector_math import silu
 
 PANEL = 2 * LANES
-# Rows that share one pass over a panel: their sums fill half of 32 vector registers.
-ROW_TILE = 8
+# Rows that share a pass over a panel: all of their sums stay in registers, beside weights and factors.
+ROW_TILE = 8 if REGISTERS >= 32 else 6
+# One thread's scratch.
+SUM_FLOATS = ROW_TILE * PANEL
 # Input features that a panel is asked for ahead of its use: the hardware's own guess stops at each page.
 PREFETCH_DISTANCE = 64
 
@@ -56,53 +60,66 @@ def pack_gate_up(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:
     return pack(paired.reshape(2 * out_features, in_features))
 
 
-def _panel_product(num_rows: int) -> Any:
-    """The micro-kernel for ``num_rows`` rows and one panel; its 2 * num_rows sums stay in registers."""
+def _emit_sums(
+    builder: Any, rows: list[Any], depth: Any, w_data: Any, w_start: Any, halves: range, out_data: Any
+) -> None:
+    """One pass over the given halves of a panel; the sums of all ``rows`` with them stay in registers."""
+    stride = ir.Constant(depth.type, PANEL)
+    vector = ir.VectorType(ir.FloatType(), LANES)
+    zero = ir.Constant(vector, [0.0] * LANES)
+    is_float = w_data.type.pointee == ir.FloatType()
+    sums = {(row, half): cgutils.alloca_once_value(builder, zero) for row in range(len(rows)) for half in halves}
+    with cgutils.for_range(builder, depth) as loop:
+        at = builder.add(w_start, builder.mul(loop.index, stride))
+        weights = {half: emit_load(builder, w_data, builder.add(at, _index(at, half * LANES))) for half in halves}
+        ahead = builder.add(at, _index(at, PREFETCH_DISTANCE * PANEL))
+        # A cache line holds 32 outputs of bfloat16, or 16 of float32.
+        for half in halves if is_float else halves[:1]:
+            emit_prefetch(builder, w_data, builder.add(ahead, _index(at, half * LANES)))
+        for row, start in enumerate(rows):
+            factor = emit_splat(builder, builder.load(builder.gep(start, [loop.index])))
+            for half in halves:
+                total = sums[row, half]
+                builder.store(emit_fma(builder, factor, weights[half], builder.load(total)), total)
+    for (row, half), total in sums.items():
+        emit_store(builder, out_data, ir.Constant(depth.type, row * PANEL + half * LANES), builder.load(total))
 
-    def typed(_typing: Any, x: Any, x_start: Any, x_stride: Any, w: Any, w_start: Any, depth: Any, out: Any) -> Any:
+
+def _index(like: Any, number: int) -> Any:
+    return ir.Constant(like.type, number)
+
+
+def panel_product(registers: int, row_tile: int) -> Any:
+    """``out[r, o]``, [rows, 32]: one panel with 1 to ``row_tile`` rows of ``x``, which are ``in_features`` apart.
+
+    The bits are the same whatever ``registers`` it is made for.
+    """
+
+    def typed(_typing: Any, x: Any, _start: Any, _in_features: Any, _rows: Any, w: Any, _w_start: Any, out: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            x_data = data_pointer(context, builder, signature.args[0], args[0])
-            w_data = data_pointer(context, builder, signature.args[3], args[3])
-            out_data = data_pointer(context, builder, signature.args[6], args[6])
-            _, x_start, x_stride, _, w_start, depth, _ = args
-            stride = ir.Constant(x_stride.type, PANEL)
-            vector = ir.VectorType(ir.FloatType(), LANES)
-            zero = ir.Constant(vector, [0.0] * LANES)
-            sums = [cgutils.alloca_once_value(builder, zero) for _ in range(2 * num_rows)]
-            rows = [
-                builder.gep(x_data, [builder.add(x_start, builder.mul(x_stride, ir.Constant(x_stride.type, row)))])
-                for row in range(num_rows)
-            ]
-            with cgutils.for_range(builder, depth) as loop:
-                at = builder.add(w_start, builder.mul(loop.index, stride))
-                left = emit_load(builder, w_data, at)
-                right = emit_load(builder, w_data, builder.add(at, ir.Constant(at.type, LANES)))
-                ahead = builder.add(at, ir.Constant(at.type, PREFETCH_DISTANCE * PANEL))
-                emit_prefetch(builder, w_data, ahead)
-                if signature.args[3].dtype == types.float32:
-                    emit_prefetch(builder, w_data, builder.add(ahead, ir.Constant(at.type, LANES)))
-                for row in range(num_rows):
-                    factor = emit_splat(builder, builder.load(builder.gep(rows[row], [loop.index])))
-                    for total, weights in ((sums[2 * row], left), (sums[2 * row + 1], right)):
-                        builder.store(emit_fma(builder, factor, weights, builder.load(total)), total)
-            for index, total in enumerate(sums):
-                place = builder.gep(out_data, [ir.Constant(ir.IntType(64), index * LANES)])
-                builder.store(builder.load(total), builder.bitcast(place, vector.as_pointer()), align=4)
+            x_data, w_data, out_data = (data_pointer(context, builder, signature.args[i], args[i]) for i in (0, 4, 6))
+            _, start, depth, num_rows, _, w_start, _ = args
+            end = builder.append_basic_block("panel.end")
+            switch = builder.switch(num_rows, end)
+            for count in range(1, row_tile + 1):
+                case = builder.append_basic_block(f"panel.{count}")
+                switch.add_case(_index(num_rows, count), case)
+                builder.position_at_end(case)
+                places = [builder.add(start, builder.mul(depth, _index(depth, row))) for row in range(count)]
+                rows = [builder.gep(x_data, [place]) for place in places]
+                # Sums of whole panels take half of the registers at most; more rows go over one half after the other.
+                for halves in [range(2)] if 2 * count <= registers // 2 else [range(1), range(1, 2)]:
+                    _emit_sums(builder, rows, depth, w_data, w_start, halves, out_data)
+                builder.branch(end)
+            builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(x, types.intp, types.intp, w, types.intp, types.intp, out), codegen
+        return types.void(x, types.intp, types.intp, types.intp, w, types.intp, out), codegen
 
     return emitted(typed)
 
 
-_panel_product_1 = _panel_product(1)
-_panel_product_2 = _panel_product(2)
-_panel_product_3 = _panel_product(3)
-_panel_product_4 = _panel_product(4)
-_panel_product_5 = _panel_product(5)
-_panel_product_6 = _panel_product(6)
-_panel_product_7 = _panel_product(7)
-_panel_product_8 = _panel_product(ROW_TILE)
+_panel_product = panel_product(REGISTERS, ROW_TILE)
 
 
 @inlined
@@ -112,37 +129,23 @@ def linear(
     """This thread's share of the panels.
 
     Args:
-        x: float32, flat [num_rows up to a multiple of 8, in_features]; the rows past num_rows are read and ignored.
+        x: float32, flat [num_rows, in_features].
         weight: flat panels as packed above.
         out: float32, flat [num_rows, out_features]; for SILU_AND_MULTIPLY out_features counts the products.
         mode: STORE the result, ADD it to ``out``, or SILU_AND_MULTIPLY: silu of a panel's first half times the second.
         team: (thread, num_threads).
-        sums: float32 [8 * 32], this thread's scratch.
+        sums: float32 [SUM_FLOATS], this thread's scratch.
     """
     thread, num_threads = team
     width = LANES if mode == SILU_AND_MULTIPLY else PANEL
     panels = (out_features + width - 1) // width
+    tiles = (num_rows + ROW_TILE - 1) // ROW_TILE
     for panel in range(thread * panels // num_threads, (thread + 1) * panels // num_threads):
         start = panel * PANEL * in_features
-        for row in range(0, num_rows, ROW_TILE):
-            rows = min(ROW_TILE, num_rows - row)
-            x_start = row * in_features
-            if rows == 1:
-                _panel_product_1(x, x_start, in_features, weight, start, in_features, sums)
-            elif rows == 2:
-                _panel_product_2(x, x_start, in_features, weight, start, in_features, sums)
-            elif rows == 3:
-                _panel_product_3(x, x_start, in_features, weight, start, in_features, sums)
-            elif rows == 4:
-                _panel_product_4(x, x_start, in_features, weight, start, in_features, sums)
-            elif rows == 5:
-                _panel_product_5(x, x_start, in_features, weight, start, in_features, sums)
-            elif rows == 6:
-                _panel_product_6(x, x_start, in_features, weight, start, in_features, sums)
-            elif rows == 7:
-                _panel_product_7(x, x_start, in_features, weight, start, in_features, sums)
-            else:
-                _panel_product_8(x, x_start, in_features, weight, start, in_features, sums)
+        for tile in range(tiles):
+            row = tile * num_rows // tiles
+            rows = (tile + 1) * num_rows // tiles - row
+            _panel_product(x, row * in_features, in_features, rows, weight, start, sums)
             for tile_row in range(rows):
                 _finish(sums, tile_row * PANEL, out, (row + tile_row) * out_features, panel * width, out_features, mode)
 

@@ -12,9 +12,11 @@ from typing import Any
 
 from numba.extending import models, register_model
 
-from foretoken_kernels.cpu.compile import cgutils, emitted, ir, types
+from foretoken_kernels.cpu.compile import cgutils, cpu_has, emitted, ir, types
 
 LANES = 16
+# Vectors that this CPU's registers hold: 32 of 16 lanes each with AVX-512; 16 of 8 with AVX2 and 32 of 4 on ARM are 8.
+REGISTERS = 32 if cpu_has("avx512f") else 8
 
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
