@@ -26,8 +26,9 @@ class DraftCosts:
         # waits for a model.
         self._overhead_s = {False: 0.0, True: 0.0}
         self._waited_s = 0.0
-        # By batch size: when it was counted, and seconds of a step of 1, 2, ... nodes a row, waits excluded.
-        self._step_seconds: dict[int, tuple[int, list[float]]] = {}
+        # Seconds of a step by its rows, waits excluded, and when they were counted.
+        self._seconds: dict[int, float] = {}
+        self._seconds_from = 0
         # By drafters and batch size: when they were counted, and relative costs by reach.
         self._cost_lists: dict[tuple[str, int], tuple[int, list[float]]] = {}
 
@@ -44,24 +45,42 @@ class DraftCosts:
         """Seconds of the target's pass over one row of each of ``batch`` sequences."""
         return self._costs.estimate(batch)
 
-    def best_rate(self, draft: Draft, batch: int, wait_s: float) -> tuple[int, float]:
-        """Nodes of a draft that make the most tokens a second, and how many, over plain decode's."""
-        seconds = self._seconds(batch)
-        best, best_rate, expected = 1, 0.0, 0.0
+    def best_rate(self, draft: Draft, batch: int, wait_s: float) -> float:
+        """Tokens a second of a draft's best part, over plain decode's, if each of ``batch`` rows has one like it."""
+        plain_s = self._step_s(batch)
+        best, expected = 0.0, 0.0
         for count, chance in enumerate(sorted(draft.chances, reverse=True), start=1):
             expected += chance
-            rate = expected * seconds[0] / (seconds[count - 1] + wait_s)
+            best = max(best, expected * plain_s / (self._step_s(batch * count) + wait_s))
+        return best
+
+    def best_counts(self, drafts: Sequence[Draft], batch: int, wait_s: float) -> list[int]:
+        """Nodes of each draft, the root counted, with which a step of ``batch`` rows makes the most tokens a second.
+
+        Those rows of the batch that have no draft verify their root. A node is worth what it costs the whole batch:
+        the likeliest ones are taken, whosever they are, as long as the step gains by them.
+        """
+        nodes = [(chance, row) for row, draft in enumerate(drafts) for chance in draft.chances[1:]]
+        nodes.sort(reverse=True)
+        expected = float(batch)
+        best, best_rate = 0, expected / (self._step_s(batch) + wait_s)
+        for count, (chance, _) in enumerate(nodes, start=1):
+            expected += chance
+            rate = expected / (self._step_s(batch + count) + wait_s)
             if rate > best_rate:
                 best, best_rate = count, rate
-        return best, best_rate
+        counts = [1] * len(drafts)
+        for _, row in nodes[:best]:
+            counts[row] += 1
+        return counts
 
-    def _seconds(self, batch: int) -> list[float]:
-        """Of a step in which each of ``batch`` rows verifies 1, 2, ... nodes, waits excluded."""
-        counted_at, seconds = self._step_seconds.get(batch, (-HOLD_FOR, []))
-        if self._num_steps - counted_at >= HOLD_FOR:
-            counts = range(1, self._shape.max_nodes + 1)
-            seconds = [self._costs.estimate(batch * count) + self._overhead_s[False] for count in counts]
-            self._step_seconds[batch] = (self._num_steps, seconds)
+    def _step_s(self, num_rows: int) -> float:
+        """Of a step that verifies so many rows, waits excluded."""
+        if self._num_steps - self._seconds_from >= HOLD_FOR:
+            self._seconds, self._seconds_from = {}, self._num_steps
+        seconds = self._seconds.get(num_rows)
+        if seconds is None:
+            seconds = self._seconds[num_rows] = self._costs.estimate(num_rows) + self._overhead_s[False]
         return seconds
 
     def observe_overhead(self, seconds: float, *, has_model: bool) -> None:

@@ -243,7 +243,7 @@ class Speculator:
         quick = self._quick.get(plan.key)
         if quick is None or plan.sequence.speculation.drafter != AUTO or self._shape.is_fixed:
             return False
-        return self.costs.best_rate(merge(quick).best(1 + plan.most), batch, 0.0)[1] >= max(plan.rate, 1.0)
+        return self.costs.best_rate(merge(quick).best(1 + plan.most), batch, 0.0) >= max(plan.rate, 1.0)
 
     def _is_behind(self, link: DraftLink, sequence: Sequence, least: int) -> bool:
         return link in self._roster.of(sequence) and len(sequence.tokens) - link.told_length(sequence) >= least
@@ -297,13 +297,8 @@ class Speculator:
         for plan in self._plans:
             plans.setdefault(plan.key, []).append(plan)
         self._undrafted = {key for key, drafts in found.items() if all(draft.tree.num_nodes == 1 for draft in drafts)}
-        self._drafts = {}
-        for key, drafts in found.items():
-            draft = merge(drafts)
-            if draft.tree.num_nodes > 1 and key in plans:
-                draft = self._trimmed(draft, plans[key], len(found))
-            if draft.tree.num_nodes > 1:
-                self._drafts[key] = draft
+        merged = {key: merge(drafts) for key, drafts in found.items() if key not in self._undrafted}
+        self._drafts = self._trimmed(merged, plans)
 
     def resident_drafting(self, decoding: Seq[Sequence]) -> ResidentDrafting | None:
         """Who drafts where steps run ahead of the host: one model, on the target's GPU, or nobody. None: these
@@ -388,7 +383,8 @@ class Speculator:
         if drafting.link is None:
             return
         self.costs.begin_step(self.links)
-        self._plans = self._make_plans(decoding, max(len(decoding), 1), has_model=True)
+        self._batch = max(len(decoding), 1)
+        self._plans = self._make_plans(decoding, self._batch, has_model=True)
         drafting.post(number, is_last=True)
         self.collect()
 
@@ -396,13 +392,17 @@ class Speculator:
         """Each row that waits gains at most its drafted tokens, each of which is a plain step of all rows saved."""
         return max(row.shape.nodes - 1 for row in posted.rows) * self.costs.plain_step_s(len(posted.rows))
 
-    def _trimmed(self, draft: Draft, plans: list[_Plan], batch: int) -> Draft:
-        """The nodes that make the most tokens a second, if each of ``batch`` rows verifies as many."""
-        draft = draft.best(1 + max(plan.most for plan in plans))
-        if self._shape.is_fixed:
-            return draft
-        wait_s = max(self.costs.wait_s(plan.links, plan.reach) for plan in plans)
-        return draft.best(self.costs.best_rate(draft, batch, wait_s)[0])
+    def _trimmed(
+        self, drafts: dict[tuple[int, int], Draft], plans: dict[tuple[int, int], list[_Plan]]
+    ) -> dict[tuple[int, int], Draft]:
+        """The nodes that make the most tokens a second; drafts of which that is the root alone are left out."""
+        most = {key: max(plan.most for plan in plans[key]) for key in drafts if key in plans}
+        drafts = {key: draft.best(1 + most[key]) if key in most else draft for key, draft in drafts.items()}
+        if not self._shape.is_fixed and drafts:
+            waits = [self.costs.wait_s(plan.links, plan.reach) for key in most for plan in plans[key]]
+            counts = self.costs.best_counts(list(drafts.values()), self._batch, max(waits, default=0.0))
+            drafts = {key: draft.best(count) for (key, draft), count in zip(drafts.items(), counts, strict=True)}
+        return {key: draft for key, draft in drafts.items() if draft.tree.num_nodes > 1}
 
     def observe(self, sequence: Sequence, draft: Draft, matched: Seq[int], shares: Seq[DrafterShare]) -> None:
         """Learn from a verified tree of which the walk went through the nodes ``matched``."""

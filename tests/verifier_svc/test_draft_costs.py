@@ -1,0 +1,76 @@
+"""Which nodes of a step's drafts are verified: those that make the most tokens a second, over all rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.tree import DraftTree
+from verifier_svc.draft import Draft
+from verifier_svc.draft_costs import DraftCosts
+from verifier_svc.step_costs import StepCosts
+from verifier_svc.tree_shape import TreeShape
+
+
+def chain(*chances: float) -> Draft:
+    """A chain whose nodes have these chances, behind the root."""
+    count = 1 + len(chances)
+    tree = DraftTree(np.arange(count, dtype=np.int32), np.arange(-1, count - 1, dtype=np.int32))
+    return Draft(tree, [0] + [1] * len(chances), [0.0] * count, [1.0, *chances])
+
+
+def costs_of(measured: dict[int, float]) -> DraftCosts:
+    return DraftCosts(StepCosts(measured), TreeShape(8))
+
+
+def test_a_node_is_worth_what_it_costs_the_whole_batch() -> None:
+    # One more row always takes 1 s. A plain step of 8 rows makes 0.8 tokens a second, one of a single row half a token.
+    costs = costs_of({1: 2.0, 64: 65.0})
+    assert costs.best_counts([chain(0.7, 0.6)], batch=8, wait_s=0.0) == [1]
+    assert costs.best_counts([chain(0.9, 0.7)], batch=8, wait_s=0.0) == [2]
+    assert costs.best_counts([chain(0.7, 0.6)], batch=1, wait_s=0.0) == [3]
+
+
+def test_the_likeliest_nodes_are_taken_whosever_they_are() -> None:
+    # Three rows more are free, those behind them are not.
+    costs = costs_of({1: 1.0, 2: 1.0, 5: 1.0, 6: 9.0})
+    assert costs.best_counts([chain(0.5, 0.4), chain(0.9, 0.8, 0.3)], batch=2, wait_s=0.0) == [2, 3]
+
+
+def test_a_wait_that_is_over_makes_more_of_the_step_worthwhile() -> None:
+    costs = costs_of({1: 2.0, 64: 65.0})
+    assert costs.best_counts([chain(0.4)], batch=1, wait_s=0.0) == [1]
+    assert costs.best_counts([chain(0.4)], batch=1, wait_s=2.0) == [2]
+
+
+@given(
+    st.lists(st.lists(st.floats(0.0, 1.0), max_size=4), min_size=1, max_size=4),
+    st.integers(0, 4),
+    st.lists(st.floats(0.1, 10.0), min_size=4, max_size=4),
+    st.floats(0.0, 5.0),
+)
+def test_no_other_choice_of_nodes_makes_more_tokens_a_second(
+    chances: list[list[float]], num_plain: int, seconds: list[float], wait_s: float
+) -> None:
+    drafts = [chain(*sorted(row, reverse=True)) for row in chances]
+    batch = len(drafts) + num_plain
+    curve = StepCosts(dict(zip((1, 4, 8, 24), np.cumsum(seconds).tolist(), strict=True)))
+    counts = DraftCosts(curve, TreeShape(8)).best_counts(drafts, batch, wait_s)
+
+    def rate(counts: list[int]) -> float:
+        gained = sum(sum(draft.chances[1:count]) for draft, count in zip(drafts, counts, strict=True))
+        return (batch + gained) / (curve.estimate(batch + sum(counts) - len(counts)) + wait_s)
+
+    choices: list[list[int]] = [[]]
+    for draft in drafts:
+        choices = [[*choice, count] for choice in choices for count in range(1, draft.tree.num_nodes + 1)]
+    assert rate(counts) == pytest.approx(max(map(rate, choices)))
+
+
+def test_what_a_draft_promises_where_every_row_has_one_like_it() -> None:
+    costs = costs_of({1: 2.0, 64: 65.0})
+    # Of two rows: plain 3 s a step; with one node each 5 s and 1.9 tokens a row.
+    assert costs.best_rate(chain(0.9), 2, 0.0) == pytest.approx(1.9 * 3 / 5)
+    assert costs.best_rate(chain(0.1), 2, 0.0) == 1.0
