@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from verifier_svc.draft import Draft
 from verifier_svc.draft_link import DraftLink
+from verifier_svc.draft_plan import DraftPlan
+from verifier_svc.gate import expected_tokens
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.tree_shape import TreeShape
 
@@ -83,6 +85,17 @@ class DraftCosts:
             seconds = self._seconds[num_rows] = self._costs.estimate(num_rows) + self._overhead_s[False]
         return seconds
 
+    def gain_together(self, plans: Sequence[DraftPlan], batch: int) -> bool:
+        """Whether a step of ``batch`` rows, for these of which a model drafts, makes more tokens a second than a plain
+        one: all rows wait for what some of them gain."""
+        expected, num_rows, wait_s = float(batch), batch, 0.0
+        for plan in plans:
+            expected += expected_tokens(plan.sequence.gate.acceptance, plan.reach) - 1
+            num_rows += self._shape.of_row(True, plan.reach, plan.most).nodes - 1
+            wait_s = max(wait_s, self.wait_s(plan.links, plan.reach, len(plans)))
+        seconds = self._costs.estimate(num_rows) + self._overhead_s[True] + wait_s
+        return expected * self._step_s(batch) > batch * seconds
+
     def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
         """Learn what a step took behind the target's pass, and whether it waited for a model meanwhile."""
         overhead_s = max(seconds - self._waited_s, 0.0)
@@ -106,14 +119,14 @@ class DraftCosts:
             for reach in range(1, self._shape.max_nodes):
                 nodes = max(self._shape.of_row(link.has_model, reach, reach).nodes for link in links)
                 seconds = self._costs.estimate(batch * nodes) + self._overhead_s[has_model]
-                costs.append((seconds + self.wait_s(links, reach)) / plain)
+                costs.append((seconds + self.wait_s(links, reach, batch)) / plain)
             self._cost_lists[key] = (self._num_steps, costs)
         return costs
 
-    def wait_s(self, links: Sequence[DraftLink], reach: int) -> float:
-        """Seconds that a step waits for drafts: the drafters work side by side."""
+    def wait_s(self, links: Sequence[DraftLink], reach: int, num_rows: int) -> float:
+        """Seconds that a step waits for drafts of so many rows: the drafters work side by side."""
         return max(
-            link.times.estimate(self._shape.of_row(True, reach, reach).depth)
+            link.times.estimate(self._shape.of_row(True, reach, reach).depth, num_rows)
             if link.has_model
             else link.patience.wait_s
             for link in links

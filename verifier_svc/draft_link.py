@@ -46,6 +46,11 @@ class Posted(NamedTuple):
         return any(row.awaited for row in self.rows)
 
     @property
+    def num_drafted(self) -> int:
+        """Rows that want a tree."""
+        return sum(row.shape.nodes > 1 for row in self.rows)
+
+    @property
     def depth(self) -> int:
         return max(row.shape.depth for row in self.rows)
 
@@ -467,7 +472,7 @@ class DraftLink:
             self.source.report_failure(self._late_reason)
         else:
             if not is_first:
-                self.times.observe(posted.depth, now - began)
+                self.times.observe(posted.depth, posted.num_drafted, now - began)
             self.patience.answer()
         return batch
 

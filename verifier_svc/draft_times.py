@@ -1,4 +1,4 @@
-"""How long one drafter's drafts are waited for, by their depth: a head takes one pass a level, an n-gram trie none."""
+"""How long one drafter is waited for, by depth and rows: a head takes one pass a level, an n-gram trie none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,30 @@ SMOOTHING = 0.05
 
 
 class DraftTimes:
-    """Seconds of a wait as a line over the depth, fitted with older waits fading."""
+    """Seconds of a wait, for each power of two of rows as a line over the depth."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, _Line] = {}
+
+    def observe(self, depth: int, num_rows: int, seconds: float) -> None:
+        """Learn from a wait for drafts of at most ``depth`` edges. One that took thrice as long was disturbed."""
+        self._lines.setdefault(_power(num_rows), _Line()).observe(depth, seconds)
+
+    def estimate(self, depth: int, num_rows: int) -> float:
+        """Seconds for drafts of ``depth`` edges; 0 before the first wait.
+
+        A number of rows that was never waited for is believed to be as fast as it may be: then it is tried, and known.
+        """
+        power = _power(num_rows)
+        fewer = [known for known in self._lines if known <= power]
+        if fewer:
+            return self._lines[max(fewer)].estimate(depth)
+        more = min(self._lines, default=None)
+        return 0.0 if more is None else self._lines[more].estimate(depth) / 2 ** (more - power)
+
+
+class _Line:
+    """Fitted with older waits fading."""
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -17,7 +40,6 @@ class DraftTimes:
         self._covariance = 0.0
 
     def observe(self, depth: int, seconds: float) -> None:
-        """Learn from a wait for drafts of at most ``depth`` edges. One that took thrice as long was disturbed."""
         if self._weight:
             seconds = min(seconds, 3 * max(self.estimate(depth), 1e-5))
         share = max(SMOOTHING, 1 / (self._weight + 1))
@@ -29,6 +51,10 @@ class DraftTimes:
         self._covariance = (1 - share) * (self._covariance + share * depth_off * seconds_off)
 
     def estimate(self, depth: int) -> float:
-        """Seconds for drafts of ``depth`` edges; 0 before the first wait."""
         slope = max(self._covariance / self._depth_variance, 0.0) if self._depth_variance > 1e-3 else 0.0
         return max(self._mean_s + slope * (depth - self._mean_depth), 0.0)
+
+
+def _power(num_rows: int) -> int:
+    """Of two, that is not below so many rows."""
+    return max(num_rows - 1, 0).bit_length()

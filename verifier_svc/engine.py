@@ -203,7 +203,8 @@ class Engine:
         scheduled = self._scheduler.schedule(self._num_nodes, now)
         scheduled_at = time.perf_counter()
         if scheduled:
-            self._speculator.tell([part.sequence for part in scheduled if not part.was_decoding])
+            new = [part.sequence for part in scheduled if not part.was_decoding]
+            self._speculator.tell(new, len(self._scheduler.running))
             self._run_scheduled(scheduled)
             self.counters.num_steps += 1
         ended_at = time.perf_counter()

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import NamedTuple
 
 from foretoken.tree import depths
 from verifier_svc.draft import Draft, merge
 from verifier_svc.draft_costs import DraftCosts
 from verifier_svc.draft_link import DraftLink, Posted
+from verifier_svc.draft_plan import DraftPlan
 from verifier_svc.draft_row import NO_DRAFT, Row, Shape
 from verifier_svc.draft_source import DraftSource
 from verifier_svc.drafter_counters import DrafterCounters
@@ -36,23 +36,6 @@ MODEL_PAYS_FROM = 1.3
 PLAN_HOLDS = 64
 # The same beside drafters without a model that had found nothing: they must see the tokens to find something.
 QUICK_RESTS = 16
-
-
-class _Plan(NamedTuple):
-    """What one row does in the next step: it asks these drafters for drafts of ``reach`` (TreeShape)."""
-
-    sequence: Sequence
-    links: list[DraftLink]
-    reach: int
-    # Drafted tokens at most.
-    most: int
-    awaited: bool
-    # Tokens a second that the drafts promise, over plain decode's.
-    rate: float
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.sequence.slot, self.sequence.generation
 
 
 # Drafts that came for a row, by slot and generation.
@@ -93,11 +76,11 @@ class Speculator:
         self._drafts: dict[tuple[int, int], Draft] = {}
         # Rows that wanted one and got their root.
         self._undrafted: set[tuple[int, int]] = set()
-        self._plans: list[_Plan] = []
+        self._plans: list[DraftPlan] = []
         # What drafters without a model had for the next step.
         self._quick: _Found = {}
         self._captured: tuple[int, ...] = ()
-        # Rows that decode, at the last post.
+        # Rows that the next steps will have.
         self._batch = 1
         self.num_plain_batch_steps = 0
         for source in sources:
@@ -165,11 +148,13 @@ class Speculator:
             if link.is_attached:
                 link.finish(sequence, self._captured)
 
-    def tell(self, prefilling: Seq[Sequence]) -> None:
+    def tell(self, prefilling: Seq[Sequence], num_running: int) -> None:
         """Tell drafters the prompts that this step computes: they learn them while the target does.
 
-        Those that want the target's hidden states are told by ``post``, when there are some.
+        Those that want the target's hidden states are told by ``post``, when there are some. ``num_running``: with
+        those whose first step this is, for which is decided now whether a model pays.
         """
+        self._batch = max(num_running, 1)
         for link in self.links:
             if link.is_attached and not link.features:
                 link.post(self._rows_to_tell(link, prefilling))
@@ -190,7 +175,7 @@ class Speculator:
         quick_plans = self._make_plans(decoding, batch, has_model=False)
         self._quick = self._ask_quickly(quick_plans)
         plans = self._make_plans(decoding, batch, has_model=True)
-        self._plans = [plan for plan in plans if not self._is_served(plan, batch)]
+        self._plans = self._worth_a_wait([plan for plan in plans if not self._is_served(plan, batch)], batch)
         for link in self.links:
             if link.has_model and link.is_attached:
                 rows = self._rows_to_tell(link, prefilling) if link.features else []
@@ -213,7 +198,7 @@ class Speculator:
     def _is_above_limit(self, num_decoding: int) -> bool:
         return 0 < self._max_batch_size < num_decoding
 
-    def _make_plans(self, decoding: Seq[Sequence], batch: int, *, has_model: bool) -> list[_Plan]:
+    def _make_plans(self, decoding: Seq[Sequence], batch: int, *, has_model: bool) -> list[DraftPlan]:
         plans = []
         for sequence in decoding:
             links = [link for link in self._roster.of(sequence) if link.has_model == has_model]
@@ -222,7 +207,7 @@ class Speculator:
                 plans.append(plan)
         return plans
 
-    def _ask_quickly(self, plans: list[_Plan]) -> _Found:
+    def _ask_quickly(self, plans: list[DraftPlan]) -> _Found:
         """Ask the drafters without a model and wait for what they have."""
         found: _Found = {}
         for link in self.links:
@@ -238,12 +223,19 @@ class Speculator:
         for row, draft in link.collect(self._worth_s):
             found.setdefault((row.slot, row.generation), []).append(draft)
 
-    def _is_served(self, plan: _Plan, batch: int) -> bool:
+    def _is_served(self, plan: DraftPlan, batch: int) -> bool:
         """Whether a row for which the server chooses has a draft already that promises as much as the model's."""
         quick = self._quick.get(plan.key)
         if quick is None or plan.sequence.speculation.drafter != AUTO or self._shape.is_fixed:
             return False
         return self.costs.best_rate(merge(quick).best(1 + plan.most), batch, 0.0) >= max(plan.rate, 1.0)
+
+    def _worth_a_wait(self, plans: list[DraftPlan], batch: int) -> list[DraftPlan]:
+        """Without those that would rather gain by drafts, if the batch loses more by waiting for them."""
+        earnest = [plan for plan in plans if not plan.sequence.gate.is_probing]
+        if not earnest or self._shape.is_fixed or self.costs.gain_together(earnest, batch):
+            return plans
+        return [plan for plan in plans if plan.sequence.gate.is_probing]
 
     def _is_behind(self, link: DraftLink, sequence: Sequence, least: int) -> bool:
         return link in self._roster.of(sequence) and len(sequence.tokens) - link.told_length(sequence) >= least
@@ -257,7 +249,7 @@ class Speculator:
                     rows.append(row)
         return rows
 
-    def _rows_to_draft(self, link: DraftLink, plans: list[_Plan]) -> list[Row]:
+    def _rows_to_draft(self, link: DraftLink, plans: list[DraftPlan]) -> list[Row]:
         rows = []
         for plan in plans:
             if link not in plan.links:
@@ -293,7 +285,7 @@ class Speculator:
         for link in self.links:
             self._take(link, found)
         self.costs.end_waits(self.links)
-        plans: dict[tuple[int, int], list[_Plan]] = {}
+        plans: dict[tuple[int, int], list[DraftPlan]] = {}
         for plan in self._plans:
             plans.setdefault(plan.key, []).append(plan)
         self._undrafted = {key for key, drafts in found.items() if all(draft.tree.num_nodes == 1 for draft in drafts)}
@@ -393,13 +385,13 @@ class Speculator:
         return max(row.shape.nodes - 1 for row in posted.rows) * self.costs.plain_step_s(len(posted.rows))
 
     def _trimmed(
-        self, drafts: dict[tuple[int, int], Draft], plans: dict[tuple[int, int], list[_Plan]]
+        self, drafts: dict[tuple[int, int], Draft], plans: dict[tuple[int, int], list[DraftPlan]]
     ) -> dict[tuple[int, int], Draft]:
         """The nodes that make the most tokens a second; drafts of which that is the root alone are left out."""
         most = {key: max(plan.most for plan in plans[key]) for key in drafts if key in plans}
         drafts = {key: draft.best(1 + most[key]) if key in most else draft for key, draft in drafts.items()}
         if not self._shape.is_fixed and drafts:
-            waits = [self.costs.wait_s(plan.links, plan.reach) for key in most for plan in plans[key]]
+            waits = [self.costs.wait_s(plan.links, plan.reach, len(most)) for key in most for plan in plans[key]]
             counts = self.costs.best_counts(list(drafts.values()), self._batch, max(waits, default=0.0))
             drafts = {key: draft.best(count) for (key, draft), count in zip(drafts.items(), counts, strict=True)}
         return {key: draft for key, draft in drafts.items() if draft.tree.num_nodes > 1}
@@ -424,7 +416,7 @@ class Speculator:
         costs = self.costs.relative([link], self._batch)
         return best_reach(link.acceptance, self._shape.max_nodes - 1, costs)[1] >= MODEL_PAYS_FROM
 
-    def _plan(self, sequence: Sequence, links: list[DraftLink], batch: int) -> _Plan | None:
+    def _plan(self, sequence: Sequence, links: list[DraftLink], batch: int) -> DraftPlan | None:
         """What a row asks of drafters of one kind in the next step; None: nothing."""
         # The last token that may be emitted needs no draft behind it.
         most = min(self._shape.max_nodes, sequence.max_new_tokens) - 1
@@ -437,4 +429,4 @@ class Speculator:
         reach = gate.num_tokens(most, self.costs.relative(links, batch))
         if self._shape.is_fixed:
             reach = most
-        return _Plan(sequence, links, reach, most, not gate.is_scouting, gate.rate) if reach > 0 else None
+        return DraftPlan(sequence, links, reach, most, not gate.is_scouting, gate.rate) if reach > 0 else None

@@ -38,17 +38,27 @@ def test_scores_beyond_what_a_chance_can_be_do_no_harm() -> None:
 
 def test_waits_are_a_line_over_the_depth() -> None:
     times = DraftTimes()
-    assert times.estimate(3) == 0.0
-    times.observe(2, 0.0005)
-    assert times.estimate(2) == times.estimate(5) == pytest.approx(0.0005)
+    assert times.estimate(3, 1) == 0.0
+    times.observe(2, 1, 0.0005)
+    assert times.estimate(2, 1) == times.estimate(5, 1) == pytest.approx(0.0005)
     for number in range(400):
         depth = 1 + number % 5
-        times.observe(depth, 0.0002 + 0.0001 * depth)
-    assert times.estimate(1) == pytest.approx(0.0003, rel=0.02)
-    assert times.estimate(5) == pytest.approx(0.0007, rel=0.02)
-    before = times.estimate(3)
-    times.observe(3, 1.0)
-    assert times.estimate(3) < 1.5 * before, "one wait that was disturbed says little"
+        times.observe(depth, 1, 0.0002 + 0.0001 * depth)
+    assert times.estimate(1, 1) == pytest.approx(0.0003, rel=0.02)
+    assert times.estimate(5, 1) == pytest.approx(0.0007, rel=0.02)
+    before = times.estimate(3, 1)
+    times.observe(3, 1, 1.0)
+    assert times.estimate(3, 1) < 1.5 * before, "one wait that was disturbed says little"
+
+
+def test_waits_are_known_by_rows_and_those_never_waited_for_are_taken_as_short() -> None:
+    times = DraftTimes()
+    times.observe(3, 8, 0.008)
+    assert times.estimate(3, 5) == times.estimate(3, 8) == times.estimate(3, 64) == pytest.approx(0.008)
+    assert times.estimate(3, 1) == pytest.approx(0.001)
+    times.observe(3, 1, 0.002)
+    assert times.estimate(3, 1) == times.estimate(3, 2) == pytest.approx(0.002)
+    assert times.estimate(3, 8) == pytest.approx(0.008), "a wait for one row says nothing of eight"
 
 
 def test_shapes_by_flag_are_exact_and_others_follow_the_reach() -> None:

@@ -110,7 +110,7 @@ def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
     num_steps: int, size: int, num_told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless the flags say what trees must be like. Who names it has it."""
-    monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth: 1000.0)
+    monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth, num_rows: 1000.0)
     model = HeadLike()
     harness = new_harness(
         {"model": model, "quick": Knowing({(tuple(PROMPT), 0): run({})[1].token_ids})}, num_steps=num_steps
@@ -123,3 +123,30 @@ def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
     assert len(model.tokens) == num_told
     harness.run([Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="model"))])
     assert len(model.tokens) == num_told + 1
+
+
+def test_whether_a_model_pays_is_asked_of_the_batch_that_a_burst_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the one that was there before it: nobody."""
+    monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth, num_rows: 0.0 if num_rows == 1 else 1000.0)
+    sampling = SamplingParams(temperature=0.0, max_tokens=2 * TELL_BEHIND)
+    auto = Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="auto"))
+    for size, num_told in ((1, 1), (8, 0)):
+        model = HeadLike()
+        harness = new_harness({"model": model})
+        harness.run([auto] * size)
+        harness.drain()
+        assert len(model.tokens) == num_told
+
+
+def test_one_row_does_not_keep_many_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts would double its own speed, at the cost of the others' who do not draft."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=10)
+    # A wait of a plain step.
+    monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth, num_rows: 1.0 / 3)
+    for num_plain, num_drafts in ((0, True), (7, False)):
+        harness = new_harness({"model": HeadLike()})
+        plain = Request(PROMPT, sampling, speculation=SpeculationOptions(enabled=False))
+        named = Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="model"))
+        harness.run([named, *[plain] * num_plain])
+        harness.drain()
+        assert (harness.speculator.counters["model"].num_drafts > 0) == num_drafts

@@ -7,7 +7,8 @@ import pytest
 from verifier_svc.gate import FIRST_PROBE_AFTER, LONGEST_PAUSE, PATIENT_MISSES, RAREST_PROBE_AFTER, Gate
 
 CHEAP = [1.0 + 0.05 * k for k in range(16)]
-DEAR = [1.0 + 1.0 * k for k in range(16)]
+DEAR = [1.0 + 0.95 * k for k in range(16)]
+HOPELESS = [1.0 + 1.0 * k for k in range(16)]
 
 
 def shut(gate: Gate) -> None:
@@ -59,6 +60,16 @@ def test_a_shut_gate_probes_ever_more_rarely_and_opens_again() -> None:
     for _ in range(6):
         gate.observe(3, 3)
     assert gate.num_tokens(15, CHEAP) > 0
+
+
+def test_drafts_that_could_not_pay_if_they_were_always_right_are_probed_most_rarely() -> None:
+    gate = Gate()
+    shut(gate)
+    assert not any(gate.num_tokens(7, HOPELESS) for _ in range(RAREST_PROBE_AFTER - 1))
+    assert gate.num_tokens(7, HOPELESS) and gate.is_probing
+    # Once they can, the next probe is one that was due.
+    assert not any(gate.num_tokens(7, HOPELESS) for _ in range(FIRST_PROBE_AFTER))
+    assert gate.num_tokens(7, DEAR) and gate.is_probing
 
 
 def test_drafts_are_expected_of_who_found_some_until_they_do_not_pay() -> None:
