@@ -57,7 +57,7 @@ def probe(
 
 
 def complete(
-    prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
+    prompt: Annotated[str, typer.Argument(help="Text to go on from; -: what comes on standard input.")],
     url: flags.Url = flags.DEFAULT_URL,
     max_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the server's")] = None,
@@ -72,6 +72,7 @@ def complete(
 
     if no_speculation and drafter is not None:
         raise ConfigError("--no-speculation and --drafter exclude each other")
+    prompt = sys.stdin.read() if prompt == "-" else prompt
     options = CompletionOptions(prompt, max_tokens, temperature, seed, not no_speculation, drafter)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     try:

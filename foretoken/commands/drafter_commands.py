@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -30,10 +31,19 @@ Verifier = Annotated[
 
 
 @app.command("list")
-def list_drafters(key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT_URL, verifier: Verifier = "") -> None:
+def list_drafters(
+    key_file: flags.OperatorKeyFile,
+    url: flags.Url = flags.DEFAULT_URL,
+    verifier: Verifier = "",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: a list of objects.")] = False,
+) -> None:
     """Drafters of all verifiers, the detached ones too."""
     with _client(url, key_file) as client:
-        _show(client.list(verifier))
+        drafters = client.list(verifier)
+    if as_json:
+        print(json.dumps([drafter._asdict() for drafter in drafters], indent=2))
+    else:
+        _show(drafters)
 
 
 @app.command()

@@ -122,6 +122,12 @@ def test_the_request_names_what_was_asked_for_and_nothing_else(server: Server) -
     assert plain["speculative"] == {"enabled": False}
 
 
+def test_a_prompt_may_come_on_standard_input(server: Server) -> None:
+    result = CliRunner().invoke(app, ["complete", "-", "--url", server.url], input="def main(\n")
+    assert result.exit_code == 0 and "def f():" in result.output
+    assert [body["prompt"] for body in server.bodies] == ["def main(\n"]
+
+
 def test_nothing_drafted_is_said(server: Server) -> None:
     speculation = {"num_draft_tokens": 0, "num_accepted_draft_tokens": 0, "mean_acceptance_length": 1.0}
     server.events[2] = json.dumps(LAST | {"metrics": {"speculative_decoding": speculation}})

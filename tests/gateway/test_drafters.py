@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,11 @@ async def test_commands(operated: Operated) -> None:
     ngram = "ngram: attached, NGRAM over shared-memory for the verifier at"
     assert listed.output == f"{ngram} {first}\n{ngram} {second}\n{attached.stdout}"
     assert (await run("list", "--verifier", first)).output == f"{ngram} {first}\n"
+    listed = json.loads((await run("list", "--json", "--verifier", second)).output)
+    assert [(drafter["name"], drafter["state"], drafter["verifier"]) for drafter in listed] == [
+        ("ngram", "attached", second),
+        ("late", "connecting", second),
+    ]
     detached = await run("detach", "ngram")
     assert (detached.exit_code, detached.output) == (0, "ngram: detached\n")
     assert [states["ngram"] for states in operated.states] == ["detached"] * 2
