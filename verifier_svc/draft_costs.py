@@ -38,6 +38,8 @@ class DraftCosts:
         """Drafters are about to be asked."""
         self._num_steps += 1
         self._waited_s = -_wait_seconds(links)
+        for link in links:
+            link.times.begin_step()
 
     def end_waits(self, links: Sequence[DraftLink]) -> None:
         """All answers of the step have come, or nobody waits for them any more."""

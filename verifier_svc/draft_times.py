@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # Weight of a new wait.
 SMOOTHING = 0.05
+# Share that a step without a wait takes off what is believed of it: after 350 steps it is half.
+FADING = 0.002
 
 
 class DraftTimes:
@@ -15,6 +17,11 @@ class DraftTimes:
     def observe(self, depth: int, num_rows: int, seconds: float) -> None:
         """Learn from a wait for drafts of at most ``depth`` edges. One that took thrice as long was disturbed."""
         self._lines.setdefault(_power(num_rows), _Line()).observe(depth, seconds)
+
+    def begin_step(self) -> None:
+        """What was long ago is believed ever less: one wait that was disturbed must not end all others."""
+        for line in self._lines.values():
+            line.belief *= 1 - FADING
 
     def estimate(self, depth: int, num_rows: int) -> float:
         """Seconds for drafts of ``depth`` edges; 0 before the first wait.
@@ -33,6 +40,7 @@ class _Line:
     """Fitted with older waits fading."""
 
     def __init__(self) -> None:
+        self.belief = 1.0
         self._weight = 0.0
         self._mean_depth = 0.0
         self._mean_s = 0.0
@@ -40,6 +48,7 @@ class _Line:
         self._covariance = 0.0
 
     def observe(self, depth: int, seconds: float) -> None:
+        self.belief = 1.0
         if self._weight:
             seconds = min(seconds, 3 * max(self.estimate(depth), 1e-5))
         share = max(SMOOTHING, 1 / (self._weight + 1))
@@ -52,7 +61,7 @@ class _Line:
 
     def estimate(self, depth: int) -> float:
         slope = max(self._covariance / self._depth_variance, 0.0) if self._depth_variance > 1e-3 else 0.0
-        return max(self._mean_s + slope * (depth - self._mean_depth), 0.0)
+        return self.belief * max(self._mean_s + slope * (depth - self._mean_depth), 0.0)
 
 
 def _power(num_rows: int) -> int:

@@ -61,6 +61,19 @@ def test_waits_are_known_by_rows_and_those_never_waited_for_are_taken_as_short()
     assert times.estimate(3, 8) == pytest.approx(0.008), "a wait for one row says nothing of eight"
 
 
+def test_a_wait_that_was_long_ago_is_believed_ever_less_until_the_next() -> None:
+    times = DraftTimes()
+    times.observe(3, 8, 10.0)
+    for _ in range(350):
+        times.begin_step()
+    assert times.estimate(3, 8) == pytest.approx(5.0, rel=0.01)
+    times.observe(3, 8, 0.008)
+    for _ in range(200):
+        times.observe(3, 8, 0.008)
+        times.begin_step()
+    assert times.estimate(3, 8) == pytest.approx(0.008, rel=0.05)
+
+
 def test_shapes_by_flag_are_exact_and_others_follow_the_reach() -> None:
     fixed = TreeShape(16, 5, 4)
     assert fixed.of_row(True, 1, 15) == fixed.of_row(True, 9, 15) == (16, 5, 4)
