@@ -37,13 +37,20 @@ class Draft(NamedTuple):
             for number in sorted(set(self.sources[1:]))
         )
 
+    def path_chances(self) -> list[float]:
+        """``chances``, none above its parent's: a node is on the path only if its parent is."""
+        out = self.chances[:1]
+        for chance, parent in zip(self.chances[1:], self.tree.parents[1:].tolist(), strict=True):
+            out.append(min(chance, out[parent]))
+        return out
+
     def best(self, count: int) -> Draft:
         """The ``count`` most likely nodes, ancestors of each included: the root and no more at least."""
         num_nodes = self.tree.num_nodes
         if count >= num_nodes:
             return self
         tokens, parents = self.tree.tokens.tolist(), self.tree.parents.tolist()
-        chances = _at_most_parents(self.chances, parents)
+        chances = self.path_chances()
         # A child is never before its parent: its chance is no larger, and of equal ones the lower index comes first.
         kept = sorted(sorted(range(num_nodes), key=lambda node: -chances[node])[:count])
         places = {node: place for place, node in enumerate(kept)}
@@ -85,11 +92,3 @@ def merge(drafts: Sequence[Draft]) -> Draft:
             places.append(place)
     tree = DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32))
     return Draft(tree, sources, scores, chances)
-
-
-def _at_most_parents(chances: list[float], parents: list[int]) -> list[float]:
-    """A node is on the path only if its parent is."""
-    out = chances[:1]
-    for node in range(1, len(chances)):
-        out.append(min(chances[node], out[parents[node]]))
-    return out

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from verifier_svc.draft import Draft
 from verifier_svc.draft_link import DraftLink
-from verifier_svc.draft_plan import DraftPlan
-from verifier_svc.gate import expected_tokens
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.tree_shape import TreeShape
 
@@ -34,12 +32,12 @@ class DraftCosts:
         # By drafters and batch size: when they were counted, and relative costs by reach.
         self._cost_lists: dict[tuple[str, int], tuple[int, list[float]]] = {}
 
-    def begin_step(self, links: Sequence[DraftLink]) -> None:
-        """Drafters are about to be asked."""
+    def begin_step(self, links: Sequence[DraftLink], batch: int, num_steps: int = 1) -> None:
+        """Drafters are about to be asked for a step of ``batch`` rows, the last of ``num_steps`` since the last one."""
         self._num_steps += 1
         self._waited_s = -_wait_seconds(links)
         for link in links:
-            link.times.begin_step()
+            link.times.fade(batch, num_steps)
 
     def end_waits(self, links: Sequence[DraftLink]) -> None:
         """All answers of the step have come, or nobody waits for them any more."""
@@ -53,24 +51,25 @@ class DraftCosts:
         """Tokens a second of a draft's best part, over plain decode's, if each of ``batch`` rows has one like it."""
         plain_s = self._step_s(batch)
         best, expected = 0.0, 0.0
-        for count, chance in enumerate(sorted(draft.chances, reverse=True), start=1):
+        for count, chance in enumerate(sorted(draft.path_chances(), reverse=True), start=1):
             expected += chance
             best = max(best, expected * plain_s / (self._step_s(batch * count) + wait_s))
         return best
 
-    def best_counts(self, drafts: Sequence[Draft], batch: int, wait_s: float) -> list[int]:
+    def best_counts(self, drafts: Sequence[Draft], batch: int) -> list[int]:
         """Nodes of each draft, the root counted, with which a step of ``batch`` rows makes the most tokens a second.
 
-        Those rows of the batch that have no draft verify their root. A node is worth what it costs the whole batch:
-        the likeliest ones are taken, whosever they are, as long as the step gains by them.
+        Counted with what the step has waited for drafts. Rows of the batch that have no draft verify their root. A node
+        is worth what it costs the whole batch: the likeliest ones are taken, whosever they are, as long as the step
+        gains by them.
         """
-        nodes = [(chance, row) for row, draft in enumerate(drafts) for chance in draft.chances[1:]]
+        nodes = [(chance, row) for row, draft in enumerate(drafts) for chance in draft.path_chances()[1:]]
         nodes.sort(reverse=True)
         expected = float(batch)
-        best, best_rate = 0, expected / (self._step_s(batch) + wait_s)
+        best, best_rate = 0, expected / (self._step_s(batch) + self._waited_s)
         for count, (chance, _) in enumerate(nodes, start=1):
             expected += chance
-            rate = expected / (self._step_s(batch + count) + wait_s)
+            rate = expected / (self._step_s(batch + count) + self._waited_s)
             if rate > best_rate:
                 best, best_rate = count, rate
         counts = [1] * len(drafts)
@@ -86,17 +85,6 @@ class DraftCosts:
         if seconds is None:
             seconds = self._seconds[num_rows] = self._costs.estimate(num_rows) + self._overhead_s[False]
         return seconds
-
-    def gain_together(self, plans: Sequence[DraftPlan], batch: int) -> bool:
-        """Whether a step of ``batch`` rows, for these of which a model drafts, makes more tokens a second than a plain
-        one: all rows wait for what some of them gain."""
-        expected, num_rows, wait_s = float(batch), batch, 0.0
-        for plan in plans:
-            expected += expected_tokens(plan.sequence.gate.acceptance, plan.reach) - 1
-            num_rows += self._shape.of_row(True, plan.reach, plan.most).nodes - 1
-            wait_s = max(wait_s, self.wait_s(plan.links, plan.reach, len(plans)))
-        seconds = self._costs.estimate(num_rows) + self._overhead_s[True] + wait_s
-        return expected * self._step_s(batch) > batch * seconds
 
     def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
         """Learn what a step took behind the target's pass, and whether it waited for a model meanwhile."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # Weight of a new wait.
 SMOOTHING = 0.05
-# Share that a step without a wait takes off what is believed of it: after 350 steps it is half.
-FADING = 0.002
+# Share that a step of so many rows takes off what is believed of a wait for them: after 1,400 without one it is half.
+FADING = 0.0005
 
 
 class DraftTimes:
@@ -16,24 +16,26 @@ class DraftTimes:
 
     def observe(self, depth: int, num_rows: int, seconds: float) -> None:
         """Learn from a wait for drafts of at most ``depth`` edges. One that took thrice as long was disturbed."""
-        self._lines.setdefault(_power(num_rows), _Line()).observe(depth, seconds)
+        self._lines.setdefault(_exponent(num_rows), _Line()).observe(depth, seconds)
 
-    def begin_step(self) -> None:
-        """What was long ago is believed ever less: one wait that was disturbed must not end all others."""
-        for line in self._lines.values():
-            line.belief *= 1 - FADING
+    def fade(self, num_rows: int, num_steps: int) -> None:
+        """Steps of so many rows went by: a wait that was disturbed must not end all others for good."""
+        line = self._lines.get(_exponent(num_rows))
+        if line is not None:
+            line.belief *= (1 - FADING) ** num_steps
 
     def estimate(self, depth: int, num_rows: int) -> float:
         """Seconds for drafts of ``depth`` edges; 0 before the first wait.
 
-        A number of rows that was never waited for is believed to be as fast as it may be: then it is tried, and known.
+        A number of rows that was never waited for is believed to be as fast as it may be, no faster than fewer rows:
+        then it is tried, and known.
         """
-        power = _power(num_rows)
-        fewer = [known for known in self._lines if known <= power]
+        exponent = _exponent(num_rows)
+        fewer = [line.estimate(depth) for known, line in self._lines.items() if known <= exponent]
         if fewer:
-            return self._lines[max(fewer)].estimate(depth)
+            return max(fewer)
         more = min(self._lines, default=None)
-        return 0.0 if more is None else self._lines[more].estimate(depth) / 2 ** (more - power)
+        return 0.0 if more is None else self._lines[more].estimate(depth) / 2 ** (more - exponent)
 
 
 class _Line:
@@ -64,6 +66,6 @@ class _Line:
         return self.belief * max(self._mean_s + slope * (depth - self._mean_depth), 0.0)
 
 
-def _power(num_rows: int) -> int:
-    """Of two, that is not below so many rows."""
+def _exponent(num_rows: int) -> int:
+    """Of the least power of two that is not below so many rows."""
     return max(num_rows - 1, 0).bit_length()

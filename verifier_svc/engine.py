@@ -204,7 +204,7 @@ class Engine:
         scheduled_at = time.perf_counter()
         if scheduled:
             new = [part.sequence for part in scheduled if not part.was_decoding]
-            self._speculator.tell(new, len(self._scheduler.running))
+            self._speculator.tell(new, self._scheduler.num_soon)
             self._run_scheduled(scheduled)
             self.counters.num_steps += 1
         ended_at = time.perf_counter()

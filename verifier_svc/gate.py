@@ -24,11 +24,6 @@ PATIENT_MISSES = 2
 LONGEST_PAUSE = 16
 
 
-def expected_tokens(acceptance: float, reach: int) -> float:
-    """Tokens that a step makes of a chain of ``reach`` drafted ones: the target's own one, and those accepted."""
-    return sum(acceptance**k for k in range(reach + 1))
-
-
 def best_reach(acceptance: float, most: int, relative_costs: Sequence[float]) -> tuple[int, float]:
     """The length of a chain, at most ``most``, that makes the most tokens a second, and how many, over plain decode's.
 
@@ -73,11 +68,6 @@ class Gate:
         return not self._in_earnest
 
     @property
-    def is_probing(self) -> bool:
-        """Whether the last choice of ``num_tokens`` is to learn what drafts are worth now, not to gain by them."""
-        return self._probing
-
-    @property
     def expects_drafts(self) -> bool:
         """Whether asking is worth a wait, and drafts pay where there are some."""
         return self._in_earnest and not self._shut_steps
@@ -102,7 +92,7 @@ class Gate:
         self._shut_steps += 1
         if self._shut_steps < self._probe_after:
             return 0
-        # Where not even drafts that were always right would pay, it is a matter of costs, which hardly change.
+        # Where not even drafts that were always right would pay, costs would have to change, not the text.
         if self._shut_steps < RAREST_PROBE_AFTER and not best_reach(1.0, most, relative_costs)[0]:
             return 0
         self._shut_steps = 0

@@ -48,6 +48,11 @@ class Scheduler:
         return self._max_waiting + len(self._free_slots) - len(self.waiting)
 
     @property
+    def num_soon(self) -> int:
+        """Sequences that will run together as soon as the prompts of those that wait are computed."""
+        return len(self.running) + min(len(self.waiting), len(self._free_slots))
+
+    @property
     def can_admit(self) -> bool:
         """Whether a sequence waits and there is a slot for it, if not the pages."""
         return bool(self.waiting and self._free_slots)

@@ -148,13 +148,13 @@ class Speculator:
             if link.is_attached:
                 link.finish(sequence, self._captured)
 
-    def tell(self, prefilling: Seq[Sequence], num_running: int) -> None:
+    def tell(self, prefilling: Seq[Sequence], num_soon: int) -> None:
         """Tell drafters the prompts that this step computes: they learn them while the target does.
 
-        Those that want the target's hidden states are told by ``post``, when there are some. ``num_running``: with
-        those whose first step this is, for which is decided now whether a model pays.
+        Those that want the target's hidden states are told by ``post``, when there are some. ``num_soon``:
+        sequences of the batch that there will be, by which is decided whether a model pays for those that are new.
         """
-        self._batch = max(num_running, 1)
+        self._batch = max(num_soon, 1)
         for link in self.links:
             if link.is_attached and not link.features:
                 link.post(self._rows_to_tell(link, prefilling))
@@ -164,7 +164,7 @@ class Speculator:
 
         ``decoding``: sequences whose next step is a decode step; ``prefilling``: those in the middle of their prompt.
         """
-        self.costs.begin_step(self.links)
+        self.costs.begin_step(self.links, len(decoding))
         for link in self.links:
             link.read_scout()
         if self._is_above_limit(len(decoding)):
@@ -175,7 +175,7 @@ class Speculator:
         quick_plans = self._make_plans(decoding, batch, has_model=False)
         self._quick = self._ask_quickly(quick_plans)
         plans = self._make_plans(decoding, batch, has_model=True)
-        self._plans = self._worth_a_wait([plan for plan in plans if not self._is_served(plan, batch)], batch)
+        self._plans = [plan for plan in plans if not self._is_served(plan, batch)]
         for link in self.links:
             if link.has_model and link.is_attached:
                 rows = self._rows_to_tell(link, prefilling) if link.features else []
@@ -229,13 +229,6 @@ class Speculator:
         if quick is None or plan.sequence.speculation.drafter != AUTO or self._shape.is_fixed:
             return False
         return self.costs.best_rate(merge(quick).best(1 + plan.most), batch, 0.0) >= max(plan.rate, 1.0)
-
-    def _worth_a_wait(self, plans: list[DraftPlan], batch: int) -> list[DraftPlan]:
-        """Without those that would rather gain by drafts, if the batch loses more by waiting for them."""
-        earnest = [plan for plan in plans if not plan.sequence.gate.is_probing]
-        if not earnest or self._shape.is_fixed or self.costs.gain_together(earnest, batch):
-            return plans
-        return [plan for plan in plans if plan.sequence.gate.is_probing]
 
     def _is_behind(self, link: DraftLink, sequence: Sequence, least: int) -> bool:
         return link in self._roster.of(sequence) and len(sequence.tokens) - link.told_length(sequence) >= least
@@ -372,10 +365,10 @@ class Speculator:
                 link.read_scout()
         for sequence in decoding:
             sequence.quick_gate.pass_steps(num_steps)
+        self.costs.begin_step(self.links, len(decoding), num_steps)
+        self._batch = max(len(decoding), 1)
         if drafting.link is None:
             return
-        self.costs.begin_step(self.links)
-        self._batch = max(len(decoding), 1)
         self._plans = self._make_plans(decoding, self._batch, has_model=True)
         drafting.post(number, is_last=True)
         self.collect()
@@ -391,8 +384,7 @@ class Speculator:
         most = {key: max(plan.most for plan in plans[key]) for key in drafts if key in plans}
         drafts = {key: draft.best(1 + most[key]) if key in most else draft for key, draft in drafts.items()}
         if not self._shape.is_fixed and drafts:
-            waits = [self.costs.wait_s(plan.links, plan.reach, len(most)) for key in most for plan in plans[key]]
-            counts = self.costs.best_counts(list(drafts.values()), self._batch, max(waits, default=0.0))
+            counts = self.costs.best_counts(list(drafts.values()), self._batch)
             drafts = {key: draft.best(count) for (key, draft), count in zip(drafts.items(), counts, strict=True)}
         return {key: draft for key, draft in drafts.items() if draft.tree.num_nodes > 1}
 
@@ -414,19 +406,20 @@ class Speculator:
         if self._shape.is_fixed:
             return True
         costs = self.costs.relative([link], self._batch)
-        return best_reach(link.acceptance, self._shape.max_nodes - 1, costs)[1] >= MODEL_PAYS_FROM
+        return best_reach(link.acceptance, self._shape.most_reach(link.has_model), costs)[1] >= MODEL_PAYS_FROM
 
     def _plan(self, sequence: Sequence, links: list[DraftLink], batch: int) -> DraftPlan | None:
         """What a row asks of drafters of one kind in the next step; None: nothing."""
+        has_model = links[0].has_model
         # The last token that may be emitted needs no draft behind it.
         most = min(self._shape.max_nodes, sequence.max_new_tokens) - 1
         if sequence.speculation.max_draft_tokens is not None:
             most = min(most, sequence.speculation.max_draft_tokens)
-        gate = sequence.gate if links[0].has_model else sequence.quick_gate
-        if links[0].has_model:
+        gate = sequence.gate if has_model else sequence.quick_gate
+        if has_model:
             # A model always has something to propose.
             gate.expect_drafts(max(link.acceptance for link in links))
-        reach = gate.num_tokens(most, self.costs.relative(links, batch))
+        reach = gate.num_tokens(min(most, self._shape.most_reach(has_model)), self.costs.relative(links, batch))
         if self._shape.is_fixed:
             reach = most
         return DraftPlan(sequence, links, reach, most, not gate.is_scouting, gate.rate) if reach > 0 else None

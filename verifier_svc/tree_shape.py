@@ -38,6 +38,10 @@ class TreeShape:
         """Levels of a tree at most, of drafters that have a model."""
         return min(self.num_steps or DEFAULT_STEPS, self.max_nodes - 1)
 
+    def most_reach(self, has_model: bool) -> int:
+        """Beyond which no more tokens can be accepted."""
+        return self.max_depth if has_model else self.max_nodes - 1
+
     def of_row(self, has_model: bool, reach: int, most: int) -> Shape:
         """The shape of one row's tree with at most ``most`` drafted tokens."""
         if not has_model:

@@ -222,8 +222,7 @@ class ForwardPass:
     def _grow(self, field: int, size: int, dtype: torch.dtype = torch.float32) -> None:
         buffer = self._buffers.get(field)
         if buffer is None or len(buffer) < size:
-            # Zeros, because a tile of rows reads past the last row: never a NaN's slow path.
-            self._buffers[field] = buffer = torch.zeros(_power_of_two(size), dtype=dtype)
+            self._buffers[field] = buffer = torch.empty(_power_of_two(size), dtype=dtype)
             self._args[field] = buffer.data_ptr()
 
     def _fixed_table(self) -> NDArray[np.int64]:

@@ -158,6 +158,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         spec = {"services": services, "optional_ready_s": 0.1, "slow_start_s": slow_start_s}
         spec |= {"heartbeat_s": heartbeat_s, "max_silence_s": max_silence_s, "stops_together": stops_together}
         spec |= {"before_kill_s": before_kill_s}
+        # Whoever runs the tests may have said nohup, which would be handed on.
+        hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         process = subprocess.Popen(
             [*launcher, sys.executable, str(DRIVER), json.dumps(spec)],
             stdout=subprocess.PIPE,
@@ -165,6 +167,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             start_new_session=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
+        signal.signal(signal.SIGHUP, hangup)
         drivers.append(Driver(process, tmp_path))
         return drivers[-1]
 

@@ -63,15 +63,17 @@ def test_waits_are_known_by_rows_and_those_never_waited_for_are_taken_as_short()
 
 def test_a_wait_that_was_long_ago_is_believed_ever_less_until_the_next() -> None:
     times = DraftTimes()
+    times.observe(3, 1, 0.002)
     times.observe(3, 8, 10.0)
-    for _ in range(350):
-        times.begin_step()
+    times.fade(1, 10_000)
+    assert times.estimate(3, 8) == 10.0, "steps of one row say nothing of eight"
+    times.observe(3, 1, 0.002)
+    times.fade(8, 1400)
     assert times.estimate(3, 8) == pytest.approx(5.0, rel=0.01)
+    times.fade(8, 100_000)
+    assert times.estimate(3, 8) == pytest.approx(0.002), "no faster than fewer rows"
     times.observe(3, 8, 0.008)
-    for _ in range(200):
-        times.observe(3, 8, 0.008)
-        times.begin_step()
-    assert times.estimate(3, 8) == pytest.approx(0.008, rel=0.05)
+    assert times.estimate(3, 8) > 0.002
 
 
 def test_shapes_by_flag_are_exact_and_others_follow_the_reach() -> None:

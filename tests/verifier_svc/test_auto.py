@@ -130,23 +130,10 @@ def test_whether_a_model_pays_is_asked_of_the_batch_that_a_burst_will_be(monkeyp
     monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth, num_rows: 0.0 if num_rows == 1 else 1000.0)
     sampling = SamplingParams(temperature=0.0, max_tokens=2 * TELL_BEHIND)
     auto = Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="auto"))
-    for size, num_told in ((1, 1), (8, 0)):
+    # A step computes all prompts, or one.
+    for size, chunk_tokens, num_told in ((1, 64, 1), (8, 64, 0), (8, len(PROMPT), 0)):
         model = HeadLike()
-        harness = new_harness({"model": model})
+        harness = new_harness({"model": model}, chunk_tokens=chunk_tokens)
         harness.run([auto] * size)
         harness.drain()
         assert len(model.tokens) == num_told
-
-
-def test_one_row_does_not_keep_many_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its drafts would double its own speed, at the cost of the others' who do not draft."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=10)
-    # A wait of a plain step.
-    monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth, num_rows: 1.0 / 3)
-    for num_plain, num_drafts in ((0, True), (7, False)):
-        harness = new_harness({"model": HeadLike()})
-        plain = Request(PROMPT, sampling, speculation=SpeculationOptions(enabled=False))
-        named = Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="model"))
-        harness.run([named, *[plain] * num_plain])
-        harness.drain()
-        assert (harness.speculator.counters["model"].num_drafts > 0) == num_drafts

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +13,8 @@ from hypothesis import strategies as st
 from foretoken.tree import DraftTree
 from verifier_svc.draft import Draft
 from verifier_svc.draft_costs import DraftCosts
+from verifier_svc.draft_times import DraftTimes
+from verifier_svc.drafter_counters import DrafterCounters
 from verifier_svc.step_costs import StepCosts
 from verifier_svc.tree_shape import TreeShape
 
@@ -28,40 +33,49 @@ def costs_of(measured: dict[int, float]) -> DraftCosts:
 def test_a_node_is_worth_what_it_costs_the_whole_batch() -> None:
     # One more row always takes 1 s. A plain step of 8 rows makes 0.8 tokens a second, one of a single row half a token.
     costs = costs_of({1: 2.0, 64: 65.0})
-    assert costs.best_counts([chain(0.7, 0.6)], batch=8, wait_s=0.0) == [1]
-    assert costs.best_counts([chain(0.9, 0.7)], batch=8, wait_s=0.0) == [2]
-    assert costs.best_counts([chain(0.7, 0.6)], batch=1, wait_s=0.0) == [3]
+    assert costs.best_counts([chain(0.7, 0.6)], batch=8) == [1]
+    assert costs.best_counts([chain(0.9, 0.7)], batch=8) == [2]
+    assert costs.best_counts([chain(0.7, 0.6)], batch=1) == [3]
 
 
 def test_the_likeliest_nodes_are_taken_whosever_they_are() -> None:
     # Three rows more are free, those behind them are not.
     costs = costs_of({1: 1.0, 2: 1.0, 5: 1.0, 6: 9.0})
-    assert costs.best_counts([chain(0.5, 0.4), chain(0.9, 0.8, 0.3)], batch=2, wait_s=0.0) == [2, 3]
+    assert costs.best_counts([chain(0.5, 0.4), chain(0.9, 0.8, 0.3)], batch=2) == [2, 3]
 
 
-def test_a_wait_that_is_over_makes_more_of_the_step_worthwhile() -> None:
+def test_what_a_step_has_waited_makes_more_of_it_worthwhile() -> None:
     costs = costs_of({1: 2.0, 64: 65.0})
-    assert costs.best_counts([chain(0.4)], batch=1, wait_s=0.0) == [1]
-    assert costs.best_counts([chain(0.4)], batch=1, wait_s=2.0) == [2]
+    link: Any = SimpleNamespace(counters=DrafterCounters(), times=DraftTimes())
+    for waited_s, count in ((0.0, 1), (2.0, 2)):
+        costs.begin_step([link], batch=1)
+        link.counters.wait_seconds += waited_s
+        costs.end_waits([link])
+        assert costs.best_counts([chain(0.4)], batch=1) == [count]
+
+
+def test_no_node_is_likelier_than_its_parent() -> None:
+    """Whatever the drafter said of it: what is verified is the parent first, which hardly pays."""
+    costs = costs_of({1: 2.0, 64: 65.0})
+    assert costs.best_counts([chain(0.11, 0.6)], batch=1) == [1]
 
 
 @given(
     st.lists(st.lists(st.floats(0.0, 1.0), max_size=4), min_size=1, max_size=4),
     st.integers(0, 4),
     st.lists(st.floats(0.1, 10.0), min_size=4, max_size=4),
-    st.floats(0.0, 5.0),
 )
 def test_no_other_choice_of_nodes_makes_more_tokens_a_second(
-    chances: list[list[float]], num_plain: int, seconds: list[float], wait_s: float
+    chances: list[list[float]], num_plain: int, seconds: list[float]
 ) -> None:
-    drafts = [chain(*sorted(row, reverse=True)) for row in chances]
+    drafts = [chain(*row) for row in chances]
     batch = len(drafts) + num_plain
     curve = StepCosts(dict(zip((1, 4, 8, 24), np.cumsum(seconds).tolist(), strict=True)))
-    counts = DraftCosts(curve, TreeShape(8)).best_counts(drafts, batch, wait_s)
+    counts = DraftCosts(curve, TreeShape(8)).best_counts(drafts, batch)
 
     def rate(counts: list[int]) -> float:
-        gained = sum(sum(draft.chances[1:count]) for draft, count in zip(drafts, counts, strict=True))
-        return (batch + gained) / (curve.estimate(batch + sum(counts) - len(counts)) + wait_s)
+        gained = sum(sum(draft.path_chances()[1:count]) for draft, count in zip(drafts, counts, strict=True))
+        return (batch + gained) / curve.estimate(batch + sum(counts) - len(counts))
 
     choices: list[list[int]] = [[]]
     for draft in drafts:

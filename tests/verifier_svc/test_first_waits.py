@@ -116,10 +116,10 @@ def test_the_first_wait_of_a_kind_is_free_and_the_second_is_not() -> None:
     kinds = [rows(1), rows(2), rows(2, tokens=3), rows(2, shape=Shape(3, 2, 1)), rows(2, shape=Shape(4, 3, 2))]
     for kind in kinds:
         ask(link, kind)
-    assert left_s(link, drafter) == FULL_S and link.times.estimate(3) == 0.0
+    assert left_s(link, drafter) == FULL_S and link.times.estimate(3, 1) == 0.0
     ask(link, rows(2, tokens=3))
     assert left_s(link, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)
-    assert link.times.estimate(3) == pytest.approx(SLOW_S)
+    assert link.times.estimate(3, 2) == pytest.approx(SLOW_S)
 
 
 def test_kinds_are_as_coarse_as_graphs() -> None:

@@ -66,10 +66,10 @@ def test_drafts_that_could_not_pay_if_they_were_always_right_are_probed_most_rar
     gate = Gate()
     shut(gate)
     assert not any(gate.num_tokens(7, HOPELESS) for _ in range(RAREST_PROBE_AFTER - 1))
-    assert gate.num_tokens(7, HOPELESS) and gate.is_probing
+    assert gate.num_tokens(7, HOPELESS)
     # Once they can, the next probe is one that was due.
     assert not any(gate.num_tokens(7, HOPELESS) for _ in range(FIRST_PROBE_AFTER))
-    assert gate.num_tokens(7, DEAR) and gate.is_probing
+    assert gate.num_tokens(7, DEAR)
 
 
 def test_drafts_are_expected_of_who_found_some_until_they_do_not_pay() -> None:
