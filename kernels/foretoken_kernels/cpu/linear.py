@@ -72,7 +72,9 @@ def _emit_sums(
     with cgutils.for_range(builder, depth) as loop:
         at = builder.add(w_start, builder.mul(loop.index, stride))
         weights = {half: emit_load(builder, w_data, builder.add(at, _index(at, half * LANES))) for half in halves}
-        ahead = builder.add(at, _index(at, PREFETCH_DISTANCE * PANEL))
+        # A second half is in a cache: in the lines of the first, or (float32) fetched a panel ago, as the next is now.
+        distance = _index(at, PREFETCH_DISTANCE * PANEL) if 0 in halves else builder.mul(depth, stride)
+        ahead = builder.add(at, distance)
         # A cache line holds 32 outputs of bfloat16, or 16 of float32.
         for half in halves if is_float else halves[:1]:
             emit_prefetch(builder, w_data, builder.add(ahead, _index(at, half * LANES)))
