@@ -67,6 +67,17 @@ def device() -> str:
     return "cuda" if HAS_GPU else "cpu"
 
 
+@pytest.fixture
+def strict_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of strict numerics: what they take for granted of a GPU's tiles holds in the interpreter too."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        from tests.support import interpreted_dot
+
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", interpreted_dot.dot)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--compose", action="store_true", help="run the tests that build and run containers")
 

@@ -14,6 +14,7 @@ from foretoken_kernels.gpu.tree_attention import attention_workspace
 
 from tests.kernels.attention_cases import Case, Heads, Rows, assert_defined, case, prefill, ragged, rooted, tree
 
+pytestmark = pytest.mark.usefixtures("strict_products")
 DTYPES = [torch.float32, torch.bfloat16]
 
 

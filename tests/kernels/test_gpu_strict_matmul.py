@@ -16,6 +16,7 @@ from foretoken_kernels.gpu.strict_matmul import (
     strict_workspace,
 )
 
+pytestmark = pytest.mark.usefixtures("strict_products")
 MODES = ("store", "add", "gate_up")
 # Of Llama-3.1-8B; gate and up count once.
 SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (128256, 4096, False)]

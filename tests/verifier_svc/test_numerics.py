@@ -56,6 +56,7 @@ def on_device(folder: Path, device: str, strict: bool) -> DeviceRunner:
     return runner
 
 
+@pytest.mark.usefixtures("strict_products")
 def test_a_device_is_strict_where_that_is_wanted(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check is the CPU's, with trees: attention in another order is found. Fingerprints tell all of these apart."""
     strict, fast = on_device(folder, device, True), on_device(folder, device, False)

@@ -20,6 +20,7 @@ from tests.support.grammars import VOCAB
 from tests.support.oracle_drafter import OracleDrafter
 from tests.support.tiny_checkpoint import save_llama
 
+pytestmark = pytest.mark.usefixtures("strict_products")
 PROMPTS = [[int(token) for token in range(number + 5, 90, 2 + number)][:22] for number in range(2)]
 
 
