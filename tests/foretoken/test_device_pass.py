@@ -134,6 +134,7 @@ def test_the_device_computes_what_the_cpu_computes(folder: Path, strict: bool, d
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.usefixtures("strict_products")
 def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, device: str) -> None:
     """A text's tokens one by one, as a prompt beside another sequence, and as the nodes of a tree whose other nodes are
     no part of it: logits and hidden states."""
