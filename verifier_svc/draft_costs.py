@@ -47,13 +47,13 @@ class DraftCosts:
         """Seconds of the target's pass over one row of each of ``batch`` sequences."""
         return self._costs.estimate(batch)
 
-    def best_rate(self, draft: Draft, batch: int, wait_s: float) -> float:
+    def best_rate(self, draft: Draft, batch: int) -> float:
         """Tokens a second of a draft's best part, over plain decode's, if each of ``batch`` rows has one like it."""
         plain_s = self._step_s(batch)
         best, expected = 0.0, 0.0
         for count, chance in enumerate(sorted(draft.path_chances(), reverse=True), start=1):
             expected += chance
-            best = max(best, expected * plain_s / (self._step_s(batch * count) + wait_s))
+            best = max(best, expected * plain_s / self._step_s(batch * count))
         return best
 
     def best_counts(self, drafts: Sequence[Draft], batch: int) -> list[int]:

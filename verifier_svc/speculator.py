@@ -228,7 +228,7 @@ class Speculator:
         quick = self._quick.get(plan.key)
         if quick is None or plan.sequence.speculation.drafter != AUTO or self._shape.is_fixed:
             return False
-        return self.costs.best_rate(merge(quick).best(1 + plan.most), batch, 0.0) >= max(plan.rate, 1.0)
+        return self.costs.best_rate(merge(quick).best(1 + plan.most), batch) >= max(plan.rate, 1.0)
 
     def _is_behind(self, link: DraftLink, sequence: Sequence, least: int) -> bool:
         return link in self._roster.of(sequence) and len(sequence.tokens) - link.told_length(sequence) >= least

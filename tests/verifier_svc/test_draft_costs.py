@@ -86,5 +86,5 @@ def test_no_other_choice_of_nodes_makes_more_tokens_a_second(
 def test_what_a_draft_promises_where_every_row_has_one_like_it() -> None:
     costs = costs_of({1: 2.0, 64: 65.0})
     # Of two rows: plain 3 s a step; with one node each 5 s and 1.9 tokens a row.
-    assert costs.best_rate(chain(0.9), 2, 0.0) == pytest.approx(1.9 * 3 / 5)
-    assert costs.best_rate(chain(0.1), 2, 0.0) == 1.0
+    assert costs.best_rate(chain(0.9), 2) == pytest.approx(1.9 * 3 / 5)
+    assert costs.best_rate(chain(0.1), 2) == 1.0

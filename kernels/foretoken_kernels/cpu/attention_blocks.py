@@ -9,7 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from foretoken_kernels.cpu.compile import cgutils, emitted, inlined, ir, types
-from foretoken_kernels.cpu.simd import LANES, REGISTERS, data_pointer, emit_fma, emit_load, emit_splat, emit_store
+from foretoken_kernels.cpu.simd import (
+    LANES,
+    REGISTERS,
+    data_pointer,
+    emit_fma,
+    emit_load,
+    emit_plus,
+    emit_row_starts,
+    emit_splat,
+    emit_store,
+)
 
 # Queries of the largest block.
 QUERY_BLOCK = 4
@@ -17,10 +27,6 @@ QUERY_BLOCK = 4
 PARTIAL_FLOATS = QUERY_BLOCK * LANES * LANES
 # Vectors of a head taken together at most; those that are left over are taken one by one.
 _WIDEST = 4
-
-
-def _plus(builder: Any, start: Any, offset: int) -> Any:
-    return builder.add(start, ir.Constant(start.type, offset))
 
 
 def _for_dims(builder: Any, head_dim: Any, wide: int, emit: Callable[[Any, int], None]) -> None:
@@ -33,12 +39,8 @@ def _for_dims(builder: Any, head_dim: Any, wide: int, emit: Callable[[Any, int],
         emit(dim, 1)
 
 
-def _row_starts(builder: Any, start: Any, stride: Any, num_rows: int) -> list[Any]:
-    return [builder.add(start, builder.mul(stride, ir.Constant(stride.type, row))) for row in range(num_rows)]
-
-
 def _load_vectors(builder: Any, data: Any, start: Any, num_vectors: int) -> list[Any]:
-    return [emit_load(builder, data, _plus(builder, start, LANES * vector)) for vector in range(num_vectors)]
+    return [emit_load(builder, data, emit_plus(builder, start, LANES * vector)) for vector in range(num_vectors)]
 
 
 def _dot_block(num_queries: int) -> Any:
@@ -52,7 +54,7 @@ def _dot_block(num_queries: int) -> Any:
             query_data, key_data, offset_data, out_data = (
                 data_pointer(context, builder, signature.args[i], args[i]) for i in (0, 3, 4, 6)
             )
-            rows = _row_starts(builder, at, head_dim, num_queries)
+            rows = emit_row_starts(builder, at, head_dim, num_queries)
 
             def emit_lanes(dim: Any, num_vectors: int, first: bool) -> None:
                 held = [_load_vectors(builder, query_data, builder.add(row, dim), num_vectors) for row in rows]
@@ -61,7 +63,7 @@ def _dot_block(num_queries: int) -> Any:
                     key = _load_vectors(builder, key_data, builder.add(offset, dim), num_vectors)
                     lane = builder.mul(loop.index, ir.Constant(loop.index.type, LANES))
                     for row in range(num_queries):
-                        place = _plus(builder, lane, row * LANES * LANES)
+                        place = emit_plus(builder, lane, row * LANES * LANES)
                         total = None if first else emit_load(builder, out_data, place)
                         for mine, theirs in zip(held[row], key, strict=True):
                             product = total is None
@@ -97,8 +99,8 @@ def _value_block(num_queries: int) -> Any:
             out_data, value_data, offset_data, weight_data = (
                 data_pointer(context, builder, signature.args[i], args[i]) for i in (0, 3, 4, 6)
             )
-            rows = _row_starts(builder, at, head_dim, num_queries)
-            weight_rows = _row_starts(builder, weights_at, stride, num_queries)
+            rows = emit_row_starts(builder, at, head_dim, num_queries)
+            weight_rows = emit_row_starts(builder, weights_at, stride, num_queries)
 
             def emit_dims(dim: Any, num_vectors: int) -> None:
                 places = [builder.add(row, dim) for row in rows]
@@ -119,7 +121,7 @@ def _value_block(num_queries: int) -> Any:
                             builder.store(emit_fma(builder, factor, theirs, builder.load(total)), total)
                 for place, totals in zip(places, sums, strict=True):
                     for vector, total in enumerate(totals):
-                        emit_store(builder, out_data, _plus(builder, place, LANES * vector), builder.load(total))
+                        emit_store(builder, out_data, emit_plus(builder, place, LANES * vector), builder.load(total))
 
             # What is held is the sums, beside values and weights.
             _for_dims(builder, head_dim, min(_WIDEST, REGISTERS // 2 // num_queries), emit_dims)

@@ -20,7 +20,9 @@ from foretoken_kernels.cpu.simd import (
     data_pointer,
     emit_fma,
     emit_load,
+    emit_plus,
     emit_prefetch,
+    emit_row_starts,
     emit_splat,
     emit_store,
     load,
@@ -71,13 +73,13 @@ def _emit_sums(
     sums = {(row, half): cgutils.alloca_once_value(builder, zero) for row in range(len(rows)) for half in halves}
     with cgutils.for_range(builder, depth) as loop:
         at = builder.add(w_start, builder.mul(loop.index, stride))
-        weights = {half: emit_load(builder, w_data, builder.add(at, _index(at, half * LANES))) for half in halves}
+        weights = {half: emit_load(builder, w_data, emit_plus(builder, at, half * LANES)) for half in halves}
         # A second half is in a cache: in the lines of the first, or (float32) fetched a panel ago, as the next is now.
-        distance = _index(at, PREFETCH_DISTANCE * PANEL) if 0 in halves else builder.mul(depth, stride)
-        ahead = builder.add(at, distance)
+        next_panel = builder.mul(depth, stride)
+        ahead = emit_plus(builder, at, PREFETCH_DISTANCE * PANEL) if 0 in halves else builder.add(at, next_panel)
         # A cache line holds 32 outputs of bfloat16, or 16 of float32.
         for half in halves if is_float else halves[:1]:
-            emit_prefetch(builder, w_data, builder.add(ahead, _index(at, half * LANES)))
+            emit_prefetch(builder, w_data, emit_plus(builder, ahead, half * LANES))
         for row, start in enumerate(rows):
             factor = emit_splat(builder, builder.load(builder.gep(start, [loop.index])))
             for half in halves:
@@ -85,10 +87,6 @@ def _emit_sums(
                 builder.store(emit_fma(builder, factor, weights[half], builder.load(total)), total)
     for (row, half), total in sums.items():
         emit_store(builder, out_data, ir.Constant(depth.type, row * PANEL + half * LANES), builder.load(total))
-
-
-def _index(like: Any, number: int) -> Any:
-    return ir.Constant(like.type, number)
 
 
 def panel_product(registers: int, row_tile: int) -> Any:
@@ -105,10 +103,9 @@ def panel_product(registers: int, row_tile: int) -> Any:
             switch = builder.switch(num_rows, end)
             for count in range(1, row_tile + 1):
                 case = builder.append_basic_block(f"panel.{count}")
-                switch.add_case(_index(num_rows, count), case)
+                switch.add_case(ir.Constant(num_rows.type, count), case)
                 builder.position_at_end(case)
-                places = [builder.add(start, builder.mul(depth, _index(depth, row))) for row in range(count)]
-                rows = [builder.gep(x_data, [place]) for place in places]
+                rows = [builder.gep(x_data, [at]) for at in emit_row_starts(builder, start, depth, count)]
                 # Sums of whole panels take half of the registers at most; more rows go over one half after the other.
                 for halves in [range(2)] if 2 * count <= registers // 2 else [range(1), range(1, 2)]:
                     _emit_sums(builder, rows, depth, w_data, w_start, halves, out_data)

@@ -62,6 +62,15 @@ def data_pointer(context: Any, builder: Any, array_type: Any, array: Any) -> Any
     return cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
 
 
+def emit_plus(builder: Any, start: Any, offset: int) -> Any:
+    return builder.add(start, ir.Constant(start.type, offset))
+
+
+def emit_row_starts(builder: Any, start: Any, stride: Any, num_rows: int) -> list[Any]:
+    """Where rows begin that are ``stride`` apart."""
+    return [builder.add(start, builder.mul(stride, ir.Constant(stride.type, row))) for row in range(num_rows)]
+
+
 def emit_load(builder: Any, data: Any, index: Any) -> Any:
     element = builder.gep(data, [index])
     if data.type.pointee == _F32:
