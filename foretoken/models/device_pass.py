@@ -58,11 +58,16 @@ _NUM_SPLITS = 32
 
 
 class _Step(NamedTuple):
-    """One operation; of the matmul of queries, keys and values also the attention whose ROPE is behind it, which one
-    kernel may do with it."""
+    """One operation, and what one kernel may do with it.
+
+    Attributes:
+        turned: of the matmul of queries, keys and values: the attention whose ROPE is behind it.
+        fetch: of a NORM: the EMBED or COPY ahead of it, whose rows it is the norm of.
+    """
 
     operation: Operation
     turned: Attention | None = None
+    fetch: Operation | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -225,9 +230,11 @@ class DevicePass:
     def launch(self, loaded: DeviceProgram, arrays: DeviceArrays, planned: FlashInferAttention | None = None) -> None:
         """Launch a program's kernels over arrays that are on the device. ``planned``: attention of this very batch."""
         num_rows, num_wanted = len(arrays.token_ids), len(arrays.logit_rows)
-        for operation, turned in loaded.steps:
+        for operation, turned, fetch in loaded.steps:
             rows = num_rows if operation.rows == kernel.EVERY_ROW else num_wanted
-            if rows > 0:
+            if rows > 0 and fetch is not None:
+                self._fetch_and_norm(operation, fetch, arrays, rows)
+            elif rows > 0:
                 self._launch(operation, turned, arrays, rows, planned)
 
     def _launch(
@@ -263,6 +270,18 @@ class DevicePass:
             else:
                 assert weight is not None
                 self._linear(x, weight, out, operation.mode)
+
+    def _fetch_and_norm(self, operation: Operation, fetch: Operation, arrays: DeviceArrays, rows: int) -> None:
+        assert operation.weight is not None
+        token_ids = None
+        if fetch.code == kernel.EMBED:
+            assert fetch.weight is not None
+            x, token_ids = fetch.weight, arrays.token_ids
+        else:
+            assert fetch.x is not None
+            x = self._view(fetch.x, rows)
+        copy, out = self._view(fetch.out, rows), self._view(operation.out, rows)
+        rms_norm(x, operation.weight, self._config.rms_norm_eps, out, token_ids, copy)
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, mode: int) -> None:
         if isinstance(self._matmuls, StrictMatmuls):
@@ -388,13 +407,40 @@ class DevicePass:
 def _steps_of(program: Program) -> list[_Step]:
     steps: list[_Step] = []
     for operation in program.operations:
+        before = steps[-1].operation if steps else None
         if operation.code == kernel.ROPE:
             linear = steps.pop().operation
             assert linear.code == kernel.LINEAR and linear.out == operation.x, "ROPE turns what a matmul has just left"
             steps.append(_Step(linear, operation.attention))
+        elif before is not None and _is_norm_of(operation, before):
+            steps[-1] = _Step(operation, fetch=before)
+        elif before is not None and _passes_on_given(before, operation):
+            assert before.x is not None
+            steps[-1] = _Step(operation._replace(x=before.x))
         else:
             steps.append(_Step(operation))
     return steps
+
+
+def _is_norm_of(operation: Operation, fetch: Operation) -> bool:
+    """Whether one kernel may fetch rows and take their norm."""
+    if operation.code != kernel.NORM or operation.rows != kernel.EVERY_ROW or fetch.rows != kernel.EVERY_ROW:
+        return False
+    if fetch.code == kernel.EMBED:
+        return fetch.zero_position < 0 and operation.x == fetch.out
+    return fetch.code == kernel.COPY and operation.x in (fetch.x, fetch.out)
+
+
+def _passes_on_given(copy: Operation, operation: Operation) -> bool:
+    """Whether a matmul may read the rows that are given, and not a copy of them: nobody else reads EMBEDDED as such."""
+    return (
+        copy.code == kernel.COPY
+        and copy.x is not None
+        and copy.x == Span(kernel.GIVEN, copy.x.size)
+        and copy.out == Span(kernel.EMBEDDED, copy.x.size)
+        and operation.code == kernel.LINEAR
+        and operation.x == copy.out
+    )
 
 
 def _present(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -236,14 +236,14 @@ class DraftHead:
     def _join_eagle3(self, program: Program, module: ModuleWeights, from_target: bool) -> None:
         """NORMED becomes the normed embedding beside the normed hidden state, whose residual is in HIDDEN."""
         size, hidden = self.hidden_size, Span(kernel.HIDDEN, self.hidden_size)
+        embedded = Span(kernel.EMBEDDED, size)
+        self._embed(program, embedded)
+        program.norm(embedded, module.embedding_norm, Span(kernel.NORMED, size, 0, 2 * size))
         if from_target:
             self._normed_features(program, module)
             self._joint(program, module, Span(kernel.EMBEDDED, self.feature_width))
         else:
             program.copy(Span(kernel.GIVEN, size), hidden)
-        embedded = Span(kernel.EMBEDDED, size)
-        self._embed(program, embedded)
-        program.norm(embedded, module.embedding_norm, Span(kernel.NORMED, size, 0, 2 * size))
         normed_hidden = Span(kernel.NORMED, size, size, 2 * size)
         program.norm(hidden, module.hidden_norm, normed_hidden)
         if self.config.norm_before_residual:

@@ -21,11 +21,16 @@ CASES: dict[str, list[Case]] = {
     "rms_norm": [
         (
             "_rms_norm",
-            f"*{x} *fp32 *{out} *i32 i32 i32:16 i32:16 i32:16 fp32",
-            {"HAS_ROWS": rows, "BLOCK": 4096},
+            f"*{x} *fp32 *{out} *i32 *{out} i32 i32:16 i32:16 i32:16 i32:16 fp32",
+            {"HAS_ROWS": rows, "HAS_COPY": copy, "BLOCK": 4096},
             {"num_warps": 8},
         )
-        for x, out, rows in (("bf16", "bf16", False), ("bf16", "bf16", True), ("fp32", "bf16", False))
+        for x, out, rows, copy in (
+            ("bf16", "bf16", False, False),
+            ("bf16", "bf16", True, False),
+            ("bf16", "bf16", True, True),
+            ("fp32", "bf16", False, False),
+        )
     ],
     "activation": [("_silu_and_multiply", "*bf16 *bf16 i32:16 i32:16 i32:16", {"BLOCK": 512}, {"num_warps": 2})],
     "embedding": [

@@ -31,6 +31,23 @@ def test_rms_norm(size: int, gathered: bool, x_dtype: torch.dtype, out_dtype: to
     check(3, size, x_dtype, out_dtype, gathered, device)
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_of_rows_that_are_kept(gathered: bool, dtype: torch.dtype, device: str) -> None:
+    """The norm is that of the rows as they are kept."""
+    torch.manual_seed(2)
+    x, weight = torch.randn(7, 200, device=device), torch.rand(200, device=device)
+    index = torch.tensor([6, 0, 6, -3, 9], dtype=torch.int32, device=device) if gathered else None
+    chosen = x if index is None else x[index.long().clamp(0, 6)]
+    out, kept = torch.empty_like(chosen), torch.full((len(chosen), 600), 7.0, device=device, dtype=dtype)
+    rms_norm(x, weight, 1e-5, out, index, kept[:, 200:400])
+    # The interpreter does not round to bfloat16 as a GPU does.
+    torch.testing.assert_close(kept[:, 200:400], chosen.to(dtype), rtol=TOLERANCE[dtype], atol=1e-6)
+    assert (kept[:, :200] == 7).all() and (kept[:, 400:] == 7).all()
+    expected = reference.rms_norm(kept[:, 200:400].float(), weight, 1e-5)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_rms_norm_in_place(device: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 96, device=device)
@@ -49,6 +66,8 @@ def test_rms_norm_refuses_what_it_would_misread(device: str) -> None:
         rms_norm(x[:1], weight, 1e-6, torch.empty_like(x))
     with pytest.raises(ValueError, match="with a weight"):
         rms_norm(x, weight[:32], 1e-6, torch.empty_like(x))
+    with pytest.raises(ValueError, match="with a copy"):
+        rms_norm(x, weight, 1e-6, torch.empty_like(x), copy=torch.empty(2, 32))
 
 
 @pytest.mark.gpu

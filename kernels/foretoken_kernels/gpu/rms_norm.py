@@ -1,4 +1,5 @@
-"""RMSNorm of rows: foretoken_kernels.reference.rms_norm. One program holds one row, so it is read once."""
+"""RMSNorm of rows: foretoken_kernels.reference.rms_norm. One program holds one row, so it is read once; who wants the
+row as it is too (an embedding, a hidden state that is kept) gets it without another launch."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ def _rms_norm_kernel(
     weight: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
+    copy: tl.tensor,
     num_x_rows: tl.tensor,
     size: tl.tensor,
     x_stride: tl.tensor,
     out_stride: tl.tensor,
+    copy_stride: tl.tensor,
     epsilon: tl.tensor,
     HAS_ROWS: tl.constexpr,
+    HAS_COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -35,6 +39,10 @@ def _rms_norm_kernel(
     # Before the sum, so that both loads are on their way at once.
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + source * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_COPY:
+        copied = value.to(copy.dtype.element_ty)
+        tl.store(copy + row * copy_stride + columns, copied, mask=inside)
+        value = copied.to(tl.float32)
     mean = tl.sum(value * value, axis=0) / size
     result = value * tl.rsqrt(mean + epsilon) * scale
     tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
@@ -49,6 +57,7 @@ def rms_norm(
     epsilon: float,
     out: torch.Tensor,
     rows: torch.Tensor | None = None,
+    copy: torch.Tensor | None = None,
 ) -> None:
     """``out[i] = x[rows[i]] / sqrt(mean(x^2) + epsilon) * weight`` (arXiv 1910.07467).
 
@@ -57,8 +66,11 @@ def rms_norm(
         weight: float32 [size].
         out: [n, size], bfloat16 or float32; as x. May be x itself where ``rows`` is None.
         rows: int32 [n], clamped to x's rows; None means all rows in order.
+        copy: as out, and not x; ``copy[i] = x[rows[i]]`` first, of which the norm is then taken.
     """
     num_rows, size = out.shape
+    if copy is not None and (copy.shape != out.shape or copy.stride(1) != 1):
+        raise ValueError(f"rms_norm of {tuple(out.shape)} with a copy {tuple(copy.shape)}")
     if size > MAX_SIZE or x.shape[1] != size or weight.shape != (size,):
         raise ValueError(f"rms_norm of {tuple(x.shape)} with a weight {tuple(weight.shape)} to {tuple(out.shape)}")
     if x.stride(1) != 1 or out.stride(1) != 1 or (rows is None and len(x) < num_rows):
@@ -71,12 +83,15 @@ def rms_norm(
         weight,
         out,
         rows if rows is not None else x,
+        copy if copy is not None else out,
         len(x),
         size,
         x.stride(0),
         out.stride(0),
+        copy.stride(0) if copy is not None else 0,
         epsilon,
         HAS_ROWS=rows is not None,
+        HAS_COPY=copy is not None,
         BLOCK=block,
         num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), 16),
     )
