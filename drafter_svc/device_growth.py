@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from foretoken_kernels.cpu import draft_tree as kernel
 from foretoken_kernels.cpu.draft_levels import Places
+from foretoken_kernels.gpu.draft_tree import padded_candidates
 from foretoken_kernels.gpu.draft_tree_state import MAX_BEAM_NODES, NUM_COLUMNS, DraftOutput
 
 from drafter_svc.device_levels import (
@@ -30,6 +31,9 @@ from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_twins import DeviceTwins
 from foretoken.transports.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
+
+# Levels of the deepest trees whose kernels are compiled at a start.
+_WARM_DEPTH = 8
 
 
 class _Stage:
@@ -164,12 +168,12 @@ class DeviceGrowth:
         places = Places(tables, row.copy(), np.ones((self._model.num_depths, 1), np.int32), block_size)
         branches = 1
         while branches <= min(MAX_BRANCHES, max(self._target.max_nodes - 1, 1)):
-            trees.shapes[0] = 0
-            trees.shapes[0, [kernel.LENGTH, kernel.MAX_NODES]] = 1, self._target.max_nodes
-            # Three levels run all kinds of launches: roots, the first level, a later one.
-            trees.shapes[0, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = 3, branches
-            self.offer_roots(output, row, [0], 0)
-            self.grow(row, places)
+            for depth in _warm_depths(branches):
+                trees.shapes[0] = 0
+                trees.shapes[0, [kernel.LENGTH, kernel.MAX_NODES]] = 1, self._target.max_nodes
+                trees.shapes[0, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = depth, branches
+                self.offer_roots(output, row, [0], 0)
+                self.grow(row, places)
             branches *= 2
         self._stage, self._rows = None, np.empty(0, np.int32)
 
@@ -189,3 +193,9 @@ class DeviceGrowth:
         """The whole of one growth; captured."""
         num_trees = len(stage.levels.trees.requests)
         self._levels.launch(stage.levels, self._root_logits[:num_trees], self._root_hidden[:num_trees])
+
+
+def _warm_depths(branches: int) -> list[int]:
+    """The deepest trees of each kind that the kernels tell apart."""
+    deepest = min(_WARM_DEPTH, MAX_BEAM_NODES // branches + 1)
+    return list({padded_candidates(branches, depth): depth for depth in range(1, deepest + 1)}.values())

@@ -149,6 +149,8 @@ class DeviceRunner(TargetModel):
         # Many sequences leave nothing to split.
         seqs = min(self._most_seqs, self._most_wanted)
         self.forward(roots_batch(seqs, self.block_size, self.cache.num_slots // self.block_size - 1))
+        nowhere = np.zeros(1, np.int32)
+        self.commit(nowhere, nowhere)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         progress(1, 1, "compiling kernels")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize(("depth", "branches"), [(3, 1), (5, 1), (3, 2)])
+@pytest.mark.parametrize(("depth", "branches"), [(5, 1), (4, 2), (5, 8)])
 def test_no_draft_waits_for_a_compiler(depth: int, branches: int, tmp_path: Path) -> None:
-    """Ordinary ones and those that run ahead, of any number of sequences."""
+    """Ordinary ones and those that run ahead, of any number of sequences, of trees of this depth and of less."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-m", "tests.support.compilations", str(tmp_path), str(depth), str(branches)]

@@ -73,13 +73,15 @@ def main(folder: Path, depth: int, branches: int) -> None:
     drafter.attach(replace(target, max_model_len=1200), None)
     play = resident_play.Play(drafter, "cpu", vocab=target.vocab_size, width=width)
     found.phase = "drafts"
-    shape = {"max_depth": depth, "max_branches": branches, "max_nodes": nodes}
-    for count in (1, 2, 3, 6, 12, SEATS):
-        play.begin([resident_play.Text(5, (1, 2), number, options=shape) for number in range(count)], count)
-        play.prompts()
-        play.tell(0)
-        drafter.draft(play.request(1, begins=True, is_last=False))
-        play.order.calls.clear()
+    # Where sequences end trees have fewer levels.
+    for levels in range(depth, 0, -1):
+        shape = {"max_depth": levels, "max_branches": branches, "max_nodes": nodes}
+        for count in (1, 2, 3, 6, 12, SEATS):
+            play.begin([resident_play.Text(5, (1, 2), number, options=shape) for number in range(count)], count)
+            play.prompts()
+            play.tell(0)
+            drafter.draft(play.request(1, begins=True, is_last=False))
+            play.order.calls.clear()
 
 
 if __name__ == "__main__":

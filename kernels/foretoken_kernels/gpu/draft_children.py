@@ -46,7 +46,7 @@ def _score_factor(temperature, scale, COUPLED: tl.constexpr):
         return tl.where(temperature > 0.0, 1.0, 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fed_stride", "num_chunks", "vocab_limit", "level"])
 def _offer_chunk(
     requests,
     fed_counts,
@@ -73,13 +73,14 @@ def _offer_chunk(
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     tree = row if IS_ROOT else row // K
-    if children_of(requests, fed_counts, fed_stride, tree, row % K, level, IS_ROOT, K) == 0:
-        return
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     is_id = ids < vocab_limit
+    # On their way while it is found out what to do with them.
     values = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=is_id, other=NEVER).to(tl.float32)
-    values = tl.where(values == values, values, NEVER)
     temperature = temperature_of(requests, tree)
+    if children_of(requests, fed_counts, fed_stride, tree, row % K, level, IS_ROOT, K) == 0:
+        return
+    values = tl.where(values == values, values, NEVER)
     if temperature > 0.0:
         # As the sampler divides.
         values = tl.div_rn(values, tl.zeros([CHUNK], tl.float32) + temperature)
@@ -109,7 +110,9 @@ def _offer_chunk(
     tl.store(out_sums + place, total)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["fed_stride", "beam_stride", "num_candidates", "num_chunks", "vocab_limit", "level"]
+)
 def _offer_row(
     requests,
     fed_counts,

@@ -29,7 +29,7 @@ from foretoken_kernels.gpu.draft_keys import (
 )
 from foretoken_kernels.gpu.draft_tree_state import DraftBeams, DraftOutput, DraftTrees
 
-__all__ = ["choose_beams", "emit_trees", "offer_children", "offer_workspace"]
+__all__ = ["choose_beams", "emit_trees", "offer_children", "offer_workspace", "padded_candidates"]
 
 _LENGTH = tl.constexpr(state.LENGTH)
 _MAX_NODES = tl.constexpr(state.MAX_NODES)
@@ -39,7 +39,20 @@ _NUM_COLUMNS = tl.constexpr(state.NUM_COLUMNS)
 _MAX_BEAM_NODES = tl.constexpr(state.MAX_BEAM_NODES)
 
 
-@triton.jit
+# A kernel is compiled for the branches of a tree alone, not for its depth: the first tree of another depth, as it is
+# where a sequence ends, would wait for a compiler.
+@triton.jit(
+    do_not_specialize=[
+        "fed_stride",
+        "beam_stride",
+        "num_candidates",
+        "num_blocks",
+        "num_slots",
+        "scratch_slot",
+        "level",
+        "first_depth",
+    ]
+)
 def _choose_beams(
     requests,
     fed_counts,
@@ -62,18 +75,19 @@ def _choose_beams(
     out_context_lens,
     out_masks,
     out_sources,
-    LEVEL: tl.constexpr,
-    FIRST_DEPTH: tl.constexpr,
+    level,
+    first_depth,
+    IS_FIRST: tl.constexpr,
     K: tl.constexpr,
-    NEW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HIGH_PADDED: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    """A tree's beams of one level: of its NEW candidates of that depth, the last of HIGH, the best."""
+    """A tree's beams of one level: of its candidates of that depth, the best."""
+    NEW: tl.constexpr = K if IS_FIRST else K * K
+    high = K + (level - 1) * K * K
     tree = tl.program_id(0)
     request = requests + tree * _NUM_COLUMNS
     low = tree.to(tl.int64) * num_candidates
-    level_low = HIGH - NEW
+    level_low = high - NEW
     news = tl.arange(0, NEW)
     keys = take_best(make_keys(tl.load(scores + low + level_low + news), news), K)
     beams = tl.arange(0, K)
@@ -84,8 +98,8 @@ def _choose_beams(
 
     # A child's score is never above its parent's and it stands behind it, so a candidate that the tree has no room for
     # has no child in it, and need not be run. Beams are in order: those that are run come first.
-    everything = tl.arange(0, HIGH_PADDED)
-    all_scores = tl.load(scores + low + everything, mask=everything < HIGH, other=NEVER)
+    everything = tl.arange(0, PADDED)
+    all_scores = tl.load(scores + low + everything, mask=everything < high, other=NEVER)
     beam_scores = tl.where(exists, values_of_keys(keys), 0.0)
     is_ahead = (all_scores[:, None] > beam_scores[None, :]) | (
         (all_scores[:, None] == beam_scores[None, :]) & (everything[:, None] < nodes[None, :])
@@ -93,31 +107,31 @@ def _choose_beams(
     ahead = tl.sum(is_ahead.to(tl.int32), axis=0)
     fed_at = fed_counts + tree * fed_stride
     fed_before = 0
-    if LEVEL > 1:
-        fed_before = tl.minimum(tl.maximum(tl.load(fed_at + LEVEL), 0), _MAX_BEAM_NODES)
-    most = tl.minimum(branches_of(requests, tree, LEVEL, K) + fed_before, _MAX_BEAM_NODES) - fed_before
+    if not IS_FIRST:
+        fed_before = tl.minimum(tl.maximum(tl.load(fed_at + level), 0), _MAX_BEAM_NODES)
+    most = tl.minimum(branches_of(requests, tree, level, K) + fed_before, _MAX_BEAM_NODES) - fed_before
     is_run = exists & (beams < most) & (ahead < tl.load(request + _MAX_NODES) - 1)
-    if LEVEL == 1:
+    if IS_FIRST:
         tl.store(fed_at + 1, 0)
-    tl.store(fed_at + LEVEL + 1, fed_before + tl.sum(is_run.to(tl.int32), axis=0))
+    tl.store(fed_at + level + 1, fed_before + tl.sum(is_run.to(tl.int32), axis=0))
 
     fed = tl.minimum(fed_before + beams, _MAX_BEAM_NODES - 1)
     one = tl.full([K], 1, tl.int64)
     masks = one << fed.to(tl.int64)
     mask_at = path_masks + tree * _MAX_BEAM_NODES
     sources = tl.zeros([K], tl.int32) + tree
-    if LEVEL > 1:
+    if not IS_FIRST:
         parents = within // K
-        parent_fed = tl.minimum(tl.maximum(tl.load(fed_at + LEVEL - 1) + parents, 0), _MAX_BEAM_NODES - 1)
+        parent_fed = tl.minimum(tl.maximum(tl.load(fed_at + level - 1) + parents, 0), _MAX_BEAM_NODES - 1)
         masks |= tl.load(mask_at + parent_fed)
         sources = tree * K + tl.where(is_run, parents, 0)
     masks = tl.where(is_run, masks, 0)
     tl.store(mask_at + fed, masks, mask=is_run)
-    tl.store(beam_nodes + tree * beam_stride + (LEVEL - 1) * K + beams, tl.where(is_run, nodes, 0))
-    if FIRST_DEPTH > 1:
-        # Beams above this depth are another module's keys and values; they were fed before all others.
-        above = tl.minimum(tl.maximum(tl.load(fed_at + FIRST_DEPTH), 0), _MAX_BEAM_NODES - 1)
-        masks = (masks >> above.to(tl.int64)) << above.to(tl.int64)
+    tl.store(beam_nodes + tree * beam_stride + (level - 1) * K + beams, tl.where(is_run, nodes, 0))
+    # Beams above this depth are another module's keys and values; they were fed before all others.
+    above = tl.load(fed_at + first_depth, mask=first_depth > 1, other=0)
+    above = tl.minimum(tl.maximum(above, 0), _MAX_BEAM_NODES - 1).to(tl.int64)
+    masks = (masks >> above) << above
 
     length = tl.load(request + _LENGTH)
     logical = tl.maximum(tl.load(request + _FIRST_SLOT), 0) + fed
@@ -128,14 +142,14 @@ def _choose_beams(
     is_slot = is_entry & (block >= 0) & (slots >= 0) & (slots < num_slots)
     row = tree * K + beams
     tl.store(out_token_ids + row, tl.where(is_run, tl.load(tokens + low + nodes), 0))
-    tl.store(out_positions + row, tl.where(is_run, length - 1 + LEVEL, 0))
+    tl.store(out_positions + row, tl.where(is_run, length - 1 + level, 0))
     tl.store(out_slots + row, tl.where(is_slot, slots, scratch_slot))
     tl.store(out_context_lens + row, tl.where(is_run, length, 0))
     tl.store(out_masks + row, masks)
     tl.store(out_sources + row, sources)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_candidates", "num_nodes"])
 def _place_nodes(requests, scores, places, out_num_nodes, num_candidates, num_nodes, PADDED: tl.constexpr):
     """Which candidates a tree has room for, best first, and where they stand among its nodes."""
     tree = tl.program_id(0)
@@ -164,7 +178,7 @@ def _place_nodes(requests, scores, places, out_num_nodes, num_candidates, num_no
     tl.store(out_num_nodes + tree, 1 + tl.sum(is_chosen.to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["beam_stride", "num_candidates", "num_nodes"])
 def _write_nodes(
     requests,
     beam_nodes,
@@ -206,6 +220,12 @@ def _write_nodes(
     tl.store(out_scores + at + nodes, nodes.to(tl.float32) * 0.0, mask=is_rest)
 
 
+def padded_candidates(max_branches: int, max_depth: int) -> int:
+    """Lanes for a tree's candidates, few numbers for all depths: kernels are compiled for each."""
+    least = min(max(128, 8 * max_branches * max_branches), 512)
+    return triton.next_power_of_2(max(state.num_candidates(max_branches, max_depth), least))
+
+
 def choose_beams(
     trees: DraftTrees,
     level: int,
@@ -228,7 +248,6 @@ def choose_beams(
     branches, num_trees = trees.max_branches, trees.requests.shape[0]
     if not 1 <= level < trees.max_depth or len(beams.token_ids) < num_trees * branches or first_depth > level:
         raise ValueError(f"level {level} of {num_trees} trees does not fit the trees or the beams")
-    high = state.num_candidates(branches, level)
     _choose_beams[(num_trees,)](
         trees.requests,
         trees.fed_counts,
@@ -251,12 +270,11 @@ def choose_beams(
         beams.context_lens,
         beams.masks,
         beams.sources,
-        LEVEL=level,
-        FIRST_DEPTH=first_depth,
+        level,
+        first_depth,
+        IS_FIRST=level == 1,
         K=branches,
-        NEW=branches if level == 1 else branches * branches,
-        HIGH=high,
-        HIGH_PADDED=triton.next_power_of_2(high),
+        PADDED=padded_candidates(branches, trees.max_depth),
     )
 
 
@@ -266,7 +284,7 @@ def emit_trees(trees: DraftTrees, out: DraftOutput) -> None:
     num_nodes = out.tokens.shape[1]
     if len(out.tokens) < num_trees:
         raise ValueError(f"an output for {len(out.tokens)} of {num_trees} trees")
-    padded = triton.next_power_of_2(size)
+    padded = padded_candidates(trees.max_branches, trees.max_depth)
     _place_nodes[(num_trees,)](
         trees.requests, trees.scores, trees.places, out.num_nodes, size, num_nodes, PADDED=padded
     )

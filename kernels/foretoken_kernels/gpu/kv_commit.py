@@ -102,7 +102,12 @@ def _copy_slots_kernel(
 
 
 _kv_commit: Any = triton.jit(_kv_commit_kernel, do_not_specialize=["depth", "max_blocks", "num_slots"])
-_copy_slots: Any = triton.jit(_copy_slots_kernel, do_not_specialize=["moves", "num_slots"])
+# Two halves of one array of moves: the second is aligned for some numbers of them alone.
+_copy_slots: Any = triton.jit(
+    _copy_slots_kernel,
+    do_not_specialize=["moves", "num_slots"],
+    do_not_specialize_on_alignment=["src_slots", "dst_slots"],
+)
 
 
 def kv_commit(
