@@ -142,7 +142,8 @@ class LevelMemory:
             tree_starts=self.places.tree_starts,
             context_starts=self.places.context_starts[module],
             block_tables=self.places.block_tables,
-            max_seq_rows=self.trees.max_branches,
+            # One beam too has ancestors, which attention expects of sequences of more than one row alone.
+            max_seq_rows=max(self.trees.max_branches, 2),
         )
 
 

@@ -17,7 +17,7 @@ from foretoken_kernels.gpu.kv_commit import copy_slots
 from numpy.typing import NDArray
 
 from foretoken.models.backend import Backend
-from foretoken.models.batch import ForwardBatch, chain_batch, roots_batch
+from foretoken.models.batch import ForwardBatch, chain_batch, chains_batch
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.flashinfer_attention import FlashInferAttention
@@ -146,9 +146,10 @@ class DeviceRunner(TargetModel):
             last = np.array([rows - 1], np.int32)
             for first in {0, max(longest - rows, 0) if rows > _FEW_ROWS else 0}:
                 self.forward(chain_batch(np.zeros(rows, np.int32), first, self.block_size, last))
-        # Many sequences leave nothing to split.
+        # Many sequences leave nothing to split, and have the largest tiles of trees.
         seqs = min(self._most_seqs, self._most_wanted)
-        self.forward(roots_batch(seqs, self.block_size, self.cache.num_slots // self.block_size - 1))
+        for length in {1, max(min(max_nodes, room, self._most_wanted // seqs), 1)}:
+            self.forward(chains_batch(seqs, length, self.block_size, self.cache.num_slots // self.block_size - 1))
         nowhere = np.zeros(1, np.int32)
         self.commit(nowhere, nowhere)
         if self._device.type == "cuda":

@@ -71,18 +71,22 @@ def chain_batch(token_ids: Int32, first: int, block_size: int, logit_rows: Int32
     )
 
 
-def roots_batch(count: int, block_size: int, num_blocks: int) -> ForwardBatch:
-    """One row for each of ``count`` sequences, which begin with it: a step of plain decode. Blocks come again where
+def chains_batch(count: int, length: int, block_size: int, num_blocks: int) -> ForwardBatch:
+    """The first ``length`` tokens of each of ``count`` sequences: a decode step's rows. Blocks come again where
     there are too few."""
-    blocks = np.arange(count, dtype=np.int32) % num_blocks
+    per_seq = -(-length // block_size)
+    blocks = (np.arange(count * per_seq, dtype=np.int32) % num_blocks).reshape(count, per_seq)
+    seqs = np.repeat(np.arange(count, dtype=np.int32), length)
+    positions = np.tile(np.arange(length, dtype=np.int32), count)
+    rows = count * length
     return ForwardBatch(
-        token_ids=np.zeros(count, np.int32),
-        positions=np.zeros(count, np.int32),
-        slot_mapping=blocks * block_size,
-        row_seqs=np.arange(count, dtype=np.int32),
-        context_lens=np.ones(count, np.int32),
-        masks=np.zeros((count, 1), np.uint64),
+        token_ids=np.zeros(rows, np.int32),
+        positions=positions,
+        slot_mapping=blocks[seqs, positions // block_size] * block_size + positions % block_size,
+        row_seqs=seqs,
+        context_lens=positions + 1,
+        masks=np.zeros((rows, 1), np.uint64),
         tree_starts=np.zeros(count, np.int32),
-        block_tables=blocks[:, None],
-        logit_rows=np.arange(count, dtype=np.int32),
+        block_tables=blocks,
+        logit_rows=np.arange(rows, dtype=np.int32),
     )

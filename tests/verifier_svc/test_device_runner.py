@@ -50,6 +50,7 @@ def test_decode_finds_its_attention_compiled(max_model_len: int) -> None:
         cache=SimpleNamespace(num_slots=400_000),
         block_size=BLOCK,
         forward=forward,
+        commit=lambda src, dst: None,
     )
     DeviceRunner.warm_up(cast("DeviceRunner", runner), max_nodes=64)
     for seqs, rows, context in itertools.product((1, 2, 3, 4, 8, 16, 32, 64), (1, 2, 6, 32, 64), (20, 2000, 9000)):

@@ -110,9 +110,7 @@ def _offer_chunk(
     tl.store(out_sums + place, total)
 
 
-@triton.jit(
-    do_not_specialize=["fed_stride", "beam_stride", "num_candidates", "num_chunks", "vocab_limit", "level"]
-)
+@triton.jit(do_not_specialize=["fed_stride", "beam_stride", "num_candidates", "num_chunks", "vocab_limit", "level"])
 def _offer_row(
     requests,
     fed_counts,

@@ -226,6 +226,11 @@ def padded_candidates(max_branches: int, max_depth: int) -> int:
     return triton.next_power_of_2(max(state.num_candidates(max_branches, max_depth), least))
 
 
+def _num_warps(padded: int) -> int:
+    """One warp need not wait for others, which takes longer than a few lanes more."""
+    return 1 if padded <= 128 else 4
+
+
 def choose_beams(
     trees: DraftTrees,
     level: int,
@@ -248,6 +253,7 @@ def choose_beams(
     branches, num_trees = trees.max_branches, trees.requests.shape[0]
     if not 1 <= level < trees.max_depth or len(beams.token_ids) < num_trees * branches or first_depth > level:
         raise ValueError(f"level {level} of {num_trees} trees does not fit the trees or the beams")
+    padded = padded_candidates(branches, trees.max_depth)
     _choose_beams[(num_trees,)](
         trees.requests,
         trees.fed_counts,
@@ -274,7 +280,8 @@ def choose_beams(
         first_depth,
         IS_FIRST=level == 1,
         K=branches,
-        PADDED=padded_candidates(branches, trees.max_depth),
+        PADDED=padded,
+        num_warps=_num_warps(padded),
     )
 
 
@@ -286,7 +293,14 @@ def emit_trees(trees: DraftTrees, out: DraftOutput) -> None:
         raise ValueError(f"an output for {len(out.tokens)} of {num_trees} trees")
     padded = padded_candidates(trees.max_branches, trees.max_depth)
     _place_nodes[(num_trees,)](
-        trees.requests, trees.scores, trees.places, out.num_nodes, size, num_nodes, PADDED=padded
+        trees.requests,
+        trees.scores,
+        trees.places,
+        out.num_nodes,
+        size,
+        num_nodes,
+        PADDED=padded,
+        num_warps=_num_warps(padded),
     )
     _write_nodes[(num_trees,)](
         trees.requests,

@@ -19,7 +19,8 @@ from foretoken_kernels.gpu.skinny_matmul import (
     skinny_matmul_workspace,
 )
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128)
+# Not powers of two alone: at 24 rows cuBLAS takes other kernels than at 32, which may be slower than both.
+ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 STORE, ADD, GATE_UP, QKV = "store", "add", "gate_up", "qkv"
 
 # Of each row bucket: a configuration, or None for PyTorch.
