@@ -223,7 +223,7 @@ def _write_nodes(
 def padded_candidates(max_branches: int, max_depth: int) -> int:
     """Lanes for a tree's candidates, few numbers for all depths: kernels are compiled for each."""
     least = min(max(128, 8 * max_branches * max_branches), 512)
-    return triton.next_power_of_2(max(state.num_candidates(max_branches, max_depth), least))
+    return int(triton.next_power_of_2(max(state.num_candidates(max_branches, max_depth), least)))
 
 
 def _num_warps(padded: int) -> int:
