@@ -10,7 +10,7 @@ import torch
 from foretoken_kernels.cpu import draft_tree as kernel
 from foretoken_kernels.cpu.draft_levels import Places
 from foretoken_kernels.gpu.draft_tree import padded_candidates
-from foretoken_kernels.gpu.draft_tree_state import MAX_BEAM_NODES, NUM_COLUMNS, DraftOutput
+from foretoken_kernels.gpu.draft_tree_state import MAX_BEAM_NODES, NUM_COLUMNS, DraftOutput, deepest_tree
 
 from drafter_svc.device_levels import (
     DeviceLevels,
@@ -197,5 +197,5 @@ class DeviceGrowth:
 
 def _warm_depths(branches: int) -> list[int]:
     """The deepest trees of each kind that the kernels tell apart."""
-    deepest = min(_WARM_DEPTH, MAX_BEAM_NODES // branches + 1)
+    deepest = min(_WARM_DEPTH, deepest_tree(branches))
     return list({padded_candidates(branches, depth): depth for depth in range(1, deepest + 1)}.values())

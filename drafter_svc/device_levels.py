@@ -13,11 +13,11 @@ from foretoken_kernels.cpu import draft_tree as kernel
 from foretoken_kernels.gpu import draft_tree as gpu
 from foretoken_kernels.gpu import draft_tree_state as column
 from foretoken_kernels.gpu.draft_tree_state import (
-    MAX_BEAM_NODES,
     DraftBeams,
     DraftOutput,
     DraftTrees,
     OfferWorkspace,
+    deepest_tree,
     new_draft_beams,
     new_draft_trees,
 )
@@ -55,11 +55,11 @@ class TreeShape(NamedTuple):
 
     @staticmethod
     def of(wishes: kernel.Trees, rows: Int32, *, trees: int, nodes: int, blocks: int) -> TreeShape:
-        """The smallest that holds what ``rows`` of ``wishes`` want."""
+        """The smallest that holds what ``rows`` of ``wishes`` want, as far as a tree's beams go."""
         shapes = wishes.shapes[rows]
         wanted = max(int(shapes[:, kernel.MAX_BRANCHES].max()), 1)
         branches = min(1 << (wanted - 1).bit_length(), MAX_BRANCHES)
-        depth = max(int(shapes[:, kernel.MAX_DEPTH].max()), 1)
+        depth = min(max(int(shapes[:, kernel.MAX_DEPTH].max()), 1), deepest_tree(branches))
         return TreeShape(trees, branches, depth, nodes, blocks, _is_filtered(wishes, rows))
 
 
@@ -179,8 +179,6 @@ class DeviceLevels:
         num_modules = model.num_depths
         self._offer(memory, logits, 0)
         for level in range(1, trees.max_depth):
-            if (level - 1) * trees.max_branches >= MAX_BEAM_NODES:
-                break
             module = min(level, num_modules - 1)
             gpu.choose_beams(
                 trees,

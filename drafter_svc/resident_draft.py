@@ -243,8 +243,7 @@ class ResidentDraft:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile the kernels, over memory that nobody uses yet: what is written there is stamped as no step's."""
-        # As deep as trees may get: each level of chains has a kernel of its own. Wider ones share those of ordinary
-        # requests.
+        # Chains: wider trees share the kernels of ordinary requests.
         shapes = self._wishes.shapes
         shapes[:] = 0
         shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = max(self._memory.layout.tokens - 1, 1), 1

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from foretoken_kernels.gpu.kv_commit import copy_slots
+from foretoken_kernels.gpu.matmul_choice import ROW_BUCKETS
 from numpy.typing import NDArray
 
 from foretoken.models.backend import Backend
@@ -33,6 +34,9 @@ _MOST_PINNED_BYTES = 16 << 20
 # A prompt's pass of so many rows runs the kernels of longer ones too: attention's tiles are at their largest.
 _PROMPT_ROWS = 1024
 _FEW_ROWS = 32
+# Trees of more sequences than keep a GPU busy have another tile from so many rows on, and yet another where they are
+# larger.
+_TREE_ROWS = 16
 _LONG_CONTEXT = 4096
 # Strict matmuls of many rows: two tiles of 128.
 _STRICT_COUNTS = (130,)
@@ -139,16 +143,18 @@ class DeviceRunner(TargetModel):
         room = min(self.max_model_len, self.cache.num_slots - self.block_size, self._most_rows)
         # The attention's kernel is another one for each of its tiles, which grow with the rows, for splits, and for
         # small tiles behind a long context, where few rows have the one that a single row has anywhere.
-        counts = [1 << power for power in range(max(max_nodes, _PROMPT_ROWS).bit_length())]
+        # Matmuls have kernels for their own numbers of rows, that of logits too.
+        counts = sorted({1 << power for power in range(max(max_nodes, _PROMPT_ROWS).bit_length())} | set(ROW_BUCKETS))
         longest = min(self.max_model_len, self.cache.num_slots - self.block_size, _LONG_CONTEXT)
         for done, rows in enumerate(count for count in counts if count <= room):
             progress(done, len(counts), "compiling kernels")
-            last = np.array([rows - 1], np.int32)
+            wanted = None if rows <= min(ROW_BUCKETS[-1], self._most_wanted) else np.array([rows - 1], np.int32)
             for first in {0, max(longest - rows, 0) if rows > _FEW_ROWS else 0}:
-                self.forward(chain_batch(np.zeros(rows, np.int32), first, self.block_size, last))
+                self.forward(chain_batch(np.zeros(rows, np.int32), first, self.block_size, wanted))
         # Many sequences leave nothing to split, and have the largest tiles of trees.
         seqs = min(self._most_seqs, self._most_wanted)
-        for length in {1, max(min(max_nodes, room, self._most_wanted // seqs), 1)}:
+        longest = max(min(max_nodes, room, self._most_wanted // seqs), 1)
+        for length in {1, min(_TREE_ROWS, longest), longest}:
             self.forward(chains_batch(seqs, length, self.block_size, self.cache.num_slots // self.block_size - 1))
         nowhere = np.zeros(1, np.int32)
         self.commit(nowhere, nowhere)

@@ -32,8 +32,8 @@ from tests.references.head_files import (
     random_target,
     write_folder,
 )
-from tests.support.paged_draft import target_info
-from tests.support.resident_play import NODES, NUM_BLOCKS, SEATS, TOKENS, Play, Text, Tree, assert_same
+from tests.support.paged_draft import Row, request_of, target_info
+from tests.support.resident_play import NODES, NUM_BLOCKS, SEATS, TOKENS, Play, Text, Tree, assert_same, trees_of
 from tests.support.tiny_checkpoint import save_llama
 
 KINDS = ["EAGLE", "EAGLE3", "MTP", "STANDALONE"]
@@ -140,6 +140,19 @@ def test_three_texts_at_a_temperature(play: Play) -> None:
         Text(6, (2, 3), 23, options={"temperature": 0.6}),
     ]
     check_run(play, texts)
+
+
+def test_trees_of_more_levels_than_beams(device: str, tmp_path: Path) -> None:
+    """A tree runs 64 beams, eight levels of eight: what is deeper is not there, on no device."""
+    shape = {"max_nodes": 64, "max_depth": 12, "max_branches": 8}
+    found = []
+    for name, placement in (("cpu", ON_CPU), ("device", on(device))):
+        drafter, target, width = make("EAGLE3", tmp_path / name, placement)
+        drafter.attach(replace(target, max_nodes=64), None)
+        row = Row(Text(9, (), 3).tokens(VOCAB)[:9], 9, list(range(20)), generation=1, width=width, **shape)
+        found.append(trees_of(drafter.draft(request_of([row]))))
+    assert len(found[0][0][0]) == 64
+    assert_same(found[1], found[0])
 
 
 def test_three_texts_and_four_have_one_graph(play: Play) -> None:

@@ -128,7 +128,7 @@ def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
         batch.attend(attention_workspace(2, 4, 2, 16, device))
 
 
-@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 2, 256), (6, 2, 64), (64, 1, 64)])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 2, 256), (6, 2, 64), (64, 1, 64), (71, 1, 64)])
 def test_a_tile_is_the_largest_that_keeps_a_gpu_busy(heads: Heads) -> None:
     num_heads, num_kv_heads, head_dim = heads
     group = num_heads // num_kv_heads

@@ -53,7 +53,9 @@ def test_decode_finds_its_attention_compiled(max_model_len: int) -> None:
         commit=lambda src, dst: None,
     )
     DeviceRunner.warm_up(cast("DeviceRunner", runner), max_nodes=64)
-    for seqs, rows, context in itertools.product((1, 2, 3, 4, 8, 16, 32, 64), (1, 2, 6, 32, 64), (20, 2000, 9000)):
+    for seqs, rows, context in itertools.product(
+        (1, 2, 3, 4, 8, 16, 32, 64), (1, 2, 6, 10, 16, 20, 32, 64), (20, 2000, 9000)
+    ):
         if context <= max_model_len:
             kernel = attention_kernel(seqs, rows, context, max_model_len)
             assert kernel in compiled, (seqs, rows, context, kernel)

@@ -62,7 +62,7 @@ def _bisect(
     return least
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fed_stride", "level"])
 def _cut_row(
     requests,
     fed_counts,

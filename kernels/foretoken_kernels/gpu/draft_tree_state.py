@@ -140,12 +140,19 @@ def num_candidates(max_branches: int, max_depth: int) -> int:
     return max_branches + (max_depth - 1) * max_branches * max_branches
 
 
+def deepest_tree(max_branches: int) -> int:
+    """Levels of a tree whose nodes have ``max_branches`` children, a power of two: more beams than MAX_BEAM_NODES are
+    not run, and what would be below them is no candidate."""
+    return MAX_BEAM_NODES // max_branches + 1
+
+
 def new_draft_trees(max_trees: int, max_branches: int, max_depth: int, device: torch.device | str) -> DraftTrees:
     """State of trees none of which wants anything yet.
 
     Args:
         max_branches: a power of two up to 16.
-        max_depth: levels of the deepest tree; 1 means children of the root only.
+        max_depth: levels of the deepest tree; 1 means children of the root only. Up to deepest_tree(max_branches): what
+            nobody offers would be a candidate.
     """
     if max_branches not in (1, 2, 4, 8, 16) or max_depth < 1 or max_trees < 1:
         raise ValueError(f"{max_trees} draft trees of {max_branches} branches and {max_depth} levels")

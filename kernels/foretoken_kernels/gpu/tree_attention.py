@@ -109,7 +109,7 @@ def _tile(
         if one_loop and programs * 8 <= _WARPS:
             num_warps = 8
         return _Tile(rows, 64 if long_heads else 128, num_warps, 3, one_loop)
-    if is_short and rows * heads == 128 and max_seq_rows <= _MOST_TREE_ROWS:
+    if is_short and rows > 1 and rows * heads == 128 and max_seq_rows <= _MOST_TREE_ROWS:
         return _Tile(rows // 2, 64, 4, 5, True)
     return _Tile(rows, 64, num_warps, 5 if rows * heads == 128 else 3)
 
