@@ -37,6 +37,15 @@ MATMULS_BY_CUBLASLT = "1"
 class _Commands(TyperGroup):
     """All commands, those of sub-commands too."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for name in (arg.partition("=")[0] for arg in args):
+            if name in flags.VLLM_NAMES:
+                from foretoken.errors import ConfigError
+
+                raise ConfigError(f"{name} is vLLM's name; here it is {flags.VLLM_NAMES[name]}")
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

@@ -15,6 +15,15 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+# Flags of vLLM whose likeness here is none of those that look like them.
+VLLM_NAMES = {
+    "--max-model-len": "--context-length",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--enforce-eager": "--disable-cuda-graph",
+}
 
 
 def _algorithm(*names: str, **more: Any) -> Any:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from foretoken.cli import app
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.flags import VLLM_NAMES
 from foretoken.supervisor import Service
 from tests.support.command_line import DEMO, ROOT, foretoken, free_port, loaded_by, serve
 
@@ -49,6 +50,18 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     result = CliRunner().invoke(app, [*command, str(tmp_path), "--dry-run"])
     assert result.stdout == f"a plan\n  drafters   {drafters}\n"
     assert (served, supervised) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "given", ["--max-model-len=9", "--gpu-memory-utilization", "--max-num-seqs", "--enforce-eager"]
+)
+def test_names_of_vllm_are_told_as_ours(given: str) -> None:
+    """Which are flags of ``serve``."""
+    result = foretoken("serve", str(DEMO / "target"), given, "7")
+    name = given.partition("=")[0]
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"foretoken: {name} is vLLM's name; here it is {VLLM_NAMES[name]}\n"
+    assert not set(VLLM_NAMES.values()) - set(re.findall(r"--[a-z-]+", foretoken("serve", "--help").stdout))
 
 
 @pytest.mark.parametrize("plan", [("--dry-run",), ()])
