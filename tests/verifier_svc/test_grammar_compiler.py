@@ -107,7 +107,7 @@ def test_what_cannot_be_used_is_refused_with_its_reason_and_the_field(make: Call
 
 
 def test_a_grammar_without_end_is_killed_and_the_next_one_is_served(make: Callable[..., GrammarCompiler]) -> None:
-    compiler = make(timeout_s=0.5)
+    compiler = make(timeout_s=0.5, max_compile_bytes=8 << 30)
     assert "0.5 s" in refused(compiler, ENDLESS).message
     # Nothing of it goes on.
     for process in psutil.Process().children():

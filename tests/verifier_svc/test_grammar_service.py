@@ -153,7 +153,8 @@ def test_a_hostile_grammar_is_refused_while_others_run(folder: Path) -> None:
         assert list(ended) == ["plain", "hostile", "after"]
         error = ended["hostile"][1]
         assert (error.code, error.field) == (INVALID, "json_schema")
-        assert "2 s" in error.message
+        # A fast machine reaches the limit of memory first.
+        assert "to compile" in error.message
         await call.done_writing()
 
     run(folder, scenario, timeout_s=2.0)
