@@ -153,8 +153,8 @@ class DeviceRunner(TargetModel):
                 self.forward(chain_batch(np.zeros(rows, np.int32), first, self.block_size, wanted))
         # Many sequences leave nothing to split, and have the largest tiles of trees.
         seqs = min(self._most_seqs, self._most_wanted)
-        longest = max(min(max_nodes, room, self._most_wanted // seqs), 1)
-        for length in {1, min(_TREE_ROWS, longest), longest}:
+        largest_tree = max(min(max_nodes, room, self._most_wanted // seqs), 1)
+        for length in {1, min(_TREE_ROWS, largest_tree), largest_tree}:
             self.forward(chains_batch(seqs, length, self.block_size, self.cache.num_slots // self.block_size - 1))
         nowhere = np.zeros(1, np.int32)
         self.commit(nowhere, nowhere)
