@@ -25,7 +25,7 @@ SHAPES = (
     (1, 1, 2, 128256, torch.float32, 0.0, False),
 )
 KERNELS = {
-    draft_children: ("_offer_chunk", "_offer_row"),
+    draft_children: ("_look_through_chunk", "_offer_row"),
     draft_cut: ("_cut_row",),
     draft_tree: ("_choose_beams", "_place_nodes", "_write_nodes"),
 }

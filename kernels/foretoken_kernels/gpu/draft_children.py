@@ -1,5 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Children of draft trees' nodes: the best ids of each row of logits, in chunks of the vocabulary, then row by row.
+"""Children of draft trees' nodes: the best ids of each row of logits.
+
+One launch goes over the vocabulary and leaves, of each part of it, the largest value. The best K ids of a row are in
+the K parts with the largest values: each of those has a better id than any other part. A second launch, one program a
+row, looks at these parts alone.
 
 A sum of exp takes all values; foretoken_kernels.cpu.draft_tree leaves those out that have next to no chance.
 """
@@ -26,15 +30,57 @@ from foretoken_kernels.gpu.draft_keys import (
 from foretoken_kernels.gpu.draft_tree_state import DraftTrees, OfferWorkspace
 from foretoken_kernels.gpu.noise import gumbel_from_words, scattered_noise, token_words
 
-# Ids of one program; a multiple of four.
+# Ids of one program; a multiple of PART.
 CHUNK = 1024
-_NUM_WARPS = 2  # which wait for each other at each child
+# Ids whose largest value is kept; a multiple of four.
+PART = 64
+_CHUNK_WARPS = 1
+_ROW_WARPS = 4
 
 _LENGTH = tl.constexpr(state.LENGTH)
 _CHOICE_INDEX = tl.constexpr(state.CHOICE_INDEX)
 _SEED_LOW = tl.constexpr(state.SEED_LOW)
 _SEED_HIGH = tl.constexpr(state.SEED_HIGH)
 _NUM_COLUMNS = tl.constexpr(state.NUM_COLUMNS)
+
+
+@triton.jit
+def _drafted_values(
+    logits,
+    ids,
+    is_id,
+    requests,
+    tree,
+    temperature,
+    target_ids,
+    cut,
+    level,
+    IS_STRETCH: tl.constexpr,
+    COUPLED: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """float32 [SIZE]: what ids are compared by, of their logits. ``IS_STRETCH``: ids are successive, from a multiple of
+    four on."""
+    values = tl.where(logits == logits, logits, NEVER)
+    if temperature > 0.0:
+        # As the sampler divides.
+        values = tl.div_rn(values, tl.zeros([SIZE], tl.float32) + temperature)
+        values = tl.where(values >= cut, values, NEVER)
+        if COUPLED:
+            request = requests + tree * _NUM_COLUMNS
+            position = tl.load(request + _LENGTH) + level
+            choice_index = tl.load(request + _CHOICE_INDEX)
+            seed_low, seed_high = tl.load(request + _SEED_LOW), tl.load(request + _SEED_HIGH)
+            if HAS_MAP:
+                tokens = tl.load(target_ids + ids, mask=is_id, other=0)
+                values += scattered_noise(tokens, position, choice_index, seed_low, seed_high)
+            elif IS_STRETCH:
+                words = token_words(tl.min(ids, axis=0) // 4, position, choice_index, seed_low, seed_high, SIZE)
+                values += gumbel_from_words(words)
+            else:
+                values += scattered_noise(ids, position, choice_index, seed_low, seed_high)
+    return values
 
 
 @triton.jit
@@ -47,7 +93,7 @@ def _score_factor(temperature, scale, COUPLED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["fed_stride", "num_chunks", "vocab_limit", "level"])
-def _offer_chunk(
+def _look_through_chunk(
     requests,
     fed_counts,
     fed_stride,
@@ -55,8 +101,7 @@ def _offer_chunk(
     logits_stride,
     target_ids,
     cuts,
-    out_keys,
-    out_largest,
+    out_parts,
     out_sums,
     num_chunks,
     vocab_limit,
@@ -68,45 +113,36 @@ def _offer_chunk(
     HAS_CUTS: tl.constexpr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """The best keys of a row's chunk of the vocabulary, its largest value, and its sum of exp."""
+    """Of a row's chunk of the vocabulary the largest value of each part, and the sum of exp."""
+    PARTS: tl.constexpr = CHUNK // PART
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     tree = row if IS_ROOT else row // K
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     is_id = ids < vocab_limit
     # On their way while it is found out what to do with them.
-    values = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=is_id, other=NEVER).to(tl.float32)
+    raw = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=is_id, other=NEVER).to(tl.float32)
     temperature = temperature_of(requests, tree)
     if children_of(requests, fed_counts, fed_stride, tree, row % K, level, IS_ROOT, K) == 0:
         return
-    values = tl.where(values == values, values, NEVER)
-    if temperature > 0.0:
-        # As the sampler divides.
-        values = tl.div_rn(values, tl.zeros([CHUNK], tl.float32) + temperature)
-        if HAS_CUTS:
-            values = tl.where(values >= tl.load(cuts + row), values, NEVER)
-        if COUPLED:
-            request = requests + tree * _NUM_COLUMNS
-            position = tl.load(request + _LENGTH) + level
-            choice_index = tl.load(request + _CHOICE_INDEX)
-            seed_low, seed_high = tl.load(request + _SEED_LOW), tl.load(request + _SEED_HIGH)
-            if HAS_MAP:
-                tokens = tl.load(target_ids + ids, mask=is_id, other=0)
-                values += scattered_noise(tokens, position, choice_index, seed_low, seed_high)
-            else:
-                words = token_words(chunk * (CHUNK // 4), position, choice_index, seed_low, seed_high, CHUNK)
-                values += gumbel_from_words(words)
+    cut = NEVER
+    if HAS_CUTS:
+        cut = tl.load(cuts + row)
+    values = _drafted_values(
+        raw, ids, is_id, requests, tree, temperature, target_ids, cut, level, True, COUPLED, HAS_MAP, CHUNK
+    )
     factor = _score_factor(temperature, scale, COUPLED)
-    largest = tl.max(values, axis=0)
+    parts = tl.max(tl.reshape(values, [PARTS, PART]), axis=1)
+    largest = tl.max(parts, axis=0)
     # Without values to compare there is nothing to add: a row that holds +inf has no children.
     has_values = finite_flag(largest)
     is_finite = (values > NEVER) & (has_values != 0)
     distance = tl.where(is_finite, values, 0.0) - tl.where(has_values != 0, largest, 0.0)
     total = tl.sum(tl.where(is_finite, tl.exp(tl.where(is_finite, distance * factor, 0.0)), 0.0), axis=0)
     place = row.to(tl.int64) * num_chunks + chunk
-    tl.store(out_keys + place * K + tl.arange(0, K), take_best(make_keys(values, ids), K))
-    tl.store(out_largest + place, largest)
+    tl.store(out_parts + place * PARTS + tl.arange(0, PARTS), parts)
     tl.store(out_sums + place, total)
 
 
@@ -120,9 +156,11 @@ def _offer_row(
     scores,
     tokens,
     num_candidates,
+    logits,
+    logits_stride,
     target_ids,
-    in_keys,
-    in_largest,
+    cuts,
+    in_parts,
     in_sums,
     num_chunks,
     vocab_limit,
@@ -131,29 +169,49 @@ def _offer_row(
     IS_ROOT: tl.constexpr,
     COUPLED: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    HAS_CUTS: tl.constexpr,
     K: tl.constexpr,
     CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """The children of a row of logits, from its chunks: they take their places among the candidates."""
+    """The children of a row of logits, from its best parts: they take their places among the candidates."""
+    PARTS: tl.constexpr = CHUNK // PART
     row = tl.program_id(0)
     tree = row if IS_ROOT else row // K
     beam = 0 if IS_ROOT else row % K
     most = children_of(requests, fed_counts, fed_stride, tree, beam, level, IS_ROOT, K)
-    chunks = tl.arange(0, CHUNKS)
+    temperature = temperature_of(requests, tree)
     num_used = tl.where(most > 0, num_chunks, 0)
-    is_chunk = chunks < num_used
     first = row.to(tl.int64) * num_chunks
-    largest_of = tl.load(in_largest + first + chunks, mask=is_chunk, other=NEVER)
-    sums = tl.load(in_sums + first + chunks, mask=is_chunk, other=0.0)
+    parts = tl.arange(0, CHUNKS * PARTS)
+    part_values = tl.load(in_parts + first * PARTS + parts, mask=parts < num_used * PARTS, other=NEVER)
+    chunks = tl.arange(0, CHUNKS)
+    sums = tl.load(in_sums + first + chunks, mask=chunks < num_used, other=0.0)
+    best_parts = take_best(make_keys(part_values, parts), K)
+
+    # Their ids once more.
+    ids = tl.where(best_parts != NO_KEY, ids_of_keys(best_parts), CHUNKS * PARTS)[:, None] * PART
+    ids = tl.reshape(ids + tl.arange(0, PART)[None, :], [K * PART])
+    is_id = ids < vocab_limit
+    raw = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=is_id, other=NEVER).to(tl.float32)
+    cut = NEVER
+    if HAS_CUTS:
+        cut = tl.load(cuts + row)
+    again = _drafted_values(
+        raw, ids, is_id, requests, tree, temperature, target_ids, cut, level, False, COUPLED, HAS_MAP, K * PART
+    )
+
+    # While they are on their way: the softmax's sum.
+    largest_of = tl.max(tl.reshape(part_values, [CHUNKS, PARTS]), axis=1)
     largest = tl.max(largest_of, axis=0)
     has_children = finite_flag(largest) != 0
-    factor = _score_factor(temperature_of(requests, tree), scale, COUPLED)
+    factor = _score_factor(temperature, scale, COUPLED)
     counts = has_children & (largest_of > NEVER)
     weights = tl.exp(tl.where(counts, (tl.where(counts, largest_of, 0.0) - largest) * factor, 0.0))
     log_sum = tl.log(tl.where(has_children, tl.sum(tl.where(counts, sums * weights, 0.0), axis=0), 1.0))
 
-    places = tl.arange(0, CHUNKS * K)
-    keys = take_best(tl.load(in_keys + first * K + places, mask=places < num_used * K, other=NO_KEY), K)
+    keys = take_best(make_keys(again, ids), K)
     children = tl.arange(0, K)
     exists = (keys != NO_KEY) & (children < most) & has_children
     draft_ids = tl.minimum(tl.maximum(tl.where(exists, ids_of_keys(keys), 0), 0), vocab_limit - 1)
@@ -179,8 +237,7 @@ def offer_workspace(
 ) -> OfferWorkspace:
     rows, chunks = max_trees * max_branches, triton.cdiv(draft_vocab_size, CHUNK)
     return OfferWorkspace(
-        keys=torch.zeros((rows, chunks, max_branches), dtype=torch.int64, device=device),
-        largest=torch.zeros((rows, chunks), dtype=torch.float32, device=device),
+        parts=torch.zeros((rows, chunks, CHUNK // PART), dtype=torch.float32, device=device),
         sums=torch.zeros((rows, chunks), dtype=torch.float32, device=device),
         cuts=torch.zeros(rows, dtype=torch.float32, device=device),
     )
@@ -213,32 +270,30 @@ def offer_children(
     num_chunks = triton.cdiv(vocab_limit, CHUNK)
     if logits.shape[0] < num_rows or vocab_limit > logits.shape[1] or logits.stride(1) != 1:
         raise ValueError(f"logits of shape {tuple(logits.shape)} for {num_rows} rows of {vocab_limit} ids")
-    if num_rows * num_chunks * branches > workspace.keys.numel() or not 0 <= level < trees.max_depth:
+    if num_rows * num_chunks > workspace.sums.numel() or not 0 <= level < trees.max_depth:
         raise ValueError(f"level {level} of {num_rows} rows does not fit the workspace or the trees")
     if target_ids is not None and len(target_ids) < vocab_limit:
         raise ValueError(f"a map of {len(target_ids)} ids, fewer than {vocab_limit}")
     known_ids = trees.tokens if target_ids is None else target_ids
-    flags = {"IS_ROOT": level == 0, "COUPLED": scale > 0.0, "HAS_MAP": target_ids is not None, "K": branches}
-    chunks = (workspace.keys, workspace.largest, workspace.sums)
+    flags = {"IS_ROOT": level == 0, "COUPLED": scale > 0.0, "HAS_MAP": target_ids is not None, "HAS_CUTS": filtered}
+    sizes = {"K": branches, "CHUNK": CHUNK, "PART": PART}
+    row_logits = (logits, logits.stride(0), known_ids, workspace.cuts)
     if filtered:
         find_cuts(trees, logits, level, workspace.cuts, vocab_limit)
-    _offer_chunk[num_rows, num_chunks](
+    _look_through_chunk[num_rows, num_chunks](
         trees.requests,
         trees.fed_counts,
         trees.fed_counts.stride(0),
-        logits,
-        logits.stride(0),
-        known_ids,
-        workspace.cuts,
-        *chunks,
+        *row_logits,
+        workspace.parts,
+        workspace.sums,
         num_chunks,
         vocab_limit,
         scale,
         level,
         **flags,
-        HAS_CUTS=filtered,
-        CHUNK=CHUNK,
-        num_warps=_NUM_WARPS,
+        **sizes,
+        num_warps=_CHUNK_WARPS,
     )
     _offer_row[(num_rows,)](
         trees.requests,
@@ -249,12 +304,15 @@ def offer_children(
         trees.scores,
         trees.tokens,
         trees.scores.shape[1],
-        known_ids,
-        *chunks,
+        *row_logits,
+        workspace.parts,
+        workspace.sums,
         num_chunks,
         vocab_limit,
         scale,
         level,
         **flags,
+        **sizes,
         CHUNKS=triton.next_power_of_2(num_chunks),
+        num_warps=_ROW_WARPS,
     )

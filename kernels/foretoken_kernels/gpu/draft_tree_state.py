@@ -125,13 +125,12 @@ class OfferWorkspace(NamedTuple):
     """What the chunks of a row's vocabulary leave for the row.
 
     Attributes:
-        keys: int64 [rows, chunks, K]; value and id of the best, ordered as one number.
-        largest, sums: float32 [rows, chunks]; the largest value, and the sum of exp of the others' distance from it.
+        parts: float32 [rows, chunks, parts]; the largest value of each part of a chunk.
+        sums: float32 [rows, chunks]; the sum of exp of the values' distance from the chunk's largest.
         cuts: float32 [rows]; what top-k, top-p and min-p leave.
     """
 
-    keys: torch.Tensor
-    largest: torch.Tensor
+    parts: torch.Tensor
     sums: torch.Tensor
     cuts: torch.Tensor
 
