@@ -10,7 +10,7 @@ import pytest
 import torch
 from foretoken_kernels.gpu import matmul_timing
 from foretoken_kernels.gpu.matmul_choice import ADD, GATE_UP, QKV, ROW_BUCKETS, STORE, Choices, MatmulShape, MatmulTable
-from foretoken_kernels.gpu.skinny_configs import SkinnyConfig
+from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig
 
 from foretoken.models.backend import Backend
 from foretoken.models.config import load_config
@@ -37,7 +37,7 @@ class Timings:
 
         monkeypatch.setattr(MatmulTable, "choice", asked)
         monkeypatch.setattr(matmul_timing, "_machine", lambda device: "machine")
-        monkeypatch.setattr(matmul_timing, "device_limits", lambda device: None)
+        monkeypatch.setattr(matmul_timing, "device_limits", lambda device: Device())
         monkeypatch.setattr(matmul_timing, "_is_timed", bool)
         monkeypatch.setattr(matmul_timing, "choose", self.choose)
 

@@ -98,6 +98,15 @@ CASES["skinny_matmul"] = [
         ("fp32", "fp32", 16, (32, 16, 2, 2, 4), "gate_up", False),
     )
 ]
+CASES["wide_gate_up"] = [
+    (
+        "_wide_gate_up",
+        "tensordesc<bf16[128,64]> tensordesc<bf16[64,64]> tensordesc<bf16[2,128,64]>"
+        " *bf16 i32 i32:16 i32:16 i32:16 i32",
+        {"PROGRAMS": 132, "M": 128, "N": 128, "K": 64},
+        {"num_stages": 4, "num_warps": 8},
+    )
+]
 CASES["qkv_rope"] = [
     (
         "_qkv_rope",

@@ -23,6 +23,7 @@ from foretoken_kernels.gpu.skinny_matmul import skinny_gate_up, skinny_matmul, s
 from foretoken_kernels.gpu.strict_attention import strict_attention
 from foretoken_kernels.gpu.strict_matmul import StrictTile, strict_matmul, strict_workspace
 from foretoken_kernels.gpu.tree_attention import tree_attention
+from foretoken_kernels.gpu.wide_gate_up import wide_gate_up
 
 from tests.kernels.attention_cases import Attention, assert_defined, case, prefill, tree
 from tests.kernels.draft_courses import Course, Head, Wish
@@ -125,6 +126,15 @@ def test_matmul(mode: str, is_strict: bool, device: str) -> None:
     else:
         skinny_matmul(x, weight, out, skinny_matmul_workspace(33, 3, device), config, mode == "add")
     torch.testing.assert_close(out, expected, **CLOSE)
+
+
+def test_wide_gate_up(device: str) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x, weight = (torch.randn(rows, 72, device=device, dtype=dtype) / 8 for rows in (200, 280))
+    out = torch.zeros(200, 140, device=device, dtype=dtype)
+    wide_gate_up(x, weight, out, 3)
+    expected = reference.silu_and_multiply(*reference.linear(x.float(), weight.float()).chunk(2, dim=1))
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_draft_trees(device: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from foretoken_kernels import reference
-from foretoken_kernels.gpu import matmul_timing
+from foretoken_kernels.gpu import matmul_choice, matmul_timing
 from foretoken_kernels.gpu.matmul_choice import ADD, GATE_UP, QKV, ROW_BUCKETS, STORE, Heads, MatmulShape, MatmulTable
 from foretoken_kernels.gpu.matmul_timing import alone, choose, read_choices, timed_table, write_choices
 from foretoken_kernels.gpu.rope_kv_write import Rope
@@ -64,6 +64,24 @@ def test_row_counts_are_rounded_up_to_a_bucket() -> None:
 def test_choices_are_for_all_buckets() -> None:
     with pytest.raises(ValueError, match="rows, not for"):
         MatmulTable({MatmulShape(48, 32, STORE): {1: SKINNY}})
+
+
+def test_gate_and_up_of_many_rows_take_the_wide_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where their tiles fill the GPU; it leaves the buffer between matmul and activation alone."""
+    monkeypatch.setattr(matmul_choice, "fits_wide_gate_up", lambda x, weight: True)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    like = {"dtype": dtype, "device": device}
+    shape = MatmulShape(512, 64, GATE_UP, dtype)
+    table = MatmulTable({shape: dict.fromkeys(ROW_BUCKETS)}, device, wide_programs=2)
+    taken = []
+    for rows in (1, 128, 129, 192, 256):
+        x, weight = torch.randn(rows, 64, **like), torch.randn(512, 64, **like) / 8
+        gate_up, out = torch.zeros(rows, 512, **like), torch.empty(rows, 256, **like)
+        table.gate_up(x, weight, gate_up, out)
+        expected = reference.silu_and_multiply(*reference.linear(x.float(), weight.float()).chunk(2, dim=1))
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+        taken.append(not gate_up.any())
+    assert taken == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 70, 130])

@@ -1,5 +1,5 @@
-"""The matmul of each shape and row count: PyTorch's or one of the skinny kernels, as was found to be fastest; with what
-follows it, where one kernel can do both."""
+"""The matmul of each shape and row count: PyTorch's, one of the skinny kernels, as was found to be fastest, or of many
+rows the wide one; with what follows it, where one kernel can do both."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from foretoken_kernels.gpu.skinny_matmul import (
     skinny_matmul,
     skinny_matmul_workspace,
 )
+from foretoken_kernels.gpu.wide_gate_up import fits_wide_gate_up, pays_wide_gate_up, wide_gate_up
 
 # Not powers of two alone: at 24 rows cuBLAS takes other kernels than at 32, which may be slower than both.
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -66,13 +67,19 @@ class MatmulTable:
     """Matmuls as chosen; what has no choice goes to PyTorch. matmul_timing.timed_table makes the choices.
 
     One table's matmuls must not run at the same time as each other (on two streams), since they share a workspace.
+
+    Args:
+        wide_programs: programs that gate and up of more rows than ``choices`` are for may have; 0: those are PyTorch's.
     """
 
     def __init__(
-        self, choices: Mapping[MatmulShape, Choices] | None = None, device: torch.device | str = "cpu"
+        self,
+        choices: Mapping[MatmulShape, Choices] | None = None,
+        device: torch.device | str = "cpu",
+        wide_programs: int = 0,
     ) -> None:
         self._choices: dict[MatmulShape, Choices] = {}
-        self._device = device
+        self._device, self._wide_programs = device, wide_programs
         self._workspace = skinny_matmul_workspace(0, MAX_SPLIT_K, device)
         for shape, by_rows in (choices or {}).items():
             self.choose(shape, by_rows)
@@ -119,9 +126,19 @@ class MatmulTable:
             gate_up: [rows, 2 * size]; left in any state.
             out: [rows, size].
         """
+        if self._is_wide(x, weight):
+            wide_gate_up(x, weight, out, self._wide_programs)
+            return
         out_features, in_features = weight.shape
         config = self.choice(MatmulShape(out_features, in_features, GATE_UP, out.dtype), len(x))
         self.gate_up_by(config, x, weight, gate_up, out)
+
+    def _is_wide(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether gate and up are many rows' whose tiles the GPU has use for."""
+        programs = self._wide_programs
+        if programs == 0 or len(x) <= ROW_BUCKETS[-1] or not pays_wide_gate_up(len(x), len(weight) // 2, programs):
+            return False
+        return fits_wide_gate_up(x, weight)
 
     def qkv(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rope: Rope) -> None:
         """rope_kv_write of ``x @ weight.T``, of which the turned queries are left in ``out``.

@@ -70,7 +70,8 @@ def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Pat
             with alone(path):
                 kept = _with_missing(timed, read_choices(path, machine), device)
                 write_choices(path, machine, kept)
-    return MatmulTable({shape: kept[shape.key] for shape in timed}, device)
+    limits = device_limits(device)
+    return MatmulTable({shape: kept[shape.key] for shape in timed}, device, limits.num_sms if limits.is_hopper else 0)
 
 
 def _with_missing(
@@ -212,7 +213,8 @@ def graph_microseconds(call: Callable[[torch.Tensor], None], weights: Sequence[t
 def device_limits(device: torch.device) -> Device:
     """Of a GPU."""
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return Device(properties["multiprocessor_count"], properties["max_shared_mem"] - _SPARE_SHARED_MEMORY)
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return Device(properties["multiprocessor_count"], properties["max_shared_mem"] - _SPARE_SHARED_MEMORY, is_hopper)
 
 
 def _machine(device: torch.device) -> str:

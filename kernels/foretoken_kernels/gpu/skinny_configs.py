@@ -31,10 +31,12 @@ class SkinnyConfig(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What a GPU has: streaming multiprocessors, and the bytes of shared memory of one that programs can use."""
+    """What a GPU has: streaming multiprocessors, the bytes of shared memory of one that programs can use, and whether
+    it is of compute capability 9, whose tensor cores take both operands from there."""
 
     num_sms: int = 132
     shared_memory: int = 220_000
+    is_hopper: bool = False
 
 
 def block_rows(rows: int) -> int:
