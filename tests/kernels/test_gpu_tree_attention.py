@@ -99,6 +99,24 @@ def test_a_bit_of_another_tile_does_not_matter(device: str) -> None:
     assert_defined(case([Rows(chain, 9)], (8, 1, 16), 16, device))
 
 
+@pytest.mark.parametrize("nodes", [3, 12, 60])
+def test_what_is_not_in_the_table_is_seen_by_no_row(nodes: int, device: str) -> None:
+    chain = Rows([(9, (2 << i) - 1) for i in range(nodes)], 9)
+    batch = case([chain], (8, 1, 16), 4, device)
+    # 16 slots: the context's 9 and 7 of the tree; then 8 of the context's alone.
+    short = replace(batch, block_tables=batch.block_tables[:, :4])
+    expected = replace(short, masks=batch.masks & 0x7F).defined()
+    torch.testing.assert_close(short.attend().double(), expected, rtol=0, atol=1e-5)
+    shorter = replace(batch, block_tables=batch.block_tables[:, :2])
+    lens = torch.full_like(batch.context_lens, 8)
+    expected = replace(shorter, masks=batch.masks * 0, context_lens=lens).defined()
+    torch.testing.assert_close(shorter.attend().double(), expected, rtol=0, atol=1e-5)
+    # A tree that begins before the table does.
+    early = replace(batch, tree_starts=torch.full_like(batch.tree_starts, -2))
+    expected = replace(batch, masks=batch.masks >> 2, tree_starts=torch.zeros_like(batch.tree_starts)).defined()
+    torch.testing.assert_close(early.attend().double(), expected, rtol=0, atol=1e-5)
+
+
 def test_garbage_makes_no_illegal_address(device: str) -> None:
     """Rows of a batch that is no batch are padding or garbage, and nothing else."""
     batch = case([prefill(20, 3), prefill(30, 2)], (4, 2, 16), 16, device)

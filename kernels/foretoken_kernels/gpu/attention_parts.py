@@ -25,13 +25,21 @@ def bit_length(word):  # type: ignore[no-untyped-def]
 
 
 @jit
+def low_bits(count):  # type: ignore[no-untyped-def]
+    """int32 whose lowest ``count`` bits are set: none for less than one, all from 32 on."""
+    within = tl.minimum(tl.maximum(count, 0), 31)
+    return tl.where(count >= 32, -1, ~(tl.full([], -1, tl.int32) << within))
+
+
+@jit
 def slots_of(logical, live, table, max_blocks, slots, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """int64 cache slots of logical slots, and which of those are in the table at all."""
     block = logical // BLOCK_SIZE
     live = live & (logical >= 0) & (block < max_blocks)
-    entry = tl.load(table + block, mask=live, other=0).to(tl.int64)
+    entry = tl.load(table + block, mask=live, other=0)
+    # An entry that makes this overflow is none of the cache's.
     slot = entry * BLOCK_SIZE + logical % BLOCK_SIZE
-    return tl.minimum(tl.maximum(slot, 0), slots - 1), live
+    return tl.minimum(tl.maximum(slot, 0), slots - 1).to(tl.int64), live
 
 
 @jit
@@ -45,13 +53,16 @@ def gather(plane, slot, live, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl
 
 
 @jit
-def attend(query, key, value, visible, scale, sums, maxima, weights, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One more block of keys under the running softmax."""
+def attend(  # type: ignore[no-untyped-def]
+    query, key, value, visible, is_masked, scale, sums, maxima, weights, WIDE: tl.constexpr
+):
+    """One more block of keys under the running softmax. ``is_masked``: whether ``visible`` counts, or all are seen."""
     if WIDE:
         key = key.to(tl.float32)
         value = value.to(tl.float32)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-    scores = tl.where(visible, scores, float("-inf"))
+    if is_masked:
+        scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(maxima, tl.max(scores, 1) * scale)
     # A row that has seen nothing yet has no finite maximum to subtract.
     finite = tl.where(highest == float("-inf"), 0.0, highest)

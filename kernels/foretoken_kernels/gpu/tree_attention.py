@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.gpu.attention_parts import attend, bit_length, gather, slots_of, write
+from foretoken_kernels.gpu.attention_parts import attend, bit_length, gather, low_bits, slots_of, write
 
 # Warps that keep a GPU of 132 multiprocessors busy, eight on each; these kernels have registers for no more.
 _WARPS = 1024
@@ -260,15 +260,22 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_M], tl.float32)
     place = tl.arange(0, BLOCK_KEYS)
+    # A row sees the keys below this, but those of its tree that are not on its path. For each of a tile's scores there
+    # are few instructions besides these, so they are one comparison with a number of the row's.
+    room = bits + tl.maximum(tl.minimum(length, max_blocks * BLOCK_SIZE) - context_start, 0)
+
+    least_room = tl.min(tl.where(row_live, room, num_keys), 0)
 
     if ONE_LOOP:
-        # The whole tree lies in the first block, so what is to be seen of it is known before any key is here.
-        words = tl.zeros([BLOCK_M, BLOCK_KEYS], tl.int32)
+        # The whole tree lies in the first block, so what is to be seen of it is known before any key is here: one bit
+        # a key, set as well for all keys behind the tree.
+        words = tl.full([BLOCK_M, BLOCK_KEYS], -1, tl.int32)
         for half in tl.static_range(HALF_WORDS):
             word = tl.load(masks + row.to(tl.int64) * mask_stride + half, mask=row_live, other=0)
+            in_table = low_bits(max_blocks * BLOCK_SIZE - tree_start - half * 32) & ~low_bits(-tree_start - half * 32)
+            word = (word & in_table) | ~low_bits(bits - half * 32)
             words = tl.where((place // 32 == half)[None, :], word[:, None], words)
-        on_path = ((words >> (place % 32)[None, :]) & 1) != 0
-        seen = tl.max(on_path.to(tl.int32), 0) != 0
+        seen = tl.max((words >> (place % 32)[None, :]) & 1, 0) != 0
         for first in range(begin, end, BLOCK_KEYS):
             key_index = first + place
             in_tree = key_index < bits
@@ -276,10 +283,13 @@ def _tree_attention(  # type: ignore[no-untyped-def]
             # A bit that no row of the tile has set may stand for a slot that was never written.
             live = tl.where(in_tree, seen, key_index < num_keys)
             slot, live = slots_of(logical, live, table, max_blocks, slots, BLOCK_SIZE)
-            visible = tl.where(in_tree[None, :], on_path, logical[None, :] < length[:, None]) & live[None, :]
+            paths = tl.where(first < bits, words, -1)
+            on_path = ((paths >> (place % 32)[None, :]) & 1) != 0
+            visible = on_path & (place[None, :] < (room - first)[:, None])
             key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-            sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
+            is_masked = (first < bits) | (first + BLOCK_KEYS > least_room)
+            sums, maxima, weights = attend(q, key, value, visible, is_masked, scale, sums, maxima, weights, WIDE)
     else:
         # Blocks of keys with the tree's among them: one or two, so nothing is gained by loading ahead.
         tree_end = (bits + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
@@ -300,15 +310,16 @@ def _tree_attention(  # type: ignore[no-untyped-def]
             live = tl.max(visible.to(tl.int32), 0) != 0
             key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-            sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
+            sums, maxima, weights = attend(q, key, value, visible, True, scale, sums, maxima, weights, WIDE)
 
         for first in range(tl.maximum(begin, tree_end), end, BLOCK_KEYS):
             logical = context_start - bits + first + place
             slot, live = slots_of(logical, logical < context_end, table, max_blocks, slots, BLOCK_SIZE)
-            visible = (logical[None, :] < length[:, None]) & live[None, :]
+            visible = place[None, :] < (room - first)[:, None]
             key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-            sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
+            is_masked = first + BLOCK_KEYS > least_room
+            sums, maxima, weights = attend(q, key, value, visible, is_masked, scale, sums, maxima, weights, WIDE)
 
     out_offset = (row.to(tl.int64) * out_stride + head * out_head_stride)[:, None] + column[None, :]
     if used == 1:
