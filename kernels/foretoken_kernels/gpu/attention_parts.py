@@ -77,5 +77,5 @@ def attend(  # type: ignore[no-untyped-def]
 @jit
 def write(out, sums, weights, offset, mask):  # type: ignore[no-untyped-def]
     """A row that sees nothing is zero."""
-    result = sums / tl.where(weights > 0, weights, 1.0)[:, None]
+    result = sums * (1.0 / tl.where(weights > 0, weights, 1.0))[:, None]
     tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)

@@ -227,11 +227,13 @@ def _tree_attention(  # type: ignore[no-untyped-def]
 
     # How many keys the tile has: bits of the tree, then the context of its row that sees most of it.
     length = tl.load(context_lens + row, mask=row_live, other=0)
-    row_bits = tl.zeros([BLOCK_M], tl.int32)
+    bits = seq * 0
+    row_words = ()
     for half in tl.static_range(HALF_WORDS):
         word = tl.load(masks + row.to(tl.int64) * mask_stride + half, mask=row_live, other=0)
-        row_bits = tl.where(word != 0, half * 32 + bit_length(word), row_bits)
-    bits = tl.max(row_bits, 0)
+        row_words = row_words + (word,)  # type: ignore[assignment]  # noqa: RUF005 -- the compiler knows no stars
+        union = tl.reduce_or(word, 0)
+        bits = tl.where(union != 0, half * 32 + bit_length(union), bits)
     context_end = tl.minimum(tl.max(length, 0), max_blocks * BLOCK_SIZE)
     num_keys = bits + tl.maximum(context_end - context_start, 0)
     table = block_tables + seq.to(tl.int64) * table_stride
@@ -271,9 +273,8 @@ def _tree_attention(  # type: ignore[no-untyped-def]
         # a key, set as well for all keys behind the tree.
         words = tl.full([BLOCK_M, BLOCK_KEYS], -1, tl.int32)
         for half in tl.static_range(HALF_WORDS):
-            word = tl.load(masks + row.to(tl.int64) * mask_stride + half, mask=row_live, other=0)
             in_table = low_bits(max_blocks * BLOCK_SIZE - tree_start - half * 32) & ~low_bits(-tree_start - half * 32)
-            word = (word & in_table) | ~low_bits(bits - half * 32)
+            word = (row_words[half] & in_table) | ~low_bits(bits - half * 32)
             words = tl.where((place // 32 == half)[None, :], word[:, None], words)
         seen = tl.max((words >> (place % 32)[None, :]) & 1, 0) != 0
         for first in range(begin, end, BLOCK_KEYS):
