@@ -84,7 +84,8 @@ def _tile(
     at once. The largest tile is alone on its multiprocessor, so five stages, two of them for table entries, load two
     blocks ahead. float32 (`wide`) goes without tensor cores, so its tiles are small.
 
-    Of trees in short tables half of the largest tile is faster (an H200 takes 19.4 us for 16 x 32 rows, and 21.5).
+    Of trees in short tables half of the largest tile is faster (an H200 took 19.4 us for 16 x 32 rows, and 21.5, when
+    masks cost more).
 
     One loop for all keys saves small launches a wait where there are trees, and their warps are then twice as many
     where there is room for them. It computes more for each key, so long contexts go without: ``most_keys`` is what a
