@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from foretoken_kernels import reference
 from foretoken_kernels.gpu import matmul_choice, matmul_timing
 from foretoken_kernels.gpu.matmul_choice import ADD, GATE_UP, QKV, ROW_BUCKETS, STORE, Heads, MatmulShape, MatmulTable
-from foretoken_kernels.gpu.matmul_timing import alone, choose, read_choices, timed_table, write_choices
+from foretoken_kernels.gpu.matmul_timing import alone, choose, read_choices, timed_table, wide_programs, write_choices
 from foretoken_kernels.gpu.rope_kv_write import Rope
 from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, candidates
 
@@ -228,6 +229,30 @@ def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match="is no table of matmuls; delete it"):
         read_choices(path, "a")
+
+
+def test_the_wide_kernel_is_compiled_for_each_weight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.zeros(256, 64), torch.zeros(512, 64)]
+    launched: list[tuple[int, ...]] = []
+
+    def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, programs: int) -> None:
+        launched.append((*x.shape, *weight.shape, *out.shape, programs))
+
+    monkeypatch.setattr(matmul_timing, "wide_gate_up", launch)
+    assert wide_programs(weights, Device(114, 220_000, is_hopper=False)) == 0 and not launched
+    assert wide_programs(weights, Device(114, 220_000, is_hopper=True)) == 114
+    assert launched == [(1, 64, 256, 64, 1, 128, 114), (1, 64, 512, 64, 1, 256, 114)]
+
+
+def test_without_room_for_the_wide_kernel_the_library_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def launch(*_: object) -> None:
+        raise triton.runtime.OutOfResources(240_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(matmul_timing, "wide_gate_up", launch)
+    assert wide_programs([torch.zeros(256, 64)], Device(132, 220_000, is_hopper=True)) == 0
+    assert "gate and up of many rows are the library's" in caplog.text
 
 
 @pytest.mark.gpu

@@ -99,6 +99,13 @@ def test_a_bit_of_another_tile_does_not_matter(device: str) -> None:
     assert_defined(case([Rows(chain, 9)], (8, 1, 16), 16, device))
 
 
+@pytest.mark.parametrize("words", [1, 2])
+def test_rows_that_end_within_a_block_or_one_key_before_its_end(words: int, device: str) -> None:
+    """With one word of masks in one loop, with two in the other."""
+    for rows in (prefill(62, 9), Rows([(63, 0), (63, 0)], 63), Rows([(127, 0), (126, 0), (64, 0)], 127)):
+        assert_defined(case([rows], (2, 1, 16), 16, device, words=words))
+
+
 @pytest.mark.parametrize("nodes", [3, 12, 60])
 def test_what_is_not_in_the_table_is_seen_by_no_row(nodes: int, device: str) -> None:
     chain = Rows([(9, (2 << i) - 1) for i in range(nodes)], 9)

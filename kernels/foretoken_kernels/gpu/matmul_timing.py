@@ -29,6 +29,7 @@ from foretoken_kernels.gpu.matmul_choice import (
 from foretoken_kernels.gpu.qkv_rope import fits
 from foretoken_kernels.gpu.rope_kv_write import Rope
 from foretoken_kernels.gpu.skinny_configs import MAX_CANDIDATES, Device, SkinnyConfig, candidates
+from foretoken_kernels.gpu.wide_gate_up import wide_gate_up
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,27 @@ def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Pat
             with alone(path):
                 kept = _with_missing(timed, read_choices(path, machine), device)
                 write_choices(path, machine, kept)
-    limits = device_limits(device)
-    return MatmulTable({shape: kept[shape.key] for shape in timed}, device, limits.num_sms if limits.is_hopper else 0)
+    choices = {shape: kept[shape.key] for shape in timed}
+    gate_up = [matrices[0] for shape, matrices in timed.items() if shape.mode == GATE_UP]
+    return MatmulTable(choices, device, wide_programs(gate_up, device_limits(device)))
+
+
+def wide_programs(weights: Sequence[torch.Tensor], limits: Device) -> int:
+    """The programs of gate and up of many rows, 0 where the GPU is none for them; compiles them for these weights.
+
+    Whatever the rows, the kernel is the same, so no later call waits for a compiler.
+    """
+    if not limits.is_hopper:
+        return 0
+    for weight in weights:
+        x, out = weight.new_zeros(1, weight.shape[1]), weight.new_zeros(1, len(weight) // 2)
+        try:
+            wide_gate_up(x, weight, out, limits.num_sms)
+        except triton.runtime.OutOfResources as error:
+            # Another compiler may want more shared memory than there is.
+            logger.warning("gate and up of many rows are the library's: %s", error)
+            return 0
+    return limits.num_sms
 
 
 def _with_missing(

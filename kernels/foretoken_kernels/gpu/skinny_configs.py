@@ -32,7 +32,8 @@ class SkinnyConfig(NamedTuple):
 
 class Device(NamedTuple):
     """What a GPU has: streaming multiprocessors, the bytes of shared memory of one that programs can use, and whether
-    it is of compute capability 9, whose tensor cores take both operands from there."""
+    it is of compute capability 9: with a tensor memory accelerator, and the tensor cores that wide_gate_up is cut for.
+    """
 
     num_sms: int = 132
     shared_memory: int = 220_000

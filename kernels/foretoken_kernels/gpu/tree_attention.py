@@ -227,7 +227,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
         q = q.to(tl.float32)
 
     # How many keys the tile has: bits of the tree, then the context of its row that sees most of it.
-    length = tl.load(context_lens + row, mask=row_live, other=0)
+    length = tl.maximum(tl.load(context_lens + row, mask=row_live, other=0), 0)
     bits = seq * 0
     row_words = ()
     for half in tl.static_range(HALF_WORDS):
@@ -263,10 +263,10 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_M], tl.float32)
     place = tl.arange(0, BLOCK_KEYS)
-    # A row sees the keys below this, but those of its tree that are not on its path. For each of a tile's scores there
-    # are few instructions besides these, so they are one comparison with a number of the row's.
+    # A row sees the keys below ``room``, but those of its tree that are not on its path. To mask a score takes as many
+    # instructions as all else that is done with it, so it is one comparison with a number of the row's, and only in
+    # blocks that some row does not see the whole of: those past the least room, and those with a tree.
     room = bits + tl.maximum(tl.minimum(length, max_blocks * BLOCK_SIZE) - context_start, 0)
-
     least_room = tl.min(tl.where(row_live, room, num_keys), 0)
 
     if ONE_LOOP:

@@ -108,12 +108,10 @@ def pays_wide_gate_up(rows: int, size: int, programs: int) -> bool:
 def fits_wide_gate_up(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the accelerator can be told of these: bfloat16, and addresses that are multiples of 16 bytes. Of its
     capability nothing is asked."""
-    strides = (x.stride(0), weight.stride(0), x.data_ptr() // x.element_size(), weight.data_ptr() // x.element_size())
-    return (
-        x.dtype == weight.dtype == torch.bfloat16
-        and x.stride(1) == weight.stride(1) == 1
-        and all(stride * x.element_size() % _ALIGNMENT == 0 for stride in strides)
-    )
+    if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or x.stride(1) != 1 or not weight.is_contiguous():
+        return False
+    strides = (tensor.stride(0) * tensor.element_size() for tensor in (x, weight))
+    return all(number % _ALIGNMENT == 0 for number in (*strides, x.data_ptr(), weight.data_ptr()))
 
 
 def wide_gate_up(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, programs: int) -> None:
