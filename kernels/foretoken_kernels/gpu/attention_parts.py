@@ -54,7 +54,7 @@ def gather(plane, slot, live, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl
 
 @jit
 def attend(  # type: ignore[no-untyped-def]
-    query, key, value, visible, is_masked, scale, sums, maxima, weights, WIDE: tl.constexpr
+    query, key, value, visible, scale, sums, maxima, weights, WIDE: tl.constexpr, is_masked=True
 ):
     """One more block of keys under the running softmax. ``is_masked``: whether ``visible`` counts, or all are seen."""
     if WIDE:

@@ -202,7 +202,7 @@ def _offer_row(
         raw, ids, is_id, requests, tree, temperature, target_ids, cut, level, False, COUPLED, HAS_MAP, K * PART
     )
 
-    # While they are on their way: the softmax's sum.
+    # The softmax's sum.
     largest_of = tl.max(tl.reshape(part_values, [CHUNKS, PARTS]), axis=1)
     largest = tl.max(largest_of, axis=0)
     has_children = finite_flag(largest) != 0

@@ -175,7 +175,7 @@ def _strict_attention(  # type: ignore[no-untyped-def]
             key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             split_sums, split_maxima, split_weights = attend(
-                q, key, value, visible, True, scale, split_sums, split_maxima, split_weights, WIDE
+                q, key, value, visible, scale, split_sums, split_maxima, split_weights, WIDE
             )
         for member_row in range(rows_with_nodes):
             own_row = first_row + member_row
@@ -202,7 +202,7 @@ def _strict_attention(  # type: ignore[no-untyped-def]
                 key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
                 value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
                 split_sums, split_maxima, split_weights = attend(
-                    q, key, value, visible, True, scale, split_sums, split_maxima, split_weights, WIDE
+                    q, key, value, visible, scale, split_sums, split_maxima, split_weights, WIDE
                 )
         sums, maxima, weights = _fold(sums, maxima, weights, split_sums, split_maxima, split_weights)
 

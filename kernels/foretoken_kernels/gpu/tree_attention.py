@@ -228,7 +228,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
 
     # How many keys the tile has: bits of the tree, then the context of its row that sees most of it.
     length = tl.maximum(tl.load(context_lens + row, mask=row_live, other=0), 0)
-    bits = seq * 0
+    bits = 0
     row_words = ()
     for half in tl.static_range(HALF_WORDS):
         word = tl.load(masks + row.to(tl.int64) * mask_stride + half, mask=row_live, other=0)
@@ -291,7 +291,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
             key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             is_masked = (first < bits) | (first + BLOCK_KEYS > least_room)
-            sums, maxima, weights = attend(q, key, value, visible, is_masked, scale, sums, maxima, weights, WIDE)
+            sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE, is_masked)
     else:
         # Blocks of keys with the tree's among them: one or two, so nothing is gained by loading ahead.
         tree_end = (bits + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
@@ -312,7 +312,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
             live = tl.max(visible.to(tl.int32), 0) != 0
             key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-            sums, maxima, weights = attend(q, key, value, visible, True, scale, sums, maxima, weights, WIDE)
+            sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
 
         for first in range(tl.maximum(begin, tree_end), end, BLOCK_KEYS):
             logical = context_start - bits + first + place
@@ -321,7 +321,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
             key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             is_masked = first + BLOCK_KEYS > least_room
-            sums, maxima, weights = attend(q, key, value, visible, is_masked, scale, sums, maxima, weights, WIDE)
+            sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE, is_masked)
 
     out_offset = (row.to(tl.int64) * out_stride + head * out_head_stride)[:, None] + column[None, :]
     if used == 1:

@@ -27,6 +27,7 @@ _ALIGNMENT = 16
 _LEAST_USE = 0.84
 
 jit: Callable[[Any], Any] = triton.jit
+jit_kernel: Callable[[Any], Any] = triton.jit(do_not_specialize=["num_rows", "num_whole"])
 
 
 @jit
@@ -58,7 +59,8 @@ def _gate_up_tile(  # type: ignore[no-untyped-def]
     tl.store(out + offset, result.to(out.dtype.element_ty), mask=inside)
 
 
-def _wide_gate_up_kernel(  # type: ignore[no-untyped-def]
+@jit_kernel
+def _wide_gate_up(  # type: ignore[no-untyped-def]
     x,
     half_x,
     weight,
@@ -83,9 +85,6 @@ def _wide_gate_up_kernel(  # type: ignore[no-untyped-def]
     row, feature = half_tile % (2 * row_tiles) * (M // 2), half_tile // (2 * row_tiles) * N
     if (feature < size) & (row < num_rows):
         _gate_up_tile(half_x, weight, out, num_rows, size, in_features, out_stride, row, feature, M // 2, N, K)
-
-
-_wide_gate_up: Any = triton.jit(_wide_gate_up_kernel, do_not_specialize=["num_rows", "num_whole"])
 
 
 def whole_tiles(tiles: int, programs: int) -> int:
