@@ -38,8 +38,10 @@ _MAX_SOCKET_PATH = 108
 _LONGEST_NAME = "nvidia-cuda-mps-control.pid"
 
 # $0: the control program; $1: the process that is about to be killed. A kill with work in flight may end all clients
-# of a server, unless the server has let go of the client first.
+# of a server, unless the server has let go of the client first. A client that is stopped does not answer it, and all
+# others stand still for as long as it waits.
 _TERMINATE_CLIENT = """exec >/dev/null 2>&1
+kill -CONT "$1"
 for server in $(echo get_server_list | "$0"); do echo "terminate_client $server $1" | "$0"; done"""
 
 # By then all our clients have gone. A daemon that does not obey is killed with its servers.

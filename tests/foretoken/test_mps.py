@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from foretoken import mps, probes
+from foretoken.descendants import is_stopped
 from foretoken.errors import ConfigError
 from foretoken.mps import COST, PIPES, GpuClients, MpsMode
 from foretoken.runtime_folder import AT_END, runtime_folder
@@ -259,3 +260,20 @@ def test_the_command_before_a_kill_names_the_client_to_its_server(install: Insta
         pipes = clients.environment[PIPES]
         lines = journal.read_text().splitlines()
     assert lines[-2:] == [f"get_server_list in {pipes}", f"terminate_client {fake_mps.SERVER_PID} 77 in {pipes}"]
+
+
+def test_a_stopped_client_goes_on_before_its_server_is_told_to_let_go_of_it(install: Install, said: Said) -> None:
+    """The server would wait for it, and all other clients with the server."""
+    install()
+    client = subprocess.Popen(["sleep", "600"])
+    try:
+        client.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, client.pid, os.WSTOPPED)
+        with runtime_folder() as folder, said.clients("on", folder) as clients:
+            subprocess.run(
+                [*clients.before_kill, str(client.pid)], env={**os.environ, **clients.environment}, check=True
+            )
+        assert not is_stopped(client.pid)
+    finally:
+        client.kill()
+        client.wait()
