@@ -1,8 +1,8 @@
 """Decode steps that stay on the GPU: the host launches the next one before it knows what the last one came to.
 
 A *run* is a number of such steps of the same sequences, each in its *seat*. Lengths, last tokens, what may still be
-emitted, trees and results live in device memory; a step is two graphs and a pass between them, and nothing waits for
-the host. A sequence that ends takes no part in the steps behind that.
+emitted, trees and results live in device memory; a step is one graph, and nothing waits for the host. A sequence that
+ends takes no part in the steps behind that.
 """
 
 from __future__ import annotations
@@ -65,10 +65,6 @@ class _Stage:
         )
         self.tables = SendRing(arrays.block_tables, _TABLES_IN_FLIGHT)
 
-    def is_of(self, resident: ResidentPass) -> bool:
-        """Whether these are still that pass's buffers."""
-        return _addresses(resident) == _addresses(self.resident) and resident.batch is self.resident.batch
-
 
 class ResidentStep:
     """Not for two threads at once.
@@ -105,6 +101,8 @@ class ResidentStep:
         )
         self._stages: dict[_Shape, _Stage] = {}
         self._graphs = DeviceGraphs(graphs and device.type == "cuda")
+        # Of the pass's buffers, as stages and graphs know them.
+        self._generation = -1
         # Of the run of the moment.
         self._seats: list[Seat] = []
         self._shape: _Shape | None = None
@@ -167,8 +165,12 @@ class ResidentStep:
     def _stage(self, resident: ResidentPass, features: tuple[int, ...]) -> _Stage:
         batch = resident.batch.shape
         shape = _Shape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, features)
+        if resident.generation != self._generation:
+            self._stages.clear()
+            self._graphs.clear()
+            self._generation = resident.generation
         stage = self._stages.get(shape)
-        if stage is None or not stage.is_of(resident):
+        if stage is None:
             stage = _Stage(resident, self._walker.new_stage(batch.rows, batch.seqs, MAX_IN_FLIGHT + 1))
             self._stages[shape] = stage
         self._shape = shape
@@ -245,10 +247,7 @@ class ResidentStep:
         stage = self._stages[self._shape]
         if is_drafted:
             self._order.await_draft(self.number)
-        key = (self._shape, *_addresses(stage.resident))
-        self._graphs.run((*key, "rows"), partial(self._lay_out, stage, self._shape.max_width))
-        stage.resident.run()
-        self._graphs.run((*key, "results"), partial(self._conclude, stage, self._shape.max_width))
+        self._graphs.run(self._shape, partial(self._launch_kernels, stage, self._shape.max_width))
         self.number += 1
         self._order.signal_step(self.number)
         stage.walk.found.record()
@@ -271,6 +270,12 @@ class ResidentStep:
             SeatResult(walk_result(found, index, seat.number), int(found["num_nodes"][index]))
             for index, seat in enumerate(self._seats)
         ]
+
+    def _launch_kernels(self, stage: _Stage, max_width: int) -> None:
+        """The whole of one step; captured."""
+        self._lay_out(stage, max_width)
+        stage.resident.launch()
+        self._conclude(stage, max_width)
 
     def _lay_out(self, stage: _Stage, max_width: int) -> None:
         lay_out_rows(
@@ -304,12 +309,6 @@ class ResidentStep:
         if stage.resident.features is not None and self.memory.layout.hidden_width:
             gather_hidden(stage.resident.features, stage.rows, walk, self._outcome)
         finish_step(self._state, self._outcome)
-
-
-def _addresses(resident: ResidentPass) -> tuple[int, int]:
-    """Of what a pass leaves. Buffers move where a program is loaded that needs larger ones."""
-    features = resident.features
-    return resident.logits.data_ptr(), 0 if features is None else features.data_ptr()
 
 
 def plain_memory(max_seats: int, device: torch.device) -> ResidentMemory:

@@ -18,12 +18,16 @@ class DeviceGraphs:
 
     Args:
         enabled: if not, every call launches its kernels one by one: the same code.
+
+    Attributes:
+        generation: how often ``clear`` was called; for others whose graphs know the same memory.
     """
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+        self.generation = 0
 
     def captures(self, key: Hashable) -> bool:
         """Whether ``run`` will capture, which waits for all that the device has to do."""
@@ -44,6 +48,7 @@ class DeviceGraphs:
 
     def clear(self) -> None:
         """Forget all graphs: memory that they know has moved."""
+        self.generation += 1
         self._graphs.clear()
         # A pool ends with the last graph that has memory of it.
         self._pool = None

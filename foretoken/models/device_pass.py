@@ -197,7 +197,7 @@ class DevicePass:
         self.launch(loaded, arrays, self._flashinfer)
 
     def batch_of(self, rows: int, seqs: int, max_seq_rows: int, blocks: int) -> DeviceBatch:
-        """The batch that holds so many rows, all of them wanted, of so many sequences, for ``replay``.
+        """The batch that holds so many rows, all of them wanted, of so many sequences. Kernels fill it.
 
         Raises ValueError for more than ``sizes``.
         """
@@ -206,10 +206,10 @@ class DevicePass:
             raise ValueError(f"{rows} rows of {seqs} sequences of {blocks} blocks are more than {sizes}")
         return self._batch(self._graph_shape(rows, rows, seqs, max_seq_rows, blocks))
 
-    @torch.inference_mode()
-    def replay(self, loaded: DeviceProgram, batch: DeviceBatch) -> None:
-        """Run a program over a batch that kernels have filled on the device."""
-        self._graphs.run((loaded.number, batch.shape), lambda: self.launch(loaded, batch.arrays))
+    @property
+    def generation(self) -> int:
+        """How often what kernels are launched over has moved: graphs of launches hold as long as it stays the same."""
+        return self._graphs.generation
 
     def _batch(self, shape: BatchShape) -> DeviceBatch:
         if shape not in self._batches:

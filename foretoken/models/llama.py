@@ -31,13 +31,15 @@ class ResidentPass(NamedTuple):
 
     Attributes:
         batch: what they are to fill; ``clear`` it first.
-        run: launches it, or replays its graph.
-        logits: float32 [rows, vocab_size], behind a run.
-        features: [rows, captured * hidden_size], behind a run; None without any.
+        launch: its kernels, for a graph of whoever asks.
+        generation: of the buffers; a graph is of no use behind another one.
+        logits: float32 [rows, vocab_size], behind a launch.
+        features: [rows, captured * hidden_size], behind a launch; None without any.
     """
 
     batch: DeviceBatch
-    run: Callable[[], None]
+    launch: Callable[[], None]
+    generation: int
     logits: torch.Tensor
     features: torch.Tensor | None
 
@@ -124,7 +126,8 @@ class Llama:
         num_rows, width = len(batch.arrays.token_ids), len(features) * self.config.hidden_size
         return ResidentPass(
             batch,
-            lambda: executor.replay(loaded, batch),
+            lambda: executor.launch(loaded, batch.arrays),
+            executor.generation,
             executor.buffer(kernel.LOGITS, num_rows, self.config.vocab_size),
             executor.buffer(kernel.FEATURES, num_rows, width) if width else None,
         )
