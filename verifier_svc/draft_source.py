@@ -14,6 +14,8 @@ TransportName = Literal["shared-memory", "grpc", "in-process"]
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
+# To find that nobody is there costs next to nothing, and where one starts again every moment is one without drafts.
+MAX_ABSENT_BACKOFF_S = 0.5
 # Failures in a row that open the circuit: the drafter is detached, and attached again after the backoff.
 MAX_CONSECUTIVE_FAILURES = 3
 # Drafts after which an attachment counts as a success and the backoff starts over: one that breaks at each first
@@ -120,10 +122,17 @@ class CircuitBreaker:
         self._num_consecutive = 0
         self._num_good += 1
 
-    def next_backoff_s(self) -> float:
-        """Seconds to wait before the next attempt; doubles from one to the next without a success between."""
+    def next_backoff_s(self, *, is_absent: bool = False) -> float:
+        """Seconds to wait before the next attempt; doubles from one to the next without a success between.
+
+        ``is_absent``: the drafter could not be reached, which is no fault of its attachments.
+        """
         if self._num_good >= MIN_DRAFTS_OF_SUCCESS:
             self._backoff_s = FIRST_BACKOFF_S
         self._num_consecutive = self._num_good = 0
-        backoff_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, MAX_BACKOFF_S)
+        if is_absent:
+            backoff_s = min(self._backoff_s, MAX_ABSENT_BACKOFF_S)
+            self._backoff_s = max(self._backoff_s, min(2 * backoff_s, MAX_ABSENT_BACKOFF_S))
+        else:
+            backoff_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, MAX_BACKOFF_S)
         return backoff_s

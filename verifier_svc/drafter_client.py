@@ -102,6 +102,8 @@ class DrafterClient:
         self._gauges: dict[str, float] = {}
         self._transport: DraftTransport | None = None
         self._thread: threading.Thread | None = None
+        # Whether the drafter has answered the attempt of the moment.
+        self._is_reached = False
         # What was logged of the present outage, and why, since the last sound draft.
         self._is_outage_known = False
         self._known_reason = ""
@@ -185,6 +187,8 @@ class DrafterClient:
     def _run(self) -> None:
         """Attach, watch, attach again, until closed."""
         while not self._closing:
+            is_absent = False
+            self._is_reached = False
             try:
                 with contextlib.ExitStack() as attachment:
                     transport, stub = self._attach(attachment)
@@ -194,12 +198,14 @@ class DrafterClient:
                 outlook = (
                     "until drafter or target is another" if isinstance(error, PreconditionError) else "until it is"
                 )
-                self._lost("connecting" if isinstance(error, UnavailableError) else "broken", str(error), outlook)
+                is_unavailable = isinstance(error, UnavailableError)
+                is_absent = is_unavailable and not self._is_reached
+                self._lost("connecting" if is_unavailable else "broken", str(error), outlook)
                 # Where no request runs, a drafter's fault that was ours too is found here first.
                 exit_if_context_lost()
             if not self._closing:
                 with self._lock:
-                    backoff_s = self._breaker.next_backoff_s()
+                    backoff_s = self._breaker.next_backoff_s(is_absent=is_absent)
                 self._sleep(backoff_s)
 
     def _watch(self, transport: ArenaTransport | StreamTransport, stub: Any) -> None:
@@ -277,6 +283,7 @@ class DrafterClient:
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         challenge = os.urandom(CHALLENGE_BYTES)
         needs = self._prepare(stub)
+        self._is_reached = True
         transport: ArenaTransport | StreamTransport
         if self.transport_name == "shared-memory":
             transport, response = self._attach_arena(stub, challenge, needs, attachment)

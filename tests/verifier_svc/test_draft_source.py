@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verifier_svc.draft_source import (
     FIRST_BACKOFF_S,
+    MAX_ABSENT_BACKOFF_S,
     MAX_BACKOFF_S,
     MAX_GAUGES,
     MIN_DRAFTS_OF_SUCCESS,
@@ -22,6 +23,16 @@ def test_backoff_doubles_and_starts_over_after_a_success() -> None:
     for _ in range(MIN_DRAFTS_OF_SUCCESS):
         breaker.success()
     assert [breaker.next_backoff_s() for _ in range(2)] == [FIRST_BACKOFF_S, 0.2]
+
+
+def test_one_that_is_not_there_is_looked_for_often() -> None:
+    """And its absence neither lengthens nor ends the backoff of its faults."""
+    breaker = CircuitBreaker()
+    backoffs = [breaker.next_backoff_s(is_absent=True) for _ in range(6)]
+    assert backoffs == [FIRST_BACKOFF_S, 0.2, 0.4, *[MAX_ABSENT_BACKOFF_S] * 3]
+    assert [breaker.next_backoff_s() for _ in range(3)] == [0.5, 1.0, 2.0]
+    assert breaker.next_backoff_s(is_absent=True) == MAX_ABSENT_BACKOFF_S
+    assert breaker.next_backoff_s() == 4.0
 
 
 def test_gauges_that_can_be_no_metrics_are_left_out() -> None:

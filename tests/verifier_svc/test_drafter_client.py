@@ -33,6 +33,7 @@ from verifier_svc import drafter_client
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.draft_source import (
     MAX_CONSECUTIVE_FAILURES,
+    CircuitBreaker,
     DraftSource,
 )
 from verifier_svc.drafter_client import DrafterClient
@@ -477,6 +478,27 @@ def test_a_drafter_that_fails_its_self_test_is_refused_loudly(
     assert drafter.targets[0] == TARGET
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len([text for text in warnings if reason in text and f"over {kind}" in text]) == 1
+
+
+def test_only_one_that_cannot_be_reached_is_looked_for_often(
+    liar: tuple[LyingDrafter, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that answers, and then is unavailable each time."""
+    asked: list[bool] = []
+    next_backoff_s = CircuitBreaker.next_backoff_s
+
+    def noted(breaker: CircuitBreaker, *, is_absent: bool = False) -> float:
+        asked.append(is_absent)
+        return next_backoff_s(breaker, is_absent=is_absent)
+
+    monkeypatch.setattr(CircuitBreaker, "next_backoff_s", noted)
+    drafter, address = liar
+    drafter.refusal = grpc.StatusCode.UNAVAILABLE, "the drafter failed"
+    for where, is_absent in ((address, False), (f"unix:{tmp_path}/nobody", True)):
+        with client_of(where, "grpc"):
+            until(lambda: len(asked) >= 3)
+        assert set(asked) == {is_absent}
+        asked.clear()
 
 
 @pytest.mark.parametrize(
