@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foretoken import rpc
+from foretoken.errors import UnavailableError
 
 pytestmark = pytest.mark.anyio
 METHOD = "/test.Silent/Wait"
@@ -65,3 +68,18 @@ async def test_what_grpc_has_left_of_another_loop_is_no_failure_of_this_one() ->
             stub: Any = health_pb2_grpc.HealthStub(channel)
             await stub.Check(request)
     await server.stop(None)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_who_cannot_be_reached_is_said_in_few_words(is_there: bool, tmp_path: Path) -> None:
+    """Nothing at its path, or a socket that nobody listens at."""
+    path = tmp_path / "s"
+    if is_there:
+        with socket.socket(socket.AF_UNIX) as unheard:
+            unheard.bind(str(path))
+    with rpc.sync_channel(f"unix:{path}") as channel, pytest.raises(grpc.RpcError) as caught:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    error = rpc.error_from_rpc(caught.value)
+    reason = "Connection refused" if is_there else "No such file or directory"
+    assert isinstance(error, UnavailableError)
+    assert reason in str(error) and "it cannot be reached" in str(error) and str(path) not in str(error)
