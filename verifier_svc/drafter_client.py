@@ -307,10 +307,8 @@ class DrafterClient:
             self._break_reason = ""
             self._state, self._reason = "attached", ""
             self._transport = transport
-        # Whoever read that it was gone reads that it is back.
-        level = logging.WARNING if self._is_outage_known else logging.INFO
         self._is_outage_known = False
-        logger.log(level, "drafter %s (%s) attached over %s", self.name, response.algorithm, transport.name)
+        logger.info("drafter %s (%s) attached over %s", self.name, response.algorithm, transport.name)
         return transport, stub
 
     def _probe(self, transport: DraftTransport) -> None:
