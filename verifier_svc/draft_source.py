@@ -125,14 +125,12 @@ class CircuitBreaker:
     def next_backoff_s(self, *, is_absent: bool = False) -> float:
         """Seconds to wait before the next attempt; doubles from one to the next without a success between.
 
-        ``is_absent``: the drafter could not be reached, which is no fault of its attachments.
+        ``is_absent``: the drafter could not be reached, or is not ready yet, which is no fault of its attachments.
         """
         if self._num_good >= MIN_DRAFTS_OF_SUCCESS:
             self._backoff_s = FIRST_BACKOFF_S
         self._num_consecutive = self._num_good = 0
-        if is_absent:
-            backoff_s = min(self._backoff_s, MAX_ABSENT_BACKOFF_S)
-            self._backoff_s = max(self._backoff_s, min(2 * backoff_s, MAX_ABSENT_BACKOFF_S))
-        else:
-            backoff_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, MAX_BACKOFF_S)
+        most_s = MAX_ABSENT_BACKOFF_S if is_absent else MAX_BACKOFF_S
+        backoff_s = min(self._backoff_s, most_s)
+        self._backoff_s = max(self._backoff_s, min(2 * backoff_s, most_s))
         return backoff_s

@@ -102,8 +102,8 @@ class DrafterClient:
         self._gauges: dict[str, float] = {}
         self._transport: DraftTransport | None = None
         self._thread: threading.Thread | None = None
-        # Whether the drafter has answered the attempt of the moment.
-        self._is_reached = False
+        # Whether the drafter is ready for the attempt of the moment.
+        self._is_ready = False
         # What was logged of the present outage, and why, since the last sound draft.
         self._is_outage_known = False
         self._known_reason = ""
@@ -187,8 +187,7 @@ class DrafterClient:
     def _run(self) -> None:
         """Attach, watch, attach again, until closed."""
         while not self._closing:
-            is_absent = False
-            self._is_reached = False
+            is_absent = self._is_ready = False
             try:
                 with contextlib.ExitStack() as attachment:
                     transport, stub = self._attach(attachment)
@@ -199,7 +198,7 @@ class DrafterClient:
                     "until drafter or target is another" if isinstance(error, PreconditionError) else "until it is"
                 )
                 is_unavailable = isinstance(error, UnavailableError)
-                is_absent = is_unavailable and not self._is_reached
+                is_absent = is_unavailable and not self._is_ready
                 self._lost("connecting" if is_unavailable else "broken", str(error), outlook)
                 # Where no request runs, a drafter's fault that was ours too is found here first.
                 exit_if_context_lost()
@@ -283,7 +282,7 @@ class DrafterClient:
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         challenge = os.urandom(CHALLENGE_BYTES)
         needs = self._prepare(stub)
-        self._is_reached = True
+        self._is_ready = True
         transport: ArenaTransport | StreamTransport
         if self.transport_name == "shared-memory":
             transport, response = self._attach_arena(stub, challenge, needs, attachment)
