@@ -27,6 +27,8 @@ class DeviceGraphs:
         self._enabled = enabled
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+        # One for all captures: for each stream that is new to it cuBLAS takes a workspace, 34 MB on Hopper.
+        self._stream: torch.cuda.Stream | None = None
         self.generation = 0
 
     def captures(self, key: Hashable) -> bool:
@@ -58,7 +60,9 @@ class DeviceGraphs:
         torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        current, side = torch.cuda.current_stream(), self._stream
         side.wait_stream(current)
         with torch.cuda.stream(side):
             graph = captured(launch, self._pool)
