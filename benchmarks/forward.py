@@ -34,7 +34,7 @@ from foretoken.models.config import load_config  # noqa: E402
 from foretoken.models.draft_head import DraftHead, load_draft_head  # noqa: E402
 from foretoken.models.target_weights import load_target_weights  # noqa: E402
 from foretoken.tree import ancestor_mask  # noqa: E402
-from verifier_svc.model_runner import ModelRunner  # noqa: E402
+from verifier_svc.model.runner import ModelRunner  # noqa: E402
 
 CONTEXT = 400
 PREFILL = 300

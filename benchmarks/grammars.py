@@ -21,7 +21,7 @@ import numpy as np
 from foretoken.models.config import load_config
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.sampling import Grammar
-from verifier_svc.grammar import Matcher, Vocabulary, compile_grammar
+from verifier_svc.sampling.grammar import Matcher, Vocabulary, compile_grammar
 
 DEMO = Path(__file__).parents[1] / "models" / "demo" / "target"
 NUM_WALKS = 20

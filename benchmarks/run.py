@@ -31,7 +31,7 @@ from benchmarks.prompts import code_prompts, num_files, random_prompts
 from benchmarks.reference import ReferenceFailedError, running_reference
 from benchmarks.report import Bar, Figure, Report
 from benchmarks.stack import StackError, describe, idle_share, running_stack
-from verifier_svc.model_runner import default_threads
+from verifier_svc.model.runner import default_threads
 
 RESULTS = environment.ROOT / "benchmarks" / "results"
 NUM_CORES = 2

@@ -26,9 +26,9 @@ from foretoken.drafting import ROW_DTYPE, DraftBatch, DrafterNeeds, DraftRequest
 from foretoken.transports.doorbell import default_spin_us
 from foretoken.transports.transport import probe_request
 from verifier_svc.config import DrafterEndpoint
-from verifier_svc.draft_source import DraftSource, TransportName
-from verifier_svc.drafter_client import DrafterClient
-from verifier_svc.in_process_client import InProcessClient
+from verifier_svc.drafters.in_process import InProcessClient
+from verifier_svc.drafters.remote import DrafterClient
+from verifier_svc.drafters.source import DraftSource, TransportName
 
 EPOCH = 1
 NODES = 8

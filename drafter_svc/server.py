@@ -30,7 +30,7 @@ def make_drafter(settings: DrafterSettings) -> Drafter:
     """
     # Compiled code is imported by the process that runs it only.
     if settings.algorithm == "NGRAM":
-        from drafter_svc.ngram import NgramDrafter
+        from drafter_svc.ngram.drafter import NgramDrafter
 
         drafter = NgramDrafter(settings.ngram)
         drafter.attach(TargetInfo(model_fingerprint="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2), None)
@@ -41,22 +41,22 @@ def make_drafter(settings: DrafterSettings) -> Drafter:
 def _make_model_drafter(
     settings: DrafterSettings, algorithm: Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE"]
 ) -> Drafter:
-    from drafter_svc import draft_passes
-    from drafter_svc.placement import choose_placement
+    from drafter_svc.model import passes as draft_passes
+    from drafter_svc.model.placement import choose_placement
 
     path = settings.speculative_draft_model_path
     threads, coupled = settings.threads or 1, not settings.disable_coupled_noise
     placement = choose_placement(settings)
     drafter: Drafter
     if algorithm == "STANDALONE":
-        from drafter_svc.standalone import StandaloneDrafter
+        from drafter_svc.model.standalone import StandaloneDrafter
 
         assert path is not None, "checked by the settings"
         drafter = StandaloneDrafter(
             path, target=settings.target, threads=threads, placement=placement, coupled_noise=coupled
         )
     else:
-        from drafter_svc.head_drafter import HeadDrafter
+        from drafter_svc.model.head import HeadDrafter
 
         drafter = HeadDrafter(
             algorithm,

@@ -21,9 +21,7 @@ import torch
 from foretoken.errors import DeadlineError, ForetokenError, PreconditionError, QueueFullError, UnavailableError
 from foretoken.models.batch import ForwardBatch
 from foretoken.tree import DraftTree
-from verifier_svc.block_manager import BlockManager
 from verifier_svc.engine_counters import EngineCounters
-from verifier_svc.feature_window import FeatureRows, PassRows
 from verifier_svc.inbox import Inbox
 from verifier_svc.messages import (
     Abort,
@@ -39,14 +37,16 @@ from verifier_svc.messages import (
     TokensEvent,
 )
 from verifier_svc.outbox import Outbox
-from verifier_svc.run_ahead import RunAhead
-from verifier_svc.scheduler import Scheduler
-from verifier_svc.sequence import NO_SLOT, DecodeStep, DrafterShare, Sequence
+from verifier_svc.overlap import RunAhead
+from verifier_svc.sampling.verify import WalkResult
+from verifier_svc.sampling.walker import HostWalker, Walk, Walker
+from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
+from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.hidden_states import FeatureRows, PassRows
+from verifier_svc.scheduling.scheduler import Scheduler
+from verifier_svc.scheduling.sequence import NO_SLOT, DecodeStep, DrafterShare, Sequence
 from verifier_svc.sessions import Sessions
-from verifier_svc.speculator import Speculator
-from verifier_svc.step import Scheduled, StepBatch, build_batch, commit_slots
-from verifier_svc.verify import WalkResult
-from verifier_svc.walker import HostWalker, Walk, Walker
+from verifier_svc.speculation.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ Argument = TypeVar("Argument")
 
 
 class TargetRunner(Protocol):
-    """What the engine needs of the target model (verifier_svc.model_runner)."""
+    """What the engine needs of the target model (verifier_svc.model.runner)."""
 
     @property
     def features(self) -> torch.Tensor:

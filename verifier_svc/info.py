@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from foretoken import __version__
 from foretoken.limits import ModelLimits
 from protos import verifier_pb2
-from verifier_svc.draft_link import DraftLink
+from verifier_svc.drafters.handle import DraftLink
 from verifier_svc.engine import Engine
 
 

@@ -12,8 +12,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from verifier_svc.draft_source import DraftSource
-from verifier_svc.grammar import Matcher
+from verifier_svc.drafters.source import DraftSource
+from verifier_svc.sampling.grammar import Matcher
 
 
 class SequenceKey(NamedTuple):

@@ -26,27 +26,27 @@ from foretoken.models.backend import choose_backend, device_name
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.tracing import make_tracer
 from protos import verifier_pb2_grpc
-from verifier_svc import verify
-from verifier_svc.block_manager import BlockManager
-from verifier_svc.calibration import measure_step_costs
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
-from verifier_svc.draft_source import DraftSource
-from verifier_svc.drafter_client import DrafterClient
-from verifier_svc.drafter_corpora import DrafterCorpora
-from verifier_svc.drafter_registry import DrafterRegistry
+from verifier_svc.drafters.corpora import DrafterCorpora
+from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.in_process import InProcessClient
+from verifier_svc.drafters.registry import DrafterRegistry
+from verifier_svc.drafters.remote import DrafterClient
+from verifier_svc.drafters.source import DraftSource
+from verifier_svc.drafters.tree_shape import TreeShape
 from verifier_svc.engine import Engine
-from verifier_svc.grammar import Vocabulary
-from verifier_svc.grammar_compiler import GrammarCompiler
-from verifier_svc.in_process_client import InProcessClient
 from verifier_svc.info import VerifierInfo
-from verifier_svc.resident_offer import ResidentOffer
-from verifier_svc.scheduler import Scheduler
+from verifier_svc.model.calibration import measure_step_costs
+from verifier_svc.model.target import load_target, memory_plan
+from verifier_svc.sampling import verify
+from verifier_svc.sampling.grammar import Vocabulary
+from verifier_svc.sampling.grammar_compiler import GrammarCompiler
+from verifier_svc.sampling.simulated_acceptance import AcceptanceSimulator, SimulatedWalker
+from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.service import VerifierService
-from verifier_svc.simulated_acceptance import AcceptanceSimulator, SimulatedWalker
-from verifier_svc.speculator import Speculator
-from verifier_svc.step_costs import StepCosts
-from verifier_svc.target import load_target, memory_plan
-from verifier_svc.tree_shape import TreeShape
+from verifier_svc.speculation.speculator import Speculator
+from verifier_svc.speculation.step_costs import StepCosts
 
 logger = logging.getLogger(__name__)
 

@@ -29,13 +29,13 @@ from foretoken.tracing import Tracer
 from foretoken.wire import sampling_from_proto, speculation_from_proto
 from protos import verifier_pb2, verifier_pb2_grpc
 from verifier_svc import events
-from verifier_svc.drafter_corpora import DrafterCorpora
-from verifier_svc.drafter_registry import DrafterRegistry
+from verifier_svc.drafters.corpora import DrafterCorpora
+from verifier_svc.drafters.registry import DrafterRegistry
 from verifier_svc.engine import Engine
-from verifier_svc.grammar_compiler import GrammarCompiler
 from verifier_svc.info import VerifierInfo, drafter_state
 from verifier_svc.messages import Abort, ErrorEvent, Event, FinishedEvent, SequenceKey, Submit, TokensEvent
 from verifier_svc.outbox import Outbox
+from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 from verifier_svc.sequence_spans import SequenceSpans
 
 logger = logging.getLogger(__name__)

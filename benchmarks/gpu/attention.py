@@ -27,7 +27,7 @@ from foretoken.models.llama import Llama
 
 # It needs triton, without which --help answers too.
 if TYPE_CHECKING:
-    from verifier_svc.device_runner import DeviceRunner
+    from verifier_svc.model.device_runner import DeviceRunner
 
 # Tokens of a prompt's chunk behind so many others.
 CHUNKS = ((512, 0), (2048, 0), (2048, 14336))

@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.gpu.bars import MIN_LEVEL_SHARE, MIN_VERIFY_SHARE
 from benchmarks.gpu.floor import StepBytes, measure_device, step_bytes
-from drafter_svc.head_drafter import HeadDrafter
-from drafter_svc.placement import Placement
+from drafter_svc.model.head import HeadDrafter
+from drafter_svc.model.placement import Placement
 from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, TargetInfo
 from foretoken.models.backend import Backend, choose_backend, default_dtype
 from foretoken.models.batch import ForwardBatch
@@ -38,7 +38,7 @@ from foretoken.models.device_sizes import PassSizes
 
 # What needs triton is imported where it is used: --help answers without it.
 if TYPE_CHECKING:
-    from verifier_svc.device_runner import DeviceRunner
+    from verifier_svc.model.device_runner import DeviceRunner
 
 CONTEXT = 320
 BLOCK = 16
@@ -158,7 +158,7 @@ def draft_times(
     draft: Callable[[], object], measure: Callable[[Callable[[], object]], float] = device_ms
 ) -> DraftTimes:
     """Of a draft whose graphs are replayed many times where it asks for them once: they leave the same each time."""
-    from drafter_svc.device_levels import TreeShape
+    from drafter_svc.device.levels import TreeShape
 
     found: dict[Hashable, float] = {}
     run = DeviceGraphs.run
@@ -175,7 +175,7 @@ def draft_times(
 
 def load_target(model: Path, backend: Backend, strict: bool = False) -> DeviceRunner:
     """With noise in its cache."""
-    from verifier_svc.device_runner import DeviceRunner
+    from verifier_svc.model.device_runner import DeviceRunner
 
     rows = MAX_BATCH * max(ROWS)
     began = time.perf_counter()

@@ -117,7 +117,7 @@ def check_drafters(context: typer.Context, drafters: list[DrafterSettings], targ
         if settings.algorithm == "NGRAM":
             continue
         # Numpy and the formats of checkpoints.
-        from drafter_svc.model_folder import check_folder, check_map
+        from drafter_svc.checkpoint.model_folder import check_folder, check_map
 
         path, token_map = settings.speculative_draft_model_path, settings.speculative_token_map
         with at_fault(_drafter_option(context, "algorithm" if path is None else "model")):

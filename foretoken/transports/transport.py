@@ -2,7 +2,7 @@
 
 A transport moves ``DraftRequest``s one way and ``DraftBatch``es the other, in order, one reply a request. It knows
 neither policies nor models. There are three: the arena (arena.py), the gRPC stream
-(verifier_svc/draft_stream.py) and the one below, for a drafter in the same process.
+(verifier_svc/drafters/stream.py) and the one below, for a drafter in the same process.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter_svc import draft_passes
-from drafter_svc.draft_passes import COUPLING_SCALE, DraftPasses
-from drafter_svc.draft_rows import DraftRows
+from drafter_svc.model import passes as draft_passes
+from drafter_svc.model.passes import COUPLING_SCALE, DraftPasses
+from drafter_svc.model.rows import DraftRows
 from foretoken.drafting import DraftBatch
 from tests.support.paged_draft import (
     BLOCK,

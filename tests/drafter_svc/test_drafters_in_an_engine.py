@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from drafter_svc.head_drafter import HeadDrafter
-from drafter_svc.standalone import StandaloneDrafter
+from drafter_svc.model.head import HeadDrafter
+from drafter_svc.model.standalone import StandaloneDrafter
 from foretoken.drafting import Drafter
 from foretoken.models.config import load_config
 from foretoken.sampling import SamplingParams
 from tests.references.head_files import eagle3_files, eagle_files, mimo_target, random_target, write_folder
 from tests.support.engine_harness import Harness, Request, Result
 from tests.support.tiny_checkpoint import save_tokenizer
-from verifier_svc.model_runner import ModelRunner
+from verifier_svc.model.runner import ModelRunner
 
 BLOCK = 16
 NUM_BLOCKS = 96

@@ -12,8 +12,8 @@ import torch
 from safetensors.numpy import save_file
 
 from drafter_svc.config import DrafterSettings
-from drafter_svc.draft_passes import COUPLING_SCALE
-from drafter_svc.head_drafter import HeadDrafter
+from drafter_svc.model.head import HeadDrafter
+from drafter_svc.model.passes import COUPLING_SCALE
 from drafter_svc.server import make_drafter
 from foretoken.drafting import FINAL_NORM, DrafterNeeds, TargetInfo
 from foretoken.errors import CheckpointError, ConfigError, PreconditionError

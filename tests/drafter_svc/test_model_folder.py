@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafter_svc.model_folder import Algorithm, check_folder, check_map
+from drafter_svc.checkpoint.model_folder import Algorithm, check_folder, check_map
 from foretoken.errors import CheckpointError, ConfigError
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter_svc.config import NgramSettings
-from drafter_svc.ngram import NgramDrafter
+from drafter_svc.ngram.drafter import NgramDrafter
 from foretoken.drafting import RAGGED_COLUMNS, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.tree import depths

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_svc.ngram_corpora import EXTERNAL_SCAN, CorpusStore, find_external, sort_places
-from drafter_svc.ngram_sequences import GAP
+from drafter_svc.ngram.corpora import EXTERNAL_SCAN, CorpusStore, find_external, sort_places
+from drafter_svc.ngram.sequences import GAP
 from foretoken.corpora import CorpusInfo, HoldsCorpora
 from foretoken.drafting import TargetInfo
 from foretoken.errors import NotFoundError, PreconditionError

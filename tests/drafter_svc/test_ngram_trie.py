@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.ngram_candidates import new_scratch
-from drafter_svc.ngram_corpora import CorpusStore
-from drafter_svc.ngram_sequences import new_sequences
-from drafter_svc.ngram_tree import Drafted, Told, compile_draft_batch
-from drafter_svc.ngram_trie import (
+from drafter_svc.ngram.candidates import new_scratch
+from drafter_svc.ngram.corpora import CorpusStore
+from drafter_svc.ngram.sequences import new_sequences
+from drafter_svc.ngram.tree import Drafted, Told, compile_draft_batch
+from drafter_svc.ngram.trie import (
     CHAIN,
     CHILD,
     FREE,

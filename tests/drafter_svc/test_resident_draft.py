@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from drafter_svc import draft_passes, resident_draft
-from drafter_svc.head_drafter import HeadDrafter
-from drafter_svc.placement import ON_CPU, Placement
-from drafter_svc.resident_draft import ResidentDraft
-from drafter_svc.standalone import StandaloneDrafter
+from drafter_svc.device import resident_draft
+from drafter_svc.device.resident_draft import ResidentDraft
+from drafter_svc.model import passes as draft_passes
+from drafter_svc.model.head import HeadDrafter
+from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.model.standalone import StandaloneDrafter
 from foretoken.drafting import DraftsResident, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache

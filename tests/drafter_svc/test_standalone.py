@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafter_svc.standalone import StandaloneDrafter
+from drafter_svc.model.standalone import StandaloneDrafter
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import CheckpointError, PreconditionError
 from foretoken.kv_cache import KVCache

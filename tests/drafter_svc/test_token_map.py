@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 
-from drafter_svc.token_map import check_token_map, load_token_map
+from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
 from foretoken.errors import ConfigError, PreconditionError
 
 

@@ -44,5 +44,5 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
 
     monkeypatch.setattr("foretoken.supervisor.Supervisor", Recorder)
     # Its folders have the names of a checkpoint's files, nothing more.
-    monkeypatch.setattr("drafter_svc.model_folder.check_folder", lambda algorithm, path, target: None)
+    monkeypatch.setattr("drafter_svc.checkpoint.model_folder.check_folder", lambda algorithm, path, target: None)
     return seen

@@ -260,7 +260,9 @@ def test_a_drafter_whose_files_cannot_do_is_refused_before_anything_starts(
 def test_what_a_drafter_is_checked_by_loads_no_torch() -> None:
     """It is the supervisor's process, which lives as long as the server."""
     check = f"check_folder('EAGLE3', Path('{DEMO}/eagle3'), Path('{DEMO}/target'))"
-    loaded = loaded_by(f"from pathlib import Path\nfrom drafter_svc.model_folder import check_folder\n{check}")
+    loaded = loaded_by(
+        f"from pathlib import Path\nfrom drafter_svc.checkpoint.model_folder import check_folder\n{check}"
+    )
     assert loaded & {"torch", "transformers", "numba"} == set()
 
 

@@ -17,7 +17,7 @@ from scipy import stats
 from foretoken import logits as ops
 from foretoken.noise import gumbel_noise
 from foretoken.sampling import SamplingParams, stop_token_ids
-from verifier_svc.verify import SamplingState
+from verifier_svc.sampling.verify import SamplingState
 
 NEVER = float("-inf")
 

@@ -18,7 +18,7 @@ from gateway.grammar import GrammarFields, requested_grammar
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.gateway.conftest import MODEL, Stack, events
 from tests.gateway.scripted_verifier import STOP, Player, steps
-from verifier_svc.grammar import Vocabulary, compile_grammar
+from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 
 pytestmark = pytest.mark.anyio
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"

@@ -13,7 +13,7 @@ BLOCK_SIZE = 4
 def moves(
     accepted: list[list[int]], roots: list[int], tables: torch.Tensor, block_size: int
 ) -> tuple[list[int], list[int]]:
-    """What verifier_svc.step.commit_slots gives for the sequences one after the other."""
+    """What verifier_svc.scheduling.batch.commit_slots gives for the sequences one after the other."""
     source, target = [], []
     for path, root, table in zip(accepted, roots, tables.tolist(), strict=True):
         for depth, node in enumerate(path, start=1):

@@ -1,4 +1,4 @@
-"""The walk on the device commits what verifier_svc/verify.py commits, step after step."""
+"""The walk on the device commits what verifier_svc/sampling/verify.py commits, step after step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foretoken.sampling import SamplingParams
 from foretoken.tree import DraftTree, depths
 from tests.kernels.sampling_batches import Sequence, new_batch, new_state, random_logits, random_sequence, random_tree
 from verifier_svc.messages import FinishReason
-from verifier_svc.verify import SamplingState, sample_and_walk
+from verifier_svc.sampling.verify import SamplingState, sample_and_walk
 
 FINISHES = {None: FINISH_NONE, FinishReason.STOP: FINISH_STOP, FinishReason.LENGTH: FINISH_LENGTH}
 

@@ -18,7 +18,7 @@ from tests.support.deployments import EAGLE3_LAYERS, FINAL_STATE, KINDS, SeenHar
 from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import features_of, text
 from tests.support.recording_drafter import Drawn, RecordingDrafter
-from verifier_svc import draft_link
+from verifier_svc.drafters import handle as draft_link
 
 WITH_MODELS = [kind for kind, (_, algorithms) in KINDS.items() if len(algorithms) == 1 and "NGRAM" not in algorithms]
 # Of the log-probability of one token.

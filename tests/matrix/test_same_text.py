@@ -18,8 +18,8 @@ from tests.support.deployments import KINDS, SeenHarness, Target, Targets
 from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
 from tests.support.grammars import END, VOCAB, ids_of, regex
-from verifier_svc.grammar import Vocabulary, compile_grammar
 from verifier_svc.messages import FinishReason, SequenceKey
+from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 
 TEMPERATURES = {"greedy": 0.0, "T=0.7": 0.7, "T=1.0": 1.0}
 MAX_TOKENS = 64

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from drafter_svc.placement import Placement
+from drafter_svc.model.placement import Placement
 from foretoken.models.backend import Backend
 from tests.drafter_svc import test_resident_draft
 from tests.support import resident_play

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from drafter_svc.config import NgramSettings
-from drafter_svc.head_drafter import HeadDrafter
-from drafter_svc.ngram import NgramDrafter
-from drafter_svc.placement import ON_CPU, Placement
-from drafter_svc.standalone import StandaloneDrafter
+from drafter_svc.model.head import HeadDrafter
+from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.model.standalone import StandaloneDrafter
+from drafter_svc.ngram.drafter import NgramDrafter
 from foretoken.drafting import Drafter
 from foretoken.models.config import load_config
 from foretoken.tree import depths
@@ -24,11 +24,11 @@ from tests.support.engine_harness import Harness
 from tests.support.fitted_models import TARGET_STEPS, fit_head, fit_target, perturb
 from tests.support.grammars import END, VOCAB, ids_of, write_tokenizer
 from tests.support.tiny_checkpoint import save_tokenizer
-from verifier_svc.draft import Draft
 from verifier_svc.engine import TargetRunner
 from verifier_svc.messages import SequenceKey
-from verifier_svc.model_runner import ModelRunner
-from verifier_svc.sequence import Sequence
+from verifier_svc.model.runner import ModelRunner
+from verifier_svc.scheduling.draft import Draft
+from verifier_svc.scheduling.sequence import Sequence
 
 BLOCK = 8
 FINAL_STATE = (-1,)

@@ -12,8 +12,8 @@ import torch
 import uvloop
 
 from drafter_svc.config import DrafterSettings
-from drafter_svc.head_drafter import HeadDrafter
-from drafter_svc.placement import ON_CPU, Placement
+from drafter_svc.model.head import HeadDrafter
+from drafter_svc.model.placement import ON_CPU, Placement
 from drafter_svc.server import serve
 from foretoken.models.backend import Backend
 

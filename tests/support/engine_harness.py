@@ -10,10 +10,10 @@ from foretoken.drafting import Drafter, DrafterNeeds, TargetInfo
 from foretoken.models.target_weights import TargetWeights
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import InProcessTransport, TransportCounters
-from verifier_svc.block_manager import BlockManager
-from verifier_svc.draft_source import DraftSource
+from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.source import DraftSource
+from verifier_svc.drafters.tree_shape import TreeShape
 from verifier_svc.engine import Engine, TargetRunner
-from verifier_svc.grammar import Matcher
 from verifier_svc.messages import (
     Abort,
     ErrorEvent,
@@ -24,13 +24,13 @@ from verifier_svc.messages import (
     TokensEvent,
 )
 from verifier_svc.outbox import Outbox
-from verifier_svc.resident_offer import ResidentOffer
-from verifier_svc.run_ahead import RunAhead
-from verifier_svc.scheduler import Scheduler
-from verifier_svc.speculator import Speculator
-from verifier_svc.step_costs import StepCosts
-from verifier_svc.tree_shape import TreeShape
-from verifier_svc.walker import Walker
+from verifier_svc.overlap import RunAhead
+from verifier_svc.sampling.grammar import Matcher
+from verifier_svc.sampling.walker import Walker
+from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.scheduler import Scheduler
+from verifier_svc.speculation.speculator import Speculator
+from verifier_svc.speculation.step_costs import StepCosts
 
 EPOCH = 41
 # A node costs next to nothing here: the gate stays open, so that walks are exercised.

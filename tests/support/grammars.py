@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from foretoken.sampling import Grammar
-from verifier_svc.grammar import Matcher, Vocabulary, compile_grammar
+from verifier_svc.sampling.grammar import Matcher, Vocabulary, compile_grammar
 
 END = 7
 _TEXTS = [

@@ -1,4 +1,4 @@
-"""Steps that run ahead of the engine over a HashTarget: verifier_svc.resident_step's work, done on the host at once.
+"""Steps that run ahead of the engine over a HashTarget: verifier_svc.overlap_step's work, done on the host at once.
 
 Runs can so be driven through thousands of steps, with everything around a step being the real thing.
 """
@@ -13,12 +13,12 @@ import torch
 from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
 from tests.support.hash_target import HashTarget
-from verifier_svc.draft import Draft
-from verifier_svc.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
-from verifier_svc.sequence import Sequence as Running
-from verifier_svc.step import Scheduled, build_batch, commit_slots
-from verifier_svc.verify import WalkResult
-from verifier_svc.walker import Walk, walk_on_host
+from verifier_svc.sampling.verify import WalkResult
+from verifier_svc.sampling.walker import Walk, walk_on_host
+from verifier_svc.scheduling.batch import Scheduled, build_batch, commit_slots
+from verifier_svc.scheduling.draft import Draft
+from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
+from verifier_svc.scheduling.sequence import Sequence as Running
 
 NOTHING = WalkResult([], [], [], None, None, [], 0, [])
 

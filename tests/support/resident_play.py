@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drafter_svc.model_drafter import ModelDrafter
+from drafter_svc.model.drafter import ModelDrafter
 from foretoken.drafting import DraftBatch, DraftRequest, ResidentStep
 from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
 from tests.support.paged_draft import BLOCK, Row, feature, request_of

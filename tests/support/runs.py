@@ -14,7 +14,7 @@ from tests.support.engine_harness import Harness, Request, Result
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget
 from tests.support.host_step import HostStep, plain_memory
 from tests.support.oracle_drafter import OracleDrafter
-from verifier_svc.run_ahead import RunAhead
+from verifier_svc.overlap import RunAhead
 
 VOCAB, BLOCK, NODES, SEATS = 40, 4, 6, 8
 FEATURES = (1, 2)

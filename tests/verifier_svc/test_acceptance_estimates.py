@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from verifier_svc.acceptance_estimates import AcceptanceEstimates
-from verifier_svc.draft_times import DraftTimes
-from verifier_svc.tree_shape import DEFAULT_STEPS, TreeShape
+from verifier_svc.drafters.acceptance_estimates import AcceptanceEstimates
+from verifier_svc.drafters.draft_times import DraftTimes
+from verifier_svc.drafters.tree_shape import DEFAULT_STEPS, TreeShape
 
 
 def test_a_new_drafter_is_believed() -> None:

@@ -10,9 +10,9 @@ from tests.support.engine_harness import Harness, Request, Result
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from tests.verifier_svc.test_features import HeadLike
-from verifier_svc.draft_times import DraftTimes
-from verifier_svc.drafter_roster import MODEL_TRIAL_EVERY
-from verifier_svc.speculator import TELL_BEHIND
+from verifier_svc.drafters.draft_times import DraftTimes
+from verifier_svc.speculation.routing import MODEL_TRIAL_EVERY
+from verifier_svc.speculation.speculator import TELL_BEHIND
 
 VOCAB = 12
 PROMPT = [1, 2, 3, 4, 5]

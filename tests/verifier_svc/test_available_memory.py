@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verifier_svc import memory_plan
-from verifier_svc.available_memory import available_memory
 from verifier_svc.config import VerifierSettings
+from verifier_svc.model import memory_plan
+from verifier_svc.model.available_memory import available_memory
 
 MIB = 2**20
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"

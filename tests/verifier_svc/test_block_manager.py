@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from verifier_svc.block_manager import BlockManager, BlockTable
+from verifier_svc.scheduling.block_manager import BlockManager, BlockTable
 
 TEN = list(range(10))
 

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from foretoken.models.batch import ForwardBatch
-from verifier_svc import calibration
-from verifier_svc.calibration import measure_step_costs, row_counts
+from verifier_svc.model import calibration
+from verifier_svc.model.calibration import measure_step_costs, row_counts
 
 
 class Recorder:

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from drafter_svc.config import NgramSettings
-from drafter_svc.ngram import NgramDrafter
+from drafter_svc.ngram.drafter import NgramDrafter
 from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Harness, Request, Result
-from verifier_svc.model_runner import ModelRunner
+from verifier_svc.model.runner import ModelRunner
 
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 BLOCK = 16

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from verifier_svc.device_logprobs import device_logprobs
 from verifier_svc.messages import TokenLogprobs
-from verifier_svc.verify import token_logprobs
+from verifier_svc.sampling.device_logprobs import device_logprobs
+from verifier_svc.sampling.verify import token_logprobs
 
 ROWS = 37
 

@@ -14,7 +14,7 @@ from foretoken_kernels.gpu import tree_attention as attention
 
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import table_bucket
-from verifier_svc.device_runner import DeviceRunner
+from verifier_svc.model.device_runner import DeviceRunner
 
 BLOCK = 16
 # Llama-3.1-8B's.

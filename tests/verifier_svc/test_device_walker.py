@@ -8,11 +8,11 @@ import torch
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tree import DraftTree
-from verifier_svc.device_walker import DeviceWalker
 from verifier_svc.messages import SequenceKey, Submit
-from verifier_svc.sequence import Sequence
-from verifier_svc.verify import WalkResult
-from verifier_svc.walker import HostWalker, Walk
+from verifier_svc.sampling.device_walker import DeviceWalker
+from verifier_svc.sampling.verify import WalkResult
+from verifier_svc.sampling.walker import HostWalker, Walk
+from verifier_svc.scheduling.sequence import Sequence
 
 VOCAB, LIMIT, EOS = 40, 36, 3
 MAX_SLOTS, MAX_NODES, MAX_ROWS = 4, 6, 32

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.tree import DraftTree
-from verifier_svc.draft import Draft, merge
+from verifier_svc.scheduling.draft import Draft, merge
 
 ROOT = 7
 

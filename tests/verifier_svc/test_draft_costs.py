@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.tree import DraftTree
-from verifier_svc.draft import Draft
-from verifier_svc.draft_costs import DraftCosts
-from verifier_svc.draft_times import DraftTimes
-from verifier_svc.drafter_counters import DrafterCounters
-from verifier_svc.step_costs import StepCosts
-from verifier_svc.tree_shape import TreeShape
+from verifier_svc.drafters.counters import DrafterCounters
+from verifier_svc.drafters.draft_times import DraftTimes
+from verifier_svc.drafters.tree_shape import TreeShape
+from verifier_svc.scheduling.draft import Draft
+from verifier_svc.speculation.draft_costs import DraftCosts
+from verifier_svc.speculation.step_costs import StepCosts
 
 
 def chain(*chances: float) -> Draft:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verifier_svc.draft_source import (
+from verifier_svc.drafters.source import (
     FIRST_BACKOFF_S,
     MAX_ABSENT_BACKOFF_S,
     MAX_BACKOFF_S,

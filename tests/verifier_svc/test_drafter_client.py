@@ -29,15 +29,15 @@ from foretoken.transports.transport import DraftTransport, TransportClosedError
 from protos import drafter_pb2, drafter_pb2_grpc
 from tests.support.draft_requests import draft_request, draft_requests
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter
-from verifier_svc import drafter_client
 from verifier_svc.config import DrafterEndpoint
-from verifier_svc.draft_source import (
+from verifier_svc.drafters import remote as drafter_client
+from verifier_svc.drafters.in_process import InProcessClient
+from verifier_svc.drafters.remote import DrafterClient
+from verifier_svc.drafters.source import (
     MAX_CONSECUTIVE_FAILURES,
     CircuitBreaker,
     DraftSource,
 )
-from verifier_svc.drafter_client import DrafterClient
-from verifier_svc.in_process_client import InProcessClient
 
 Kind = Literal["shared-memory", "grpc", "in-process"]
 PROCESS_KINDS: tuple[Kind, ...] = ("shared-memory", "grpc")
@@ -294,7 +294,7 @@ def test_a_killed_drafter_is_noticed_at_once_and_attached_again(
         again.post(draft_request([[6]], epoch=EPOCH, step_id=2))
         assert again.receive(LONG_S) is not None
     process.kill()
-    events = [record.getMessage() for record in caplog.records if record.name == "verifier_svc.drafter_client"]
+    events = [record.getMessage() for record in caplog.records if record.name == "verifier_svc.drafters.remote"]
     assert events.count(f"drafter mirror (MIRROR) attached over {kind}") == 2
     lost = [event for event in events if "is gone" in event]
     assert len(lost) == 1 and f"not attached over {kind}" in lost[0]
@@ -337,10 +337,10 @@ def test_a_drafter_that_is_not_there_yet_is_a_warning_after_a_while(
     level: int,
 ) -> None:
     monkeypatch.setattr(drafter_client, "STARTS_WITHIN_S", starts_within_s)
-    caplog.set_level(logging.DEBUG, logger="verifier_svc.drafter_client")
+    caplog.set_level(logging.DEBUG, logger="verifier_svc.drafters.remote")
 
     def levels() -> list[int]:
-        return [record.levelno for record in caplog.records if record.name == "verifier_svc.drafter_client"]
+        return [record.levelno for record in caplog.records if record.name == "verifier_svc.drafters.remote"]
 
     with client_of(f"unix:{tmp_path}/nobody", "shared-memory"):
         until(lambda: len(levels()) >= 3)
@@ -361,7 +361,7 @@ VERIFIER = """
 import sys
 from foretoken.drafting import TargetInfo
 from verifier_svc.config import DrafterEndpoint
-from verifier_svc.drafter_client import DrafterClient
+from verifier_svc.drafters.remote import DrafterClient
 from tests.support.draft_requests import draft_request
 client = DrafterClient(
     DrafterEndpoint(name="mirror", address=sys.argv[1], transport=sys.argv[2]), TargetInfo("m", 1000, 1024, 6, 16), 11

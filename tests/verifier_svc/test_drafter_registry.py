@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from drafter_svc.config import NgramSettings
-from drafter_svc.ngram import NgramDrafter
+from drafter_svc.ngram.drafter import NgramDrafter
 from drafter_svc.service import DrafterService
 from drafter_svc.session import DrafterThread
 from foretoken import rpc
@@ -27,10 +27,10 @@ from tests.support.engine_harness import Harness
 from tests.support.hash_target import HashTarget
 from tests.support.mirror_drafter import MirrorDrafter
 from verifier_svc.config import DrafterEndpoint
-from verifier_svc.draft_source import DraftSource
-from verifier_svc.drafter_client import DrafterClient
-from verifier_svc.drafter_corpora import DrafterCorpora
-from verifier_svc.drafter_registry import DrafterRegistry
+from verifier_svc.drafters.corpora import DrafterCorpora
+from verifier_svc.drafters.registry import DrafterRegistry
+from verifier_svc.drafters.remote import DrafterClient
+from verifier_svc.drafters.source import DraftSource
 from verifier_svc.info import VerifierInfo
 from verifier_svc.service import VerifierService
 

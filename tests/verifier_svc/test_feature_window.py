@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_svc.feature_window import MAX_ROWS, FeatureRows, FeatureWindow, PassRows, columns_of, joined
+from verifier_svc.scheduling.hidden_states import MAX_ROWS, FeatureRows, FeatureWindow, PassRows, columns_of, joined
 
 
 def rows_of(start: int, count: int, width: int = 2) -> FeatureRows:

@@ -15,8 +15,8 @@ from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
 from tests.support.grammars import regex, vocabulary
 from tests.support.oracle_drafter import way_of
-from verifier_svc import draft_link
-from verifier_svc.grammar import compile_grammar
+from verifier_svc.drafters import handle as draft_link
+from verifier_svc.sampling.grammar import compile_grammar
 
 # A row of a reply: tokens before the tree, tokens and parents of it.
 Tree = tuple[int, list[int], list[int]]

@@ -11,12 +11,12 @@ import pytest
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, ResidentStep
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.draft_requests import draft_batch
-from verifier_svc.draft_link import DraftLink
-from verifier_svc.draft_row import Row, Shape
-from verifier_svc.draft_source import MAX_CONSECUTIVE_FAILURES, CircuitBreaker
+from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.patience import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS
+from verifier_svc.drafters.request import Row, Shape
+from verifier_svc.drafters.source import MAX_CONSECUTIVE_FAILURES, CircuitBreaker
 from verifier_svc.messages import SequenceKey, Submit
-from verifier_svc.patience import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS
-from verifier_svc.sequence import Sequence as Running
+from verifier_svc.scheduling.sequence import Sequence as Running
 
 TOKEN = 1
 CHAIN = Shape(4, 3, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verifier_svc.gate import FIRST_PROBE_AFTER, LONGEST_PAUSE, PATIENT_MISSES, RAREST_PROBE_AFTER, Gate
+from verifier_svc.speculation.gate import FIRST_PROBE_AFTER, LONGEST_PAUSE, PATIENT_MISSES, RAREST_PROBE_AFTER, Gate
 
 CHEAP = [1.0 + 0.05 * k for k in range(16)]
 DEAR = [1.0 + 0.95 * k for k in range(16)]

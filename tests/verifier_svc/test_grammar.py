@@ -21,9 +21,9 @@ from foretoken.logits import sample_reference
 from foretoken.sampling import Grammar, SamplingParams
 from foretoken.tree import DraftTree
 from tests.support.grammars import END, VOCAB, ids_of, regex, schema, text_of, vocabulary
-from verifier_svc.grammar import Matcher, Vocabulary, bits_of, compile_grammar
 from verifier_svc.messages import FinishReason
-from verifier_svc.verify import SamplingState, WalkResult, sample_and_walk
+from verifier_svc.sampling.grammar import Matcher, Vocabulary, bits_of, compile_grammar
+from verifier_svc.sampling.verify import SamplingState, WalkResult, sample_and_walk
 
 EOS = frozenset({END})
 PROMPT = (3, 1, 4)

@@ -18,9 +18,9 @@ from foretoken.errors import ForetokenError, InvalidRequestError, PreconditionEr
 from foretoken.limits import MAX_GRAMMAR_BYTES
 from foretoken.sampling import Grammar
 from tests.support.grammars import VOCAB, ids_of, regex, schema, vocabulary, write_tokenizer
-from verifier_svc import grammar_compiler
-from verifier_svc.grammar import Vocabulary, to_llguidance
-from verifier_svc.grammar_compiler import GrammarCompiler
+from verifier_svc.sampling import grammar_compiler
+from verifier_svc.sampling.grammar import Vocabulary, to_llguidance
+from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 # Minutes and gigabytes to compile, in seventy bytes.

@@ -20,8 +20,8 @@ from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
 from tests.verifier_svc.test_grammar import RECORD, Record
 from tests.verifier_svc.test_identity import TEMPERATURES, assert_same, assert_speculated, script
-from verifier_svc.grammar import Vocabulary, compile_grammar
 from verifier_svc.messages import FinishReason
+from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 
 BLOCK = 4
 LIST = schema({"type": "array", "items": {"enum": ["a", "ab", 12, None, True]}, "minItems": 6, "maxItems": 9})

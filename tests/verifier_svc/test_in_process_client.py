@@ -9,8 +9,8 @@ from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import PreconditionError
 from tests.support.draft_requests import draft_request
 from tests.support.mirror_drafter import MirrorDrafter
-from verifier_svc.draft_source import FIRST_BACKOFF_S, GAUGES_EVERY_S, MAX_BACKOFF_S
-from verifier_svc.in_process_client import InProcessClient
+from verifier_svc.drafters.in_process import InProcessClient
+from verifier_svc.drafters.source import FIRST_BACKOFF_S, GAUGES_EVERY_S, MAX_BACKOFF_S
 
 TARGET = TargetInfo(model_fingerprint="m", vocab_size=1000, max_model_len=1024, max_slots=6, max_nodes=16)
 EPOCH = 11

@@ -9,9 +9,9 @@ import pytest
 from foretoken.errors import ConfigError
 from foretoken.models.backend import CPU
 from verifier_svc.config import VerifierSettings
-from verifier_svc.memory_plan import make_plan
+from verifier_svc.model.memory_plan import make_plan
+from verifier_svc.model.target import memory_plan
 from verifier_svc.server import ProgressLines
-from verifier_svc.target import memory_plan
 
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 

@@ -24,11 +24,11 @@ from tests.support.hash_target import HashTarget
 from tests.support.lying_drafter import Bent, Lie, LyingServer
 from tests.support.scripted_drafter import ScriptedDrafter
 from verifier_svc.config import DrafterEndpoint
-from verifier_svc.draft_source import MAX_CONSECUTIVE_FAILURES, DraftSource
-from verifier_svc.draft_stream import StreamTransport
-from verifier_svc.drafter_client import DrafterClient
-from verifier_svc.in_process_client import InProcessClient
-from verifier_svc.patience import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS, Patience
+from verifier_svc.drafters.in_process import InProcessClient
+from verifier_svc.drafters.patience import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS, Patience
+from verifier_svc.drafters.remote import DrafterClient
+from verifier_svc.drafters.source import MAX_CONSECUTIVE_FAILURES, DraftSource
+from verifier_svc.drafters.stream import StreamTransport
 
 VOCAB = 40
 TARGET = TargetInfo("test", VOCAB, 256, 8, 8)

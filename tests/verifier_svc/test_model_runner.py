@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foretoken.errors import ConfigError
 from foretoken.models.batch import ForwardBatch
 from foretoken.tree import ancestor_mask, depths
-from verifier_svc.model_runner import ModelRunner, cache_bytes_per_token
+from verifier_svc.model.runner import ModelRunner, cache_bytes_per_token
 
 VOCAB = 200
 
@@ -167,7 +167,7 @@ def test_what_decides_which_tokens_a_grammar_allows_is_part_of_the_fingerprint(
     assert build(tmp_path).fingerprint == first
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     assert build(tmp_path).fingerprint != first
-    monkeypatch.setattr("verifier_svc.model_runner.LLGUIDANCE_VERSION", "0.0")
+    monkeypatch.setattr("verifier_svc.model.runner.LLGUIDANCE_VERSION", "0.0")
     assert build(folder).fingerprint != first
 
 

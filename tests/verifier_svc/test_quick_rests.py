@@ -12,8 +12,8 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Request, Result, TestSource
 from tests.support.runs import BLOCK, NODES, VOCAB, Runs, oracle_of, plain, prompt
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
-from verifier_svc.resident_seat import MAX_IN_FLIGHT
-from verifier_svc.speculator import QUICK_RESTS
+from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT
+from verifier_svc.speculation.speculator import QUICK_RESTS
 
 NUM_TOKENS = 300
 # Steps from one request to the next: those of a run, and an ordinary one.

@@ -22,13 +22,14 @@ from tests.support.oracle_drafter import OracleDrafter
 from tests.support.runs import BLOCK, NODES, VOCAB, Runs, greedy, oracle_of, plain
 from tests.support.scripted_drafter import ScriptedDrafter
 from tests.verifier_svc.test_resident_offer import EPOCH, LAYOUT, LONG_S, attached, client_of, process_at, until
-from verifier_svc import draft_link, run_ahead
-from verifier_svc.draft_link import DraftLink
-from verifier_svc.draft_row import Row, Shape
-from verifier_svc.feature_window import FeatureRows, PassRows
+from verifier_svc import overlap as run_ahead
+from verifier_svc.drafters import handle as draft_link
+from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
+from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.request import Row, Shape
 from verifier_svc.messages import SequenceKey, Submit
-from verifier_svc.resident_feed import ResidentFeed, as_seats, can_feed
-from verifier_svc.sequence import Sequence as Running
+from verifier_svc.scheduling.hidden_states import FeatureRows, PassRows
+from verifier_svc.scheduling.sequence import Sequence as Running
 
 INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
 ORACLE = SpeculationOptions(drafter="oracle")

@@ -22,11 +22,11 @@ from tests.support.draft_requests import draft_request
 from tests.support.mirror_drafter import MirrorDrafter
 from tests.support.resident_drafter import DEVICE, NUM_DRAFTED, ResidentDrafter
 from verifier_svc.config import DrafterEndpoint
-from verifier_svc.draft_source import TransportName
-from verifier_svc.drafter_client import DrafterClient
-from verifier_svc.in_process_client import InProcessClient
-from verifier_svc.resident_offer import ResidentOffer
-from verifier_svc.tree_shape import DEFAULT_STEPS, TreeShape
+from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.in_process import InProcessClient
+from verifier_svc.drafters.remote import DrafterClient
+from verifier_svc.drafters.source import TransportName
+from verifier_svc.drafters.tree_shape import DEFAULT_STEPS, TreeShape
 
 TARGET = TargetInfo("m", 1000, 1024, max_slots=4, max_nodes=8, hidden_size=2, num_layers=4)
 OFFER = ResidentOffer(torch.device("cpu"), DEVICE, tokens=5, hidden_dtype=torch.bfloat16)

@@ -11,13 +11,13 @@ from foretoken.models.device_sizes import PassSizes
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
 from tests.support.tiny_checkpoint import save_llama
-from verifier_svc.block_manager import BlockTable
-from verifier_svc.device_runner import DeviceRunner
-from verifier_svc.device_walker import DeviceWalker
 from verifier_svc.messages import SequenceKey, Submit
-from verifier_svc.resident_seat import Seat
-from verifier_svc.resident_step import ResidentStep
-from verifier_svc.sequence import Sequence
+from verifier_svc.model.device_runner import DeviceRunner
+from verifier_svc.overlap_step import ResidentStep
+from verifier_svc.sampling.device_walker import DeviceWalker
+from verifier_svc.scheduling.block_manager import BlockTable
+from verifier_svc.scheduling.resident_seat import Seat
+from verifier_svc.scheduling.sequence import Sequence
 
 VOCAB, HIDDEN, BLOCK = 40, 32, 4
 

@@ -17,7 +17,7 @@ from tests.support.deployments import BLOCK, SeenHarness, Target, Targets
 from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
 from tests.support.oracle_drafter import OracleDrafter
-from verifier_svc import run_ahead
+from verifier_svc import overlap as run_ahead
 from verifier_svc.messages import SequenceKey
 
 

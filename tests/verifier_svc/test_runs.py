@@ -15,7 +15,7 @@ from foretoken.transports.resident import StreamOrder
 from foretoken.transports.transport import ROWS_PER_SLOT
 from tests.support.engine_harness import Request
 from tests.support.runs import BLOCK, SEATS, VOCAB, Runs, greedy, oracle_of, plain, prompt
-from verifier_svc import run_ahead
+from verifier_svc import overlap as run_ahead
 
 
 def test_pages_are_reserved_for_many_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

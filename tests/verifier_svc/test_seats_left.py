@@ -10,7 +10,7 @@ from foretoken.drafting import DraftRequest
 from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Request, Result
 from tests.support.runs import BLOCK, SEATS, Runs, greedy, oracle_of, plain
-from verifier_svc import run_ahead
+from verifier_svc import overlap as run_ahead
 
 
 @pytest.mark.parametrize("drafts", [False, True])

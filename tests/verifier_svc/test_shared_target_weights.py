@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 import pytest
 import torch
 
-from drafter_svc.head_drafter import HeadDrafter
-from drafter_svc.placement import ON_CPU, Placement
+from drafter_svc.model.head import HeadDrafter
+from drafter_svc.model.placement import ON_CPU, Placement
 from foretoken.drafting import Drafter, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.backend import Backend
@@ -28,12 +28,12 @@ from foretoken.models.target_weights import load_target_weights
 from foretoken.transports.shared_weights import SharedWeights
 from tests.references.head_files import HIDDEN, NUM_LAYERS, VOCAB, eagle_files, random_target, write_folder
 from tests.support.paged_draft import Row, request_of, target_info
-from verifier_svc import model_runner
 from verifier_svc.config import DrafterEndpoint
-from verifier_svc.device_runner import DeviceRunner
-from verifier_svc.drafter_client import DrafterClient
-from verifier_svc.in_process_client import InProcessClient
-from verifier_svc.model_runner import ModelRunner, TargetModel
+from verifier_svc.drafters.in_process import InProcessClient
+from verifier_svc.drafters.remote import DrafterClient
+from verifier_svc.model import runner as model_runner
+from verifier_svc.model.device_runner import DeviceRunner
+from verifier_svc.model.runner import ModelRunner, TargetModel
 
 Kernels = Literal["cpu", "gpu"]
 KERNELS: tuple[Kernels, ...] = ("cpu", "gpu")

@@ -13,7 +13,7 @@ from foretoken.sampling import SamplingParams
 from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import Harness, Request, TestSource
 from tests.support.hash_target import HashTarget
-from verifier_svc.sequence import digest_of_salt
+from verifier_svc.scheduling.sequence import digest_of_salt
 
 VOCAB = 40
 PROMPT = [1, 2, 3]

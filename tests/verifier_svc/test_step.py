@@ -8,10 +8,10 @@ import numpy as np
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tree import DraftTree
-from verifier_svc.draft import Draft
 from verifier_svc.messages import SequenceKey, Submit
-from verifier_svc.sequence import Sequence
-from verifier_svc.step import Scheduled, build_batch, commit_slots
+from verifier_svc.scheduling.batch import Scheduled, build_batch, commit_slots
+from verifier_svc.scheduling.draft import Draft
+from verifier_svc.scheduling.sequence import Sequence
 
 # Where rows write what nobody reads.
 SCRATCH = 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verifier_svc.step_costs import StepCosts
+from verifier_svc.speculation.step_costs import StepCosts
 
 
 def test_between_and_past_measured_counts() -> None:

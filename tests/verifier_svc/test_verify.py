@@ -17,7 +17,7 @@ from foretoken.logits import sample_reference
 from foretoken.sampling import SamplingParams
 from foretoken.tree import DraftTree
 from verifier_svc.messages import FinishReason, TokenLogprobs
-from verifier_svc.verify import SamplingState, WalkResult, sample_and_walk, token_logprobs, warm_up
+from verifier_svc.sampling.verify import SamplingState, WalkResult, sample_and_walk, token_logprobs, warm_up
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
 NO_EOS: frozenset[int] = frozenset()

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""For benchmarks only: a walk whose length is given, as verifier_svc.simulated_acceptance's on the host."""
+"""For benchmarks only: a walk whose length is given, as verifier_svc.sampling.simulated_acceptance's on the host."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from benchmarks.gpu import passes
 from benchmarks.gpu.checkpoint import SHAPES, random_eagle3, random_target
 from benchmarks.gpu.floor import StepBytes
 from benchmarks.gpu.passes import DraftTimes, Floor, draft_request, draft_times
-from drafter_svc.head_drafter import HeadDrafter
-from drafter_svc.placement import Placement
+from drafter_svc.model.head import HeadDrafter
+from drafter_svc.model.placement import Placement
 from foretoken.drafting import DraftBatch, DraftRequest
 from foretoken.models.backend import Backend
 

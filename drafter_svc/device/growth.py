@@ -1,0 +1,201 @@
+"""Growth of draft trees on a GPU: all levels, the head's passes among them, are one CUDA graph.
+
+Between a request's arrival and its trees the host waits for the device once, for the trees.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu import draft_tree as kernel
+from foretoken_kernels.cpu.draft_levels import Places
+from foretoken_kernels.gpu.draft_tree import padded_candidates
+from foretoken_kernels.gpu.draft_tree_state import MAX_BEAM_NODES, NUM_COLUMNS, DraftOutput, deepest_tree
+
+from drafter_svc.device.levels import (
+    DeviceLevels,
+    FoundTrees,
+    LaunchingModel,
+    TreePlaces,
+    TreeShape,
+    batch_of,
+    write_requests,
+)
+from drafter_svc.device.resident_draft import ResidentDraft
+from drafter_svc.model.figures import PassFigures
+from drafter_svc.model.growth import MAX_BRANCHES, ROWS_PER_SLOT, PassOutput
+from drafter_svc.model.rows import DraftRows
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.models.device_batch import seq_bucket, table_bucket
+from foretoken.models.device_graph import DeviceGraphs
+from foretoken.models.device_twins import DeviceTwins
+from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.tree import Int32
+
+# Levels of the deepest trees whose kernels are compiled at a start.
+_WARM_DEPTH = 8
+
+
+class _Stage:
+    """The memory of one shape's graph: what the host says, the levels, and what the host learns."""
+
+    def __init__(self, shape: TreeShape, levels: DeviceLevels) -> None:
+        trees, _, _, nodes, num_blocks, _ = shape
+        self.asked = DeviceTwins(
+            {
+                "requests": ((trees, NUM_COLUMNS), torch.int32),
+                "block_tables": ((trees, num_blocks), torch.int32),
+                "tree_starts": ((trees,), torch.int32),
+                "context_starts": ((levels.model.num_depths, trees), torch.int32),
+            },
+            levels.device,
+        )
+        self.found = DeviceTwins(
+            {
+                "tokens": ((trees, nodes), torch.int32),
+                "parents": ((trees, nodes), torch.int32),
+                "scores": ((trees, nodes), torch.float32),
+                "num_nodes": ((trees,), torch.int32),
+            },
+            levels.device,
+        )
+        self.levels = levels.memory(shape, TreePlaces(**self.asked.device), DraftOutput(**self.found.device))
+
+
+class DeviceGrowth:
+    """A ``drafter_svc.model.growth.Growth``.
+
+    Args:
+        num_slots: of the model's cache. The last one is scratch: no tree has it.
+        graphs: whether growth is captured.
+        warm: whether what drafts from device memory compiles its kernels at once.
+        scale: of the coupled score, in logits; 0: without the sampler's noise.
+    """
+
+    def __init__(
+        self,
+        model: LaunchingModel,
+        target: TargetInfo,
+        scale: float,
+        *,
+        max_blocks: int,
+        num_slots: int,
+        pass_rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        graphs: bool,
+        warm: bool,
+    ) -> None:
+        """``max_blocks``: of a row's block table; ``pass_rows``: the most of one pass of the model; ``dtype``: of its
+        hidden states."""
+        self._model, self._target, self._max_blocks = model, target, max_blocks
+        self._pass_rows, self._dtype, self._has_graphs, self._is_warm = pass_rows, dtype, graphs, warm
+        self._levels = DeviceLevels(model, target, scale, num_slots=num_slots, device=device)
+        # What the rows want, in the form that the CPU's growth takes too; no tree stands in it.
+        self.trees = kernel.new_trees(ROWS_PER_SLOT * target.max_slots, 2, 1)
+        self._root_logits = torch.zeros((target.max_slots, model.draft_vocab_size), dtype=torch.float32, device=device)
+        self._root_hidden = torch.zeros((target.max_slots, max(model.hidden_size, 1)), dtype=dtype, device=device)
+        self._ends = DeviceTwins({"ends": ((target.max_slots,), torch.int32)}, device)
+        self._stages: dict[TreeShape, _Stage] = {}
+        self._graphs = DeviceGraphs(graphs and device.type == "cuda")
+        # Of the request of the moment: its drafted rows, and the stage that holds their trees.
+        self._rows = np.empty(0, np.int32)
+        self._stage: _Stage | None = None
+
+    @torch.inference_mode()
+    def offer_roots(self, output: PassOutput, rows: Int32, ends: list[int], first: int) -> None:
+        """Keep what the roots' children come from: the next pass writes over it."""
+        last = first + len(rows)
+        self._root_logits[first:last].copy_(output.logits[: len(rows)])
+        if self._model.hidden_size:
+            self._ends.wait()
+            self._ends.host["ends"][: len(ends)] = ends
+            self._ends.send()
+            device_ends = self._ends.device["ends"][: len(ends)]
+            torch.index_select(output.hidden, 0, device_ends, out=self._root_hidden[first:last])
+
+    @torch.inference_mode()
+    def grow(self, rows: Int32, places: Places) -> None:
+        longest = int(places.tree_starts[rows].max()) + MAX_BEAM_NODES
+        shape = TreeShape.of(
+            self.trees,
+            rows,
+            trees=min(seq_bucket(len(rows)), self._target.max_slots),
+            nodes=self._target.max_nodes,
+            blocks=min(table_bucket(-(-longest // places.block_size)), self._max_blocks),
+        )
+        if shape not in self._stages:
+            self._stages[shape] = _Stage(shape, self._levels)
+        stage = self._stages[shape]
+        self._ask(stage, rows, places)
+        self._graphs.run(shape, lambda: self._launch(stage))
+        self._rows, self._stage = rows, stage
+
+    def emit(self, request: DraftRequest, roots: Int32) -> DraftBatch:
+        found = None if self._stage is None else FoundTrees(**self._stage.found.receive())
+        batch = batch_of(request, roots, self._rows, found)
+        self._stage, self._rows = None, np.empty(0, np.int32)
+        return batch
+
+    def resident_draft(
+        self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
+    ) -> ResidentDraft:
+        draft = ResidentDraft(
+            self._levels,
+            self._target,
+            rows,
+            scratch,
+            memory,
+            order,
+            figures,
+            pass_rows=self._pass_rows,
+            dtype=self._dtype,
+            graphs=self._has_graphs,
+        )
+        if self._is_warm:
+            draft.warm_up()
+        return draft
+
+    def warm_up(self, output: PassOutput, scratch_block: int, block_size: int) -> None:
+        """Compile the kernels of all shapes of trees, so that no request waits for a compiler.
+
+        Args:
+            output: of a pass of one row.
+            scratch_block: of the cache; written to.
+        """
+        trees, row = self.trees, np.zeros(1, np.int32)
+        tables = np.full((1, self._max_blocks), scratch_block, np.int32)
+        places = Places(tables, row.copy(), np.ones((self._model.num_depths, 1), np.int32), block_size)
+        branches = 1
+        while branches <= min(MAX_BRANCHES, max(self._target.max_nodes - 1, 1)):
+            for depth in _warm_depths(branches):
+                trees.shapes[0] = 0
+                trees.shapes[0, [kernel.LENGTH, kernel.MAX_NODES]] = 1, self._target.max_nodes
+                trees.shapes[0, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = depth, branches
+                self.offer_roots(output, row, [0], 0)
+                self.grow(row, places)
+            branches *= 2
+        self._stage, self._rows = None, np.empty(0, np.int32)
+
+    def _ask(self, stage: _Stage, rows: Int32, places: Places) -> None:
+        """Bring over what the rows want; trees that only fill up the shape want nothing."""
+        count = len(rows)
+        stage.asked.wait()
+        host = stage.asked.host
+        write_requests(host["requests"], self.trees, rows)
+        tables = host["block_tables"]
+        tables[:count] = places.block_tables[rows, : tables.shape[1]]
+        host["tree_starts"][:count] = places.tree_starts[rows]
+        host["context_starts"][:, :count] = places.context_starts[:, rows]
+        stage.asked.send()
+
+    def _launch(self, stage: _Stage) -> None:
+        """The whole of one growth; captured."""
+        num_trees = len(stage.levels.trees.requests)
+        self._levels.launch(stage.levels, self._root_logits[:num_trees], self._root_hidden[:num_trees])
+
+
+def _warm_depths(branches: int) -> list[int]:
+    """The deepest trees of each kind that the kernels tell apart."""
+    deepest = min(_WARM_DEPTH, deepest_tree(branches))
+    return list({padded_candidates(branches, depth): depth for depth in range(1, deepest + 1)}.values())

@@ -1,0 +1,132 @@
+"""How the trees of a draft request grow: children of the roots, levels of beams, the best nodes of all.
+
+What growth on the host and on a GPU agree on, and what either may be asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu import draft_tree as kernel
+from foretoken_kernels.cpu.draft_levels import Places, Vocabulary
+from numpy.typing import NDArray
+
+from drafter_svc.model.figures import PassFigures
+from drafter_svc.model.rows import DraftRows
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.sampling import MIN_TEMPERATURE
+from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.tree import Int32
+
+Float32 = NDArray[np.float32]
+
+# Children of one node on a GPU, at most: its kernels keep them in registers.
+MAX_BRANCHES = 16
+# Requests have at most two rows a slot.
+ROWS_PER_SLOT = 2
+
+
+class PassOutput(Protocol):
+    """Attributes:
+    logits: float32 [len(logit_rows), draft vocabulary]; valid until the next pass.
+    hidden: [rows, hidden_size]; what the next recurrent step is fed; valid until the next pass.
+    """
+
+    @property
+    def logits(self) -> torch.Tensor: ...
+    @property
+    def hidden(self) -> torch.Tensor: ...
+
+
+class VocabularyOwner(Protocol):
+    """See drafter_svc.model.passes.DraftModel."""
+
+    draft_vocab_size: int
+    target_ids: NDArray[np.int32] | None
+
+
+class ResidentDrafts(Protocol):
+    """Drafts from device memory: drafter_svc.device.resident_draft.ResidentDraft."""
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        """Enqueue the draft behind a step whose results may not be there yet; wait for the last one of a run alone.
+
+        Raises ValueError for a request that no run has.
+        """
+        ...
+
+    def finish(self) -> None:
+        """End the run, if there is one; rows are up to date behind it."""
+        ...
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Learn no more of these slots."""
+        ...
+
+
+class Growth(Protocol):
+    """Trees of one request at a time. ``trees.shapes``, ``filters``, ``seeds`` and ``counts`` say what each row wants;
+    they are the caller's to fill before the first call for a request."""
+
+    @property
+    def trees(self) -> kernel.Trees: ...
+
+    def offer_roots(self, output: PassOutput, rows: Int32, ends: list[int], first: int) -> None:
+        """Let roots have their children.
+
+        Args:
+            output: of the pass that the roots were rows of; its logits are theirs.
+            rows: int32 [n]; their rows in the request.
+            ends: their rows in the pass.
+            first: roots of this request that came before.
+        """
+        ...
+
+    def grow(self, rows: Int32, places: Places) -> None:
+        """All levels behind the roots' children; ``rows`` are those of all roots that were offered, in order."""
+        ...
+
+    def emit(self, request: DraftRequest, roots: Int32) -> DraftBatch:
+        """The best nodes of each row's tree. ``roots``: int32 [rows]; tokens."""
+        ...
+
+    def resident_draft(
+        self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
+    ) -> ResidentDrafts:
+        """What drafts from device memory in the same way. ``scratch``: int32 [slots, blocks]: for trees.
+
+        Raises PreconditionError if drafts cannot be made over such memory.
+        """
+        ...
+
+
+# Of a scale of the coupled score, in logits; 0: without the sampler's noise.
+GrowthMaker = Callable[[float], Growth]
+
+
+def vocabulary_of(model: VocabularyOwner, target: TargetInfo) -> Vocabulary:
+    """What a model may draft for a target."""
+    size = model.draft_vocab_size
+    if model.target_ids is None:
+        return Vocabulary(size, min(size, target.vocab_size), np.empty(0, np.int32))
+    return Vocabulary(size, size, np.array(model.target_ids, np.int32))
+
+
+def set_wishes(trees: kernel.Trees, request: DraftRequest, max_nodes: int) -> None:
+    """What the rows of a request want, in the first rows of ``trees``; ``max_nodes``: of a tree at most."""
+    num_rows = request.num_rows
+    shapes, filters = trees.shapes[:num_rows], trees.filters[:num_rows]
+    shapes[:, kernel.LENGTH] = request.lengths
+    shapes[:, kernel.MAX_NODES] = np.minimum(request.max_nodes, max_nodes)
+    shapes[:, kernel.MAX_DEPTH] = np.minimum(request.max_depths, shapes[:, kernel.MAX_NODES] - 1)
+    shapes[:, kernel.MAX_BRANCHES] = request.max_branches
+    shapes[:, kernel.CHOICE_INDEX] = request.choice_indices
+    shapes[:, kernel.TOP_K] = request.top_ks
+    filters[:, kernel.TEMPERATURE] = np.where(request.temperatures < MIN_TEMPERATURE, 0, request.temperatures)
+    filters[:, kernel.TOP_P] = request.top_ps
+    filters[:, kernel.MIN_P] = request.min_ps
+    trees.seeds[:num_rows] = request.seeds
+    trees.counts[:num_rows] = 0

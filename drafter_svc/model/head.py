@@ -1,0 +1,175 @@
+"""EAGLE, EAGLE-3 and MTP: a head that goes on from the target's hidden states drafts trees.
+
+The head's loading and arithmetic are foretoken.models.draft_head's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_svc.checkpoint.model_folder import check_head
+from drafter_svc.checkpoint.target_folder import target_folder
+from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
+from drafter_svc.model.drafter import ModelDrafter
+from drafter_svc.model.passes import DraftPasses
+from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.model.rows import DraftRows
+from foretoken.config import at_fault
+from foretoken.drafting import DrafterNeeds, TargetInfo
+from foretoken.errors import ConfigError, PreconditionError
+from foretoken.models.backend import device_uuid
+from foretoken.models.config import ModelConfig, load_config
+from foretoken.models.draft_config import head_features
+from foretoken.models.draft_head import DraftHead, load_draft_head
+from foretoken.models.target_weights import TargetWeights, load_target_weights
+
+logger = logging.getLogger(__name__)
+
+Algorithm = Literal["EAGLE", "EAGLE3", "MTP"]
+# Slot 0 has no entry: it would need the target's state before the first token.
+FIRST_POSITION = 1
+
+
+class HeadDrafter(ModelDrafter):
+    """A ``foretoken.drafting.Drafter``.
+
+    Raises ConfigError or CheckpointError for a folder that holds no head of the algorithm, or a token map that is none.
+    Weights are read at attach, since part of them may be the target's.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        path: Path | None,
+        *,
+        target: Path | None = None,
+        token_map: Path | None = None,
+        threads: int = 1,
+        placement: Placement = ON_CPU,
+        coupled_noise: bool = True,
+    ) -> None:
+        """``path``: the head's folder; None for MTP, whose head is in the target's. ``target``: the target's folder,
+        where the verifier's is not visible here."""
+        super().__init__()
+        self._algorithm = algorithm
+        self._path = path
+        self._target_path = target
+        self._threads = threads
+        self._placement = placement
+        self._coupled = coupled_noise
+        self._token_map: NDArray[np.int32] | None = None
+        if token_map is not None:
+            with at_fault("--speculative-token-map"):
+                self._token_map = load_token_map(token_map)
+        if path is not None:
+            with at_fault("--speculative-draft-model-path"):
+                check_head(algorithm, path)
+
+    @property
+    def algorithm(self) -> str:
+        return self._algorithm
+
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        """The features of the head, blocks, and the target's embedding and output head.
+
+        One position before the first computed one is enough for any number of modules: the state that each module
+        passes to the next is kept for the last slot of every block, and prefixes end where blocks do.
+        """
+        with _as_refusals():
+            path, config = self._folders(target)
+            head = check_head(self._algorithm, path)
+            features = head_features(head, config.num_layers)
+        return DrafterNeeds(
+            features=features,
+            num_rerun=1,
+            blocks=True,
+            weights=True,
+            device=device_uuid(self._placement.backend),
+            # A deeper module goes on from what the one before it left of a block's last slot, which the host keeps.
+            resident=self._placement.is_gpu and head.num_depths == 1,
+        )
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
+        """Forget all, load the head and make its cache.
+
+        ``weights`` of None, or that are laid out for another device or type, are read from the target's folder.
+
+        Raises PreconditionError, as ``needs``: the target's folder is not visible, or head and target do not fit.
+        """
+        placement = self._placement
+        with _as_refusals():
+            path, config = self._folders(target)
+            if self._token_map is not None:
+                check_token_map(self._token_map, target.vocab_size)
+            head = load_draft_head(
+                path,
+                target_config=config,
+                weights=self._weights(target, config, weights),
+                num_blocks=placement.cache_blocks(target),
+                block_size=target.block_size,
+                num_positions=target.max_model_len + target.max_nodes,
+                num_threads=self._threads,
+                token_map=self._token_map,
+                dtype=placement.dtype,
+                backend=placement.backend,
+                sizes=placement.pass_sizes(target),
+            )
+        self._check_head(head, target)
+        rows = DraftRows(target, first_position=FIRST_POSITION, num_depths=head.num_depths)
+        passes = DraftPasses(
+            head,
+            target,
+            rows,
+            coupled=self._coupled,
+            make_growth=placement.growth_maker(head, target),
+            entry_rows=placement.entry_rows,
+        )
+        self._begin(passes)
+
+    def _weights(self, target: TargetInfo, config: ModelConfig, shared: TargetWeights | None) -> TargetWeights:
+        """The target's: where they are, or read for this drafter alone."""
+        if shared is not None and self._placement.reads(shared.layout):
+            logger.info("embedding and head are the verifier's own")
+            return shared
+        folder = self._target_folder(target)
+        logger.info("embedding and head are a copy, read from %s", folder)
+        return load_target_weights(folder, config, self._placement.dtype, self._placement.backend)
+
+    def _target_folder(self, target: TargetInfo) -> Path:
+        return target_folder(target, self._target_path)
+
+    def _folders(self, target: TargetInfo) -> tuple[Path, ModelConfig]:
+        """The head's folder and the target's config. Raises PreconditionError if the config is not the target's."""
+        folder = self._target_folder(target)
+        config = load_config(folder)
+        ours = (config.vocab_size, config.hidden_size, config.num_layers)
+        theirs = (target.vocab_size, target.hidden_size, target.num_layers)
+        if ours != theirs:
+            raise PreconditionError(
+                f"{folder} is not the verifier's target: vocabulary, hidden size and layers are {ours} there, "
+                f"{theirs} at the verifier"
+            )
+        return self._path or folder, config
+
+    def _check_head(self, head: DraftHead, target: TargetInfo) -> None:
+        ids = head.target_ids
+        if ids is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
+            raise PreconditionError(
+                f"the head drafts token {ids.max()}, the target's vocabulary has {target.vocab_size}"
+            )
+
+
+@contextlib.contextmanager
+def _as_refusals() -> Iterator[None]:
+    """What a folder's content makes impossible is, at an attachment, a refusal that the verifier reads."""
+    try:
+        yield
+    except ConfigError as error:
+        raise PreconditionError(error.message) from error

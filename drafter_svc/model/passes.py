@@ -1,0 +1,402 @@
+"""The forward passes of one draft request: new entries for all rows, then one pass a depth for all trees.
+
+Knows a draft model as a function of a flat batch; which part of its cache holds is draft_rows' business, the choice of
+nodes that of the kernels' draft_tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu import draft_tree as kernel
+from foretoken_kernels.cpu.decoder import NUM_FIELDS, forward_function
+from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Vocabulary, growth_function
+from numpy.typing import NDArray
+
+from drafter_svc.model.figures import PassFigures
+from drafter_svc.model.growth import ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput, ResidentDrafts, set_wishes
+from drafter_svc.model.host_growth import HostGrowth
+from drafter_svc.model.rows import DraftRows, DraftSequence, Extension, told_rows
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.device_batch import DeviceArrays
+from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.tree import Int32
+
+Float32 = NDArray[np.float32]
+
+# Rows of one pass that writes new entries; longer prompts take several.
+PASS_ROWS = 512
+# Entries that a row may write although the request's budget is spent, so that one long prompt stops no other row.
+SMALL_EXTENSION = 64
+# Rows of which nothing but their entries is wanted that pay for a pass of their own: fewer are bound by the weights.
+# That is where a CPU, and a GPU, is bound by them no more.
+ENTRY_ROWS, GPU_ENTRY_ROWS = 24, 256
+# Scale of the coupled score, in logits. Were a drafter's logits off by Gumbel errors of scale s, the chance that a
+# token wins at temperature T would be exactly the softmax of its noised value times T / s (the Gumbel-max trick), at
+# any T; normal errors of deviation 1 have the variance of s = sqrt(6) / pi = 0.78. With draft models that are the demo
+# target with noise on its weights (3.4 and 4.6 tokens a greedy step) 0.6 to 0.8 gave the most tokens a step at T = 0.7
+# and 1.0: the better one up to 0.05 more at 0.6, the other up to 0.09 more at 0.8.
+COUPLING_SCALE = 0.8
+
+
+class DraftModel(Protocol):
+    """What passes need of a model: foretoken.models.draft_head.DraftHead, or a StandaloneModel.
+
+    ``hidden_size`` and ``feature_width`` are 0 for a model that is fed tokens only. ``write_entries`` writes those of
+    rows of which nothing else is wanted, from the target's features; None: ``forward`` is the only way.
+    """
+
+    num_depths: int
+    hidden_size: int
+    feature_width: int
+    draft_vocab_size: int
+    target_ids: NDArray[np.int32] | None
+
+    @property
+    def write_entries(self) -> Callable[[ForwardBatch, Float32], None] | None: ...
+    def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> PassOutput: ...
+    def level_pass(self, num_rows: int, longest: int) -> LevelPass: ...
+    def launch(
+        self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
+    ) -> PassOutput: ...
+
+
+class _Piece(NamedTuple):
+    """Slots [start, stop) of an extension, at ``first`` of a pass's flat rows."""
+
+    extension: Extension
+    start: int
+    stop: int
+    first: int
+
+
+class DraftPasses:
+    """Runs one model for one attachment. Not for two threads at once.
+
+    Args:
+        budget: entries that long rows of one request write at most; a row that waits for the rest is not drafted for.
+        coupled: whether drafts for temperatures above zero use the sampler's noise.
+        make_growth: of a scale of the coupled score; None: on the CPU.
+        entry_rows: of which nothing but their entries is wanted, that pay for a pass of their own.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        target: TargetInfo,
+        rows: DraftRows,
+        *,
+        budget: int | None = None,
+        coupled: bool = True,
+        make_growth: GrowthMaker | None = None,
+        entry_rows: int = ENTRY_ROWS,
+    ) -> None:
+        self._model = model
+        self._target = target
+        self._rows = rows
+        self._budget = budget
+        self._entry_rows = entry_rows
+        self.figures = PassFigures()
+        self._block_size = target.block_size
+        max_rows = ROWS_PER_SLOT * target.max_slots
+        self._tree_blocks = scratch_blocks_per_row(target)
+        self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)
+        # Blocks of each tree.
+        self._scratch = np.arange(target.num_blocks, cache_blocks(target), dtype=np.int32).reshape(target.max_slots, -1)
+        self._tree_starts = np.zeros(max_rows, np.int32)
+        self._context_starts = np.zeros(max_rows, np.int32)
+        scale = COUPLING_SCALE if coupled else 0.0
+        self._growth: Growth = HostGrowth(model, target, scale) if make_growth is None else make_growth(scale)
+        self._all_rows = np.arange(max_rows, dtype=np.int32)
+        self._features = np.zeros((PASS_ROWS, model.feature_width), np.float32)
+        self._no_masks = np.zeros((PASS_ROWS, 1), np.uint64)
+        # Of each block and each module but the last: its output in the slot of the block that was written last, which
+        # the next module is fed with the token of the next slot.
+        self._carry = np.zeros((model.num_depths - 1, target.num_blocks, model.hidden_size), np.float32)
+        self._resident: ResidentDrafts | None = None
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        """Learn the new tokens and write their entries, then grow a tree for each row that wants and can have one.
+
+        Raises ValueError for a request that no attachment has: it has too many rows, or its tokens are in device memory
+        that was not set.
+        """
+        started = perf_counter()
+        if request.resident is not None:
+            if self._resident is None:
+                raise ValueError("a request whose tokens are in device memory, and none was set")
+            batch = self._resident.draft(request)
+            self.figures.grow_s += perf_counter() - started
+            return batch
+        if self._resident is not None:
+            self._resident.finish()
+        if request.num_rows > len(self._tables):
+            raise ValueError(f"a request of {request.num_rows} rows, more than two a slot")
+        set_wishes(self._growth.trees, request, self._target.max_nodes)
+        roots = np.zeros(request.num_rows, np.int32)
+        drafted = self._extend(request, request.num_rows, roots)
+        extended = perf_counter()
+        if drafted:
+            places = Places(self._tables, self._tree_starts, self._module_starts(), self._block_size)
+            self._growth.grow(np.array(drafted, np.int32), places)
+        batch = self._growth.emit(request, roots)
+        self.figures.rows += request.num_rows
+        self.figures.drafted_rows += len(drafted)
+        self.figures.extend_s += extended - started
+        self.figures.grow_s += perf_counter() - extended
+        return batch
+
+    def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
+        """Raises PreconditionError if drafts cannot be made over such memory."""
+        self._resident = self._growth.resident_draft(self._rows, self._scratch, memory, order, self.figures)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget slots. Behind that nothing reads device memory that was set, if they are all of those in it."""
+        if self._resident is not None:
+            self._resident.release(slots)
+        for slot in slots:
+            self._rows.release(slot)
+
+    def _extend(self, request: DraftRequest, num_rows: int, roots: Int32) -> list[int]:
+        """Write the entries of all rows and let the roots offer their children: the rows that have any."""
+        left = self._budget
+        waiting: list[Extension] = []
+        drafted: list[int] = []
+        order, may_clash = _order(request, num_rows)
+        rows = told_rows(request)
+        for row in order:
+            told = rows[row]
+            if told.tokens:
+                roots[row] = told.tokens[-1]
+            sequence = self._rows.learn(told)
+            if sequence is None:
+                continue
+            if not told.tokens:
+                roots[row] = sequence.tokens[sequence.length - 1]
+            most = self._target.max_model_len if left is None else max(left, SMALL_EXTENSION)
+            extension = self._rows.extend(told, sequence, most)
+            if extension is None:
+                continue
+            if left is not None:
+                left -= extension.stop - extension.start
+            if may_clash and any(self._clash(earlier, extension) for earlier in waiting):
+                self._run_extensions(request, waiting, drafted)
+                waiting = []
+            self._set_row(row, sequence)
+            waiting.append(extension)
+        self._run_extensions(request, waiting, drafted)
+        return drafted
+
+    def _clash(self, earlier: Extension, later: Extension) -> bool:
+        """Whether the later row writes into a block of the earlier one's, or goes on from one that it writes.
+
+        Within a pass entries are written in no order, and outputs are carried over only from pass to pass.
+        """
+        size = self._block_size
+        held = earlier.sequence.table[: self._rows.num_blocks(earlier.stop)]
+        written = later.sequence.table[later.start // size : self._rows.num_blocks(later.stop)]
+        if np.isin(written, held).any():
+            return True
+        fresh = held[earlier.start // size :]
+        return len(self._carry) > 0 and bool(np.isin(fresh, later.sequence.table[: later.start // size]).any())
+
+    def _set_row(self, row: int, sequence: DraftSequence) -> None:
+        """The row's block table: its blocks, and behind them those of its tree."""
+        num_blocks = self._rows.num_blocks(sequence.length)
+        self._tables[row, :num_blocks] = sequence.table[:num_blocks]
+        self._context_starts[row] = sequence.valid_start
+        self._tree_starts[row] = num_blocks * self._block_size
+        self._growth.trees.counts[row, kernel.FIRST_SLOT] = self._tree_starts[row]
+
+    def _run_extensions(self, request: DraftRequest, extensions: list[Extension], drafted: list[int]) -> None:
+        """Write entries in passes of at most PASS_ROWS; ``drafted`` gets the rows whose roots offered children."""
+        pieces: list[_Piece] = []
+        used = 0
+        for extension in extensions:
+            start = extension.start
+            while start < extension.stop:
+                stop = min(extension.stop, start + PASS_ROWS - used)
+                pieces.append(_Piece(extension, start, stop, used))
+                used += stop - start
+                start = stop
+                if used == PASS_ROWS:
+                    self._run_pieces(request, pieces, used, drafted)
+                    pieces, used = [], 0
+        if pieces:
+            self._run_pieces(request, pieces, used, drafted)
+
+    def _run_pieces(self, request: DraftRequest, pieces: list[_Piece], used: int, drafted: list[int]) -> None:
+        tokens = np.concatenate([extension.sequence.tokens[start:stop] for extension, start, stop, _ in pieces])
+        sizes = [piece.stop - piece.start for piece in pieces]
+        seqs = np.repeat(np.array([piece.extension.row for piece in pieces], np.int32), sizes)
+        offsets = np.array([piece.start - piece.first for piece in pieces], np.int32)
+        positions: Int32 = np.repeat(offsets, sizes)
+        positions += np.arange(used, dtype=np.int32)
+        ends: list[int] = []
+        rows: list[int] = []
+        for piece, size in zip(pieces, sizes, strict=True):
+            row, sequence = piece.extension.row, piece.extension.sequence
+            if piece.stop == sequence.length and self._wants_tree(row, len(drafted) + len(rows)):
+                ends.append(piece.first + size - 1)
+                rows.append(row)
+        slots = self._slots(seqs, positions)
+        logit_rows = np.array(ends, np.int32)
+        batch = self._batch(tokens, positions, slots, seqs, positions + 1, self._no_masks[:used], logit_rows)
+        features = self._gather_features(request, pieces, used)
+        self.figures.extend_tokens += used
+        write_entries = self._model.write_entries
+        if write_entries is not None and used - len(ends) >= self._entry_rows:
+            # First the rows of which nothing but their entries is wanted.
+            is_end = np.zeros(used, np.bool_)
+            is_end[ends] = True
+            others = np.flatnonzero(~is_end)
+            write_entries(self._select(batch, others), features[others])
+            if not ends:
+                return
+            batch = self._select(batch, logit_rows, logit_rows=self._all_rows[: len(ends)])
+            features, ends = features[logit_rows], list(range(len(ends)))
+        output = self._model.forward(batch, features, from_target=True)
+        if rows:
+            self._growth.offer_roots(output, np.array(rows, np.int32), ends, len(drafted))
+            drafted += rows
+        if self._model.num_depths > 1:
+            self._run_deeper(batch, _on_host(output.hidden).copy(), pieces)
+
+    def _wants_tree(self, row: int, num_before: int) -> bool:
+        """Whether a row is to be drafted for, and there is room in the scratch blocks; gives it its blocks there."""
+        if self._growth.trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_slots:
+            return False
+        block = int(self._tree_starts[row]) // self._block_size
+        self._tables[row, block : block + self._tree_blocks] = self._scratch[num_before]
+        self.figures.window_rows += int(self._context_starts[row] > self._rows.first_position)
+        return True
+
+    def _gather_features(self, request: DraftRequest, pieces: list[_Piece], used: int) -> Float32:
+        if not self._model.feature_width:
+            return self._features[:used]
+        if request.hidden.shape[1:] != (self._model.feature_width,):
+            raise ValueError(f"hidden rows of {request.hidden.shape[1:]}, expected {self._model.feature_width} wide")
+        firsts = [extension.first_feature + start - extension.start for extension, start, _, _ in pieces]
+        if all(first - piece.first == firsts[0] for first, piece in zip(firsts, pieces, strict=True)):
+            # As in most requests: all rows' features, one row behind the other.
+            return request.hidden[firsts[0] : firsts[0] + used]
+        for first, (_, start, stop, at) in zip(firsts, pieces, strict=True):
+            self._features[at : at + stop - start] = request.hidden[first : first + stop - start]
+        return self._features[:used]
+
+    def _run_deeper(self, batch: ForwardBatch, outputs: Float32, pieces: list[_Piece]) -> None:
+        """Extend the modules behind the first: each is fed the output of the one before, one slot earlier."""
+        size = self._block_size
+        for depth in range(1, self._model.num_depths):
+            inputs = np.empty_like(outputs)
+            inputs[1:] = outputs[:-1]
+            for extension, start, stop, at in pieces:
+                table, carry = extension.sequence.table, self._carry[depth - 1]
+                inputs[at] = carry[table[(start - 1) // size]]
+                # The last slot of each block that this piece writes to.
+                blocks = np.arange(start // size, -(-stop // size))
+                carry[table[blocks]] = outputs[at + np.minimum((blocks + 1) * size, stop) - 1 - start]
+            kept = np.flatnonzero(batch.positions >= self._context_starts[batch.row_seqs] + depth)
+            if not len(kept):
+                return
+            output = self._model.forward(self._select(batch, kept, depth), inputs[kept], from_target=False, depth=depth)
+            outputs[kept] = _on_host(output.hidden)
+
+    def _select(
+        self, batch: ForwardBatch, kept: NDArray[np.intp] | Int32, depth: int = 0, logit_rows: Int32 | None = None
+    ) -> ForwardBatch:
+        """Some rows of an extension, for the module of ``depth``; no logits wanted but of ``logit_rows``."""
+        return self._batch(
+            batch.token_ids[kept],
+            batch.positions[kept],
+            batch.slot_mapping[kept],
+            batch.row_seqs[kept],
+            batch.context_lens[kept],
+            self._no_masks[: len(kept)],
+            np.empty(0, np.int32) if logit_rows is None else logit_rows,
+            depth,
+        )
+
+    def _module_starts(self) -> Int32:
+        """int32 [modules, rows]: the first slot that each module has an entry in; a deeper one begins later, if at
+        all."""
+        depths = np.arange(self._model.num_depths, dtype=np.int32)
+        lengths = self._growth.trees.shapes[:, kernel.LENGTH]
+        starts: Int32 = np.minimum(self._context_starts + depths[:, None], lengths)
+        return starts
+
+    def _slots(self, seqs: Int32, positions: Int32) -> Int32:
+        size = self._block_size
+        return self._tables[seqs, positions // size] * size + positions % size
+
+    def _batch(
+        self,
+        tokens: Int32,
+        positions: Int32,
+        slots: Int32,
+        seqs: Int32,
+        context_lens: Int32,
+        masks: NDArray[np.uint64],
+        logit_rows: Int32,
+        depth: int = 0,
+    ) -> ForwardBatch:
+        return ForwardBatch(
+            token_ids=tokens,
+            positions=positions,
+            slot_mapping=slots,
+            row_seqs=seqs,
+            context_lens=context_lens,
+            masks=masks,
+            tree_starts=self._tree_starts,
+            block_tables=self._tables,
+            logit_rows=logit_rows,
+            context_starts=self._context_starts + np.int32(depth) if depth else self._context_starts,
+        )
+
+
+def scratch_blocks_per_row(target: TargetInfo) -> int:
+    """Blocks that hold the beams of one tree."""
+    beams = min(kernel.MAX_BEAM_NODES, max(target.max_nodes - 1, 1) * max(target.max_nodes - 2, 1))
+    return -(-beams // target.block_size)
+
+
+def cache_blocks(target: TargetInfo) -> int:
+    """Blocks of the drafter's own cache: the verifier's ids, then the private ones of all slots' trees."""
+    return target.num_blocks + target.max_slots * scratch_blocks_per_row(target)
+
+
+def warm_up(*, bfloat16: bool) -> None:
+    """Compile, or load, what drafting and a model's pass over a cache of float32 or bfloat16 run."""
+    trees, beams = kernel.new_trees(1, 2, 2), kernel.new_beams(1)
+    one, none = np.zeros(1, np.int32), np.full(1, -1, np.int32)
+    no_ids = np.empty(0, np.int32)
+    kernel.offer_children(trees, np.zeros(2, np.float32), 2, 2, no_ids, one, none, 0, COUPLING_SCALE)
+    # Trees of depth 0: nothing is run.
+    table, hidden = np.zeros((1, 1), np.int32), np.zeros((1, 0), np.float32)
+    level = LevelPass(np.zeros(NUM_FIELDS, np.int64), np.zeros((1, 2), np.int64), 0, 1, NO_OUTPUT, 0, 1, (1, 1, 1, 1))
+    places, vocabulary = Places(table, one, table, 1), Vocabulary(2, 2, no_ids)
+    growth_function()(trees, one, places, beams, level, hidden, hidden, vocabulary, one, COUPLING_SCALE)
+    kernel.emit_trees(trees, one, np.zeros(2, np.int32), one.copy(), one.copy(), np.zeros(1, np.float32))
+    forward_function(bfloat16)
+
+
+def _on_host(tensor: torch.Tensor) -> Float32:
+    """float32; a copy unless it is that, on the CPU, already."""
+    values: Float32 = tensor.to(torch.float32).cpu().numpy()
+    return values
+
+
+def _order(request: DraftRequest, num_rows: int) -> tuple[Sequence[int], bool]:
+    """Rows in the order in which they are learnt, and whether blocks may have changed hands between them.
+
+    A sequence that ended tells its last tokens in a row of one node; its blocks may be another row's by now.
+    """
+    told_only = request.max_nodes[:num_rows] <= 1
+    if not told_only.any():
+        return range(num_rows), False
+    return np.argsort(~told_only, kind="stable").tolist(), num_rows > 1

@@ -1,0 +1,150 @@
+"""Where a drafter's model runs: kernels, element type, and whether they are captured in graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from drafter_svc.config import DrafterSettings
+from drafter_svc.model.growth import MAX_BRANCHES, ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput
+from drafter_svc.model.passes import (
+    ENTRY_ROWS,
+    GPU_ENTRY_ROWS,
+    PASS_ROWS,
+    DraftModel,
+    cache_blocks,
+    scratch_blocks_per_row,
+)
+from foretoken.drafting import TargetInfo
+from foretoken.models.backend import CPU, Backend, choose_backend, default_dtype
+from foretoken.models.batch import ForwardBatch, chain_batch
+from foretoken.models.device_batch import DeviceArrays
+from foretoken.models.device_sizes import PassSizes, choices_file
+from foretoken.models.weight_layout import PanelLayout, RowLayout, WeightLayout
+
+# Passes of up to so many rows have each of the attention's tiles, those of a prompt beside other sequences' tokens too.
+_WARM_ROWS = 512
+
+
+class LaunchedModel(DraftModel, Protocol):
+    """A model that may be on a GPU."""
+
+    def tune(self, path: Path | None) -> None: ...
+    def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> PassOutput: ...
+
+
+class Placement(NamedTuple):
+    """``graphs``: of CUDA, on a GPU; ``warm``: whether its kernels are compiled before the first request."""
+
+    backend: Backend = CPU
+    dtype: torch.dtype = torch.float32
+    graphs: bool = True
+    warm: bool = True
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.backend.kernels == "gpu"
+
+    @property
+    def entry_rows(self) -> int:
+        """As DraftPasses takes it."""
+        return GPU_ENTRY_ROWS if self.is_gpu else ENTRY_ROWS
+
+    def reads(self, layout: WeightLayout) -> bool:
+        """Whether the kernels here take weights that are laid out so, where they are."""
+        if self.is_gpu:
+            return layout == RowLayout(self.backend.device, self.dtype)
+        return isinstance(layout, PanelLayout)
+
+    def cache_blocks(self, target: TargetInfo) -> int:
+        """Blocks of the drafter's own cache; on a GPU one more, which rows write to that only fill up a graph."""
+        return cache_blocks(target) + self.is_gpu
+
+    def pass_sizes(self, target: TargetInfo) -> PassSizes | None:
+        """The largest passes of a draft model; None on a CPU, whose buffers grow."""
+        if not self.is_gpu:
+            return None
+        beams = target.max_slots * MAX_BRANCHES
+        return PassSizes(
+            rows=max(PASS_ROWS, beams),
+            wanted=beams,
+            seqs=ROWS_PER_SLOT * target.max_slots,
+            blocks=self._table_blocks(target),
+            graphs=self.graphs,
+        )
+
+    def growth_maker(self, model: LaunchedModel, target: TargetInfo) -> GrowthMaker | None:
+        """What grows trees there; None: what DraftPasses takes by itself, on the CPU."""
+        if not self.is_gpu:
+            return None
+        if self.backend.device.type == "cuda":
+            model.tune(choices_file())
+        # Triton is imported where there is a GPU alone.
+        from drafter_svc.device.growth import DeviceGrowth
+
+        sizes = self.pass_sizes(target)
+        assert sizes is not None
+        make = partial(
+            DeviceGrowth,
+            model,
+            target,
+            max_blocks=self._table_blocks(target),
+            num_slots=self.cache_blocks(target) * target.block_size,
+            pass_rows=sizes.rows,
+            device=self.backend.device,
+            dtype=self.dtype,
+            graphs=self.graphs,
+            warm=self.warm,
+        )
+        if not self.warm:
+            return make
+
+        def make_warm(scale: float) -> Growth:
+            growth = make(scale)
+            growth.warm_up(self._run_prompts(model, target), target.num_blocks, target.block_size)
+            return growth
+
+        return make_warm
+
+    @staticmethod
+    def _run_prompts(model: LaunchedModel, target: TargetInfo) -> PassOutput:
+        """Passes as those that write new tokens' entries, over scratch; returns the last one's output, of one row."""
+        rows = 1 << (min(PASS_ROWS, _WARM_ROWS, target.max_model_len).bit_length() - 1)
+        while True:
+            batch = _scratch_batch(rows, target)
+            output = model.forward(batch, np.zeros((rows, model.feature_width), np.float32), from_target=True)
+            if rows == 1:
+                return output
+            rows //= 2
+
+    @staticmethod
+    def _table_blocks(target: TargetInfo) -> int:
+        """Blocks of one row: of the longest sequence, and of its tree."""
+        return -(-target.max_model_len // target.block_size) + scratch_blocks_per_row(target)
+
+
+def _scratch_batch(rows: int, target: TargetInfo) -> ForwardBatch:
+    """Rows of one sequence whose entries all go to the first slot of scratch, the only one that they see: what is in
+    the others nobody knows."""
+    chain = chain_batch(np.zeros(rows, np.int32), 0, target.block_size, np.array([rows - 1], np.int32))
+    return replace(
+        chain,
+        slot_mapping=np.full(rows, target.num_blocks * target.block_size, np.int32),
+        context_lens=np.ones(rows, np.int32),
+        block_tables=np.full_like(chain.block_tables, target.num_blocks),
+    )
+
+
+ON_CPU = Placement()
+
+
+def choose_placement(settings: DrafterSettings) -> Placement:
+    """Raises ConfigError for a device that is not there."""
+    backend = choose_backend(settings.device)
+    dtype = default_dtype(backend) if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    return Placement(backend, dtype, not settings.disable_cuda_graph)

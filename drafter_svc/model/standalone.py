@@ -1,0 +1,139 @@
+"""STANDALONE: a small model of the target's vocabulary drafts. It needs tokens only, and catches up by itself.
+
+Its cache uses the verifier's block ids, so a prefix that it has seen in them is not computed again; what it lacks it
+prefills, a bounded number of tokens a request.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from foretoken_kernels.cpu.draft_levels import LevelPass
+from numpy.typing import NDArray
+
+from drafter_svc.checkpoint.target_folder import target_folder
+from drafter_svc.checkpoint.tokenizer_match import check_same_tokenizer
+from drafter_svc.model.drafter import ModelDrafter
+from drafter_svc.model.passes import DraftPasses, Float32
+from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.model.rows import DraftRows
+from foretoken.drafting import DrafterNeeds, TargetInfo
+from foretoken.errors import PreconditionError
+from foretoken.kv_cache import KVCache
+from foretoken.models.backend import device_uuid
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.config import load_config
+from foretoken.models.decoder_weights import load_decoder_weights
+from foretoken.models.llama import Llama
+from foretoken.models.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from foretoken.models.device_batch import DeviceArrays
+    from foretoken.models.target_weights import TargetWeights
+
+# Tokens that one request prefills at most, beside a few for each row: as many as one prefill step of a verifier by
+# default, so that the drafter keeps pace and no step waits for a whole prompt.
+PREFILL_TOKENS = 512
+
+
+class _Output(NamedTuple):
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class StandaloneModel:
+    """A decoder as drafter_svc.model.passes.DraftModel: no features, no recurrent state."""
+
+    num_depths = 1
+    hidden_size = 0
+    feature_width = 0
+    target_ids: NDArray[np.int32] | None = None
+    write_entries = None
+
+    def __init__(self, llama: Llama) -> None:
+        self._llama = llama
+        self._no_hidden = torch.empty(0, 0)
+        self.draft_vocab_size = llama.config.vocab_size
+
+    def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> _Output:
+        return _Output(self._llama.forward(batch), self._no_hidden)
+
+    def tune(self, path: Path | None) -> None:
+        self._llama.tune(path)
+
+    def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> _Output:
+        return _Output(self._llama.launch(arrays), self._no_hidden)
+
+    def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> _Output:
+        return _Output(self._llama.launch(arrays), self._no_hidden)
+
+    def level_pass(self, num_rows: int, longest: int) -> LevelPass:
+        return self._llama.level_pass(num_rows, longest)
+
+
+class StandaloneDrafter(ModelDrafter):
+    """A ``foretoken.drafting.Drafter``.
+
+    Raises ConfigError or CheckpointError for a folder that holds no supported model; weights are read here, the cache
+    is made at attach.
+    """
+
+    algorithm = "STANDALONE"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        target: Path | None = None,
+        threads: int = 1,
+        placement: Placement = ON_CPU,
+        coupled_noise: bool = True,
+    ) -> None:
+        """``target``: the target's folder, where the verifier's is not visible here."""
+        super().__init__()
+        self._path = path
+        self._target_path = target
+        self._threads = threads
+        self._coupled = coupled_noise
+        self._placement = placement
+        self._config = load_config(path)
+        with Checkpoint(path) as checkpoint:
+            self._weights = load_decoder_weights(self._config, checkpoint, placement.dtype, _silent, placement.backend)
+
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        """Blocks only. Raises PreconditionError for another vocabulary, naming sizes or the first differing token."""
+        if self._config.vocab_size != target.vocab_size:
+            raise PreconditionError(
+                f"the draft model's vocabulary has {self._config.vocab_size} tokens, the target's {target.vocab_size}"
+            )
+        check_same_tokenizer(self._path, target_folder(target, self._target_path))
+        placement = self._placement
+        return DrafterNeeds(blocks=True, device=device_uuid(placement.backend), resident=placement.is_gpu)
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
+        """Forget all; make the cache. Raises as ``needs``."""
+        self.needs(target)
+        config, placement = self._config, self._placement
+        cache = KVCache(
+            config.num_layers,
+            placement.cache_blocks(target),
+            target.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            placement.dtype,
+            placement.backend.device,
+        )
+        # Beyond the positions that it was trained for a model drafts badly, never wrongly.
+        num_positions, sizes = target.max_model_len + target.max_nodes, placement.pass_sizes(target)
+        llama = Llama(config, self._weights, cache, num_positions, self._threads, sizes=sizes)
+        rows = DraftRows(target, first_position=0, needs_features=False)
+        model = StandaloneModel(llama)
+        growth = placement.growth_maker(model, target)
+        self._begin(DraftPasses(model, target, rows, budget=PREFILL_TOKENS, coupled=self._coupled, make_growth=growth))
+
+
+def _silent(_done: int, _total: int, _what: str) -> None:
+    """No progress shown."""

@@ -1,0 +1,177 @@
+"""The n-gram drafter: drafts what the client predicted, or what followed the same tokens before: in the row's own text,
+in its tenant's history, or in corpora that the operator added.
+
+Owns the arrays and their life; the loops over them are compiled (ngram_trie, ngram_tree). Needs no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_svc.config import NgramSettings
+from drafter_svc.ngram.candidates import new_scratch
+from drafter_svc.ngram.corpora import CorpusStore
+from drafter_svc.ngram.sequences import GENERATION, NUM_COLUMNS, SLOT_OF, new_sequences
+from drafter_svc.ngram.tree import Drafted, Told, compile_draft_batch
+from drafter_svc.ngram.trie import NUM_EVICTIONS, NUM_NODES, new_trie
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.errors import PreconditionError
+
+if TYPE_CHECKING:
+    from foretoken.models.target_weights import TargetWeights
+
+
+class NgramDrafter:
+    """A ``foretoken.drafting.Drafter`` that holds corpora.
+
+    A tenant's history outlives its sequences, and an attachment to the same target, as corpora do; memory is 44 bytes a
+    node of ``capacity``, touched as the trie fills, 8 bytes a token of the longest sequence of each slot and 4 of its
+    longest prediction, and 8 bytes a token of the corpora.
+
+    Construction compiles, once per installation (10 to 20 s), or loads what is cached (0.3 s), so that an attachment
+    does not wait for it. The cache lies beside the source files, or per user where those are read-only.
+    """
+
+    def __init__(self, settings: NgramSettings) -> None:
+        self._settings = settings
+        # A window and the token that follows it.
+        self._depth = settings.max_match_window_size + 1
+        self._draft_batch = compile_draft_batch()
+        self._trie = new_trie(settings.capacity)
+        self._corpora = CorpusStore(settings.external_corpus_max_tokens, settings.max_match_window_size)
+        self._target: TargetInfo | None = None
+        self._sequences = new_sequences(0, 1, self._depth)
+        self._scratch = new_scratch(1, 1, self._depth)
+        self._options = self._make_options(1)
+        self._num_drafted_rows = 0
+        self._num_rows = 0
+        self._warm_up()
+
+    @property
+    def algorithm(self) -> str:
+        return "NGRAM"
+
+    @property
+    def corpora(self) -> CorpusStore:
+        """Texts for all tenants; may be changed from any thread."""
+        return self._corpora
+
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        """Tokens are enough."""
+        if min(target.vocab_size, target.max_model_len, target.max_slots, target.max_nodes) < 1:
+            raise PreconditionError("the n-gram drafter needs a target with tokens, a context, slots and nodes")
+        return DrafterNeeds()
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
+        """Forget every sequence, and history and corpora too if they are of another target.
+
+        Raises:
+            PreconditionError: a target without slots, tokens or nodes.
+        """
+        self.needs(target)
+        if self._target is not None and self._target.model_fingerprint != target.model_fingerprint:
+            self._trie = new_trie(self._settings.capacity)
+            self._corpora.clear()
+        self._target = target
+        self._sequences = new_sequences(target.max_slots, target.max_model_len, self._depth)
+        self._scratch = new_scratch(target.max_nodes, self._settings.max_bfs_breadth, self._depth)
+        self._options = self._make_options(target.vocab_size)
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        """Learn the new tokens, then propose a tree for each row that wants one: one compiled call.
+
+        Tokens outside of the vocabulary are not learnt, and nothing is learnt across them.
+        """
+        rows = request.num_rows
+        # In the order of ngram_sequences.SLOT_OF and the following. One array: eight would be eight to unbox.
+        columns = np.array(
+            (
+                request.slots,
+                request.generations,
+                request.lengths,
+                request.max_nodes,
+                request.salts.view(np.int64),
+                request.prompt_lengths,
+                request.max_depths,
+                request.max_branches,
+            ),
+            np.int64,
+        )
+        # Own, writable copies: another layout or a read-only array would be another type, and compiled anew.
+        told = Told(
+            np.ascontiguousarray(columns.T),
+            np.array(request.new_token_starts, np.int32),
+            np.array(request.new_tokens, np.int32),
+            np.array(request.prediction_starts, np.int32),
+            np.array(request.prediction, np.int32),
+        )
+        most = rows * len(self._scratch.grown)
+        drafted = Drafted(
+            np.empty(rows + 1, np.int32), np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32)
+        )
+        self._num_rows += rows
+        self._num_drafted_rows += self._draft_batch(
+            self._trie, self._corpora.index, self._sequences, self._scratch, self._options, told, drafted
+        )
+        total = int(drafted.node_starts[rows])
+        return DraftBatch(
+            request.epoch,
+            request.step_id,
+            drafted.node_starts,
+            drafted.tokens[:total],
+            drafted.parents[:total],
+            drafted.scores[:total],
+        )
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the own text of slots; what their tenants' later sequences may draft from stays."""
+        for slot in slots:
+            if 0 <= slot < len(self._sequences.state):
+                self._sequences.state[slot] = 0
+                self._sequences.state[slot, GENERATION] = -1
+                self._sequences.ends[slot] = 0
+
+    def gauges(self) -> dict[str, float]:
+        counters = self._trie.counters
+        return {
+            "ngram_nodes": float(counters[NUM_NODES]),
+            "ngram_capacity": float(self._settings.capacity),
+            "ngram_evictions": float(counters[NUM_EVICTIONS]),
+            "ngram_external_tokens": float(self._corpora.num_tokens),
+            "ngram_rows": float(self._num_rows),
+            "ngram_drafted_rows": float(self._num_drafted_rows),
+        }
+
+    def _make_options(self, vocab_size: int) -> NDArray[np.int64]:
+        """int64 [6], as ngram_tree.VOCAB_SIZE and the following name them."""
+        return np.array(
+            [
+                vocab_size,
+                self._settings.min_match_window_size,
+                self._settings.max_match_window_size,
+                self._settings.min_bfs_breadth,
+                self._settings.max_bfs_breadth,
+                self._settings.order == "frequency",
+            ],
+            np.int64,
+        )
+
+    def _warm_up(self) -> None:
+        """Call the compiled function once, on arrays of its own: a first compilation takes many seconds."""
+        starts = np.array([0, 1], np.int32)
+        columns = np.ones((1, NUM_COLUMNS), np.int64)
+        columns[:, SLOT_OF] = 0
+        one = np.ones(1, np.int32)
+        self._draft_batch(
+            new_trie(64),
+            self._corpora.index,
+            new_sequences(1, 4, self._depth),
+            new_scratch(2, self._settings.max_bfs_breadth, self._depth),
+            self._options,
+            Told(columns, starts, one, starts, one),
+            Drafted(np.empty(2, np.int32), np.empty(2, np.int32), np.empty(2, np.int32), np.empty(2, np.float32)),
+        )

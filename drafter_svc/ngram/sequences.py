@@ -1,0 +1,248 @@
+"""Compiled inner loops of the n-gram drafter: the sequences in their slots, and matches in a sequence's own text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from drafter_svc.ngram.trie import Int64, Trie, compiled, insert_token, mix
+from foretoken.tree import Int32
+
+# Earlier places in its own text that a row compares, latest first.
+OWN_SCAN = 64
+# Places on either side of the cursor where a prediction is searched for the output's last tokens.
+PREDICTION_SCAN = 2048
+# Tokens of a prediction that came true one after another, from which on its place is not searched for.
+SURE_RUN = 4
+# Stands in a sequence's own text where tokens were missed.
+GAP = -1
+
+# Columns of Sequences.state. CURSOR and RUN: see follow_prediction.
+GENERATION, SEEN, OWN_LENGTH, SALT, LAST, PREDICTED_LENGTH, CURSOR, RUN = range(8)
+# Columns of a batch.
+SLOT_OF, GENERATION_OF, LENGTH_OF, MAX_NODES_OF, SALT_OF, PROMPT_LENGTH_OF, MAX_DEPTH_OF, MAX_BRANCH_OF = range(8)
+NUM_COLUMNS = 8
+# Entries of options.
+VOCAB_SIZE, MIN_WINDOW, MAX_WINDOW, MIN_BREADTH, MAX_BREADTH, BY_FREQUENCY = range(6)
+# RUN at the start of an output, where the client says what comes: as good as so many matched tokens.
+START_RUN = 12
+
+
+class Sequences(NamedTuple):
+    """State of each slot, and its own text with a hash chain through the places that end with the same tokens.
+
+    Attributes:
+        state: int64 [slots, 8].
+        tokens: int32 [slots, max_model_len + 1]; a GAP, then the tokens.
+        previous: int32 [slots, max_model_len + 1]; the place before with the same last tokens' hash, or -1.
+        heads: int32 [slots, power of 2]; the last place of each hash, or -1.
+        ends: int32 [slots, depth + 1]; see ngram_trie.insert_token.
+        stamps: int64 [slots, depth + 1].
+        predictions: int32 [slots, max_model_len]; what the client expects as the output.
+    """
+
+    state: Int64
+    tokens: Int32
+    previous: Int32
+    heads: Int32
+    ends: Int32
+    stamps: Int64
+    predictions: Int32
+
+
+def new_sequences(max_slots: int, max_model_len: int, depth: int) -> Sequences:
+    """Empty slots. Memory is touched as sequences come and grow, 8 bytes a token, and 4 a predicted one."""
+    num_heads = 1 << min(max((max_model_len // 2).bit_length(), 8), 15)
+    state = np.zeros((max_slots, 8), np.int64)
+    state[:, GENERATION] = -1
+    return Sequences(
+        state=state,
+        tokens=np.zeros((max_slots, max_model_len + 1), np.int32),
+        previous=np.zeros((max_slots, max_model_len + 1), np.int32),
+        heads=np.zeros((max_slots, num_heads), np.int32),
+        ends=np.zeros((max_slots, depth + 1), np.int32),
+        stamps=np.zeros((max_slots, depth + 1), np.int64),
+        predictions=np.zeros((max_slots, max_model_len), np.int32),
+    )
+
+
+@compiled
+def append_own(sequences: Sequences, slot: int, token: int, window: int) -> None:
+    """Append to a slot's own text; ``window`` (1 or 2) tokens are hashed. A text that fills its row starts again."""
+    tokens, heads = sequences.tokens[slot], sequences.heads[slot]
+    length = sequences.state[slot, OWN_LENGTH]
+    if length == 0 or length == len(tokens):
+        for head in range(len(heads)):
+            heads[head] = -1
+        length = 0
+    tokens[length] = token
+    before = tokens[length - 1] if window == 2 and length > 0 else 0
+    bucket = mix(before, token) & (len(heads) - 1)
+    sequences.previous[slot, length] = heads[bucket]
+    heads[bucket] = length
+    sequences.state[slot, OWN_LENGTH] = length + 1
+
+
+@compiled
+def break_off(sequences: Sequences, slot: int, window: int) -> None:
+    """Match and learn nothing across this place of a slot's sequence."""
+    for d in range(sequences.ends.shape[1]):
+        sequences.ends[slot, d] = 0
+    append_own(sequences, slot, GAP, window)
+
+
+@compiled
+def append_prediction(sequences: Sequences, slot: int, tokens: Int32) -> None:
+    """Take more of what the client expects; what is beyond the context could not come true."""
+    state, predicted = sequences.state[slot], sequences.predictions[slot]
+    start = state[PREDICTED_LENGTH]
+    count = min(len(tokens), len(predicted) - start)
+    for i in range(count):
+        predicted[start + i] = tokens[i]
+    state[PREDICTED_LENGTH] = start + count
+
+
+@compiled
+def follow_prediction(sequences: Sequences, slot: int, token: int) -> None:
+    """Move the cursor past one output token.
+
+    CURSOR is the place in the prediction where the output goes on, RUN the number of tokens before it that came true
+    one after another. A token that breaks a run is first taken for a replaced one: the cursor passes it.
+    """
+    state = sequences.state[slot]
+    cursor, run = state[CURSOR], state[RUN]
+    if cursor < state[PREDICTED_LENGTH] and sequences.predictions[slot, cursor] == token:
+        state[CURSOR], state[RUN] = cursor + 1, run + 1
+    elif run > 1:
+        state[CURSOR], state[RUN] = cursor + 1, 1
+    else:
+        state[RUN] = 0
+
+
+@compiled
+def start_sequence(state: Int64, columns: Int64) -> None:
+    """Forget what a slot held."""
+    state[GENERATION], state[SALT] = columns[GENERATION_OF], columns[SALT_OF]
+    state[OWN_LENGTH], state[LAST] = 0, 0
+    state[PREDICTED_LENGTH], state[CURSOR], state[RUN] = 0, 0, START_RUN
+
+
+@compiled
+def learn_row(
+    trie: Trie,
+    sequences: Sequences,
+    options: Int64,
+    columns: Int64,
+    new_tokens: Int32,
+    prediction: Int32,
+    scratch: Int32,
+) -> None:
+    """Take a row's new tokens into its own text and the trie; never link across tokens that were missed.
+
+    A sequence that is new to its slot starts by a break. A prediction is learnt for nobody.
+    """
+    slot = columns[SLOT_OF]
+    state = sequences.state[slot]
+    window = min(options[MAX_WINDOW], 2)
+    told_before = columns[LENGTH_OF] - len(new_tokens)
+    other = state[GENERATION] != columns[GENERATION_OF] or state[SALT] != columns[SALT_OF]
+    if other or told_before < state[SEEN]:
+        start_sequence(state, columns)
+        state[SEEN] = 0
+    if other or told_before != state[SEEN]:
+        break_off(sequences, slot, window)
+        missed = told_before - max(state[SEEN], columns[PROMPT_LENGTH_OF])
+        if missed > 0:
+            # Part of the output: where the prediction goes on is found by what comes now.
+            state[CURSOR], state[RUN] = state[CURSOR] + missed, 0
+    if len(prediction) > 0:
+        append_prediction(sequences, slot, prediction)
+    for i in range(len(new_tokens)):
+        token = new_tokens[i]
+        if 0 <= token < options[VOCAB_SIZE]:
+            append_own(sequences, slot, token, window)
+            insert_token(trie, sequences.ends[slot], sequences.stamps[slot], scratch, state[SALT], token)
+        else:
+            break_off(sequences, slot, window)
+        if state[PREDICTED_LENGTH] > 0 and told_before + i >= columns[PROMPT_LENGTH_OF]:
+            follow_prediction(sequences, slot, token)
+        state[LAST] = token
+    state[SEEN] = columns[LENGTH_OF]
+
+
+@compiled
+def matched_tokens(text: Int32, place: int, own: Int32, last: int, most: int) -> int:
+    """How many tokens of ``text`` up to ``place`` equal those of ``own`` up to ``last``, at most ``most``."""
+    count = 0
+    while count < most and count <= place and count <= last and text[place - count] == own[last - count] != GAP:
+        count += 1
+    return count
+
+
+@compiled
+def align_prediction(sequences: Sequences, slot: int) -> tuple[int, int]:
+    """Where the output goes on in the slot's prediction: (place before it, matched tokens), or (-1, 0).
+
+    While a run is short, the prediction is searched for the longest match of the output's last tokens, at least two;
+    of equal ones that nearest to the cursor counts. A run of SURE_RUN is not questioned.
+    """
+    state = sequences.state[slot]
+    predicted, length = sequences.predictions[slot], state[PREDICTED_LENGTH]
+    if length == 0:
+        return -1, 0
+    if state[RUN] < SURE_RUN:
+        own, last = sequences.tokens[slot], state[OWN_LENGTH] - 1
+        near, longest = state[CURSOR] - 1, max(state[RUN], 1)
+        for distance in range(PREDICTION_SCAN):
+            for place in (near + distance, near - distance):
+                if 0 <= place < length and predicted[place] == own[last]:
+                    matched = matched_tokens(predicted, place, own, last, START_RUN)
+                    if matched > longest:
+                        state[CURSOR], longest = place + 1, matched
+                        state[RUN] = matched
+            if longest == START_RUN:
+                break
+    if state[RUN] == 0 or state[CURSOR] >= length:
+        return -1, 0
+    return state[CURSOR] - 1, state[RUN]
+
+
+@compiled
+def find_own(sequences: Sequences, slot: int, options: Int64, places: Int32) -> tuple[int, int]:
+    """Where the slot's own text ended as it ends now: (place, matched tokens), or (-1, 0).
+
+    The longest match wins; of equal ones the latest, or in the order of frequency the latest of those that go on
+    with the most frequent token.
+    """
+    tokens, previous = sequences.tokens[slot], sequences.previous[slot]
+    last = sequences.state[slot, OWN_LENGTH] - 1
+    if last < 1:
+        return -1, 0
+    shortest = max(options[MIN_WINDOW], min(options[MAX_WINDOW], 2))
+    longest, count = shortest - 1, 0
+    place = previous[last]
+    for _ in range(OWN_SCAN):
+        if place < 0:
+            break
+        window = matched_tokens(tokens, place, tokens, last, options[MAX_WINDOW]) if tokens[place + 1] != GAP else 0
+        if window > longest:
+            longest, count = window, 0
+        if window == longest and window >= shortest:
+            places[count] = place
+            count += 1
+            if options[BY_FREQUENCY] == 0 and longest == options[MAX_WINDOW]:
+                break
+        place = previous[place]
+    if count == 0:
+        return -1, 0
+    best = 0
+    if options[BY_FREQUENCY] != 0:
+        most = 0
+        for i in range(count):
+            same = 0
+            for j in range(i, count):
+                same += tokens[places[i] + 1] == tokens[places[j] + 1]
+            if same > most:
+                best, most = i, same
+    return places[best], longest

@@ -1,0 +1,435 @@
+"""Compiled inner loops of the n-gram drafter: the tree drafted for each row of a batch.
+
+``compile_draft_batch`` gives the one function that a batch calls.
+
+A tree is grown best first. A candidate's weight estimates the chance that the target's text runs through it:
+
+    weight(child) = weight(parent) x what earlier sources left x confidence(matched tokens) x share
+
+Sources of a node's children, in order: what the client predicted, the sequence's own earlier text, then the trie's
+context; at the root the contexts of all suffixes, longest first; last the corpora. Each leaves ``1 - confidence`` to
+the next. Within a context the shares follow from the order: by recency each child gets half of what is left, by
+frequency its part of the counts. Candidates below MIN_WEIGHT are not drafted, so short or torn matches take few nodes,
+and a row without a match takes none.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_svc.ngram import candidates as ngram_candidates
+from drafter_svc.ngram import corpora as ngram_corpora
+from drafter_svc.ngram import sequences as ngram_sequences
+from drafter_svc.ngram import trie as ngram_trie
+from drafter_svc.ngram.candidates import (
+    CANDIDATE_TOKEN,
+    CANDIDATES,
+    EXTERNAL,
+    EXTERNAL_WINDOW,
+    LEVEL,
+    MIN_WEIGHT,
+    NODE,
+    NUM_CHILDREN,
+    OWN,
+    OWN_WINDOW,
+    PARENT_INDEX,
+    PREDICTED,
+    PREDICTED_WINDOW,
+    QUEUED,
+    SIBLING_SCAN,
+    WINDOW,
+    Scratch,
+    find_offered,
+    offer,
+    pop_heap,
+)
+from drafter_svc.ngram.corpora import Corpora, find_external, rank_continuations
+from drafter_svc.ngram.sequences import (
+    BY_FREQUENCY,
+    GAP,
+    LAST,
+    MAX_BRANCH_OF,
+    MAX_BREADTH,
+    MAX_DEPTH_OF,
+    MAX_NODES_OF,
+    MAX_WINDOW,
+    MIN_BREADTH,
+    MIN_WINDOW,
+    OWN_LENGTH,
+    PREDICTED_LENGTH,
+    SLOT_OF,
+    Sequences,
+    align_prediction,
+    find_own,
+    learn_row,
+)
+from drafter_svc.ngram.trie import CHILD, COUNT, NEXT, OLDEST_STAMP, TOKEN, Int64, Trie, compiled, find_child
+from foretoken.tree import Int32
+
+Float32 = NDArray[np.float32]
+
+# Chance that the latest continuation of the longest match is the next token, by matched tokens: entry w is for w, the
+# last for all longer ones. Rounded from Python source code (the standard library's, byte-pair tokens, 300 sequences
+# of about 300 known and 128 drafted tokens), where the weights that they give agree with the shares that came true.
+CONFIDENCE = (0.0, 0.2, 0.45, 0.6, 0.62, 0.63, 0.64, 0.66, 0.7, 0.74, 0.77, 0.8, 0.82, 0.84, 0.87, 0.9, 0.92)
+
+
+class Told(NamedTuple):
+    """What a batch tells. Attributes:
+    columns: int64 [rows, 8]; see ngram_sequences.SLOT_OF.
+    starts, new_tokens: int32 [rows + 1], int32 [any].
+    prediction_starts, prediction: int32 [rows + 1], int32 [any].
+    """
+
+    columns: Int64
+    starts: Int32
+    new_tokens: Int32
+    prediction_starts: Int32
+    prediction: Int32
+
+
+class Drafted(NamedTuple):
+    """Where the trees are written. Attributes:
+    node_starts: int32 [rows + 1].
+    tokens, parents: int32 [rows * max_nodes].
+    scores: float32 [rows * max_nodes]; log of the weights.
+    """
+
+    node_starts: Int32
+    tokens: Int32
+    parents: Int32
+    scores: Float32
+
+
+class Texts(NamedTuple):
+    """The texts of one row that its nodes have places in. Attributes:
+    predicted: int32 [any]; what the client expects.
+    own: int32 [any]; the sequence's own text.
+    period: tokens after which the own text repeats itself, if it goes on as it matched.
+    """
+
+    predicted: Int32
+    own: Int32
+    period: int
+
+
+@compiled
+def confidence(window: int) -> float:
+    return CONFIDENCE[min(window, len(CONFIDENCE) - 1)]
+
+
+@compiled
+def breadth_at(options: Int64, level: int) -> int:
+    """Children allowed: the most at the root, fewer in equal steps, the fewest from level ``max_window`` on."""
+    most: int = options[MAX_BREADTH]
+    spread = most - options[MIN_BREADTH]
+    return int(most - spread * min(level, options[MAX_WINDOW]) // options[MAX_WINDOW])
+
+
+@compiled
+def scan_children(nodes: Int32, node: int, limit: int, by_frequency: bool, scanned: Int32) -> int:
+    """Put the ``limit`` latest children of ``node`` into ``scanned``: how many.
+
+    By frequency they are sorted by their counts, the later of equal ones first.
+    """
+    count = 0
+    child = nodes[node, CHILD]
+    while child != 0 and count < limit:
+        at = count
+        while by_frequency and at > 0 and nodes[scanned[at - 1], COUNT] < nodes[child, COUNT]:
+            scanned[at] = scanned[at - 1]
+            at -= 1
+        scanned[at] = child
+        count += 1
+        child = nodes[child, NEXT]
+    return count
+
+
+@compiled
+def offer_context(
+    trie: Trie, scratch: Scratch, options: Int64, first: int, parent: int, node: int, window: int, weight: float
+) -> None:
+    """Offer the children of a context that no earlier source (from candidate ``first`` on) offered, for ``weight``."""
+    nodes, scanned = trie.nodes, scratch.scanned
+    by_frequency = options[BY_FREQUENCY] != 0
+    breadth = breadth_at(options, scratch.grown[parent, LEVEL])
+    count = scan_children(nodes, node, SIBLING_SCAN if by_frequency else breadth, by_frequency, scanned)
+    kept, total = 0, 0
+    for i in range(count):
+        if find_offered(scratch, first, nodes[scanned[i], TOKEN]) < 0:
+            scanned[kept] = scanned[i]
+            total += nodes[scanned[i], COUNT]
+            kept += 1
+    left = weight
+    for i in range(min(kept, breadth)):
+        child = int(scanned[i])
+        part = left / 2 if nodes[child, NEXT] != 0 else left
+        left -= part
+        if by_frequency:
+            part = weight * nodes[child, COUNT] / total
+        offer(scratch, parent, nodes[child, TOKEN], child, window + 1, part)
+
+
+@compiled
+def child_context(trie: Trie, scratch: Scratch, parent: int, node: int, window: int, token: int) -> tuple[int, int]:
+    """``token``'s node in the trie below the parent's context ``node`` of ``window`` tokens, or 0; and its window.
+
+    At the root the longest context that knows the token goes on with it.
+    """
+    child = int(find_child(trie, node, token)) if node != 0 else 0
+    if parent == 0:
+        window = len(scratch.contexts)
+        while child == 0 and window > 1:
+            window -= 1
+            node = int(scratch.contexts[window])
+            child = int(find_child(trie, node, token)) if node != 0 else 0
+    return child, window + 1
+
+
+@compiled
+def offer_text(
+    trie: Trie,
+    scratch: Scratch,
+    first: int,
+    parent: int,
+    column: int,
+    place: int,
+    token: int,
+    context: tuple[int, int],
+    weight: float,
+) -> float:
+    """Offer the ``token`` at ``place`` of a text, whose places stand in ``column``: the weight left for others.
+
+    ``context``: the parent's node in the trie and its window. A token that an earlier source offered goes on here too.
+    """
+    if token == GAP:
+        return weight
+    matched = int(scratch.grown[parent, column + 1])
+    candidate = find_offered(scratch, first, token)
+    if candidate < 0:
+        child, window = child_context(trie, scratch, parent, context[0], context[1], token)
+        candidate = offer(scratch, parent, token, child, window, weight * confidence(matched))
+        if candidate >= 0:
+            weight *= 1 - confidence(matched)
+    if candidate >= 0:
+        scratch.candidates[candidate, column] = place
+        scratch.candidates[candidate, column + 1] = matched + 1
+    return weight
+
+
+@compiled
+def offer_external(
+    trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, first: int, window: int, count: int, weight: float
+) -> None:
+    """Offer at the root what follows at the ``count`` scanned places of the corpora, for ``weight``."""
+    by_frequency = options[BY_FREQUENCY] != 0
+    left = weight
+    kept = rank_continuations(corpora, scratch.scanned, count, by_frequency, scratch.tallies)
+    total = 0
+    for i in range(kept):
+        total += scratch.tallies[i]
+    for i in range(min(kept, breadth_at(options, 0))):
+        place = scratch.scanned[i] + 1
+        part = left / 2 if i + 1 < kept else left
+        left -= part
+        if by_frequency:
+            part = weight * scratch.tallies[i] / total
+        token = corpora.tokens[place]
+        if find_offered(scratch, first, token) >= 0:
+            continue
+        child, child_window = child_context(trie, scratch, 0, 0, 0, token)
+        candidate = offer(scratch, 0, token, child, child_window, part)
+        if candidate >= 0:
+            scratch.candidates[candidate, EXTERNAL] = place
+            scratch.candidates[candidate, EXTERNAL_WINDOW] = window + 1
+
+
+@compiled
+def expand(trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, at: int, texts: Texts) -> None:
+    """Offer the children of tree node ``at``."""
+    weight, first, parent = scratch.grown_weights[at], scratch.sizes[CANDIDATES], scratch.grown[at]
+    node, window = int(parent[NODE]), int(parent[WINDOW])
+    if window == len(scratch.contexts):
+        node, window = int(trie.nodes[node, CHILD]), window - 1
+    context = (node, window)
+    place = parent[PREDICTED] + 1
+    if parent[PREDICTED_WINDOW] > 0 and place < len(texts.predicted):
+        weight = offer_text(trie, scratch, first, at, PREDICTED, place, texts.predicted[place], context, weight)
+    if parent[OWN] >= 0:
+        place = parent[OWN] + 1
+        if place == len(texts.own):
+            # Beyond the end the text is taken to repeat itself.
+            place -= texts.period
+        weight = offer_text(trie, scratch, first, at, OWN, place, texts.own[place], context, weight)
+    if at == 0:
+        for w in range(len(scratch.contexts) - 1, options[MIN_WINDOW] - 1, -1):
+            node = int(scratch.contexts[w])
+            if node != 0 and trie.nodes[node, CHILD] != 0 and weight >= MIN_WEIGHT:
+                offer_context(trie, scratch, options, first, at, node, w, weight * confidence(w))
+                weight *= 1 - confidence(w)
+        if len(corpora.order) > 0 and weight >= MIN_WEIGHT:
+            count, w = find_external(corpora, texts.own, options, scratch.scanned)
+            offer_external(trie, corpora, scratch, options, first, w, count, weight * confidence(w))
+        return
+    if node != 0:
+        offer_context(trie, scratch, options, first, at, node, window, weight * confidence(window))
+    if parent[EXTERNAL] >= 0:
+        place = parent[EXTERNAL] + 1
+        offer_text(trie, scratch, first, at, EXTERNAL, place, corpora.tokens[place], context, weight)
+
+
+@compiled
+def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, slot: int) -> Texts:
+    """Fill the contexts and the root of a slot's tree."""
+    for w in range(len(scratch.contexts)):
+        alive = sequences.stamps[slot, w] >= trie.counters[OLDEST_STAMP]
+        scratch.contexts[w] = sequences.ends[slot, w] if alive else 0
+    root, state = scratch.grown[0], sequences.state[slot]
+    root[NODE], root[WINDOW] = 0, 0
+    root[PREDICTED], root[PREDICTED_WINDOW] = align_prediction(sequences, slot)
+    root[OWN], root[OWN_WINDOW] = find_own(sequences, slot, options, scratch.scanned)
+    root[EXTERNAL], root[EXTERNAL_WINDOW] = -1, 0
+    root[NUM_CHILDREN], root[LEVEL] = 0, 0
+    scratch.grown_weights[0] = 1.0
+    scratch.sizes[CANDIDATES], scratch.sizes[QUEUED] = 0, 0
+    length = state[OWN_LENGTH]
+    return Texts(
+        sequences.predictions[slot, : state[PREDICTED_LENGTH]],
+        sequences.tokens[slot, :length],
+        length - 1 - root[OWN],
+    )
+
+
+@compiled
+def add_heaviest(
+    scratch: Scratch, options: Int64, max_branch: int, size: int, tokens: Int32, parents: Int32, scores: Float32
+) -> bool:
+    """Add the heaviest candidate whose parent may have one more child as tree node ``size``, if there is one."""
+    grown = scratch.grown
+    while scratch.sizes[QUEUED] > 0:
+        candidate = pop_heap(scratch.heap, scratch.sizes[QUEUED], scratch.weights)
+        scratch.sizes[QUEUED] -= 1
+        entry = scratch.candidates[candidate]
+        parent = entry[PARENT_INDEX]
+        if grown[parent, NUM_CHILDREN] < min(breadth_at(options, grown[parent, LEVEL]), max_branch):
+            grown[parent, NUM_CHILDREN] += 1
+            tokens[size], parents[size] = entry[CANDIDATE_TOKEN], parent
+            for column in range(NUM_CHILDREN):
+                grown[size, column] = entry[column]
+            grown[size, NUM_CHILDREN], grown[size, LEVEL] = 0, grown[parent, LEVEL] + 1
+            scratch.grown_weights[size] = scratch.weights[candidate]
+            scores[size] = math.log(scratch.weights[candidate])
+            return True
+    return False
+
+
+@compiled
+def grow_tree(
+    trie: Trie,
+    corpora: Corpora,
+    sequences: Sequences,
+    scratch: Scratch,
+    options: Int64,
+    columns: Int64,
+    tokens: Int32,
+    parents: Int32,
+    scores: Float32,
+) -> int:
+    """Write the nodes below the root of a slot's tree, at most as many as fit: how many nodes there are."""
+    texts = start_tree(trie, sequences, scratch, options, columns[SLOT_OF])
+    size, more = 1, True
+    while more and size < len(tokens):
+        if scratch.grown[size - 1, LEVEL] < columns[MAX_DEPTH_OF]:
+            expand(trie, corpora, scratch, options, size - 1, texts)
+        more = add_heaviest(scratch, options, columns[MAX_BRANCH_OF], size, tokens, parents, scores)
+        size += more
+    return size
+
+
+@compiled
+def draft_rows(
+    trie: Trie,
+    corpora: Corpora,
+    sequences: Sequences,
+    scratch: Scratch,
+    options: Int64,
+    told: Told,
+    drafted: Drafted,
+) -> int:
+    """Learn the new tokens of all rows, then write a tree for each: how many rows got more than a root.
+
+    A slot or an offset out of range is a row that is neither learnt nor drafted for.
+    """
+    num_drafted = 0
+    for row in range(len(told.columns)):
+        columns = told.columns[row]
+        low, high = told.starts[row], told.starts[row + 1]
+        first, end = told.prediction_starts[row], told.prediction_starts[row + 1]
+        sound = 0 <= low <= high <= len(told.new_tokens) and 0 <= first <= end <= len(told.prediction)
+        if not sound or not 0 <= columns[SLOT_OF] < len(sequences.state):
+            columns[SLOT_OF] = -1
+        else:
+            new_tokens, prediction = told.new_tokens[low:high], told.prediction[first:end]
+            learn_row(trie, sequences, options, columns, new_tokens, prediction, scratch.scanned)
+    drafted.node_starts[0] = 0
+    for row in range(len(told.columns)):
+        columns = told.columns[row]
+        low, slot = drafted.node_starts[row], columns[SLOT_OF]
+        high = low + min(max(columns[MAX_NODES_OF], 1), len(scratch.grown))
+        drafted.tokens[low] = sequences.state[slot, LAST] if slot >= 0 else 0
+        drafted.parents[low], drafted.scores[low] = -1, 0
+        size = 1
+        if slot >= 0 and high > low + 1:
+            size = grow_tree(
+                trie,
+                corpora,
+                sequences,
+                scratch,
+                options,
+                columns,
+                drafted.tokens[low:high],
+                drafted.parents[low:high],
+                drafted.scores[low:high],
+            )
+            num_drafted += size > 1
+        drafted.node_starts[row + 1] = low + size
+    return num_drafted
+
+
+@functools.cache
+def compile_draft_batch() -> Callable[..., int]:
+    """``draft_rows`` in nopython mode, without the GIL, cached beside this file or, if that is read-only, per user.
+
+    numba takes a cached function for fresh as long as its own file and its closure are unchanged: so the digest of
+    all source files is in the closure.
+    """
+    files = (ngram_trie.__file__, ngram_sequences.__file__, ngram_corpora.__file__, ngram_candidates.__file__, __file__)
+    digest = zlib.crc32(b"".join(Path(file).read_bytes() for file in files))
+
+    def draft_batch(
+        trie: Trie,
+        corpora: Corpora,
+        sequences: Sequences,
+        scratch: Scratch,
+        options: Int64,
+        told: Told,
+        drafted: Drafted,
+    ) -> int:
+        assert digest >= 0
+        return draft_rows(trie, corpora, sequences, scratch, options, told, drafted)
+
+    try:
+        batch = numba.njit(nogil=True, cache=True)(draft_batch)
+    except RuntimeError:
+        # numba finds no folder that it may write to: compiled anew by each process.
+        batch = numba.njit(nogil=True)(draft_batch)
+    return cast(Callable[..., int], batch)

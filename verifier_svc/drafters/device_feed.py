@@ -1,0 +1,99 @@
+"""An ordinary step's results, put where a drafter on this GPU finds those of steps that run ahead of the host.
+
+To the drafter such a step is a run of one. Its tokens the host knows, and copies; hidden rows go from where the target
+computed them to where the drafter reads them, and never to the host. Knows neither links nor transports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+import torch
+
+from foretoken.models.device_twins import DeviceTwins
+from foretoken.transports.resident import ResidentLayout, ResidentMemory
+from verifier_svc.drafters.request import Row
+
+
+def can_feed(rows: Items[Row], layout: ResidentLayout) -> bool:
+    """Whether a memory can take all that these rows have to say: each the few last tokens of a sequence that the
+    drafter knows, with hidden rows that are where the last pass left them, and one row a slot."""
+    return len(rows) == len({row.slot for row in rows}) <= layout.seats and all(_fits(row, layout) for row in rows)
+
+
+def _fits(row: Row, layout: ResidentLayout) -> bool:
+    count = len(row.new_tokens)
+    if not 0 < count <= min(layout.tokens, row.length - 1):
+        return False
+    if not layout.hidden_width:
+        # One that ended before the last pass may have written its last entries to blocks that are others' by now.
+        return not row.has_ended
+    return sum(map(len, row.hidden)) == count and all(
+        part.columns is None and part.source.on_device is not None and part.source.width == layout.hidden_width
+        for part in row.hidden
+    )
+
+
+def as_seats(rows: Items[Row], block_size: int) -> list[Row]:
+    """The rows of a run's first request: what the drafter was told of before, and the blocks that it does not know."""
+    return [_as_seat(row, block_size) for row in rows]
+
+
+def _as_seat(row: Row, block_size: int) -> Row:
+    told = row.length - len(row.new_tokens)
+    # The first one is known if the sequence has begun it.
+    blocks = row.block_ids[1:] if told % block_size else row.block_ids
+    return row._replace(length=told, new_tokens=[], hidden=[], block_ids=blocks)
+
+
+class ResidentFeed:
+    """Not for two threads at once. Keeps nothing of a memory.
+
+    Args:
+        layout: of the memories; device: of them, and of the hidden rows.
+    """
+
+    def __init__(self, layout: ResidentLayout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        is_cuda = device.type == "cuda"
+        self._host = ResidentMemory.mirror(layout, pinned=is_cuda)
+        self._columns = {
+            name: getattr(self._host, name).numpy() for name in ("counts", "lengths", "num_left", "new_tokens")
+        }
+        self._places = DeviceTwins({"rows": ((layout.seats * layout.tokens,), torch.int32)}, device)
+        self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    @torch.inference_mode()
+    def place(self, rows: Items[Row], memory: ResidentMemory, number: int) -> None:
+        """Enqueue all copies of step ``number``: row ``i``, which ``can_feed``, sits in seat ``i``.
+
+        Nothing else may be reading or writing the memory's results, or be about to.
+        """
+        if self._sent is not None:
+            self._sent.synchronize()
+        tokens = self.layout.tokens
+        counts, lengths, num_left, new_tokens = self._columns.values()
+        self._places.wait()
+        places = self._places.host["rows"]
+        counts[:] = num_left[:] = 0
+        for seat, row in enumerate(rows):
+            count, first = len(row.new_tokens), seat * tokens
+            counts[seat], lengths[seat] = count, row.length
+            num_left[seat] = 0 if row.has_ended else row.sequence.max_new_tokens
+            new_tokens[seat, :count] = row.new_tokens
+            if self.layout.hidden_width:
+                places[first : first + count] = [place for part in row.hidden for place in part.places]
+                # Rows that nobody reads: any of the pass.
+                places[first + count : first + tokens] = places[first]
+        memory.results.copy_(self._host.results, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+        if self.layout.hidden_width:
+            features = rows[0].hidden[0].source.on_device
+            assert features is not None
+            self._places.send()
+            taken = len(rows) * tokens
+            torch.index_select(features, 0, self._places.device["rows"][:taken], out=memory.hidden[:taken])
+        # Behind all that it stands for.
+        memory.stamp.fill_(number)

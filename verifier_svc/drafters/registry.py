@@ -1,0 +1,85 @@
+"""The drafters of a verifier while it serves: the operator attaches and detaches them.
+
+What is attached so lasts until the verifier ends. The engine takes a change in between two steps; sources are started
+and closed here, where no step waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from foretoken import limits
+from foretoken.errors import InvalidRequestError
+from verifier_svc.config import TRANSPORTS, DrafterEndpoint
+from verifier_svc.drafters.corpora import DrafterCorpora
+from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.source import DraftSource
+from verifier_svc.engine import Engine
+from verifier_svc.messages import AttachDrafter, DetachDrafter
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class DrafterRegistry:
+    """Attaches and detaches drafters of one engine, one after the other. Used on the event loop."""
+
+    def __init__(
+        self, engine: Engine, make_source: Callable[[DrafterEndpoint], DraftSource], corpora: DrafterCorpora
+    ) -> None:
+        """``make_source``: of a drafter in another process, not started yet."""
+        self._engine = engine
+        self._make_source = make_source
+        self._corpora = corpora
+        self._lock = asyncio.Lock()
+
+    async def attach(self, name: str, address: str, transport: str) -> DraftLink:
+        """Begin to attach a drafter. Raises InvalidRequestError naming the field, and as DrafterRoster.add."""
+        endpoint = _endpoint(name, address, transport)
+        return await self._to_the_end(self._attach(endpoint))
+
+    async def detach(self, name: str) -> None:
+        """Detach a drafter for good. Raises as DrafterRoster.remove."""
+        await self._to_the_end(self._detach(name))
+
+    async def _to_the_end(self, change: Coroutine[Any, Any, Result]) -> Result:
+        """A caller who goes away leaves no source behind that is neither in use nor closed."""
+        return await asyncio.shield(asyncio.create_task(change))
+
+    async def _attach(self, endpoint: DrafterEndpoint) -> DraftLink:
+        async with self._lock:
+            source = self._make_source(endpoint)
+            done: Future[None] = Future()
+            try:
+                self._engine.send(AttachDrafter(source, done))
+                await asyncio.wrap_future(done)
+            except BaseException:
+                source.close()
+                raise
+            source.start()
+            self._corpora.attach(source, endpoint.address)
+        logger.info("drafter %s is to be attached at %s", endpoint.name, endpoint.address)
+        return next(link for link in self._engine.speculator.links if link.name == endpoint.name)
+
+    async def _detach(self, name: str) -> None:
+        async with self._lock:
+            done: Future[DraftSource] = Future()
+            self._engine.send(DetachDrafter(name, done))
+            source = await asyncio.wrap_future(done)
+            self._corpora.detach(name)
+            await asyncio.to_thread(source.close)
+        logger.info("drafter %s is detached", name)
+
+
+def _endpoint(name: str, address: str, transport: str) -> DrafterEndpoint:
+    limits.check_drafter_name("name", name)
+    limits.check_address("address", address)
+    transport = transport or "auto"
+    if transport not in TRANSPORTS:
+        raise InvalidRequestError(f"transport must be one of {', '.join(TRANSPORTS)}", field="transport")
+    return DrafterEndpoint(name=name, address=address, transport=transport)

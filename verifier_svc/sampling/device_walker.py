@@ -1,0 +1,309 @@
+"""Samples and walks on a GPU: the plain sampler on every node's row at once, then the walk, without a host in between.
+
+What the sampler needs of a request (its rules, and the counts of its penalties) lies on the device, in the request's
+slot. A sequence with a grammar is walked on the host, since each of its masks depends on the token before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from foretoken_kernels.gpu.sample import SampleWorkspace, sample_rows, sample_workspace
+from foretoken_kernels.gpu.walk import walk
+from foretoken_kernels.sampler_state import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    SampleBatch,
+    SamplerState,
+    new_sampler_state,
+    reset_slots,
+)
+from foretoken_kernels.sampler_state import WalkResult as DeviceResult
+
+from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES
+from foretoken.models.device_batch import bucket, seq_bucket
+from foretoken.models.device_graph import DeviceGraphs
+from foretoken.models.device_journal import DeviceJournal
+from foretoken.models.device_twins import DeviceTwins
+from foretoken.sampling import is_greedy, noise_key
+from verifier_svc.messages import FinishReason, TokenLogprobs
+from verifier_svc.sampling.device_logprobs import device_logprobs
+from verifier_svc.sampling.verify import WalkResult
+from verifier_svc.sampling.walker import Walk, walk_on_host
+from verifier_svc.scheduling.sequence import Sequence
+
+# Columns of SamplerState that the host sets, each one value a slot.
+_RULES = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition",
+    "frequency",
+    "presence",
+    "seed_low",
+    "seed_high",
+    "choice",
+    "min_tokens",
+    "num_bias",
+    "num_stops",
+)
+_FINISHES = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
+# Stop ids of one request: its own, and the model's.
+_MAX_STOPS = 128
+
+
+class _Shape(NamedTuple):
+    rows: int
+    seqs: int
+
+
+class WalkStage:
+    """The memory of one shape's graph: what is asked (SampleBatch), what is found (WalkResult), and ``num_nodes`` of
+    the trees that were walked, where the host does not know them. ``depth``: steps that may be unread."""
+
+    def __init__(self, shape: _Shape, max_tokens: int, depth: int, device: torch.device) -> None:
+        rows, seqs = shape
+        self.asked = DeviceTwins(
+            {
+                "row_seqs": ((rows,), torch.int32),
+                "tokens": ((rows,), torch.int32),
+                "parents": ((rows,), torch.int32),
+                "row_starts": ((seqs + 1,), torch.int32),
+                "slots": ((seqs,), torch.int32),
+                "positions": ((seqs,), torch.int32),
+                "num_outputs": ((seqs,), torch.int32),
+                "max_new": ((seqs,), torch.int32),
+            },
+            device,
+        )
+        many = ("tokens", "nodes", "accepted")
+        found = {name: (seqs, max_tokens) if name in many else (seqs,) for name in (*DeviceResult._fields, "num_nodes")}
+        self.found = DeviceJournal(found, depth, device)
+        self.result = DeviceResult(**{name: self.found.device[name] for name in DeviceResult._fields})
+        self.sampled = torch.zeros(rows, dtype=torch.int32, device=device)
+
+
+class DeviceWalker:
+    """A ``verifier_svc.sampling.walker.Walker``. Its state is that of the sequences in their slots.
+
+    Args:
+        vocab_size: width of the logits; token_limit: ids below it may be sampled.
+        max_slots: sequences that run at once.
+        max_rows: rows of logits of one step, at most.
+        max_nodes: of one tree.
+        graphs: whether sampling and walk are captured.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        token_limit: int,
+        max_slots: int,
+        max_rows: int,
+        max_nodes: int,
+        device: torch.device,
+        graphs: bool,
+    ) -> None:
+        self._token_limit, self._max_slots, self._max_tokens = token_limit, max_slots, max_nodes
+        self._device = device
+        self._workspace: SampleWorkspace = sample_workspace(max_rows, vocab_size, device)
+        state = new_sampler_state(max_slots, vocab_size, MAX_LOGIT_BIAS_ENTRIES, _MAX_STOPS, device)
+        # One copy brings over the rules of all slots; biases and stops are copied where there are some.
+        columns = {name: (tuple(getattr(state, name).shape), getattr(state, name).dtype) for name in _RULES}
+        self._rules = DeviceTwins(columns, device)
+        for name in _RULES:
+            self._rules.host[name][:] = getattr(state, name).cpu().numpy()
+        self._state: SamplerState = state._replace(**self._rules.device)
+        # Of each slot the sequence whose rules it holds, by generation.
+        self._generations = [-1] * max_slots
+        self._stages: dict[_Shape, WalkStage] = {}
+        self._graphs = DeviceGraphs(graphs and device.type == "cuda")
+
+    @torch.inference_mode()
+    def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
+        on_device = [each for each in walks if each.sequence.sampling.grammar is None]
+        results: dict[int, WalkResult] = {}
+        if on_device:
+            self.seat([each.sequence for each in on_device])
+            stage = self._launch(on_device, logits)
+            stage.found.record()
+            stage.found.wait()
+            found = stage.found.take()
+            walked = [walk_result(found, index, each.sources) for index, each in enumerate(on_device)]
+            for each, result in zip(on_device, _with_logprobs(on_device, found["nodes"], walked, logits), strict=True):
+                results[id(each)] = result
+        for each in walks:
+            if each.sequence.sampling.grammar is not None:
+                results[id(each)] = walk_on_host(each, logits)
+        return [results[id(each)] for each in walks]
+
+    @torch.inference_mode()
+    def logprobs(self, logits: torch.Tensor, token_ids: Items[int], top_k: int) -> list[TokenLogprobs]:
+        return device_logprobs(logits, range(len(token_ids)), token_ids, [top_k] * len(token_ids))
+
+    @torch.inference_mode()
+    def warm_up(self, vocab_size: int) -> None:
+        """Compile the kernels: so far no row belongs to a sequence."""
+        stage = self.new_stage(1, 1, 1)
+        stage.asked.host["row_seqs"][:] = -1
+        stage.asked.send()
+        logits = torch.zeros((1, vocab_size), dtype=torch.float32, device=self._device)
+        self.sample_and_walk(stage, logits)
+        self.logprobs(logits, [0], 1)
+
+    def new_stage(self, rows: int, seqs: int, depth: int) -> WalkStage:
+        """A stage of its own for who fills it on the device. ``depth``: as WalkStage."""
+        return WalkStage(_Shape(rows, seqs), self._max_tokens, depth, self._device)
+
+    def _launch(self, walks: list[Walk], logits: torch.Tensor) -> WalkStage:
+        rows = max(each.first_row + each.tree.num_nodes for each in walks)
+        # Rows of logits past those of this step hold what an earlier one left.
+        shape = _Shape(min(bucket(rows), len(self._workspace.depths)), min(seq_bucket(len(walks)), self._max_slots))
+        if shape not in self._stages:
+            self._stages[shape] = WalkStage(shape, self._max_tokens, 1, self._device)
+        stage = self._stages[shape]
+        stage.asked.wait()
+        host = stage.asked.host
+        # Rows between those of two sequences (a grammar's, prompt logprobs) count as the former's nodes: they hold no
+        # token that a walk could go to.
+        host["row_seqs"][:], host["parents"][:], host["tokens"][:] = -1, -1, -1
+        host["row_starts"][:] = rows
+        for index, (sequence, tree, first_row, _) in enumerate(walks):
+            end = first_row + tree.num_nodes
+            host["row_seqs"][first_row:end] = index
+            host["tokens"][first_row:end] = tree.tokens
+            host["parents"][first_row:end] = tree.parents
+            host["row_starts"][index] = first_row
+            host["slots"][index] = sequence.slot
+            host["positions"][index] = len(sequence.tokens)
+            host["num_outputs"][index] = sequence.num_output_tokens
+            host["max_new"][index] = sequence.max_new_tokens
+        host["row_starts"][len(walks)] = rows
+        host["slots"][len(walks) :] = 0
+        host["max_new"][len(walks) :] = 1
+        stage.asked.send()
+        whole = _first_rows(logits, shape.rows)
+        key = (shape, whole.data_ptr())
+        self._graphs.run(key, lambda: self.sample_and_walk(stage, whole))
+        return stage
+
+    def sample_and_walk(self, stage: WalkStage, logits: torch.Tensor) -> None:
+        """Launch the kernels; nothing waits for them."""
+        batch = SampleBatch(logits=logits, vocab_limit=self._token_limit, **stage.asked.device)
+        sample_rows(batch, self._state, self._workspace, stage.sampled)
+        walk(batch, stage.sampled, self._state, stage.result)
+
+    def seat(self, sequences: Items[Sequence]) -> None:
+        """Bring over the rules of sequences that are new in their slots."""
+        fresh = [s for s in sequences if self._generations[s.slot] != s.generation]
+        if not fresh:
+            return
+        self._rules.wait()
+        for sequence in fresh:
+            self._generations[sequence.slot] = sequence.generation
+            self._set_rules(sequence)
+        self._rules.send()
+        counted = [s for s in fresh if _is_penalized(s)]
+        if counted:
+            self._count(counted)
+
+    def _set_rules(self, sequence: Sequence) -> None:
+        params, slot = sequence.sampling, sequence.slot
+        seed_low, seed_high = noise_key(params.seed)
+        bias = {token: value for token, value in params.logit_bias.items() if token < self._token_limit}
+        stops = sorted(sequence.sampler.stop_ids)[:_MAX_STOPS]
+        values = (
+            0.0 if is_greedy(params) else params.temperature,
+            max(params.top_k, 0),
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+            seed_low,
+            seed_high,
+            sequence.key.choice_index,
+            params.min_tokens,
+            len(bias),
+            len(stops),
+        )
+        for name, value in zip(_RULES, values, strict=True):
+            self._rules.host[name][slot] = value
+        if bias:
+            self._state.bias_ids[slot, : len(bias)] = torch.tensor(list(bias), dtype=torch.int32)
+            self._state.bias_values[slot, : len(bias)] = torch.tensor(list(bias.values()))
+        if stops:
+            self._state.stop_ids[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int32)
+
+    def _count(self, sequences: list[Sequence]) -> None:
+        """Tokens of prompt and output so far, for the penalties."""
+        prompt, output = [], []
+        for sequence in sequences:
+            split, limit = sequence.num_prompt_tokens, self._state.counts.shape[1]
+            prompt += [(sequence.slot, token) for token in set(sequence.tokens[:split]) if token < limit]
+            output += [(sequence.slot, token) for token in sequence.tokens[split:]]
+        slots = torch.tensor([s.slot for s in sequences], device=self._device)
+        pairs = [torch.tensor(each, dtype=torch.int64).reshape(-1, 2).to(self._device) for each in (prompt, output)]
+        reset_slots(self._state, slots, pairs[0][:, 1], pairs[0][:, 0], pairs[1][:, 1], pairs[1][:, 0])
+
+
+def walk_result(found: Mapping[str, np.ndarray], index: int, sources: Items[int] | int | None) -> WalkResult:
+    """Of one sequence, without logprobs. ``found``: WalkResult of the device, fetched. ``sources``: as Walk has them;
+    a number stands for that of all nodes."""
+    num_walked, num_tokens = int(found["num_walked"][index]), int(found["num_tokens"][index])
+    tokens = found["tokens"][index, :num_walked].tolist()
+    matched = found["accepted"][index, : int(found["num_matched"][index])].tolist()
+    accepted = matched[: int(found["num_accepted"][index])]
+    if sources is None or isinstance(sources, int):
+        from_drafters = [1 if sources is None else sources] * len(accepted)
+    else:
+        from_drafters = [int(sources[node]) for node in accepted]
+    finish = _FINISHES.get(int(found["finish"][index]))
+    return WalkResult(
+        tokens=tokens[:num_tokens],
+        accepted_nodes=accepted,
+        sources=from_drafters + [0] * (num_tokens - len(accepted)),
+        finish=finish,
+        stop_token_id=tokens[-1] if finish is FinishReason.STOP else None,
+        logprobs=[],
+        num_walked_tokens=num_walked,
+        matched_nodes=matched,
+    )
+
+
+def _with_logprobs(
+    walks: list[Walk], nodes: np.ndarray, results: list[WalkResult], logits: torch.Tensor
+) -> list[WalkResult]:
+    """The results with what their requests want to know of the rows that gave the tokens. ``nodes``: [walks, any]."""
+    wanted = [each.sequence.sampling.logprobs for each in walks]
+    rows: list[int] = []
+    tokens: list[int] = []
+    top_k: list[int] = []
+    for index, (each, most, result) in enumerate(zip(walks, wanted, results, strict=True)):
+        if most is not None:
+            count = len(result.tokens)
+            rows += (each.first_row + nodes[index, :count]).tolist()
+            tokens += result.tokens
+            top_k += [most] * count
+    found = iter(device_logprobs(logits, rows, tokens, top_k))
+    return [
+        result if most is None else result._replace(logprobs=list(islice(found, len(result.tokens))))
+        for most, result in zip(wanted, results, strict=True)
+    ]
+
+
+def _is_penalized(sequence: Sequence) -> bool:
+    params = sequence.sampling
+    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+
+
+def _first_rows(logits: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows, vocab] of the buffer whose first rows these are."""
+    return logits.as_strided((rows, logits.shape[1]), logits.stride(), logits.storage_offset())

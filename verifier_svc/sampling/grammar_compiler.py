@@ -1,0 +1,200 @@
+"""Grammars of requests to matchers, away from the engine: checked in a process of its own, compiled in threads, kept.
+
+A hostile grammar costs the checker's time, never a step of the engine; others that are new wait behind it, a bounded
+time. One that is known is compiled once more for each sequence: compiled grammars cannot be shared (see Matcher).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from foretoken.errors import ForetokenError, PreconditionError, QueueFullError
+from foretoken.sampling import Grammar
+from verifier_svc.sampling import grammar_check
+from verifier_svc.sampling.grammar import LIMITS, Matcher, Vocabulary, compile_grammar, refusal, short, to_llguidance
+
+logger = logging.getLogger(__name__)
+
+COMPILE_TIMEOUT_S = 3.0
+# Memory that compiling one grammar may take, and that the kept ones take together at most.
+MAX_COMPILE_BYTES = 256 * 1024 * 1024
+MAX_KEPT_BYTES = 256 * 1024 * 1024
+MAX_KEPT = 256
+# Grammars that wait to be compiled; with the time-out, the longest that one can wait.
+MAX_WAITING = 16
+
+
+class _Kept(NamedTuple):
+    matcher: Matcher
+    num_bytes: int
+
+
+class GrammarCompiler:
+    """Matchers by grammar. ``matcher`` is called on an event loop; what is slow runs in two threads of its own."""
+
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], Vocabulary],
+        *,
+        timeout_s: float = COMPILE_TIMEOUT_S,
+        max_compile_bytes: int = MAX_COMPILE_BYTES,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        """``make_vocabulary`` is called once, for the first grammar; it raises InvalidRequestError if there is none."""
+        self._make_vocabulary = make_vocabulary
+        self._timeout_s = timeout_s
+        self._max_compile_bytes = max_compile_bytes
+        self._max_kept_bytes = max_kept_bytes
+        self._vocabulary: Vocabulary | None = None
+        self._checker: subprocess.Popen[bytes] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        # For grammars that are known: they do not wait behind one that is being checked.
+        self._for_known = ThreadPoolExecutor(1, thread_name_prefix="known-grammar")
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, _Kept] = OrderedDict()
+        self._kept_bytes = 0
+        self._waiting: dict[Grammar, Future[Matcher]] = {}
+        self._closed = False
+        self.num_compiled = 0
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    async def matcher(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> Matcher:
+        """A matcher of one's own, behind ``output_ids``.
+
+        Raises:
+            InvalidRequestError: the grammar cannot be used; the field is its kind, the message llguidance's.
+            PreconditionError: ``output_ids`` do not match it.
+            QueueFullError: too many grammars wait to be compiled.
+        """
+        compiled = self.kept(grammar)
+        if compiled is None:
+            compiled = await asyncio.shield(asyncio.wrap_future(self._compiled(grammar)))
+        return await asyncio.wrap_future(self._for_known.submit(_matcher_behind, compiled, output_ids))
+
+    def kept(self, grammar: Grammar) -> Matcher | None:
+        """The compiled grammar, if it is there. It is shared, and advanced by nobody."""
+        with self._lock:
+            found = self._kept.get(grammar)
+            if found is not None:
+                self._kept.move_to_end(grammar)
+            return None if found is None else found.matcher
+
+    def close(self) -> None:
+        """End the process and the thread; what waits fails."""
+        self._closed = True
+        if self._checker is not None:
+            self._checker.kill()
+        for executor in (self._executor, self._for_known):
+            executor.shutdown(cancel_futures=True)
+        self._end_checker()
+
+    def _compiled(self, grammar: Grammar) -> Future[Matcher]:
+        """Its compilation: the one that is under way, or a new one."""
+        with self._lock:
+            future = self._waiting.get(grammar)
+            if future is None:
+                if len(self._waiting) >= MAX_WAITING:
+                    raise QueueFullError("too many grammars wait to be compiled")
+                future = self._waiting[grammar] = self._executor.submit(self._compile, grammar)
+        return future
+
+    def _compile(self, grammar: Grammar) -> Matcher:
+        try:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            num_bytes = self._check(grammar, self._vocabulary)
+            matcher = compile_grammar(grammar, self._vocabulary)
+            self._keep(grammar, _Kept(matcher, num_bytes + len(grammar.text)))
+            self.num_compiled += 1
+            return matcher
+        except ForetokenError as error:
+            error.field = error.field or grammar.kind
+            raise
+        finally:
+            with self._lock:
+                del self._waiting[grammar]
+
+    def _check(self, grammar: Grammar, vocabulary: Vocabulary) -> int:
+        """Bytes that compiling it took in the checker. Raises InvalidRequestError if it may not be compiled here."""
+        line = json.dumps({"grammar": to_llguidance(grammar)}).encode() + b"\n"
+        # The process may have died since: whoever waits next starts another.
+        for _ in range(2):
+            checker = self._checker or self._start_checker(vocabulary)
+            assert checker.stdin is not None and checker.stdout is not None
+            try:
+                checker.stdin.write(line)
+                checker.stdin.flush()
+                said = checker.stdout.readline()
+            except BrokenPipeError:
+                said = b""
+            if said:
+                answer = json.loads(said)
+                if answer["error"]:
+                    raise refusal(grammar, answer["error"])
+                return int(answer["bytes"])
+            logger.warning("the process that checks grammars is gone")
+            self._end_checker()
+        raise refusal(grammar, "the process that checks grammars died of it")
+
+    def _start_checker(self, vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise RuntimeError("closed")
+        options = {
+            "tokenizer": str(vocabulary.path),
+            "eos_ids": vocabulary.eos_ids,
+            "timeout_s": self._timeout_s,
+            "max_bytes": self._max_compile_bytes,
+            "limits": LIMITS,
+        }
+        # Ends with its input: it cannot outlive this process. A session of its own keeps the terminal's signals off.
+        self._checker = subprocess.Popen(
+            [sys.executable, "-I", str(Path(grammar_check.__file__)), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self._checker
+
+    def _end_checker(self) -> None:
+        checker, self._checker = self._checker, None
+        if checker is not None:
+            checker.kill()
+            checker.communicate()
+
+    def _keep(self, grammar: Grammar, kept: _Kept) -> None:
+        """Keep a grammar; the longest unused ones make room for it."""
+        with self._lock:
+            if (known := self._kept.pop(grammar, None)) is not None:
+                self._kept_bytes -= known.num_bytes
+            self._kept[grammar] = kept
+            self._kept_bytes += kept.num_bytes
+            while len(self._kept) > 1 and (len(self._kept) > MAX_KEPT or self._kept_bytes > self._max_kept_bytes):
+                _, oldest = self._kept.popitem(last=False)
+                self._kept_bytes -= oldest.num_bytes
+
+
+def _matcher_behind(compiled: Matcher, output_ids: Sequence[int]) -> Matcher:
+    """A matcher of one's own behind the tokens that earlier attempts emitted: one pass over them.
+
+    Raises PreconditionError if they do not match.
+    """
+    matcher = compiled.anew()
+    if output_ids and not matcher.advance(output_ids):
+        raise PreconditionError(
+            f"the output emitted so far does not match the grammar: {short(matcher.error)}", field="output_token_ids"
+        )
+    return matcher

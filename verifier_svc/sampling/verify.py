@@ -1,0 +1,295 @@
+"""Sample, then walk: which tokens a verified tree commits. Knows logits, trees and parameters; no tensors, no cache.
+
+Every node's row goes through the plain sampler with noise keyed by position, and the walk goes from the root to the
+child that holds the sampled token, until there is none. So the tokens are those of plain decode, whatever was drafted.
+Only rows on the path are sampled: the others cannot be reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from foretoken_kernels.cpu.sample import RowRules, argmax_row, logprob_and_rank, sample_row, top_ids
+from numpy.typing import NDArray
+
+from foretoken.errors import ForetokenError, InvalidRequestError
+from foretoken.sampling import TOKEN_STREAM, SamplingParams, is_greedy, noise_key, stop_token_ids
+from foretoken.tree import DraftTree
+from verifier_svc.messages import FinishReason, TokenLogprobs
+from verifier_svc.sampling.grammar import Bits, Matcher, bits_of
+
+Float32 = NDArray[np.float32]
+
+NO_GRAMMAR: Bits = np.empty(0, np.uint8)
+
+
+class WalkResult(NamedTuple):
+    """What one step commits for one sequence.
+
+    Attributes:
+        tokens: to be appended to the output. A stop token is not among them and is not counted as output.
+        accepted_nodes: tree nodes whose tokens are committed, along the path, the root left out; their cache entries
+            are to be kept. They hold the leading tokens; those were drafted.
+        sources: one per token: the drafter's number where it was drafted, 0 where the target alone sampled it.
+        finish: why the sequence ends here, or None. STOP only if the stop token comes before the length's end, or
+            if the grammar is complete with the last token.
+        stop_token_id: the stop token that ended it.
+        logprobs: one per token if the request asked for them.
+        num_walked_tokens: tokens of this step before trimming: with the stop token and those past ``max_new_tokens``.
+        matched_nodes: the nodes that held the leading ones of them.
+        error: why the sequence cannot go on behind ``tokens``, or None.
+    """
+
+    tokens: list[int]
+    accepted_nodes: list[int]
+    sources: list[int]
+    finish: FinishReason | None
+    stop_token_id: int | None
+    logprobs: list[TokenLogprobs]
+    num_walked_tokens: int
+    matched_nodes: list[int]
+    error: ForetokenError | None = None
+
+
+class _Path(NamedTuple):
+    """A walk: ``nodes[i]`` is the node whose row gave ``tokens[i]``; ``matched`` are the nodes that hold tokens."""
+
+    tokens: list[int]
+    nodes: list[int]
+    matched: list[int]
+    stopped: bool
+
+
+class SamplingState:
+    """One sequence's sampler: its rules in compiled form, and the counts that the penalties need.
+
+    It is built from parameters, prompt and the output so far alone, so that a resumed sequence goes on as if nothing
+    had happened. ``sample_and_walk`` advances it by the tokens that it emits; after a finish it is spent.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+        *,
+        eos_ids: frozenset[int],
+        choice_index: int,
+        vocab_limit: int | None = None,
+        matcher: Matcher | None = None,
+    ) -> None:
+        """
+        Args:
+            vocab_limit: ids below it are the tokenizer's and may be sampled; None: as many as a row has.
+            matcher: where the output so far stands in its grammar; no one else's.
+        """
+        self.params = params
+        self.stop_ids = stop_token_ids(params, eos_ids)
+        self.num_output_tokens = len(output_ids)
+        self._prompt_ids = prompt_ids
+        self._output_ids = output_ids
+        self._choice_index = choice_index
+        self._vocab_limit = vocab_limit
+        self._penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        self._rules: RowRules | None = None
+        # [vocab] from the first row on, if there are penalties.
+        self._output_counts = np.empty(0, np.int32)
+        self._seen = np.empty(0, np.bool_)
+        self._matcher = matcher
+        # The grammar's: what may be sampled next (empty: anything), whether it is complete, and why it cannot go on.
+        self._allowed = NO_GRAMMAR
+        self.is_complete = False
+        self.error: ForetokenError | None = None
+        if matcher is not None:
+            self._stop_bits = bits_of(self.stop_ids, 8 * len(matcher.allowed))
+            self._look_ahead(matcher)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing can be sampled any more: the grammar is complete, or cannot go on."""
+        return self.is_complete or self.error is not None
+
+    def sample(self, logits: Float32, position: int) -> int | None:
+        """The token at a position of prompt + output, from its raw logits [vocab]; from now on it counts as output.
+
+        None, and ``error`` is set, if no token that the grammar allows has a logit above -inf.
+        """
+        if self._rules is None:
+            self._rules = self._prepare(len(logits))
+        rules = self._rules
+        mask_stops = self._masks_stops and len(rules.stop_ids) > 0
+        allowed = self._allowed
+        if rules.temperature == 0 and not (mask_stops or self._penalized or len(rules.bias_ids) or len(allowed)):
+            token = int(argmax_row(logits, rules.vocab_limit))
+        else:
+            token = int(sample_row(logits, rules, self._output_counts, self._seen, allowed, mask_stops, position))
+        if len(allowed) and not (allowed[token // 8] >> (token % 8) & 1):
+            self.error = InvalidRequestError(
+                "the model gives no token that the grammar allows", field=self._grammar_kind
+            )
+            return None
+        self.num_output_tokens += 1
+        if self._matcher is not None and token not in self.stop_ids:
+            self._matcher.advance((token,))
+            self._look_ahead(self._matcher)
+        if self._penalized:
+            self._output_counts[token] += 1
+            self._seen[token] = True
+        return token
+
+    @property
+    def _masks_stops(self) -> bool:
+        return self.num_output_tokens < self.params.min_tokens
+
+    @property
+    def _grammar_kind(self) -> str:
+        return self.params.grammar.kind if self.params.grammar is not None else ""
+
+    def _look_ahead(self, matcher: Matcher) -> None:
+        """What the grammar lets follow: text, or a stop token where the output may end, or nothing."""
+        text = matcher.allowed & ~self._stop_bits if self._masks_stops else matcher.allowed
+        if text.any():
+            self._allowed = text | self._stop_bits if matcher.is_accepting and not self._masks_stops else text
+        elif matcher.is_accepting:
+            self.is_complete = True
+        else:
+            reason = matcher.error or "no token is allowed by both the grammar and min_tokens"
+            self.error = InvalidRequestError(f"the grammar cannot go on: {reason}", field=self._grammar_kind)
+
+    def _prepare(self, vocab_size: int) -> RowRules:
+        """Rules and counts, once the width of a row is known."""
+        params = self.params
+        vocab_limit = vocab_size if self._vocab_limit is None else min(self._vocab_limit, vocab_size)
+        if self._penalized:
+            self._output_counts = np.bincount(self._output_ids, minlength=vocab_size).astype(np.int32)
+            self._seen = self._output_counts > 0
+            self._seen[list(self._prompt_ids)] = True
+        self._prompt_ids = self._output_ids = ()
+        bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_limit}
+        key_low, key_high = noise_key(params.seed)
+        return RowRules(
+            vocab_limit=vocab_limit,
+            bias_ids=np.array(list(bias), np.int32),
+            bias_values=np.array(list(bias.values()), np.float32),
+            stop_ids=np.array(sorted(token_id for token_id in self.stop_ids if token_id < vocab_limit), np.int32),
+            repetition=np.float32(params.repetition_penalty),
+            frequency=np.float32(params.frequency_penalty),
+            presence=np.float32(params.presence_penalty),
+            temperature=np.float32(0 if is_greedy(params) else params.temperature),
+            top_k=max(params.top_k, 0),
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            key_low=np.uint64(key_low),
+            key_high=np.uint64(key_high),
+            choice_index=self._choice_index,
+            stream=TOKEN_STREAM,
+        )
+
+
+def sample_and_walk(
+    logits: Float32,
+    tree: DraftTree,
+    state: SamplingState,
+    num_prompt_tokens: int,
+    output_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    sources: Sequence[int] | None = None,
+) -> WalkResult:
+    """Sample along a verified tree and say what it commits; advances ``state``.
+
+    Args:
+        logits: float32 [num_nodes, vocab], raw; row ``i`` follows node ``i``. Each row is contiguous.
+        tree: a valid tree whose root is the last token of prompt + output.
+        output_ids: the output so far.
+        max_new_tokens: tokens that may still be emitted, at least 1; the context's end included.
+        sources: per node the number of the drafter that it is from; None: 1.
+    """
+    assert state.num_output_tokens == len(output_ids), "the state has not seen this output"
+    assert len(logits) == tree.num_nodes and max_new_tokens >= 1
+    path = _walk(logits, tree, state, num_prompt_tokens + len(output_ids))
+    tokens = path.tokens[:-1] if path.stopped else path.tokens
+    finish, stop_token_id = None, None
+    if len(tokens) >= max_new_tokens:
+        tokens, finish = tokens[:max_new_tokens], FinishReason.LENGTH
+    elif path.stopped:
+        finish, stop_token_id = FinishReason.STOP, path.tokens[-1]
+    if state.is_complete and len(path.tokens) == len(tokens):
+        # Also where the length ends with the same token: the output is whole.
+        finish = FinishReason.STOP
+    top_k = state.params.logprobs
+    rows = [logits[node] for node in path.nodes[: len(tokens)]]
+    accepted = path.matched[: len(tokens)]
+    return WalkResult(
+        tokens=tokens,
+        accepted_nodes=accepted,
+        sources=[1 if sources is None else int(sources[node]) for node in accepted]
+        + [0] * (len(tokens) - len(accepted)),
+        finish=finish,
+        stop_token_id=stop_token_id,
+        logprobs=[] if top_k is None else token_logprobs(rows, tokens, top_k),
+        num_walked_tokens=len(path.tokens),
+        matched_nodes=path.matched,
+        error=state.error if finish is None else None,
+    )
+
+
+def _walk(logits: Float32, tree: DraftTree, state: SamplingState, position: int) -> _Path:
+    """Sample from the root on until a stop token, the grammar's end or a token that no child holds.
+
+    ``position`` is the first token's.
+    """
+    children = _children(tree)
+    tokens: list[int] = []
+    nodes: list[int] = []
+    matched: list[int] = []
+    node: int | None = 0
+    while node is not None and not state.has_ended:
+        token = state.sample(logits[node], position + len(tokens))
+        if token is None:
+            break
+        tokens.append(token)
+        nodes.append(node)
+        node = children.get((node, token))
+        if node is not None:
+            matched.append(node)
+        if token in state.stop_ids:
+            return _Path(tokens, nodes, matched, stopped=True)
+    return _Path(tokens, nodes, matched, stopped=False)
+
+
+def _children(tree: DraftTree) -> dict[tuple[int, int], int]:
+    """Node by (parent, token); of siblings with one token the lowest index."""
+    children: dict[tuple[int, int], int] = {}
+    if tree.num_nodes > 1:
+        parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+        for node in range(1, tree.num_nodes):
+            children.setdefault((parents[node], tokens[node]), node)
+    return children
+
+
+def token_logprobs(logits: Iterable[Float32], token_ids: Sequence[int], top_k: int) -> list[TokenLogprobs]:
+    """Logprobs of one token a row, and of the ``top_k`` best ones, from raw logits.
+
+    Args:
+        logits: float32 [rows, vocab]; each row is contiguous.
+        token_ids: [rows].
+    """
+    return [_row_logprobs(row, token_id, top_k) for row, token_id in zip(logits, token_ids, strict=True)]
+
+
+def _row_logprobs(row: Float32, token_id: int, top_k: int) -> TokenLogprobs:
+    log_sum, logprob, rank = logprob_and_rank(row, token_id)
+    best = top_ids(row, min(top_k, len(row))).tolist() if top_k else []
+    return TokenLogprobs(token_id, logprob, rank, tuple((other, float(row[other]) - log_sum) for other in best))
+
+
+def warm_up() -> None:
+    """Compile what this module calls, or load it from numba's cache, before the first request waits for it."""
+    row = np.linspace(0, 1, 8, dtype=np.float32)
+    penalized = SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=1)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(), penalized):
+        state = SamplingState(params, (1,), eos_ids=frozenset({7}), choice_index=0)
+        sample_and_walk(row[None], DraftTree.root_only(1), state, 1, (), 1)

@@ -1,0 +1,183 @@
+"""One step's plan as the flat rows that the target runs over (foretoken.models.batch), and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.models.batch import ForwardBatch
+from foretoken.tree import MASK_WORD_BITS, DraftTree, Int32, ancestor_mask, depths
+from verifier_svc.scheduling.draft import Draft
+from verifier_svc.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """A sequence's part of a step: the next ``num_tokens`` of its tokens, then its tree if those reach the last one."""
+
+    sequence: Sequence
+    num_tokens: int
+    # Nodes that there is room for, the root counted.
+    max_nodes: int
+    draft: Draft | None = None
+    # Positions before the first one that are run again for their hidden states alone.
+    num_rerun: int = 0
+    # Whether the pass captures hidden states for its drafters. They may come and go meanwhile.
+    has_features: bool = False
+    # Whether this is a decode step of the sequence, as of when it was scheduled.
+    was_decoding: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.was_decoding = self.sequence.is_decoding
+
+    @property
+    def tree(self) -> DraftTree | None:
+        return self.draft.tree if self.draft is not None else None
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step reaches the last token, so that the next one can be sampled."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_rerun + self.num_tokens + (self.tree.num_speculative_tokens if self.tree else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The rows, and where each scheduled sequence's lie.
+
+    Its logits are ``logit_starts[i]:logit_starts[i + 1]``; its rows begin at ``row_starts[i]``: first those that are
+    run again, then its tokens, then the tree's nodes but the root.
+    """
+
+    forward: ForwardBatch
+    logit_starts: list[int]
+    row_starts: list[int]
+
+
+def build_batch(scheduled: list[Scheduled], block_size: int, scratch_slot: int) -> StepBatch:
+    """Lay a step's sequences out as rows.
+
+    Rows that are run again see their own entries, which may be shared, and write theirs to ``scratch_slot``.
+
+    A tree's nodes take the logical slots behind the root in index order, whatever their depth; nodes of a chain see
+    one contiguous run, so they need no mask.
+    """
+    num_rows = sum(part.num_rows for part in scheduled)
+    max_nodes = max((part.tree.num_nodes for part in scheduled if part.tree), default=1)
+    token_ids = np.empty(num_rows, np.int32)
+    positions = np.empty(num_rows, np.int32)
+    logical = np.empty(num_rows, np.int32)
+    row_seqs = np.empty(num_rows, np.int32)
+    context_lens = np.empty(num_rows, np.int32)
+    masks = np.zeros((num_rows, -(-max_nodes // MASK_WORD_BITS)), np.uint64)
+    tree_starts = np.zeros(len(scheduled), np.int32)
+    logit_rows: list[int] = []
+    logit_starts = [0]
+    row_starts: list[int] = []
+    rerun_rows: list[int] = []
+    row = 0
+    for index, part in enumerate(scheduled):
+        sequence, first = part.sequence, part.sequence.num_computed
+        end = row + part.num_rerun + part.num_tokens
+        row_starts.append(row)
+        rerun_rows.extend(range(row, row + part.num_rerun))
+        token_ids[row:end] = sequence.tokens[first - part.num_rerun : first + part.num_tokens]
+        positions[row:end] = np.arange(first - part.num_rerun, first + part.num_tokens, dtype=np.int32)
+        logical[row:end] = positions[row:end]
+        context_lens[row:end] = positions[row:end] + 1
+        last = end + (part.tree.num_speculative_tokens if part.tree else 0)
+        row_seqs[row:last] = index
+        if part.tree is not None and last > end:
+            _place_nodes(
+                part.tree,
+                first + part.num_tokens - 1,
+                slice(end, last),
+                token_ids,
+                positions,
+                logical,
+                context_lens,
+                masks,
+            )
+            tree_starts[index] = first + part.num_tokens - 1
+        if sequence.wants_prompt_logprobs and first < sequence.num_prompt_tokens:
+            logit_rows.extend(range(row + part.num_rerun, last))
+        elif part.samples:
+            logit_rows.extend(range(end - 1, last))
+        logit_starts.append(len(logit_rows))
+        row = last
+    block_tables = _block_tables(scheduled)
+    slot_mapping = block_tables[row_seqs, logical // block_size] * block_size + logical % block_size
+    slot_mapping[rerun_rows] = scratch_slot
+    forward = ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        row_seqs=row_seqs,
+        context_lens=context_lens,
+        masks=masks,
+        tree_starts=tree_starts,
+        block_tables=block_tables,
+        logit_rows=np.array(logit_rows, np.int32),
+    )
+    return StepBatch(forward, logit_starts, row_starts)
+
+
+def _place_nodes(
+    tree: DraftTree,
+    root_position: int,
+    rows: slice,
+    token_ids: Int32,
+    positions: Int32,
+    logical: Int32,
+    context_lens: Int32,
+    masks: NDArray[np.uint64],
+) -> None:
+    """Fill the rows of a tree's nodes 1 .. num_nodes - 1."""
+    nodes = np.arange(1, tree.num_nodes, dtype=np.int32)
+    token_ids[rows] = tree.tokens[1:]
+    logical[rows] = root_position + nodes
+    if (tree.parents[1:] == nodes - 1).all():
+        positions[rows] = root_position + nodes
+        context_lens[rows] = root_position + nodes + 1
+        return
+    positions[rows] = root_position + depths(tree.parents)[1:]
+    context_lens[rows] = root_position + 1
+    visible = ancestor_mask(tree.parents)[1:]
+    # The root is in the contiguous run already.
+    visible[:, 0] &= ~np.uint64(1)
+    masks[rows, : visible.shape[1]] = visible
+
+
+def _block_tables(scheduled: list[Scheduled]) -> Int32:
+    """int32 [seqs, most blocks of one]."""
+    tables = [part.sequence.block_ids for part in scheduled]
+    width = max(len(blocks) for blocks in tables)
+    if len(tables) == 1:
+        return np.array([tables[0]], np.int32)
+    out = np.zeros((len(tables), width), np.int32)
+    for index, blocks in enumerate(tables):
+        out[index, : len(blocks)] = blocks
+    return out
+
+
+def commit_slots(sequence: Sequence, accepted: list[int], block_size: int) -> tuple[list[int], list[int]]:
+    """Cache slots (from, to) that make the accepted nodes' entries contiguous behind the root.
+
+    ``accepted`` are node indices along the path. Nodes that lie right already are left out.
+    """
+    root = len(sequence.tokens) - 1
+    blocks = sequence.block_ids
+    source: list[int] = []
+    target: list[int] = []
+    for depth, node in enumerate(accepted, start=1):
+        if node == depth:
+            continue
+        old, new = root + node, root + depth
+        source.append(blocks[old // block_size] * block_size + old % block_size)
+        target.append(blocks[new // block_size] * block_size + new % block_size)
+    return source, target

@@ -1,0 +1,194 @@
+"""Who runs in the next step: decode rows first, then prefill chunks, oldest first; pages run out for the youngest.
+
+It moves sequences between waiting and running and reserves their pages. It knows no tensors and no drafters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from verifier_svc.scheduling.batch import Scheduled
+from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.sequence import NO_SLOT, Sequence
+
+
+class Scheduler:
+    """Continuous batching over one block manager. Used by the engine thread alone."""
+
+    def __init__(self, blocks: BlockManager, *, max_running: int, max_waiting: int, chunk_tokens: int) -> None:
+        """``chunk_tokens``: prompt tokens of one step at most."""
+        self._blocks = blocks
+        self._max_waiting = max_waiting
+        self._chunk_tokens = chunk_tokens
+        self._free_slots = list(range(max_running - 1, -1, -1))
+        self._generations = [0] * max_running
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.num_preemptions = 0
+        # Tokens looked up in the prefix cache, and found there.
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the queue refuses another sequence."""
+        return self.room <= 0
+
+    @property
+    def room(self) -> int:
+        """How many more sequences the queue takes; those that the next step can start do not wait.
+
+        Any thread may ask: the answer is of about now. Resumed sequences may make it negative.
+        """
+        return self._max_waiting + len(self._free_slots) - len(self.waiting)
+
+    @property
+    def num_soon(self) -> int:
+        """Sequences that will run together as soon as the prompts of those that wait are computed."""
+        return len(self.running) + min(len(self.waiting), len(self._free_slots))
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether a sequence waits and there is a slot for it, if not the pages."""
+        return bool(self.waiting and self._free_slots)
+
+    def reserve_ahead(self, sequence: Sequence, least: int, wanted: int) -> bool:
+        """Reserve pages for ``wanted`` tokens of a running sequence, or else for ``least``; whether there were some."""
+        return self._reserve(sequence, wanted) or self._reserve(sequence, least)
+
+    def has_reserved(self, sequence: Sequence, num_slots: int) -> bool:
+        """Whether a running sequence has pages for so many tokens."""
+        return len(sequence.block_ids) * self._blocks.block_size >= num_slots
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; whether the queue takes it is the caller's decision. Resumed ones stand before new ones."""
+        index = len(self.waiting)
+        if sequence.attempt:
+            index = sum(waiting.attempt > 0 or waiting.started_at is not None for waiting in self.waiting)
+        self.waiting.insert(index, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its pages."""
+        if sequence.slot == NO_SLOT:
+            self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self._release(sequence)
+
+    def schedule(self, num_nodes: Callable[[Sequence], int], now: float) -> list[Scheduled]:
+        """The next step's parts, pages reserved. ``num_nodes``: of a decode row's tree, root counted."""
+        scheduled: list[Scheduled] = []
+        for sequence in [s for s in self.running if s.is_decoding]:
+            if sequence.slot == NO_SLOT:
+                continue  # preempted for an older one just now
+            nodes = self._reserve_nodes(sequence, num_nodes(sequence))
+            if nodes:
+                scheduled.append(Scheduled(sequence, 1, nodes))
+        budget = self._chunk_tokens
+        for sequence in [s for s in self.running if not s.is_decoding]:
+            if budget <= 0:
+                break
+            budget -= self._schedule_chunk(sequence, budget, scheduled)
+        while budget > 0 and self._free_slots:
+            admitted = self._admit(now)
+            if admitted is None:
+                break
+            budget -= self._schedule_chunk(admitted, budget, scheduled)
+        return scheduled
+
+    def _reserve_nodes(self, sequence: Sequence, nodes: int) -> int:
+        """Reserve pages for a decode row; returns the nodes there is room for, 0 if it was preempted itself.
+
+        One slot more, where there is room: a drafter keeps an entry for the next root before the target does.
+        """
+        least = sequence.num_computed + nodes
+        if self.reserve_ahead(sequence, least, least + 1):
+            return nodes
+        while not self._reserve(sequence, sequence.num_computed + 1):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return 0
+        return 1
+
+    def _schedule_chunk(self, sequence: Sequence, budget: int, scheduled: list[Scheduled]) -> int:
+        """Schedule the next chunk of a sequence in prefill; returns its tokens (0: no pages now)."""
+        num_tokens = min(sequence.num_uncomputed, budget)
+        self._reserve(sequence, sequence.num_computed + num_tokens + 1)
+        if not self._reserve(sequence, sequence.num_computed + num_tokens):
+            # Older ones go on and will free pages; if there is no older one, the younger ones give theirs.
+            if scheduled or sequence is not self.running[0]:
+                return 0
+            while not self._reserve(sequence, sequence.num_computed + num_tokens):
+                if self.running[-1] is sequence:
+                    raise AssertionError("one sequence does not fit into the cache: the context limit is wrong")
+                self._preempt(self.running[-1])
+        scheduled.append(Scheduled(sequence, num_tokens, 1))
+        return num_tokens
+
+    def _reserve(self, sequence: Sequence, num_slots: int) -> bool:
+        table = sequence.table
+        assert table is not None
+        if not self._blocks.can_reserve(table, num_slots):
+            return False
+        self._blocks.reserve(table, num_slots)
+        return True
+
+    def _admit(self, now: float) -> Sequence | None:
+        """Move the first waiting sequence that may start to the running ones."""
+        for sequence in self.waiting:
+            if self._blocks.enable_prefix_cache and self._waits_for_sibling(sequence):
+                continue
+            tokens = sequence.tokens if not sequence.wants_prompt_logprobs else []
+            table = self._blocks.match_prefix(tokens, sequence.cache_salt)
+            # Room for all that is to be computed: what starts also gets through its prefill.
+            if self.running and not self._blocks.can_reserve(table, len(sequence.tokens) + 1):
+                self._blocks.free(table)
+                return None
+            self.waiting.remove(sequence)
+            self.num_prefix_queries += len(tokens)
+            self.num_prefix_hits += table.num_cached_tokens
+            sequence.table = table
+            sequence.num_computed = table.num_cached_tokens
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = min(table.num_cached_tokens, sequence.num_prompt_tokens)
+                sequence.started_at = now
+            slot = self._free_slots.pop()
+            self._generations[slot] += 1
+            sequence.slot, sequence.generation = slot, self._generations[slot]
+            self._insert_by_age(sequence)
+            return sequence
+        return None
+
+    def _waits_for_sibling(self, sequence: Sequence) -> bool:
+        """Whether another choice of the same request is in prefill: its pages will be this one's prefix."""
+        return any(
+            other.key[:2] == sequence.key[:2] and not other.is_decoding and other.num_output_tokens == 0
+            for other in self.running
+        )
+
+    def _insert_by_age(self, sequence: Sequence) -> None:
+        index = len(self.running)
+        while index and self.running[index - 1].arrived_at > sequence.arrived_at:
+            index -= 1
+        self.running.insert(index, sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give a sequence's pages back; it waits in front, to be computed again. No token is lost."""
+        self.num_preemptions += 1
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.forget_cache()
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.table is not None
+        self._blocks.free(sequence.table)
+        self._free_slots.append(sequence.slot)
+        sequence.table = None
+        sequence.slot = NO_SLOT

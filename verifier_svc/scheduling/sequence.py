@@ -1,0 +1,202 @@
+"""A sequence: one choice of one request while it runs, and what may be derived from it.
+
+It knows its tokens, its place in the cache and its statistics; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from verifier_svc.messages import DrafterStats, SequenceKey, SpeculationStats, Submit, TokenLogprobs
+from verifier_svc.sampling.verify import SamplingState
+from verifier_svc.scheduling.block_manager import BlockTable
+from verifier_svc.scheduling.hidden_states import FeatureWindow
+from verifier_svc.speculation.gate import Gate
+
+NO_SLOT = -1
+
+
+class DrafterShare(NamedTuple):
+    """One drafter's part of a verified tree: its nodes, and the depths of those on the walked path."""
+
+    # Index of the drafter + 1.
+    drafter: int
+    num_drafted: int
+    accepted_depths: tuple[int, ...]
+
+
+class DecodeStep(NamedTuple):
+    """What one decode step did for one sequence; ``num_emitted`` is counted before trimming."""
+
+    num_emitted: int
+    # Per drafter that had nodes in the tree.
+    shares: tuple[DrafterShare, ...]
+    # Whether drafts were wanted.
+    wanted: bool
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(share.num_drafted for share in self.shares)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(len(share.accepted_depths) for share in self.shares)
+
+
+class Told(NamedTuple):
+    """What one drafter knows: tokens [0, length), since it attached for the ``num_attaches``-th time."""
+
+    num_attaches: int
+    length: int
+
+
+class Sequence:
+    """One choice of one request. Only the engine thread touches it."""
+
+    def __init__(
+        self, submit: Submit, *, max_model_len: int, eos_ids: frozenset[int], token_limit: int, now: float
+    ) -> None:
+        """``now`` and the deadline are time.monotonic() seconds; ids from ``token_limit`` on are never sampled."""
+        self.key: SequenceKey = submit.key
+        self.attempt = submit.attempt
+        self.sampling: SamplingParams = submit.sampling
+        self.speculation: SpeculationOptions = submit.speculation
+        self.cache_salt = submit.cache_salt
+        self.salt_digest = digest_of_salt(submit.cache_salt)
+        self.deadline = submit.deadline
+        # Committed tokens: prompt, then output. The last one is the root of the next tree.
+        self.tokens: list[int] = [*submit.prompt_ids, *submit.output_ids]
+        self.num_prompt_tokens = len(submit.prompt_ids)
+        # Output tokens that earlier attempts emitted: not emitted again, not decoded again.
+        self.num_resumed_tokens = len(submit.output_ids)
+        self.max_len = min(self.num_prompt_tokens + submit.sampling.max_tokens, max_model_len)
+        self.sampler = SamplingState(
+            submit.sampling,
+            submit.prompt_ids,
+            submit.output_ids,
+            eos_ids=eos_ids,
+            choice_index=submit.key.choice_index,
+            vocab_limit=token_limit,
+            matcher=submit.matcher,
+        )
+        self.arrived_at = now
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+
+        # Cache: tokens [0, num_computed) have their keys and values in the blocks of ``table``.
+        self.table: BlockTable | None = None
+        self.num_computed = 0
+        self.num_cached_tokens: int | None = None
+        self.slot = NO_SLOT
+        self.generation = 0
+
+        # Speculation: what drafters know, by name; the target's hidden rows that they want; what drafting came to.
+        self.told: dict[str, Told] = {}
+        self.features = FeatureWindow()
+        self.prediction_ids = submit.prediction_ids
+        # Of drafters with a model, and of those without.
+        self.gate = Gate()
+        self.quick_gate = Gate()
+        # Whether the model that the server would choose takes part; None: not decided.
+        self.uses_model: bool | None = None
+        if submit.prediction_ids:
+            # There is something to propose from the first token on: nothing to scout for.
+            self.quick_gate.observe_find()
+        self.steps: list[DecodeStep] = []
+
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        # A resumed sequence's were sent by the first attempt.
+        self.prompt_logprobs_sent = self.num_resumed_tokens > 0
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Cache blocks, in logical order. Only while running."""
+        assert self.table is not None
+        return self.table.block_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Output tokens that may still come, by ``max_tokens`` and the context's end."""
+        return self.max_len - len(self.tokens)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens to run before the next one can be sampled; 1 in plain decode: the root."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step of this sequence is a decode step, which may verify a tree."""
+        return self.num_uncomputed == 1 and self.num_output_tokens > self.num_resumed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.sampling.prompt_logprobs is not None and not self.prompt_logprobs_sent
+
+    def forget_cache(self) -> None:
+        """After preemption: everything is to be computed again."""
+        self.table = None
+        self.num_computed = 0
+        self.slot = NO_SLOT
+        self.told = {}
+        self.features.clear()
+        self.prompt_logprobs = []
+
+    def stats(self, drafter_names: tuple[str, ...], kept_tokens: int | None = None) -> SpeculationStats:
+        """Statistics of the decode steps up to output token ``kept_tokens`` (all if None)."""
+        steps = self.steps
+        if kept_tokens is not None:
+            # The token that prefill sampled belongs to no decode step.
+            left = kept_tokens - self.num_resumed_tokens - 1
+            count = 0
+            while count < len(steps) and left > 0:
+                left -= steps[count].num_emitted
+                count += 1
+            steps = steps[:count]
+        drafted = [step for step in steps if step.num_drafted]
+        histogram = [0] * (1 + max((step.num_drafted for step in drafted), default=-1))
+        for step in drafted:
+            histogram[step.num_accepted] += 1
+        by_drafter = _by_drafter(drafted, drafter_names)
+        most = max(by_drafter, key=lambda stats: stats.num_draft_tokens, default=None)
+        return SpeculationStats(
+            num_decode_steps=len(steps),
+            num_spec_steps=len(drafted),
+            num_draft_tokens=sum(step.num_drafted for step in drafted),
+            num_accepted_tokens=sum(step.num_accepted for step in drafted),
+            fallback_steps=sum(step.wanted and not step.num_drafted for step in steps),
+            acceptance_histogram=tuple(histogram),
+            drafter=most.name if most else "",
+            drafters=by_drafter,
+            num_decode_tokens=sum(step.num_emitted for step in steps),
+        )
+
+
+def _by_drafter(steps: list[DecodeStep], names: tuple[str, ...]) -> tuple[DrafterStats, ...]:
+    """What each drafter's nodes came to, in the order of the drafters."""
+    drafted: dict[int, int] = {}
+    positions: dict[int, list[int]] = {}
+    for step in steps:
+        for share in step.shares:
+            drafted[share.drafter] = drafted.get(share.drafter, 0) + share.num_drafted
+            counts = positions.setdefault(share.drafter, [])
+            counts.extend([0] * (max(share.accepted_depths, default=0) - len(counts)))
+            for depth in share.accepted_depths:
+                counts[depth - 1] += 1
+    return tuple(
+        DrafterStats(names[drafter - 1], drafted[drafter], sum(positions[drafter]), tuple(positions[drafter]))
+        for drafter in sorted(drafted)
+    )
+
+
+def digest_of_salt(salt: str | None) -> int:
+    """64 bits that stand for a tenant at the drafters; 0 is the default tenant."""
+    if salt is None:
+        return 0
+    return int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8], "little") or 1

@@ -1,0 +1,128 @@
+"""What a step with drafts costs, over a plain one: the target's pass by its rows, the wait for drafters, the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.tree_shape import TreeShape
+from verifier_svc.scheduling.draft import Draft
+from verifier_svc.speculation.step_costs import StepCosts
+
+# Weight of a new step in what steps take beside the pass and the waits.
+OVERHEAD_SMOOTHING = 0.02
+# Steps for which costs are taken as they are: they move slowly, and a step has better to do.
+HOLD_FOR = 16
+
+
+class DraftCosts:
+    """Measured while steps run. Used by the engine thread alone."""
+
+    def __init__(self, costs: StepCosts, shape: TreeShape) -> None:
+        self._costs = costs
+        self._shape = shape
+        self._num_steps = 0
+        # Seconds of a step beside the target's pass and the waits, asking, taking over and publishing: by whether it
+        # waits for a model.
+        self._overhead_s = {False: 0.0, True: 0.0}
+        self._waited_s = 0.0
+        # Seconds of a step by its rows, waits excluded, and when they were counted.
+        self._seconds: dict[int, float] = {}
+        self._seconds_from = 0
+        # By drafters and batch size: when they were counted, and relative costs by reach.
+        self._cost_lists: dict[tuple[str, int], tuple[int, list[float]]] = {}
+
+    def begin_step(self, links: Sequence[DraftLink], batch: int, num_steps: int = 1) -> None:
+        """Drafters are about to be asked for a step of ``batch`` rows, the last of ``num_steps`` since the last one."""
+        self._num_steps += 1
+        self._waited_s = -_wait_seconds(links)
+        for link in links:
+            link.times.fade(batch, num_steps)
+
+    def end_waits(self, links: Sequence[DraftLink]) -> None:
+        """All answers of the step have come, or nobody waits for them any more."""
+        self._waited_s += _wait_seconds(links)
+
+    def plain_step_s(self, batch: int) -> float:
+        """Seconds of the target's pass over one row of each of ``batch`` sequences."""
+        return self._costs.estimate(batch)
+
+    def best_rate(self, draft: Draft, batch: int) -> float:
+        """Tokens a second of a draft's best part, over plain decode's, if each of ``batch`` rows has one like it."""
+        plain_s = self._step_s(batch)
+        best, expected = 0.0, 0.0
+        for count, chance in enumerate(sorted(draft.path_chances(), reverse=True), start=1):
+            expected += chance
+            best = max(best, expected * plain_s / self._step_s(batch * count))
+        return best
+
+    def best_counts(self, drafts: Sequence[Draft], batch: int) -> list[int]:
+        """Nodes of each draft, the root counted, with which a step of ``batch`` rows makes the most tokens a second.
+
+        Counted with what the step has waited for drafts. Rows of the batch that have no draft verify their root. A node
+        is worth what it costs the whole batch: the likeliest ones are taken, whosever they are, as long as the step
+        gains by them.
+        """
+        nodes = [(chance, row) for row, draft in enumerate(drafts) for chance in draft.path_chances()[1:]]
+        nodes.sort(reverse=True)
+        expected = float(batch)
+        best, best_rate = 0, expected / (self._step_s(batch) + self._waited_s)
+        for count, (chance, _) in enumerate(nodes, start=1):
+            expected += chance
+            rate = expected / (self._step_s(batch + count) + self._waited_s)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        counts = [1] * len(drafts)
+        for _, row in nodes[:best]:
+            counts[row] += 1
+        return counts
+
+    def _step_s(self, num_rows: int) -> float:
+        """Of a step that verifies so many rows, waits excluded."""
+        if self._num_steps - self._seconds_from >= HOLD_FOR:
+            self._seconds, self._seconds_from = {}, self._num_steps
+        seconds = self._seconds.get(num_rows)
+        if seconds is None:
+            seconds = self._seconds[num_rows] = self._costs.estimate(num_rows) + self._overhead_s[False]
+        return seconds
+
+    def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
+        """Learn what a step took behind the target's pass, and whether it waited for a model meanwhile."""
+        overhead_s = max(seconds - self._waited_s, 0.0)
+        known = self._overhead_s[has_model]
+        # One that took many times as long was disturbed from outside.
+        overhead_s = min(overhead_s, 4 * known) if known else overhead_s
+        self._overhead_s[has_model] += OVERHEAD_SMOOTHING * (overhead_s - known) if known else overhead_s
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """Learn what a step without prefill cost."""
+        self._costs.observe(num_rows, seconds)
+
+    def relative(self, links: Sequence[DraftLink], batch: int) -> list[float]:
+        """Cost of a step in which each of ``batch`` rows verifies a draft of reach k over that of a plain one, by k."""
+        key = ",".join(link.name for link in links), batch
+        counted_at, costs = self._cost_lists.get(key, (0, []))
+        if not costs or self._num_steps - counted_at >= HOLD_FOR:
+            has_model = links[0].has_model
+            plain = self._costs.estimate(batch) + self._overhead_s[False]
+            costs = [1.0]
+            for reach in range(1, self._shape.max_nodes):
+                nodes = max(self._shape.of_row(link.has_model, reach, reach).nodes for link in links)
+                seconds = self._costs.estimate(batch * nodes) + self._overhead_s[has_model]
+                costs.append((seconds + self.wait_s(links, reach, batch)) / plain)
+            self._cost_lists[key] = (self._num_steps, costs)
+        return costs
+
+    def wait_s(self, links: Sequence[DraftLink], reach: int, num_rows: int) -> float:
+        """Seconds that a step waits for drafts of so many rows: the drafters work side by side."""
+        return max(
+            link.times.estimate(self._shape.of_row(True, reach, reach).depth, num_rows)
+            if link.has_model
+            else link.patience.wait_s
+            for link in links
+        )
+
+
+def _wait_seconds(links: Sequence[DraftLink]) -> float:
+    """Of all waits so far."""
+    return sum(link.counters.wait_seconds for link in links)
