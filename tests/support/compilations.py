@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from drafter_svc.model.placement import Placement
 from foretoken.models.backend import Backend
-from tests.drafter_svc import test_resident_draft
+from tests.drafter_svc.device import test_resident_draft
 from tests.support import resident_play
 
 SEATS, NUM_BLOCKS = 16, 400

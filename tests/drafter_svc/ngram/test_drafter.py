@@ -13,8 +13,8 @@ from drafter_svc.ngram.drafter import NgramDrafter
 from foretoken.drafting import RAGGED_COLUMNS, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.tree import depths
-from tests.drafter_svc.ngram_feed import ROOT, TARGET, VOCAB_SIZE, Feed, Tree, make_drafter, ngram_request, trees_of
-from tests.drafter_svc.ngram_reference import ReferenceNgram
+from tests.drafter_svc.ngram.feed import ROOT, TARGET, VOCAB_SIZE, Feed, Tree, make_drafter, ngram_request, trees_of
+from tests.drafter_svc.ngram.reference import ReferenceNgram
 
 
 def test_own_text_is_continued() -> None:

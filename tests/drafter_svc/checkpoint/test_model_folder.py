@@ -12,7 +12,7 @@ import pytest
 from drafter_svc.checkpoint.model_folder import Algorithm, check_folder, check_map
 from foretoken.errors import CheckpointError, ConfigError
 
-DEMO = Path(__file__).parents[2] / "models" / "demo"
+DEMO = Path(__file__).parents[3] / "models" / "demo"
 TARGET = DEMO / "target"
 TOKEN_MAP = DEMO / "token_map.safetensors"
 

@@ -188,7 +188,7 @@ import sys
 import uvloop
 from drafter_svc.config import DrafterSettings
 from drafter_svc.server import serve
-from tests.verifier_svc.test_resident_offer import Boastful
+from tests.verifier_svc.drafters.test_device_offer import Boastful
 uvloop.run(serve(DrafterSettings(name="boastful", address=sys.argv[1]), Boastful))
 """
 

@@ -12,7 +12,7 @@ from verifier_svc.model import memory_plan
 from verifier_svc.model.available_memory import available_memory
 
 MIB = 2**20
-DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
+DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
 
 
 @pytest.fixture(autouse=True)

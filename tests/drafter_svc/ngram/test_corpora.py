@@ -15,7 +15,7 @@ from foretoken.corpora import CorpusInfo, HoldsCorpora
 from foretoken.drafting import TargetInfo
 from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import MAX_CORPORA
-from tests.drafter_svc.ngram_feed import ROOT, VOCAB_SIZE, Feed, make_drafter
+from tests.drafter_svc.ngram.feed import ROOT, VOCAB_SIZE, Feed, make_drafter
 
 
 def ids(*tokens: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from verifier_svc.sampling import grammar_compiler
 from verifier_svc.sampling.grammar import Vocabulary, to_llguidance
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 
-DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
+DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
 # Minutes and gigabytes to compile, in seventy bytes.
 ENDLESS = schema({"type": "integer", "multipleOf": 99999989})
 

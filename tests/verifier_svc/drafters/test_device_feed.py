@@ -21,7 +21,7 @@ from tests.support.engine_harness import Request, Result, TestSource
 from tests.support.oracle_drafter import OracleDrafter
 from tests.support.runs import BLOCK, NODES, VOCAB, Runs, greedy, oracle_of, plain
 from tests.support.scripted_drafter import ScriptedDrafter
-from tests.verifier_svc.test_resident_offer import EPOCH, LAYOUT, LONG_S, attached, client_of, process_at, until
+from tests.verifier_svc.drafters.test_device_offer import EPOCH, LAYOUT, LONG_S, attached, client_of, process_at, until
 from verifier_svc import overlap as run_ahead
 from verifier_svc.drafters import handle as draft_link
 from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed

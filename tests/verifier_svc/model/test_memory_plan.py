@@ -13,7 +13,7 @@ from verifier_svc.model.memory_plan import make_plan
 from verifier_svc.model.target import memory_plan
 from verifier_svc.server import ProgressLines
 
-DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
+DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
 
 
 def settings(**fields: int) -> VerifierSettings:

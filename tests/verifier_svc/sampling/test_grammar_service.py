@@ -18,7 +18,7 @@ from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.support.engine_harness import Harness
 from tests.support.grammars import END, VOCAB, ids_of, text_of, vocabulary, write_tokenizer
 from tests.support.hash_target import HashTarget
-from tests.verifier_svc.test_grammar_compiler import ENDLESS
+from tests.verifier_svc.sampling.test_grammar_compiler import ENDLESS
 from verifier_svc.info import VerifierInfo
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 from verifier_svc.service import VerifierService

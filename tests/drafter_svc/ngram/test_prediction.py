@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.drafter_svc.ngram_feed import ROOT, TARGET, Feed, make_drafter
+from tests.drafter_svc.ngram.feed import ROOT, TARGET, Feed, make_drafter
 
 PROMPT = [90, 91]
 PREDICTION = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
