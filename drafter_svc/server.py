@@ -14,7 +14,8 @@ from drafter_svc.config import DrafterSettings
 from drafter_svc.service import SERVICE_NAME, DrafterService
 from drafter_svc.session import DrafterThread
 from foretoken import rpc
-from foretoken.drafting import Drafter, TargetInfo
+from foretoken.drafter import Drafter
+from foretoken.drafting import TargetInfo
 from protos import drafter_pb2_grpc
 
 logger = logging.getLogger(__name__)

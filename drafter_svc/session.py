@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 from foretoken.corpora import Corpora, HoldsCorpora
-from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, DraftsResident, TargetInfo
+from foretoken.drafter import Drafter, DraftsResident
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.lost_context import exit_if_context_lost
 from foretoken.transports.arena_peer import ArenaPeer

@@ -21,7 +21,7 @@ from foretoken.commands.client_commands import program, say
 
 if TYPE_CHECKING:
     from drafter_svc.config import DrafterSettings
-    from foretoken.drafting import Drafter
+    from foretoken.drafter import Drafter
     from foretoken.supervisor import Service
     from gateway.config import GatewaySettings
     from verifier_svc.config import VerifierSettings

@@ -65,7 +65,7 @@ def token_ids_from(data: bytes, vocab_size: int = _MOST + 1) -> Int32:
 
 @runtime_checkable
 class HoldsCorpora(Protocol):
-    """A ``foretoken.drafting.Drafter`` that can draft from corpora."""
+    """A ``foretoken.drafter.Drafter`` that can draft from corpora."""
 
     @property
     def corpora(self) -> Corpora: ...

@@ -1,23 +1,20 @@
-"""The contract between a verifier and a drafter: one request a step for the whole batch, one batch of trees back.
+"""What a verifier and a drafter exchange: one request a step for the whole batch, one batch of trees back.
 
-Neither side sees transports here (foretoken/transports, drafter.proto): the same two values pass through all of them.
+The same two values pass through every transport (foretoken/transports, drafter.proto). The calls that a drafter
+answers are in foretoken.drafter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.tree import DraftTree, Int32
-
-if TYPE_CHECKING:
-    from foretoken.models.target_weights import TargetWeights
-    from foretoken.transports.resident import ResidentMemory, StreamOrder
 
 Float32 = NDArray[np.float32]
 
@@ -245,49 +242,3 @@ class DraftBatch:
     def row_scores(self, row: int) -> Float32:
         """The scores of one row's nodes, a view."""
         return self.scores[self.node_starts[row] : self.node_starts[row + 1]]
-
-
-class Drafter(Protocol):
-    """Proposes trees. A new kind of drafter implements this and touches no other file.
-
-    Calls come from one thread. An exception ends the attachment, never a request.
-    """
-
-    @property
-    def algorithm(self) -> str:
-        """NGRAM, EAGLE3, ..."""
-        ...
-
-    def needs(self, target: TargetInfo) -> DrafterNeeds:
-        """What requests for this target must carry. Raises PreconditionError if drafter and target do not fit."""
-        ...
-
-    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
-        """Forget every sequence and prepare for this target.
-
-        ``weights``: the target's embedding and head, where they can be shared. Raises PreconditionError if drafter and
-        target do not fit.
-        """
-        ...
-
-    def draft(self, request: DraftRequest) -> DraftBatch:
-        """Learn the new tokens, then propose a tree for each row that wants one."""
-        ...
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Forget the per-sequence state of slots. What was learnt for others to use stays."""
-        ...
-
-    def gauges(self) -> dict[str, float]:
-        """Drafter-specific figures for metrics, such as ``ngram_nodes``."""
-        ...
-
-
-@runtime_checkable
-class DraftsResident(Protocol):
-    """A Drafter that also takes requests whose tokens are in device memory."""
-
-    def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
-        """Where such requests' tokens are, and their trees go. Called behind ``attach``, if it is; holds until the
-        next ``attach``."""
-        ...

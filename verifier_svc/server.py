@@ -18,8 +18,9 @@ from functools import partial
 import uvloop
 
 from foretoken import rpc
+from foretoken.drafter import Drafter
 from foretoken.drafter_spec import check_together
-from foretoken.drafting import Drafter, TargetInfo
+from foretoken.drafting import TargetInfo
 from foretoken.limits import ModelLimits
 from foretoken.lost_context import exit_if_context_lost
 from foretoken.models.backend import choose_backend, device_name

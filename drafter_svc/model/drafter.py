@@ -10,7 +10,7 @@ from foretoken.transports.resident import ResidentMemory, StreamOrder
 
 
 class ModelDrafter:
-    """The half of a ``foretoken.drafting.Drafter`` that ``attach`` of a subclass sets up with ``_begin``."""
+    """The half of a ``foretoken.drafter.Drafter`` that ``attach`` of a subclass sets up with ``_begin``."""
 
     def __init__(self) -> None:
         self._passes: DraftPasses | None = None

@@ -38,7 +38,7 @@ FIRST_POSITION = 1
 
 
 class HeadDrafter(ModelDrafter):
-    """A ``foretoken.drafting.Drafter``.
+    """A ``foretoken.drafter.Drafter``.
 
     Raises ConfigError or CheckpointError for a folder that holds no head of the algorithm, or a token map that is none.
     Weights are read at attach, since part of them may be the target's.

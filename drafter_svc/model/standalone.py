@@ -75,7 +75,7 @@ class StandaloneModel:
 
 
 class StandaloneDrafter(ModelDrafter):
-    """A ``foretoken.drafting.Drafter``.
+    """A ``foretoken.drafter.Drafter``.
 
     Raises ConfigError or CheckpointError for a folder that holds no supported model; weights are read here, the cache
     is made at attach.

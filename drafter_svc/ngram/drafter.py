@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class NgramDrafter:
-    """A ``foretoken.drafting.Drafter`` that holds corpora.
+    """A ``foretoken.drafter.Drafter`` that holds corpora.
 
     A tenant's history outlives its sequences, and an attachment to the same target, as corpora do; memory is 44 bytes a
     node of ``capacity``, touched as the trie fills, 8 bytes a token of the longest sequence of each slot and 4 of its

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DraftBatch, Drafter, DraftRequest
+from foretoken.drafter import Drafter
+from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DraftBatch, DraftRequest
 from foretoken.transports.draft_parts import split_request
 from foretoken.tree import Int32
 

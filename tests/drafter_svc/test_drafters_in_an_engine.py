@@ -9,7 +9,7 @@ import pytest
 
 from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.standalone import StandaloneDrafter
-from foretoken.drafting import Drafter
+from foretoken.drafter import Drafter
 from foretoken.models.config import load_config
 from foretoken.sampling import SamplingParams
 from tests.references.head_files import eagle3_files, eagle_files, mimo_target, random_target, write_folder

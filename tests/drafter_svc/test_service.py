@@ -19,7 +19,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from drafter_svc.service import SERVICE_NAME, DrafterService
 from drafter_svc.session import DrafterThread
 from foretoken import rpc
-from foretoken.drafting import Drafter, TargetInfo
+from foretoken.drafter import Drafter
+from foretoken.drafting import TargetInfo
 from foretoken.errors import ConfigError, ForetokenError, InvalidRequestError, PreconditionError, UnavailableError
 from foretoken.transports.arena import ArenaListener, ArenaTransport
 from foretoken.transports.arena_layout import LAYOUT_VERSION, ArenaLayout

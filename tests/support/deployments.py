@@ -15,7 +15,7 @@ from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.placement import ON_CPU, Placement
 from drafter_svc.model.standalone import StandaloneDrafter
 from drafter_svc.ngram.drafter import NgramDrafter
-from foretoken.drafting import Drafter
+from foretoken.drafter import Drafter
 from foretoken.models.config import load_config
 from foretoken.tree import depths
 from tests.references import head_files

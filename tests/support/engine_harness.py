@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from foretoken.drafting import Drafter, DrafterNeeds, TargetInfo
+from foretoken.drafter import Drafter
+from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.models.target_weights import TargetWeights
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import InProcessTransport, TransportCounters

@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.drafter import Drafter
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.models.target_weights import TargetWeights
 from foretoken.transports.arena_layout import HEADER_BYTES
 from foretoken.transports.arena_peer import ArenaPeer

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.drafter import Drafter
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.models.target_weights import TargetWeights
 from tests.references.eagle_tree import Shape
 
@@ -27,7 +28,7 @@ class Drawn(NamedTuple):
 
 
 class RecordingDrafter:
-    """A ``foretoken.drafting.Drafter`` around another.
+    """A ``foretoken.drafter.Drafter`` around another.
 
     Attributes:
         drawn: rows that wanted a draft, in order; of sequences that were told from their first token on.

@@ -16,7 +16,7 @@ import grpc
 
 from foretoken import rpc
 from foretoken.corpora import Corpora, CorpusInfo, HoldsCorpora, token_bytes
-from foretoken.drafting import Drafter
+from foretoken.drafter import Drafter
 from foretoken.errors import ForetokenError, InvalidRequestError, PreconditionError
 from foretoken.tree import Int32
 from protos import drafter_pb2, drafter_pb2_grpc

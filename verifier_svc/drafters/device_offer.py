@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from foretoken.drafting import Drafter, DrafterNeeds, DraftsResident, TargetInfo
+from foretoken.drafter import Drafter, DraftsResident
+from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.backend import Backend, device_uuid
 from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder

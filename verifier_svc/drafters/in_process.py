@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from foretoken.drafting import Drafter, DrafterNeeds, TargetInfo
+from foretoken.drafter import Drafter
+from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.models.target_weights import TargetWeights
 from foretoken.transports.transport import DraftTransport, InProcessTransport, TransportCounters, probe_request
 from verifier_svc.drafters.device_offer import ResidentOffer

@@ -17,7 +17,8 @@ from drafter_svc.model import passes as draft_passes
 from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.placement import ON_CPU, Placement
 from drafter_svc.model.standalone import StandaloneDrafter
-from foretoken.drafting import DraftsResident, TargetInfo
+from foretoken.drafter import DraftsResident
+from foretoken.drafting import TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache
 from foretoken.models.backend import Backend

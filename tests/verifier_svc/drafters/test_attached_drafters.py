@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foretoken.drafting import DraftBatch, Drafter, DrafterNeeds, DraftRequest, TargetInfo
+from foretoken.drafter import Drafter
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import MAX_DRAFTER_NAMES, MAX_DRAFTERS
 from foretoken.sampling import SamplingParams, SpeculationOptions

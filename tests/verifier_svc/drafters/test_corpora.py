@@ -19,7 +19,7 @@ from drafter_svc.service import DrafterService
 from drafter_svc.session import DrafterThread
 from foretoken import rpc
 from foretoken.corpora import CorpusInfo, token_bytes, token_ids_from
-from foretoken.drafting import Drafter
+from foretoken.drafter import Drafter
 from foretoken.errors import InvalidRequestError, NotFoundError, PreconditionError, UnavailableError
 from foretoken.limits import MAX_CORPUS_TOKENS, ModelLimits
 from protos import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc

@@ -20,7 +20,8 @@ from drafter_svc.service import DrafterService
 from drafter_svc.session import DrafterThread
 from foretoken import rpc
 from foretoken.corpora import token_bytes
-from foretoken.drafting import Drafter, TargetInfo
+from foretoken.drafter import Drafter
+from foretoken.drafting import TargetInfo
 from foretoken.limits import ModelLimits
 from protos import common_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from tests.support.engine_harness import Harness

@@ -19,7 +19,8 @@ import torch
 
 from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.placement import ON_CPU, Placement
-from foretoken.drafting import Drafter, TargetInfo
+from foretoken.drafter import Drafter
+from foretoken.drafting import TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.backend import Backend
 from foretoken.models.config import load_config

@@ -1,0 +1,59 @@
+"""The contract of a drafter: the calls that a verifier makes, whatever transport they come by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
+
+if TYPE_CHECKING:
+    # The n-gram drafter runs without torch.
+    from foretoken.models.target_weights import TargetWeights
+    from foretoken.transports.resident import ResidentMemory, StreamOrder
+
+
+class Drafter(Protocol):
+    """Proposes trees. A new kind of drafter implements this and touches no other file.
+
+    Calls come from one thread. An exception ends the attachment, never a request.
+    """
+
+    @property
+    def algorithm(self) -> str:
+        """NGRAM, EAGLE3, ..."""
+        ...
+
+    def needs(self, target: TargetInfo) -> DrafterNeeds:
+        """What requests for this target must carry. Raises PreconditionError if drafter and target do not fit."""
+        ...
+
+    def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
+        """Forget every sequence and prepare for this target.
+
+        ``weights``: the target's embedding and head, where they can be shared. Raises PreconditionError if drafter and
+        target do not fit.
+        """
+        ...
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        """Learn the new tokens, then propose a tree for each row that wants one."""
+        ...
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the per-sequence state of slots. What was learnt for others to use stays."""
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """Drafter-specific figures for metrics, such as ``ngram_nodes``."""
+        ...
+
+
+@runtime_checkable
+class DraftsResident(Protocol):
+    """A Drafter that also takes requests whose tokens are in device memory."""
+
+    def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
+        """Where such requests' tokens are, and their trees go. Called behind ``attach``, if it is; holds until the
+        next ``attach``."""
+        ...
