@@ -1,7 +1,10 @@
-"""Protobuf to values and back, for the messages of common.proto. Nothing past the rims sees a protobuf type."""
+"""Convert the messages of common.proto to values and back. Only the services' edges see protobuf types."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from foretoken.results import DrafterStats, FinishReason, SpeculationStats, TokenLogprobs
 from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 from protos import common_pb2
 
@@ -68,4 +71,79 @@ def speculation_from_proto(message: common_pb2.SpeculationOptions) -> Speculatio
 def speculation_to_proto(options: SpeculationOptions) -> common_pb2.SpeculationOptions:
     return common_pb2.SpeculationOptions(
         enabled=options.enabled, drafter=options.drafter, max_draft_tokens=options.max_draft_tokens
+    )
+
+
+_REASON_NUMBERS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+}
+_REASONS = {number: reason for reason, number in _REASON_NUMBERS.items()}
+
+
+def reason_from_proto(reason: common_pb2.FinishReason) -> FinishReason:
+    """A reason that this version does not know is ABORT."""
+    return _REASONS.get(reason, FinishReason.ABORT)
+
+
+def reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason:
+    return _REASON_NUMBERS[reason]
+
+
+def logprobs_from_proto(entries: Iterable[common_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            entry.token_id, entry.logprob, entry.rank, tuple(zip(entry.top_ids, entry.top_logprobs, strict=True))
+        )
+        for entry in entries
+    )
+
+
+def logprobs_to_proto(entries: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
+    return [
+        common_pb2.TokenLogprobs(
+            token_id=entry.token_id,
+            logprob=entry.logprob,
+            rank=entry.rank,
+            top_ids=[token_id for token_id, _ in entry.top],
+            top_logprobs=[logprob for _, logprob in entry.top],
+        )
+        for entry in entries
+    ]
+
+
+def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
+    return SpeculationStats(
+        num_decode_steps=stats.num_decode_steps,
+        num_spec_steps=stats.num_spec_steps,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
+        fallback_steps=stats.fallback_steps,
+        acceptance_histogram=tuple(stats.acceptance_histogram),
+        drafter=stats.drafter,
+        num_decode_tokens=stats.num_decode_tokens,
+        drafters=tuple(
+            DrafterStats(
+                drafter.name,
+                drafter.num_draft_tokens,
+                drafter.num_accepted_tokens,
+                tuple(drafter.accepted_per_position),
+            )
+            for drafter in stats.drafters
+        ),
+    )
+
+
+def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
+    return common_pb2.SpeculationStats(
+        num_decode_steps=stats.num_decode_steps,
+        num_spec_steps=stats.num_spec_steps,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
+        fallback_steps=stats.fallback_steps,
+        acceptance_histogram=stats.acceptance_histogram,
+        drafter=stats.drafter,
+        num_decode_tokens=stats.num_decode_tokens,
+        drafters=[common_pb2.DrafterStats(**drafter._asdict()) for drafter in stats.drafters],
     )

@@ -15,7 +15,7 @@ from foretoken.sampling import SpeculationOptions
 from foretoken.tracing import TraceContext, Tracer
 from gateway.admission import Admission
 from gateway.config import GatewaySettings
-from gateway.generation import ClientGoneError, Generation, GenerationRequest, Prompt, sum_stats
+from gateway.generation import ClientGoneError, Generation, GenerationRequest, Prompt
 from gateway.messages import VerifierInfo
 from gateway.metrics import GatewayMetrics
 from gateway.request_span import end_span, refused_span, start_span
@@ -194,7 +194,7 @@ class GatewayCore:
         else:
             self.metrics.request_ended(generation, seconds, failure)
         request, outputs = generation.request, generation.outputs
-        stats = sum_stats(outputs)
+        stats = generation.speculation
         firsts = [output.first_token_at for output in outputs if output.first_token_at]
         logger.info(
             "request",

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
+from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import Grammar, SamplingParams
 from gateway import http
 from gateway.core import GatewayCore
@@ -27,7 +28,6 @@ from gateway.fields import (
 )
 from gateway.generation import Delta, Generation, GenerationRequest, Output, Prompt
 from gateway.grammar import checked, schema_grammar, the_one
-from gateway.messages import FinishReason, TokenLogprobs
 from gateway.openai_response import DONE, event
 from gateway.tokenizer import Tokenizer
 

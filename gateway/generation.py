@@ -9,24 +9,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from foretoken import limits
 from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
 from gateway.detokenizer import Detokenizer
-from gateway.messages import (
-    DrafterStats,
-    Finished,
-    FinishReason,
-    NewTokens,
-    SequenceSpec,
-    SpeculationStats,
-    TokenLogprobs,
-)
+from gateway.messages import Finished, NewTokens, SequenceSpec
 from gateway.placement import Placement
 from gateway.prediction import PredictionMatch
 from gateway.stop import StopMatcher
@@ -287,6 +279,11 @@ class Generation:
             )
 
     @property
+    def speculation(self) -> SpeculationStats:
+        """The counts of all outputs that have ended, added up."""
+        return SpeculationStats.sum([o.finished.speculation for o in self.outputs if o.finished is not None])
+
+    @property
     def prompt_tokens(self) -> int:
         """Prompt tokens, each prompt counted once."""
         return sum(len(prompt.ids) for prompt in self.request.prompts)
@@ -384,42 +381,6 @@ class Generation:
         for output in self.outputs:
             if output.error is not None:
                 raise output.error
-
-
-def sum_stats(outputs: Sequence[Output]) -> SpeculationStats:
-    """Figures of all outputs together; the drafter is that of the output that drafted most."""
-    stats = [output.finished.speculation for output in outputs if output.finished is not None]
-    histogram = [0] * max((len(item.acceptance_histogram) for item in stats), default=0)
-    for item in stats:
-        for accepted, steps in enumerate(item.acceptance_histogram):
-            histogram[accepted] += steps
-    busiest = max(stats, key=lambda item: item.num_draft_tokens, default=SpeculationStats())
-    return SpeculationStats(
-        num_decode_steps=sum(item.num_decode_steps for item in stats),
-        num_spec_steps=sum(item.num_spec_steps for item in stats),
-        num_draft_tokens=sum(item.num_draft_tokens for item in stats),
-        num_accepted_tokens=sum(item.num_accepted_tokens for item in stats),
-        fallback_steps=sum(item.fallback_steps for item in stats),
-        acceptance_histogram=tuple(histogram),
-        drafter=busiest.drafter,
-        num_decode_tokens=sum(item.num_decode_tokens for item in stats),
-        drafters=_sum_drafters([drafter for item in stats for drafter in item.drafters]),
-    )
-
-
-def _sum_drafters(parts: Sequence[DrafterStats]) -> tuple[DrafterStats, ...]:
-    """One entry a drafter, in the order in which they appear."""
-    sums: dict[str, DrafterStats] = {}
-    for part in parts:
-        known = sums.get(part.name, DrafterStats(part.name, 0, 0, ()))
-        positions = zip_longest(known.accepted_per_position, part.accepted_per_position, fillvalue=0)
-        sums[part.name] = DrafterStats(
-            part.name,
-            known.num_draft_tokens + part.num_draft_tokens,
-            known.num_accepted_tokens + part.num_accepted_tokens,
-            tuple(map(sum, positions)),
-        )
-    return tuple(sums.values())
 
 
 def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import TypeAlias
 
 import grpc
@@ -18,9 +18,8 @@ from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import draw_seed
 from gateway.generation import Delta, GenerationRequest, Output, Prompt
-from gateway.messages import FinishReason, SpeculationStats, TokenLogprobs
 from gateway.patience import Patience
-from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
+from protos import gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = "foretoken.gateway.v1.GatewayService"
 # As in logs and spans.
@@ -28,11 +27,6 @@ API = "grpc"
 # Clients refuse messages beyond 4 MiB by default. 1024 tokens with 20 logprobs each are 0.3 MB, the text 1 MB at most.
 MAX_CHUNK_TOKENS = 1024
 MAX_CHUNK_CHARS = 1 << 18
-_REASONS = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
-}
 Context: TypeAlias = "grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse]"
 ModelContext: TypeAlias = "grpc.aio.ServicerContext[gateway_pb2.GetModelRequest, gateway_pb2.GetModelResponse]"
 
@@ -151,10 +145,10 @@ def _chunks(output: Output, delta: Delta) -> Iterator[gateway_pb2.Chunk]:
             offset=offset,
             token_ids=token_ids,
             text=delta.text[text],
-            logprobs=_logprobs(delta.logprobs[tokens]),
+            logprobs=wire.logprobs_to_proto(delta.logprobs[tokens]),
             sources=delta.sources[tokens],
             num_output_tokens=offset + len(token_ids),
-            prompt_logprobs=_logprobs(delta.prompt_logprobs[tokens]),
+            prompt_logprobs=wire.logprobs_to_proto(delta.prompt_logprobs[tokens]),
         )
 
 
@@ -162,41 +156,14 @@ def _complete(output: Output, request_id: str) -> gateway_pb2.Complete:
     assert output.finished is not None and output.finish_reason is not None
     return gateway_pb2.Complete(
         choice_index=output.index,
-        reason=_REASONS[output.finish_reason],
+        reason=wire.reason_to_proto(output.finish_reason),
         num_prompt_tokens=len(output.prompt.ids),
         num_cached_tokens=output.finished.num_cached_tokens,
         num_output_tokens=len(output.token_ids),
-        speculation=_stats(output.finished.speculation),
+        speculation=wire.stats_to_proto(output.finished.speculation),
         stop=output.matched if isinstance(output.matched, str) else "",
         request_id=request_id,
         seed=output.spec.sampling.seed,
         num_accepted_prediction_tokens=output.prediction.num_accepted,
         num_rejected_prediction_tokens=output.prediction.num_rejected,
-    )
-
-
-def _logprobs(entries: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
-    return [
-        common_pb2.TokenLogprobs(
-            token_id=entry.token_id,
-            logprob=entry.logprob,
-            rank=entry.rank,
-            top_ids=[token_id for token_id, _ in entry.top],
-            top_logprobs=[logprob for _, logprob in entry.top],
-        )
-        for entry in entries
-    ]
-
-
-def _stats(stats: SpeculationStats) -> common_pb2.SpeculationStats:
-    return common_pb2.SpeculationStats(
-        num_decode_steps=stats.num_decode_steps,
-        num_spec_steps=stats.num_spec_steps,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        fallback_steps=stats.fallback_steps,
-        acceptance_histogram=stats.acceptance_histogram,
-        drafter=stats.drafter,
-        num_decode_tokens=stats.num_decode_tokens,
-        drafters=[common_pb2.DrafterStats(**drafter._asdict()) for drafter in stats.drafters],
     )

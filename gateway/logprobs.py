@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from foretoken.results import TokenLogprobs
 from gateway.detokenizer import REPLACEMENT, Detokenizer
-from gateway.messages import TokenLogprobs
 from gateway.tokenizer import Tokenizer
 
 

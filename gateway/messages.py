@@ -2,72 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from foretoken.errors import ForetokenError
 from foretoken.limits import ModelLimits
+from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
-
-
-class FinishReason(enum.StrEnum):
-    """Why an output ended; the values are OpenAI's, but for ABORT, which never reaches a client."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Raw target logprobs (natural log) at one position; ``rank`` 1 is the most likely token."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class DrafterStats(NamedTuple):
-    """One drafter's part; ``accepted_per_position[k]``: accepted tokens at depth k + 1 of a tree."""
-
-    name: str
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    accepted_per_position: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationStats:
-    """Counts of one sequence, or summed over several. Steps exclude prefill; tokens are counted before trimming."""
-
-    num_decode_steps: int = 0
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    fallback_steps: int = 0
-    acceptance_histogram: tuple[int, ...] = ()
-    drafter: str = ""
-    num_decode_tokens: int = 0
-    drafters: tuple[DrafterStats, ...] = ()
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """1 + accepted / steps that drafted; 1.0 where none drafted."""
-        return 1.0 + self.num_accepted_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
-
-    @property
-    def draft_acceptance_rate(self) -> float:
-        """accepted / drafted; 0.0 where nothing was drafted."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
-
-    @property
-    def mean_tokens_per_step(self) -> float:
-        """Tokens of all decode steps / decode steps, root-only ones included; 1.0 where there was none."""
-        return self.num_decode_tokens / self.num_decode_steps if self.num_decode_steps else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +21,7 @@ class Finished:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    speculation: SpeculationStats = SpeculationStats()
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     stop_token_id: int | None = None
     queue_ms: float = 0.0
     prefill_ms: float = 0.0

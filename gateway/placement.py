@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from foretoken.errors import ForetokenError, UnavailableError
-from gateway.messages import Finished, FinishReason, NewTokens, OutputSink, SequenceSpec
+from foretoken.results import FinishReason
+from gateway.messages import Finished, NewTokens, OutputSink, SequenceSpec
 from gateway.verifier_client import VerifierClient
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from foretoken import tracing
 from foretoken.errors import ForetokenError
 from foretoken.tracing import Span, TraceContext, Tracer
-from gateway.generation import Generation, GenerationRequest, sum_stats
+from gateway.generation import Generation, GenerationRequest
 
 PROVIDER_NAME = "foretoken"
 
@@ -25,7 +25,7 @@ def start_span(
 
 def end_span(span: Span, generation: Generation, failure: str | None) -> None:
     """``failure``: as in the log; None for a request that finished."""
-    stats = sum_stats(generation.outputs)
+    stats = generation.speculation
     attributes: dict[str, tracing.Value] = {
         tracing.INPUT_TOKENS: generation.prompt_tokens,
         tracing.OUTPUT_TOKENS: generation.completion_tokens,

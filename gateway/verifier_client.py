@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from foretoken import rpc
+from foretoken import rpc, wire
 from foretoken.errors import ForetokenError, UnavailableError, error_from_code
 from gateway import verifier_wire
 from gateway.messages import NewTokens, SequenceSink, SequenceSpec, VerifierInfo
@@ -287,8 +287,8 @@ class VerifierClient:
             NewTokens(
                 ids,
                 tuple(tokens.sources[known:]) or (0,) * len(ids),
-                verifier_wire.logprobs_from_proto(tokens.logprobs[known:]) if tokens.logprobs else (),
-                verifier_wire.logprobs_from_proto(tokens.prompt_logprobs) if tokens.prompt_logprobs else (),
+                wire.logprobs_from_proto(tokens.logprobs[known:]) if tokens.logprobs else (),
+                wire.logprobs_from_proto(tokens.prompt_logprobs) if tokens.prompt_logprobs else (),
                 tokens.num_cached_tokens if tokens.HasField("num_cached_tokens") else None,
             )
         )

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from foretoken import wire
-from gateway.messages import (
-    DrafterInfo,
-    DrafterStats,
-    Finished,
-    FinishReason,
-    SequenceSpec,
-    SpeculationStats,
-    TokenLogprobs,
-    VerifierInfo,
-)
-from protos import common_pb2, verifier_pb2
+from gateway.messages import DrafterInfo, Finished, SequenceSpec, VerifierInfo
+from protos import verifier_pb2
 
-_REASONS = {
-    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
 _INFO_NUMBERS_AND_TEXTS = (
     "version",
     "epoch",
@@ -82,47 +67,13 @@ def spec_to_proto(spec: SequenceSpec) -> verifier_pb2.Sequence:
     )
 
 
-def logprobs_from_proto(entries: Iterable[common_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(
-        TokenLogprobs(
-            entry.token_id,
-            entry.logprob,
-            entry.rank,
-            tuple(zip(entry.top_ids, entry.top_logprobs, strict=True)),
-        )
-        for entry in entries
-    )
-
-
-def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
-    return SpeculationStats(
-        num_decode_steps=stats.num_decode_steps,
-        num_spec_steps=stats.num_spec_steps,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        fallback_steps=stats.fallback_steps,
-        acceptance_histogram=tuple(stats.acceptance_histogram),
-        drafter=stats.drafter,
-        num_decode_tokens=stats.num_decode_tokens,
-        drafters=tuple(
-            DrafterStats(
-                drafter.name,
-                drafter.num_draft_tokens,
-                drafter.num_accepted_tokens,
-                tuple(drafter.accepted_per_position),
-            )
-            for drafter in stats.drafters
-        ),
-    )
-
-
 def finished_from_proto(finished: verifier_pb2.Finished) -> Finished:
     return Finished(
-        reason=_REASONS.get(finished.reason, FinishReason.ABORT),
+        reason=wire.reason_from_proto(finished.reason),
         num_prompt_tokens=finished.num_prompt_tokens,
         num_cached_tokens=finished.num_cached_tokens,
         num_output_tokens=finished.num_output_tokens,
-        speculation=stats_from_proto(finished.speculation),
+        speculation=wire.stats_from_proto(finished.speculation),
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
         queue_ms=finished.queue_ms,
         prefill_ms=finished.prefill_ms,

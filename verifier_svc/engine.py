@@ -20,6 +20,7 @@ import torch
 
 from foretoken.errors import DeadlineError, ForetokenError, PreconditionError, QueueFullError, UnavailableError
 from foretoken.models.batch import ForwardBatch
+from foretoken.results import FinishReason
 from foretoken.tree import DraftTree
 from verifier_svc.engine_counters import EngineCounters
 from verifier_svc.inbox import Inbox
@@ -30,7 +31,6 @@ from verifier_svc.messages import (
     DetachDrafter,
     ErrorEvent,
     FinishedEvent,
-    FinishReason,
     InboxMessage,
     SequenceKey,
     Submit,

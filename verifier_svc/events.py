@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from protos import common_pb2, verifier_pb2
-from verifier_svc.messages import ErrorEvent, Event, FinishedEvent, SpeculationStats, TokenLogprobs, TokensEvent
+from foretoken import wire
+from protos import verifier_pb2
+from verifier_svc.messages import ErrorEvent, Event, FinishedEvent, TokensEvent
 
 
 def to_session_response(batch: Iterable[Event]) -> verifier_pb2.SessionResponse:
@@ -33,9 +34,9 @@ def tokens_to_proto(event: TokensEvent) -> verifier_pb2.Tokens:
         num_cached_tokens=event.num_cached_tokens,
     )
     if event.logprobs:
-        message.logprobs.extend(map(_logprobs_to_proto, event.logprobs))
+        message.logprobs.extend(wire.logprobs_to_proto(event.logprobs))
     if event.prompt_logprobs:
-        message.prompt_logprobs.extend(map(_logprobs_to_proto, event.prompt_logprobs))
+        message.prompt_logprobs.extend(wire.logprobs_to_proto(event.prompt_logprobs))
     return message
 
 
@@ -44,11 +45,11 @@ def finished_to_proto(event: FinishedEvent) -> verifier_pb2.Finished:
         request_id=event.key.request_id,
         choice_index=event.key.choice_index,
         attempt=event.attempt,
-        reason=common_pb2.FinishReason.Name(event.reason.value),
+        reason=wire.reason_to_proto(event.reason),
         num_prompt_tokens=event.num_prompt_tokens,
         num_cached_tokens=event.num_cached_tokens,
         num_output_tokens=event.num_output_tokens,
-        speculation=_stats_to_proto(event.speculation),
+        speculation=wire.stats_to_proto(event.speculation),
         stop_token_id=event.stop_token_id,
         queue_ms=event.queue_ms,
         prefill_ms=event.prefill_ms,
@@ -64,28 +65,4 @@ def _error_to_proto(event: ErrorEvent) -> verifier_pb2.SequenceError:
         code=event.code,
         message=event.message,
         field=event.field,
-    )
-
-
-def _stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
-    return common_pb2.SpeculationStats(
-        num_decode_steps=stats.num_decode_steps,
-        num_spec_steps=stats.num_spec_steps,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        fallback_steps=stats.fallback_steps,
-        acceptance_histogram=stats.acceptance_histogram,
-        drafter=stats.drafter,
-        num_decode_tokens=stats.num_decode_tokens,
-        drafters=[common_pb2.DrafterStats(**drafter._asdict()) for drafter in stats.drafters],
-    )
-
-
-def _logprobs_to_proto(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
-    return common_pb2.TokenLogprobs(
-        token_id=entry.token_id,
-        logprob=entry.logprob,
-        rank=entry.rank,
-        top_ids=[token_id for token_id, _ in entry.top],
-        top_logprobs=[logprob for _, logprob in entry.top],
     )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
+from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.sampling.grammar import Matcher
@@ -22,23 +22,6 @@ class SequenceKey(NamedTuple):
     session_id: int
     request_id: str
     choice_index: int
-
-
-class FinishReason(Enum):
-    """Why a sequence ended. Values are those of foretoken.common.v1.FinishReason."""
-
-    STOP = 1
-    LENGTH = 2
-    ABORT = 3
-
-
-class TokenLogprobs(NamedTuple):
-    """Logprobs of the raw target logits at one position; ``top`` is sorted, best first."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,30 +77,6 @@ class DetachDrafter:
 
 
 InboxMessage = Submit | Abort | CloseSession | AttachDrafter | DetachDrafter
-
-
-class DrafterStats(NamedTuple):
-    """One drafter's part in one sequence; ``accepted_per_position[k]``: accepted tokens at depth k + 1 of a tree."""
-
-    name: str
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    accepted_per_position: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationStats:
-    """What speculation did for one sequence; the formulas stand in docs/architecture.md."""
-
-    num_decode_steps: int = 0
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    fallback_steps: int = 0
-    acceptance_histogram: tuple[int, ...] = ()
-    drafter: str = ""
-    num_decode_tokens: int = 0
-    drafters: tuple[DrafterStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import grpc
 
 from foretoken import tracing
+from foretoken.results import FinishReason
 from foretoken.tracing import Span, TraceContext, Tracer
-from verifier_svc.messages import ErrorEvent, Event, FinishedEvent, FinishReason, SequenceKey
+from verifier_svc.messages import ErrorEvent, Event, FinishedEvent, SequenceKey
 
 SPAN_NAME = "sequence"
 _STATUS_NAMES = {int(status.value[0]): status.name.lower() for status in grpc.StatusCode}

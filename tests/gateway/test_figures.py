@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foretoken.results import SpeculationStats
 from gateway.config import GatewaySettings
 from gateway.figures import accepted_per_step
-from gateway.messages import SpeculationStats
 from gateway.tokenizer import Tokenizer
 from tests.gateway.conftest import Stack, run_stack
 from tests.gateway.scripted_verifier import LENGTH, Player

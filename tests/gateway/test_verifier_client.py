@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from gateway.messages import Finished, FinishReason, NewTokens, SequenceSpec
+from gateway.messages import Finished, NewTokens, SequenceSpec
 from gateway.verifier_client import VerifierClient, _SilenceWatch
 from tests.gateway.scripted_verifier import LENGTH, Player, ScriptedVerifier, serving, steps
 

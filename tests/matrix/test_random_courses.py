@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from foretoken.drafting import DraftBatch, DraftRequest
+from foretoken.results import FinishReason
 from foretoken.sampling import SpeculationOptions
 from tests.matrix.test_same_text import Case, Plain, cases
 from tests.references.eagle_tree import head_tree
@@ -21,7 +22,7 @@ from tests.support.deployments import EAGLE3_LAYERS, FINAL_STATE, SeenHarness, T
 from tests.support.engine_harness import Harness, Result
 from tests.support.fitted_models import features_of
 from tests.support.recording_drafter import Drawn, RecordingDrafter
-from verifier_svc.messages import FinishReason, SequenceKey
+from verifier_svc.messages import SequenceKey
 
 COURSES = 5
 COSTS = {1: 1.0, 4: 1.2, 16: 2.0, 64: 6.0, 256: 20.0}

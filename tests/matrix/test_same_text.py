@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.deployments import KINDS, SeenHarness, Target, Targets
 from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
 from tests.support.grammars import END, VOCAB, ids_of, regex
-from verifier_svc.messages import FinishReason, SequenceKey
+from verifier_svc.messages import SequenceKey
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 
 TEMPERATURES = {"greedy": 0.0, "T=0.7": 0.7, "T=1.0": 1.0}

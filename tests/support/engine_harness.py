@@ -9,21 +9,14 @@ from dataclasses import dataclass, field, replace
 from foretoken.drafter import Drafter
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.models.target_weights import TargetWeights
+from foretoken.results import TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import InProcessTransport, TransportCounters
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.drafters.tree_shape import TreeShape
 from verifier_svc.engine import Engine, TargetRunner
-from verifier_svc.messages import (
-    Abort,
-    ErrorEvent,
-    FinishedEvent,
-    SequenceKey,
-    Submit,
-    TokenLogprobs,
-    TokensEvent,
-)
+from verifier_svc.messages import Abort, ErrorEvent, FinishedEvent, SequenceKey, Submit, TokensEvent
 from verifier_svc.outbox import Outbox
 from verifier_svc.overlap import RunAhead
 from verifier_svc.sampling.grammar import Matcher

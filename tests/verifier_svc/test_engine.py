@@ -8,11 +8,12 @@ import time
 import grpc
 import pytest
 
+from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
-from verifier_svc.messages import CloseSession, FinishReason, TokensEvent
+from verifier_svc.messages import CloseSession, TokensEvent
 
 VOCAB = 40
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from foretoken.errors import QueueFullError
-from verifier_svc.messages import ErrorEvent, FinishedEvent, FinishReason, SequenceKey, SpeculationStats, TokensEvent
+from foretoken.results import FinishReason, SpeculationStats
+from verifier_svc.messages import ErrorEvent, FinishedEvent, SequenceKey, TokensEvent
 from verifier_svc.outbox import MAX_PENDING_SEQUENCES, Outbox
 
 KEY = SequenceKey(1, "r", 0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 
 import torch
 
-from verifier_svc.messages import TokenLogprobs
+from foretoken.results import TokenLogprobs
 
 # Rows at a time: each takes some 50 bytes a token of the vocabulary meanwhile.
 _MAX_ROWS = 16

@@ -30,8 +30,8 @@ from foretoken.models.device_batch import bucket, seq_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_twins import DeviceTwins
+from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import is_greedy, noise_key
-from verifier_svc.messages import FinishReason, TokenLogprobs
 from verifier_svc.sampling.device_logprobs import device_logprobs
 from verifier_svc.sampling.verify import WalkResult
 from verifier_svc.sampling.walker import Walk, walk_on_host

@@ -11,8 +11,8 @@ from collections.abc import Sequence as Items
 
 import torch
 
+from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.tree import DraftTree
-from verifier_svc.messages import FinishReason, TokenLogprobs
 from verifier_svc.sampling.verify import WalkResult
 from verifier_svc.sampling.walker import Walk, Walker
 

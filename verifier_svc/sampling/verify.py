@@ -15,9 +15,9 @@ from foretoken_kernels.cpu.sample import RowRules, argmax_row, logprob_and_rank,
 from numpy.typing import NDArray
 
 from foretoken.errors import ForetokenError, InvalidRequestError
+from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import TOKEN_STREAM, SamplingParams, is_greedy, noise_key, stop_token_ids
 from foretoken.tree import DraftTree
-from verifier_svc.messages import FinishReason, TokenLogprobs
 from verifier_svc.sampling.grammar import Bits, Matcher, bits_of
 
 Float32 = NDArray[np.float32]

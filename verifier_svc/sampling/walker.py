@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from foretoken.results import TokenLogprobs
 from foretoken.tree import DraftTree
-from verifier_svc.messages import TokenLogprobs
 from verifier_svc.sampling.verify import WalkResult, sample_and_walk, token_logprobs
 from verifier_svc.scheduling.sequence import Sequence
 

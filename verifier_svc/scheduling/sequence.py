@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 from typing import NamedTuple
 
+from foretoken.results import DrafterStats, SpeculationStats, TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from verifier_svc.messages import DrafterStats, SequenceKey, SpeculationStats, Submit, TokenLogprobs
+from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.sampling.verify import SamplingState
 from verifier_svc.scheduling.block_manager import BlockTable
 from verifier_svc.scheduling.hidden_states import FeatureWindow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verifier_svc.messages import TokenLogprobs
+from foretoken.results import TokenLogprobs
 from verifier_svc.sampling.device_logprobs import device_logprobs
 from verifier_svc.sampling.verify import token_logprobs
 

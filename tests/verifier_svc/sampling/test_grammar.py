@@ -18,10 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from foretoken.errors import InvalidRequestError
 from foretoken.logits import sample_reference
+from foretoken.results import FinishReason
 from foretoken.sampling import Grammar, SamplingParams
 from foretoken.tree import DraftTree
 from tests.support.grammars import END, VOCAB, ids_of, regex, schema, text_of, vocabulary
-from verifier_svc.messages import FinishReason
 from verifier_svc.sampling.grammar import Matcher, Vocabulary, bits_of, compile_grammar
 from verifier_svc.sampling.verify import SamplingState, WalkResult, sample_and_walk
 

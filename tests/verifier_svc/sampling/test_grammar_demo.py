@@ -10,12 +10,12 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
+from foretoken.results import FinishReason
 from foretoken.sampling import Grammar, SamplingParams
 from tests.support.engine_harness import Harness, Request, Result
 from tests.support.grammars import regex, schema
 from tests.verifier_svc.test_demo_identity import DEMO, TEMPERATURES, harness
 from tests.verifier_svc.test_identity import assert_same, assert_speculated
-from verifier_svc.messages import FinishReason
 from verifier_svc.model.runner import ModelRunner
 from verifier_svc.sampling.grammar import Matcher, Vocabulary, compile_grammar
 

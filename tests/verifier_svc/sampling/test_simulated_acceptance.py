@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from benchmarks.gpu.checkpoint import SHAPES, random_target
 from foretoken.drafting import DraftRequest
 from foretoken.errors import InvalidRequestError
+from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams
 from foretoken.tree import DraftTree
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
 from verifier_svc.config import VerifierSettings
-from verifier_svc.messages import FinishReason
 from verifier_svc.sampling.simulated_acceptance import AcceptanceSimulator, SimulatedWalker, deepest_path
 from verifier_svc.sampling.verify import SamplingState, WalkResult, sample_and_walk
 from verifier_svc.sampling.walker import HostWalker

@@ -1,0 +1,102 @@
+"""What a sequence's output ends with, as the verifier reports it and the gateway passes it on."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+
+class FinishReason(enum.StrEnum):
+    """Why an output ended. The values are OpenAI's; ABORT never reaches a client."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class TokenLogprobs(NamedTuple):
+    """Logprobs (natural log) of the raw target logits at one position.
+
+    Attributes:
+        rank: 1 for the most likely token.
+        top: the most likely tokens with their logprobs, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class DrafterStats(NamedTuple):
+    """One drafter's part; ``accepted_per_position[k]`` counts accepted tokens at depth k + 1 of a tree."""
+
+    name: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counts of one sequence, or summed over several. Steps exclude prefill; tokens are counted before trimming."""
+
+    num_decode_steps: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    fallback_steps: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    drafter: str = ""
+    num_decode_tokens: int = 0
+    drafters: tuple[DrafterStats, ...] = ()
+
+    @staticmethod
+    def sum(parts: Sequence[SpeculationStats]) -> SpeculationStats:
+        """Add up several sequences; ``drafter`` is that of the sequence that drafted most."""
+        histograms = zip_longest(*(part.acceptance_histogram for part in parts), fillvalue=0)
+        busiest = max(parts, key=lambda part: part.num_draft_tokens, default=SpeculationStats())
+        return SpeculationStats(
+            num_decode_steps=sum(part.num_decode_steps for part in parts),
+            num_spec_steps=sum(part.num_spec_steps for part in parts),
+            num_draft_tokens=sum(part.num_draft_tokens for part in parts),
+            num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
+            fallback_steps=sum(part.fallback_steps for part in parts),
+            acceptance_histogram=tuple(map(sum, histograms)),
+            drafter=busiest.drafter,
+            num_decode_tokens=sum(part.num_decode_tokens for part in parts),
+            drafters=_sum_drafters([drafter for part in parts for drafter in part.drafters]),
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / steps that drafted; 1.0 if none drafted."""
+        return 1.0 + self.num_accepted_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """accepted / drafted; 0.0 if nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_tokens_per_step(self) -> float:
+        """Tokens of all decode steps / decode steps, root-only steps included; 1.0 if there was none."""
+        return self.num_decode_tokens / self.num_decode_steps if self.num_decode_steps else 1.0
+
+
+def _sum_drafters(parts: Sequence[DrafterStats]) -> tuple[DrafterStats, ...]:
+    """One entry a drafter, in order of appearance."""
+    sums: dict[str, DrafterStats] = {}
+    for part in parts:
+        known = sums.get(part.name, DrafterStats(part.name, 0, 0, ()))
+        positions = zip_longest(known.accepted_per_position, part.accepted_per_position, fillvalue=0)
+        sums[part.name] = DrafterStats(
+            part.name,
+            known.num_draft_tokens + part.num_draft_tokens,
+            known.num_accepted_tokens + part.num_accepted_tokens,
+            tuple(map(sum, positions)),
+        )
+    return tuple(sums.values())
