@@ -13,38 +13,37 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from foretoken.errors import DeadlineError, ForetokenError, PreconditionError, QueueFullError, UnavailableError
-from foretoken.models.batch import ForwardBatch
 from foretoken.results import FinishReason
 from foretoken.tree import DraftTree
+from verifier_svc.drafters.changes import AttachDrafter, DetachDrafter
 from verifier_svc.engine_counters import EngineCounters
-from verifier_svc.inbox import Inbox
+from verifier_svc.inbox import Inbox, InboxMessage
 from verifier_svc.messages import (
     Abort,
-    AttachDrafter,
     CloseSession,
-    DetachDrafter,
     ErrorEvent,
     FinishedEvent,
-    InboxMessage,
     SequenceKey,
     Submit,
     TokensEvent,
 )
+from verifier_svc.model.target_runner import TargetRunner
 from verifier_svc.outbox import Outbox
 from verifier_svc.overlap import RunAhead
 from verifier_svc.sampling.verify import WalkResult
 from verifier_svc.sampling.walker import HostWalker, Walk, Walker
 from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
 from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.hidden_states import FeatureRows, PassRows
 from verifier_svc.scheduling.scheduler import Scheduler
-from verifier_svc.scheduling.sequence import NO_SLOT, DecodeStep, DrafterShare, Sequence
+from verifier_svc.scheduling.sequence import NO_SLOT, DecodeStep, Sequence
 from verifier_svc.sessions import Sessions
 from verifier_svc.speculation.speculator import Speculator
 
@@ -52,31 +51,6 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 Argument = TypeVar("Argument")
-
-
-class TargetRunner(Protocol):
-    """What the engine needs of the target model (verifier_svc.model.runner)."""
-
-    @property
-    def features(self) -> torch.Tensor:
-        """[rows, captured * hidden_size] of the last pass, on the model's device; valid until the next call."""
-        ...
-
-    def feature_rows(self, rows: list[int]) -> np.ndarray:
-        """float32 [len(rows), captured * hidden_size] of the last pass: a copy, on the host."""
-        ...
-
-    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
-        """float32 [wanted rows, vocab]: raw logits, on the model's device, valid until the next call.
-
-        ``features``: hidden states to capture for all rows; see foretoken.drafting.FINAL_NORM. Slots from the last
-        block's end on are scratch: a row may write there what nobody reads.
-        """
-        ...
-
-    def commit(self, source_slots: np.ndarray, target_slots: np.ndarray) -> None:
-        """Copy cache entries, slot by slot, in order."""
-        ...
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""What the rim sends the engine: any thread puts, the engine takes at its next step."""
+"""What the service sends the engine: any thread puts, the engine takes at its next step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from verifier_svc.messages import Abort, CloseSession, InboxMessage, Submit
+from verifier_svc.drafters.changes import AttachDrafter, DetachDrafter
+from verifier_svc.messages import Abort, CloseSession, Submit
+
+InboxMessage = Submit | Abort | CloseSession | AttachDrafter | DetachDrafter
 
 
 class Inbox:

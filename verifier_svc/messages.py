@@ -1,18 +1,16 @@
-"""The plain values that pass between the rim (service.py) and the engine: nothing else crosses.
+"""The plain values that pass between the service (service.py) and the engine.
 
-Down go sequences, their ends, and drafters to attach and detach, through one inbox; up go the events of a step, per
-session, into its outbox.
+Sequences and their ends go down through the inbox, as do changes of drafters (drafters/changes.py). The events of a
+step go up, each session's into its outbox.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from verifier_svc.drafters.source import DraftSource
 from verifier_svc.sampling.grammar import Matcher
 
 
@@ -26,7 +24,7 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """One sequence to run. Already checked against foretoken.limits by the rim."""
+    """One sequence to run. Already checked against foretoken.limits by the service."""
 
     key: SequenceKey
     # 0 at first; each resume on this or another verifier counts one more.
@@ -58,25 +56,6 @@ class CloseSession:
     """Abort whatever the session still runs, without events."""
 
     session_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttachDrafter:
-    """One more drafter from the next step on. ``done``: of Speculator.add_source."""
-
-    source: DraftSource
-    done: Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class DetachDrafter:
-    """One drafter less from the next step on. ``done``: of Speculator.remove_source."""
-
-    name: str
-    done: Future[DraftSource]
-
-
-InboxMessage = Submit | Abort | CloseSession | AttachDrafter | DetachDrafter
 
 
 @dataclass(frozen=True, slots=True)

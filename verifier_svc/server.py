@@ -27,6 +27,7 @@ from foretoken.models.backend import choose_backend, device_name
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.tracing import make_tracer
 from protos import verifier_pb2_grpc
+from verifier_svc.assembly import load_target
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
 from verifier_svc.drafters.corpora import DrafterCorpora
 from verifier_svc.drafters.device_offer import ResidentOffer
@@ -38,7 +39,7 @@ from verifier_svc.drafters.tree_shape import TreeShape
 from verifier_svc.engine import Engine
 from verifier_svc.info import VerifierInfo
 from verifier_svc.model.calibration import measure_step_costs
-from verifier_svc.model.target import load_target, memory_plan
+from verifier_svc.model.target import memory_plan
 from verifier_svc.sampling import verify
 from verifier_svc.sampling.grammar import Vocabulary
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
@@ -232,7 +233,7 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             sources = [link.source for link in engine.speculator.links]
             corpora = DrafterCorpora(sources, settings.drafters, in_process_drafters or {})
             keeping = asyncio.create_task(corpora.keep())
-            drafters = DrafterRegistry(engine, verifier.make_source, corpora)
+            drafters = DrafterRegistry(engine.send, engine.speculator.link, verifier.make_source, corpora)
             service = VerifierService(engine, verifier.info, tracer, corpora, verifier.grammars, drafters)
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
             # What start-up made stays: a collection in the middle of a step then walks over little.

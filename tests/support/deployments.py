@@ -24,9 +24,9 @@ from tests.support.engine_harness import Harness
 from tests.support.fitted_models import TARGET_STEPS, fit_head, fit_target, perturb
 from tests.support.grammars import END, VOCAB, ids_of, write_tokenizer
 from tests.support.tiny_checkpoint import save_tokenizer
-from verifier_svc.engine import TargetRunner
 from verifier_svc.messages import SequenceKey
 from verifier_svc.model.runner import ModelRunner
+from verifier_svc.model.target_runner import TargetRunner
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.sequence import Sequence
 

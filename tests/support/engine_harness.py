@@ -15,8 +15,9 @@ from foretoken.transports.transport import InProcessTransport, TransportCounters
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.drafters.tree_shape import TreeShape
-from verifier_svc.engine import Engine, TargetRunner
+from verifier_svc.engine import Engine
 from verifier_svc.messages import Abort, ErrorEvent, FinishedEvent, SequenceKey, Submit, TokensEvent
+from verifier_svc.model.target_runner import TargetRunner
 from verifier_svc.outbox import Outbox
 from verifier_svc.overlap import RunAhead
 from verifier_svc.sampling.grammar import Matcher

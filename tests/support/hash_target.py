@@ -19,7 +19,7 @@ HIDDEN_SIZE = 4
 
 
 class HashTarget:
-    """Implements verifier_svc.engine.TargetRunner. Logits are spread so that sampling has choices."""
+    """Implements verifier_svc.model.target_runner.TargetRunner. Logits are spread so that sampling has choices."""
 
     def __init__(self, vocab_size: int, num_blocks: int, block_size: int, *, spread: float = 4.0) -> None:
         self._vocab_size = vocab_size

@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from verifier_svc.config import TRANSPORTS, DrafterEndpoint
+from verifier_svc.drafters.changes import AttachDrafter, DetachDrafter
 from verifier_svc.drafters.corpora import DrafterCorpora
 from verifier_svc.drafters.handle import DraftLink
 from verifier_svc.drafters.source import DraftSource
-from verifier_svc.engine import Engine
-from verifier_svc.messages import AttachDrafter, DetachDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +26,22 @@ Result = TypeVar("Result")
 
 
 class DrafterRegistry:
-    """Attaches and detaches drafters of one engine, one after the other. Used on the event loop."""
+    """Attaches and detaches the drafters of one engine, one at a time. Used on the event loop."""
 
     def __init__(
-        self, engine: Engine, make_source: Callable[[DrafterEndpoint], DraftSource], corpora: DrafterCorpora
+        self,
+        send: Callable[[AttachDrafter | DetachDrafter], None],
+        handle_of: Callable[[str], DraftLink],
+        make_source: Callable[[DrafterEndpoint], DraftSource],
+        corpora: DrafterCorpora,
     ) -> None:
-        """``make_source``: of a drafter in another process, not started yet."""
-        self._engine = engine
+        """
+        Args:
+            send: queues a change for the engine's next step.
+            handle_of: the engine's handle of an attached drafter, by name.
+            make_source: makes the source of a drafter in another process; it is not started yet.
+        """
+        self._send, self._handle_of = send, handle_of
         self._make_source = make_source
         self._corpora = corpora
         self._lock = asyncio.Lock()
@@ -56,7 +64,7 @@ class DrafterRegistry:
             source = self._make_source(endpoint)
             done: Future[None] = Future()
             try:
-                self._engine.send(AttachDrafter(source, done))
+                self._send(AttachDrafter(source, done))
                 await asyncio.wrap_future(done)
             except BaseException:
                 source.close()
@@ -64,12 +72,12 @@ class DrafterRegistry:
             source.start()
             self._corpora.attach(source, endpoint.address)
         logger.info("drafter %s is to be attached at %s", endpoint.name, endpoint.address)
-        return next(link for link in self._engine.speculator.links if link.name == endpoint.name)
+        return self._handle_of(endpoint.name)
 
     async def _detach(self, name: str) -> None:
         async with self._lock:
             done: Future[DraftSource] = Future()
-            self._engine.send(DetachDrafter(name, done))
+            self._send(DetachDrafter(name, done))
             source = await asyncio.wrap_future(done)
             self._corpora.detach(name)
             await asyncio.to_thread(source.close)

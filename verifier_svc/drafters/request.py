@@ -85,7 +85,7 @@ def _record(row: Row) -> tuple[float, ...]:
         shape.nodes,
         shape.depth,
         shape.branches,
-        sequence.key.choice_index,
+        sequence.choice_index,
         max(params.top_k, 0),
         params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
         params.top_p,

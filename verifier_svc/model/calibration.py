@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from foretoken.models.batch import ForwardBatch, chain_batch
-from verifier_svc.engine import TargetRunner
+from verifier_svc.model.target_runner import TargetRunner
 
 # Tokens of context behind the measured rows: short, since what counts is the difference that rows make.
 CONTEXT = 128

@@ -34,8 +34,7 @@ from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import is_greedy, noise_key
 from verifier_svc.sampling.device_logprobs import device_logprobs
 from verifier_svc.sampling.verify import WalkResult
-from verifier_svc.sampling.walker import Walk, walk_on_host
-from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.sampling.walker import SampledSequence, Walk, walk_on_host
 
 # Columns of SamplerState that the host sets, each one value a slot.
 _RULES = (
@@ -200,7 +199,7 @@ class DeviceWalker:
         sample_rows(batch, self._state, self._workspace, stage.sampled)
         walk(batch, stage.sampled, self._state, stage.result)
 
-    def seat(self, sequences: Items[Sequence]) -> None:
+    def seat(self, sequences: Items[SampledSequence]) -> None:
         """Bring over the rules of sequences that are new in their slots."""
         fresh = [s for s in sequences if self._generations[s.slot] != s.generation]
         if not fresh:
@@ -214,7 +213,7 @@ class DeviceWalker:
         if counted:
             self._count(counted)
 
-    def _set_rules(self, sequence: Sequence) -> None:
+    def _set_rules(self, sequence: SampledSequence) -> None:
         params, slot = sequence.sampling, sequence.slot
         seed_low, seed_high = noise_key(params.seed)
         bias = {token: value for token, value in params.logit_bias.items() if token < self._token_limit}
@@ -229,7 +228,7 @@ class DeviceWalker:
             params.presence_penalty,
             seed_low,
             seed_high,
-            sequence.key.choice_index,
+            sequence.choice_index,
             params.min_tokens,
             len(bias),
             len(stops),
@@ -242,7 +241,7 @@ class DeviceWalker:
         if stops:
             self._state.stop_ids[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int32)
 
-    def _count(self, sequences: list[Sequence]) -> None:
+    def _count(self, sequences: list[SampledSequence]) -> None:
         """Tokens of prompt and output so far, for the penalties."""
         prompt, output = [], []
         for sequence in sequences:
@@ -299,7 +298,7 @@ def _with_logprobs(
     ]
 
 
-def _is_penalized(sequence: Sequence) -> bool:
+def _is_penalized(sequence: SampledSequence) -> bool:
     params = sequence.sampling
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
 

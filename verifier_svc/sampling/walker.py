@@ -8,18 +8,41 @@ from typing import NamedTuple, Protocol
 import torch
 
 from foretoken.results import TokenLogprobs
+from foretoken.sampling import SamplingParams
 from foretoken.tree import DraftTree
-from verifier_svc.sampling.verify import WalkResult, sample_and_walk, token_logprobs
-from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.sampling.verify import SamplingState, WalkResult, sample_and_walk, token_logprobs
+
+
+class SampledSequence(Protocol):
+    """What a walker reads of a sequence (verifier_svc.scheduling.sequence)."""
+
+    sampling: SamplingParams
+    sampler: SamplingState
+    # Committed tokens, prompt first; the first ``num_prompt_tokens`` are the prompt.
+    tokens: list[int]
+    num_prompt_tokens: int
+    # Its row of the device's sampling state, and how often that row was given out.
+    slot: int
+    generation: int
+
+    @property
+    def choice_index(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
 
 
 class Walk(NamedTuple):
     """One sequence's walk: row ``first_row + i`` of the step's logits follows node i of ``tree``.
 
-    ``sources``: per node the number of the drafter that it is from; None: 1.
+    Attributes:
+        sources: the number of each node's drafter; None: 1 for all.
     """
 
-    sequence: Sequence
+    sequence: SampledSequence
     tree: DraftTree
     first_row: int
     sources: Items[int] | None

@@ -8,7 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from foretoken.tree import DraftTree
-from verifier_svc.scheduling.sequence import DrafterShare
+
+
+class DrafterShare(NamedTuple):
+    """One drafter's part of a verified tree: its nodes, and the depths of those on the walked path."""
+
+    # Index of the drafter + 1.
+    drafter: int
+    num_drafted: int
+    accepted_depths: tuple[int, ...]
 
 
 class Draft(NamedTuple):

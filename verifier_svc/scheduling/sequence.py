@@ -13,19 +13,11 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.sampling.verify import SamplingState
 from verifier_svc.scheduling.block_manager import BlockTable
+from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.hidden_states import FeatureWindow
 from verifier_svc.speculation.gate import Gate
 
 NO_SLOT = -1
-
-
-class DrafterShare(NamedTuple):
-    """One drafter's part of a verified tree: its nodes, and the depths of those on the walked path."""
-
-    # Index of the drafter + 1.
-    drafter: int
-    num_drafted: int
-    accepted_depths: tuple[int, ...]
 
 
 class DecodeStep(NamedTuple):
@@ -116,6 +108,10 @@ class Sequence:
         """Cache blocks, in logical order. Only while running."""
         assert self.table is not None
         return self.table.block_ids
+
+    @property
+    def choice_index(self) -> int:
+        return self.key.choice_index
 
     @property
     def num_output_tokens(self) -> int:

@@ -10,9 +10,9 @@ from foretoken.transports.resident import ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
 from verifier_svc.drafters.handle import DraftLink
 from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
-from verifier_svc.scheduling.draft import Draft
+from verifier_svc.scheduling.draft import Draft, DrafterShare
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT
-from verifier_svc.scheduling.sequence import DrafterShare, Sequence
+from verifier_svc.scheduling.sequence import Sequence
 
 
 class ResidentDrafting:

@@ -18,8 +18,8 @@ from verifier_svc.drafters.handle import DraftLink, Posted
 from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.drafters.tree_shape import TreeShape
-from verifier_svc.scheduling.draft import Draft, merge
-from verifier_svc.scheduling.sequence import DrafterShare, Sequence
+from verifier_svc.scheduling.draft import Draft, DrafterShare, merge
+from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.draft_costs import DraftCosts
 from verifier_svc.speculation.gate import best_reach
 from verifier_svc.speculation.plan import DraftPlan
@@ -90,6 +90,10 @@ class Speculator:
     def links(self) -> Seq[DraftLink]:
         """All drafters that there were, by their numbers; its figures may be read by any thread."""
         return self._roster.links
+
+    def link(self, name: str) -> DraftLink:
+        """The drafter of this name. Any thread may ask. Raises KeyError if there never was one."""
+        return {link.name: link for link in self.links}[name]
 
     @property
     def counters(self) -> dict[str, DrafterCounters]:

@@ -17,10 +17,10 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import EPOCH, Harness, Request, Result, TestSource
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
+from verifier_svc.drafters.changes import AttachDrafter, DetachDrafter
 from verifier_svc.drafters.in_process import InProcessClient
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.info import drafter_state
-from verifier_svc.messages import AttachDrafter, DetachDrafter
 
 VOCAB = 40
 TARGET = TargetInfo(

@@ -20,7 +20,8 @@ from verifier_svc.config import VerifierSettings
 from verifier_svc.model import attention_choice
 from verifier_svc.model.attention_choice import compiled, flashinfer_passes
 from verifier_svc.model.runner import silent
-from verifier_svc.model.target import load_target, memory_plan
+from verifier_svc.assembly import load_target
+from verifier_svc.model.target import memory_plan
 
 BLOCK = 4
 

@@ -18,7 +18,8 @@ from verifier_svc.model import device_runner
 from verifier_svc.model import runner as model_runner
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.model.runner import ModelRunner, silent
-from verifier_svc.model.target import load_target, memory_plan
+from verifier_svc.assembly import load_target
+from verifier_svc.model.target import memory_plan
 
 BLOCK = 4
 

@@ -1,0 +1,104 @@
+"""Load the target model and make what goes with its device: the walker, and the steps that overlap."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from foretoken.errors import ConfigError
+from foretoken.models.backend import Backend
+from foretoken.models.config import load_config
+from foretoken.models.decoder_weights import Progress
+from foretoken.models.tokenizer_size import num_token_ids
+from foretoken.transports.resident import StreamOrder
+from foretoken.transports.shared_weights import SharedWeights
+from verifier_svc.config import VerifierSettings
+from verifier_svc.model.attention_choice import compiled, flashinfer_passes
+from verifier_svc.model.memory_plan import MemoryPlan
+from verifier_svc.model.runner import ModelRunner, element_type
+from verifier_svc.model.target import LoadedTarget, pass_sizes
+from verifier_svc.overlap import RunAhead
+from verifier_svc.sampling.walker import HostWalker, Walker
+
+
+class Target(NamedTuple):
+    """``shared_weights``: what drafters' processes may map; None: they read their own. ``run_ahead``: on a GPU, unless
+    it is not wanted."""
+
+    runner: LoadedTarget
+    walker: Walker
+    shared_weights: SharedWeights | None
+    run_ahead: RunAhead | None = None
+
+
+def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend, progress: Progress) -> Target:
+    """Load the model and warm it up. Raises ConfigError if strict numerics or FlashInfer cannot be had as wanted."""
+    if backend.kernels == "cpu":
+        runner = ModelRunner(
+            settings.model,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            block_size=settings.block_size,
+            num_blocks=budget.num_blocks,
+            context_length=settings.context_length,
+            progress=progress,
+        )
+        runner.warm_up(progress)
+        _check_numerics(settings, runner)
+        return Target(runner, HostWalker(), runner.shared_weights)
+    # Triton is imported where there is a GPU alone.
+    from verifier_svc.model.device_runner import DeviceRunner
+    from verifier_svc.overlap_step import ResidentStep, plain_memory
+    from verifier_svc.sampling.device_walker import DeviceWalker
+
+    sizes = pass_sizes(settings)
+    config, element = load_config(settings.model), element_type(settings.dtype, backend)
+    wanted = flashinfer_passes(settings, config, element, backend, announce=True)
+    flashinfer = compiled(wanted, config, element, backend, progress)
+    on_device = DeviceRunner(
+        settings.model,
+        dtype=settings.dtype,
+        backend=backend,
+        sizes=sizes,
+        strict=settings.numerics == "strict",
+        flashinfer=flashinfer,
+        block_size=settings.block_size,
+        num_blocks=budget.num_blocks,
+        context_length=settings.context_length,
+        progress=progress,
+    )
+    on_device.warm_up(progress, max_nodes=settings.speculative_num_draft_tokens)
+    _check_numerics(settings, on_device)
+    walker = DeviceWalker(
+        vocab_size=on_device.config.vocab_size,
+        token_limit=num_token_ids(settings.model, on_device.config.vocab_size),
+        max_slots=settings.max_running_requests,
+        max_rows=sizes.wanted,
+        max_nodes=settings.speculative_num_draft_tokens,
+        device=backend.device,
+        graphs=not settings.disable_cuda_graph,
+    )
+    walker.warm_up(on_device.config.vocab_size)
+    # What is planned on the host waits for the lengths that the step before has come to.
+    if settings.disable_overlap_schedule or flashinfer == "all":
+        return Target(on_device, walker, on_device.shared_weights)
+    make_step = partial(
+        ResidentStep,
+        on_device,
+        walker,
+        max_seats=settings.max_running_requests,
+        simulated=settings.simulate_accept_length,
+        graphs=not settings.disable_cuda_graph,
+    )
+    plain = make_step(plain_memory(settings.max_running_requests, backend.device), StreamOrder())
+    plain.warm_up(())
+    run_ahead = RunAhead(make_step, plain, timeout_s=settings.draft_timeout_ms / 1e3)
+    return Target(on_device, walker, on_device.shared_weights, run_ahead)
+
+
+def _check_numerics(settings: VerifierSettings, runner: LoadedTarget) -> None:
+    """A warmed-up runner is as strict as was asked for."""
+    if settings.numerics == "strict" and runner.mode != "strict":
+        raise ConfigError(
+            "--numerics strict: on this machine a row of this model has other bits in another batch; auto does without"
+        )
