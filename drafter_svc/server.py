@@ -42,8 +42,8 @@ def make_drafter(settings: DrafterSettings) -> Drafter:
 def _make_model_drafter(
     settings: DrafterSettings, algorithm: Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE"]
 ) -> Drafter:
-    from drafter_svc.model import passes as draft_passes
     from drafter_svc.model.placement import choose_placement
+    from drafter_svc.trees import passes as draft_passes
 
     path = settings.speculative_draft_model_path
     threads, coupled = settings.threads or 1, not settings.disable_coupled_noise

@@ -85,7 +85,7 @@ class DrafterNeeds:
         blocks: whether it keeps keys and values under the verifier's block ids.
         weights: whether it uses the target's embedding or output head (``attach`` gets them where they can be shared).
         device: the GPU where its model runs, by the UUID that CUDA gives it. Empty: it has none, or it is on the CPU.
-        resident: whether it can draft from memory of that GPU (foretoken.transports.resident).
+        resident: whether it can draft from memory of that GPU (foretoken.resident).
     """
 
     features: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ def _offsets(index: int) -> Any:
 
 
 class ResidentStep(NamedTuple):
-    """That a request's tokens and hidden rows are in device memory (transports.resident), where the trees go too.
+    """That a request's tokens and hidden rows are in device memory (foretoken.resident), where the trees go too.
 
     Requests whose first has ``begins`` set and whose last ``is_last`` are a run: their rows are the seats of the
     device memory, the same in all of them. One that has both set is a run of one step.

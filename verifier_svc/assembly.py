@@ -10,7 +10,7 @@ from foretoken.models.backend import Backend
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.tokenizer_size import num_token_ids
-from foretoken.transports.resident import StreamOrder
+from foretoken.resident import StreamOrder
 from foretoken.transports.shared_weights import SharedWeights
 from verifier_svc.config import VerifierSettings
 from verifier_svc.model.attention_choice import compiled, flashinfer_passes

@@ -29,7 +29,7 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Protocol
 
 from foretoken.models.device_batch import bucket
-from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.resident import ResidentMemory, StreamOrder
 from verifier_svc.drafters.handle import DraftLink
 from verifier_svc.sampling.verify import WalkResult
 from verifier_svc.scheduling.draft import DrafterShare

@@ -22,7 +22,7 @@ from foretoken_kernels.resident_state import DraftedTrees, Seats, StepResults, S
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_twins import SendRing
 from foretoken.models.llama import ResidentPass
-from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_result
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult

@@ -22,14 +22,14 @@ from drafter_svc.device.levels import (
     write_requests,
 )
 from drafter_svc.device.resident_draft import ResidentDraft
-from drafter_svc.model.figures import PassFigures
-from drafter_svc.model.growth import MAX_BRANCHES, ROWS_PER_SLOT, PassOutput
-from drafter_svc.model.rows import DraftRows
+from drafter_svc.trees.figures import PassFigures
+from drafter_svc.trees.growth import MAX_BRANCHES, ROWS_PER_SLOT, PassOutput
+from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.device_batch import seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_twins import DeviceTwins
-from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 # Levels of the deepest trees whose kernels are compiled at a start.
@@ -63,7 +63,7 @@ class _Stage:
 
 
 class DeviceGrowth:
-    """A ``drafter_svc.model.growth.Growth``.
+    """A ``drafter_svc.trees.growth.Growth``.
 
     Args:
         num_slots: of the model's cache. The last one is scratch: no tree has it.

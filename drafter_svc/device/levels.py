@@ -23,7 +23,7 @@ from foretoken_kernels.gpu.draft_tree_state import (
 )
 from numpy.typing import NDArray
 
-from drafter_svc.model.growth import MAX_BRANCHES, PassOutput, VocabularyOwner, vocabulary_of
+from drafter_svc.trees.growth import MAX_BRANCHES, PassOutput, VocabularyOwner, vocabulary_of
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.device_batch import DeviceArrays
 from foretoken.tree import Int32

@@ -26,16 +26,16 @@ from foretoken_kernels.gpu.embedding import copy_rows
 from foretoken_kernels.resident_state import NO_SLOT, StepResults
 
 from drafter_svc.device.levels import DeviceLevels, FoundTrees, TreePlaces, TreeShape, batch_of, write_requests
-from drafter_svc.model.figures import PassFigures
-from drafter_svc.model.growth import set_wishes
-from drafter_svc.model.rows import DraftRows, DraftSequence, ToldRow, told_rows
+from drafter_svc.trees.figures import PassFigures
+from drafter_svc.trees.growth import set_wishes
+from drafter_svc.trees.rows import DraftRows, DraftSequence, ToldRow, told_rows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.device_batch import DeviceArrays, seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_twins import DeviceTwins
-from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 # Steps that may be on their way, and unread.

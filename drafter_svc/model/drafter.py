@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafter_svc.model.passes import DraftPasses
+from drafter_svc.trees.passes import DraftPasses
 from foretoken.drafting import DraftBatch, DraftRequest
-from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.resident import ResidentMemory, StreamOrder
 
 
 class ModelDrafter:

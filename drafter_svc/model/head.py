@@ -18,9 +18,9 @@ from drafter_svc.checkpoint.model_folder import check_head
 from drafter_svc.checkpoint.target_folder import target_folder
 from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
 from drafter_svc.model.drafter import ModelDrafter
-from drafter_svc.model.passes import DraftPasses
 from drafter_svc.model.placement import ON_CPU, Placement
-from drafter_svc.model.rows import DraftRows
+from drafter_svc.trees.passes import DraftPasses
+from drafter_svc.trees.rows import DraftRows
 from foretoken.config import at_fault
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import ConfigError, PreconditionError

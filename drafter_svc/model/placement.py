@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from drafter_svc.config import DrafterSettings
-from drafter_svc.model.growth import MAX_BRANCHES, ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput
-from drafter_svc.model.passes import (
+from drafter_svc.trees.growth import MAX_BRANCHES, ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput
+from drafter_svc.trees.passes import (
     ENTRY_ROWS,
     GPU_ENTRY_ROWS,
     PASS_ROWS,

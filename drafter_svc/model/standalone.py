@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from drafter_svc.checkpoint.target_folder import target_folder
 from drafter_svc.checkpoint.tokenizer_match import check_same_tokenizer
 from drafter_svc.model.drafter import ModelDrafter
-from drafter_svc.model.passes import DraftPasses, Float32
 from drafter_svc.model.placement import ON_CPU, Placement
-from drafter_svc.model.rows import DraftRows
+from drafter_svc.trees.passes import DraftPasses, Float32
+from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache
@@ -45,7 +45,7 @@ class _Output(NamedTuple):
 
 
 class StandaloneModel:
-    """A decoder as drafter_svc.model.passes.DraftModel: no features, no recurrent state."""
+    """A decoder as drafter_svc.trees.passes.DraftModel: no features, no recurrent state."""
 
     num_depths = 1
     hidden_size = 0

@@ -54,7 +54,7 @@ from foretoken.transports.transport import RequestQueue, TransportClosedError, T
 if TYPE_CHECKING:
     import torch
 
-    from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
+    from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
     from foretoken.transports.resident_share import ResidentShare
 
 # Seconds for the hand-over of the descriptors, once both sides are at it.
@@ -118,7 +118,7 @@ class ArenaTransport:
         PreconditionError with the name of CUDA's error if it cannot be.
         """
         # Drafters without a model need no torch; a verifier has it.
-        from foretoken.transports.resident import StreamOrder
+        from foretoken.resident import StreamOrder
 
         assert bool(weights_fds) == bool(layout.has_weights), "the layout says what is handed over"
         self._layout = layout

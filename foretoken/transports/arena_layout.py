@@ -31,7 +31,7 @@ from foretoken.transports.transport import (
 )
 
 if TYPE_CHECKING:
-    from foretoken.transports.resident import ResidentLayout
+    from foretoken.resident import ResidentLayout
 
 MAGIC = b"FTARENA\0"
 LAYOUT_VERSION = 5
@@ -85,7 +85,7 @@ class ArenaLayout:
     block_size: int = 16
     # Whether the target's weights are handed over (foretoken.transports.shared_weights).
     has_weights: int = 0
-    # Of the device memory that is handed over (foretoken.transports.resident.ResidentLayout); all zero: there is none.
+    # Of the device memory that is handed over (foretoken.resident.ResidentLayout); all zero: there is none.
     resident_seats: int = 0
     resident_tokens: int = 0
     resident_nodes: int = 0
@@ -126,7 +126,7 @@ class ArenaLayout:
         # Drafters without a model need no torch.
         import torch
 
-        from foretoken.transports.resident import ResidentLayout
+        from foretoken.resident import ResidentLayout
 
         return ResidentLayout(
             self.resident_seats,

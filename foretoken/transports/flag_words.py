@@ -18,8 +18,8 @@ import weakref
 import numpy as np
 import torch
 
+from foretoken.resident import StreamOrder
 from foretoken.transports.cuda_driver import call, checked, device_index, driver, on
-from foretoken.transports.resident import StreamOrder
 
 logger = logging.getLogger(__name__)
 

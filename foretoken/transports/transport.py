@@ -22,7 +22,7 @@ from foretoken.transports.draft_parts import split_request
 from foretoken.tree import Int32
 
 if TYPE_CHECKING:
-    from foretoken.transports.resident import ResidentMemory, StreamOrder
+    from foretoken.resident import ResidentMemory, StreamOrder
 
 # New tokens of one request on the wire. A batch with more is split; the tokens of four long prompts fit in a few.
 DEFAULT_TOKEN_CAPACITY = 8192
@@ -313,7 +313,7 @@ class InProcessTransport:
     ) -> None:
         """``resident``: memory that the drafter has been given, too."""
         # Drafters without a model need no torch; a verifier has it.
-        from foretoken.transports.resident import StreamOrder
+        from foretoken.resident import StreamOrder
 
         self._resident = resident
         self._order = StreamOrder()

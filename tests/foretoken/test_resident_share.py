@@ -29,13 +29,13 @@ from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.models.backend import Backend
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weight_layout import RowLayout
+from foretoken.resident import ResidentLayout, ResidentMemory
 from foretoken.transports.arena import ArenaListener, ArenaTransport
 from foretoken.transports.arena_layout import MAX_DESCRIPTORS, ArenaHeader, ArenaLayout, RequestBuffer
 from foretoken.transports.arena_peer import ArenaPeer
 from foretoken.transports.doorbell import Waiter
 from foretoken.transports.draft_wire import needs_from_proto, needs_to_proto
 from foretoken.transports.flag_words import EVERY_STEP, FLAG_BYTES, FlagWords, HostOrder
-from foretoken.transports.resident import ResidentLayout, ResidentMemory
 from foretoken.transports.resident_share import ResidentShare
 from foretoken.transports.shared_weights import SharedWeights
 from foretoken.transports.transport import TransportCounters

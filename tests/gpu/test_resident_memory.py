@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from foretoken.models.backend import Backend, device_of, device_uuid
-from foretoken.transports.resident import ResidentLayout, ResidentMemory
+from foretoken.resident import ResidentLayout, ResidentMemory
 from foretoken.transports.resident_share import ResidentShare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
 from tests.support.hash_target import HashTarget
 from verifier_svc.sampling.verify import WalkResult

@@ -10,7 +10,7 @@ import torch
 from drafter_svc.model.placement import Placement
 from foretoken.models.backend import Backend
 from foretoken.models.device_sizes import PassSizes
-from foretoken.transports.resident import StreamOrder
+from foretoken.resident import StreamOrder
 from tests.support.deployments import BLOCK, SeenHarness, Target
 from tests.support.grammars import VOCAB
 from verifier_svc.drafters.device_offer import ResidentOffer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest
-from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.transports.transport import TransportClosedError
 
 Way = Literal["run", "fed", "host"]

@@ -68,7 +68,7 @@ class _Output(NamedTuple):
 
 
 class DigestModel:
-    """A drafter_svc.model.passes.DraftModel. A slot that was never written must not be looked at."""
+    """A drafter_svc.trees.passes.DraftModel. A slot that was never written must not be looked at."""
 
     def __init__(self, num_depths: int = 1, *, features: bool = True, target_ids: np.ndarray | None = None) -> None:
         self.num_depths = num_depths

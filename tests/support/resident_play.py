@@ -11,7 +11,7 @@ import torch
 
 from drafter_svc.model.drafter import ModelDrafter
 from foretoken.drafting import DraftBatch, DraftRequest, ResidentStep
-from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from tests.support.paged_draft import BLOCK, Row, feature, request_of
 
 # Tokens of one step at most, nodes of a tree, sequences of a step.

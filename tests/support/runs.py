@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams
-from foretoken.transports.resident import ResidentMemory, StreamOrder
 from tests.support.engine_harness import Harness, Request, Result
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget
 from tests.support.host_step import HostStep, plain_memory

@@ -8,8 +8,8 @@ import torch
 
 from foretoken.models.backend import Backend
 from foretoken.models.device_sizes import PassSizes
+from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from foretoken.transports.resident import ResidentLayout, ResidentMemory, StreamOrder
 from tests.support.tiny_checkpoint import save_llama
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.model.device_runner import DeviceRunner

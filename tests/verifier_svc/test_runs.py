@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from foretoken.resident import StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from foretoken.transports.resident import StreamOrder
 from foretoken.transports.transport import ROWS_PER_SLOT
 from tests.support.engine_harness import Request
 from tests.support.runs import BLOCK, SEATS, VOCAB, Runs, greedy, oracle_of, plain, prompt

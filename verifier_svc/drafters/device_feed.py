@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from foretoken.models.device_twins import DeviceTwins
-from foretoken.transports.resident import ResidentLayout, ResidentMemory
+from foretoken.resident import ResidentLayout, ResidentMemory
 from verifier_svc.drafters.request import Row
 
 

@@ -16,10 +16,10 @@ import grpc
 
 from foretoken import limits
 from foretoken.drafting import DraftBatch, DraftRequest
+from foretoken.resident import StreamOrder
 from foretoken.transports.arena_layout import ArenaLayout
 from foretoken.transports.doorbell import Doorbell
 from foretoken.transports.draft_wire import batch_from_proto, request_to_proto
-from foretoken.transports.resident import StreamOrder
 from foretoken.transports.transport import RequestQueue, TransportClosedError, TransportCounters, token_capacity_for
 from protos import drafter_pb2
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from foretoken.drafting import ResidentStep
-from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
 from verifier_svc.drafters.handle import DraftLink
 from verifier_svc.drafters.request import NO_DRAFT, Row, Shape

@@ -13,17 +13,17 @@ import torch
 
 from drafter_svc.device import resident_draft
 from drafter_svc.device.resident_draft import ResidentDraft
-from drafter_svc.model import passes as draft_passes
 from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.placement import ON_CPU, Placement
 from drafter_svc.model.standalone import StandaloneDrafter
+from drafter_svc.trees import passes as draft_passes
 from foretoken.drafter import DraftsResident
 from foretoken.drafting import TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache
 from foretoken.models.backend import Backend
 from foretoken.models.device_journal import DeviceJournal
-from foretoken.transports.resident import ResidentLayout, ResidentMemory
+from foretoken.resident import ResidentLayout, ResidentMemory
 from tests.references.head_files import (
     HIDDEN,
     NUM_LAYERS,

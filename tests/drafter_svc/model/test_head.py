@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 
 from drafter_svc.config import DrafterSettings
 from drafter_svc.model.head import HeadDrafter
-from drafter_svc.model.passes import COUPLING_SCALE
 from drafter_svc.server import make_drafter
+from drafter_svc.trees.passes import COUPLING_SCALE
 from foretoken.drafting import FINAL_NORM, DrafterNeeds, TargetInfo
 from foretoken.errors import CheckpointError, ConfigError, PreconditionError
 from foretoken.models.config import load_config

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.resident import ResidentLayout, ResidentMemory
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from foretoken.transports.resident import ResidentLayout, ResidentMemory
 from tests.support.engine_harness import Request, Result, TestSource
 from tests.support.oracle_drafter import OracleDrafter
 from tests.support.runs import BLOCK, NODES, VOCAB, Runs, greedy, oracle_of, plain

@@ -16,7 +16,7 @@ import torch
 
 from foretoken.drafting import DrafterNeeds, ResidentStep, TargetInfo
 from foretoken.models.backend import CPU, Backend
-from foretoken.transports.resident import ResidentLayout, ResidentMemory
+from foretoken.resident import ResidentLayout, ResidentMemory
 from foretoken.transports.transport import DraftTransport, TransportClosedError
 from tests.support.draft_requests import draft_request
 from tests.support.mirror_drafter import MirrorDrafter

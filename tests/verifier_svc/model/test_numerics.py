@@ -13,12 +13,12 @@ from foretoken.models import device_pass
 from foretoken.models.backend import CPU, Backend
 from foretoken.models.device_sizes import PassSizes
 from tests.support.tiny_checkpoint import save_llama
+from verifier_svc.assembly import load_target
 from verifier_svc.config import VerifierSettings
 from verifier_svc.model import device_runner
 from verifier_svc.model import runner as model_runner
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.model.runner import ModelRunner, silent
-from verifier_svc.assembly import load_target
 from verifier_svc.model.target import memory_plan
 
 BLOCK = 4

@@ -8,12 +8,12 @@ import numpy as np
 from foretoken_kernels.cpu import draft_tree as kernel
 from foretoken_kernels.cpu.draft_levels import LevelPass, Places, growth_function
 
-from drafter_svc.model.figures import PassFigures
-from drafter_svc.model.growth import ROWS_PER_SLOT, PassOutput, ResidentDrafts, VocabularyOwner, vocabulary_of
-from drafter_svc.model.rows import DraftRows
+from drafter_svc.trees.figures import PassFigures
+from drafter_svc.trees.growth import ROWS_PER_SLOT, PassOutput, ResidentDrafts, VocabularyOwner, vocabulary_of
+from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
-from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 
@@ -26,7 +26,7 @@ class GrowingModel(VocabularyOwner, Protocol):
 
 
 class HostGrowth:
-    """A ``drafter_svc.model.growth.Growth``.
+    """A ``drafter_svc.trees.growth.Growth``.
 
     Args:
         scale: of the coupled score, in logits; 0: without the sampler's noise.

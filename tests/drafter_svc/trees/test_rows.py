@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drafter_svc.model.rows import DraftRows, told_rows
+from drafter_svc.trees.rows import DraftRows, told_rows
 from tests.support.paged_draft import BLOCK, Row, request_of, some_tokens, target_info
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.model.passes import DraftPasses
-from drafter_svc.model.rows import DraftRows
+from drafter_svc.trees.passes import DraftPasses
+from drafter_svc.trees.rows import DraftRows
 from tests.support.paged_draft import BLOCK, DigestModel, Row, reference_tree, request_of, some_tokens, target_info
 
 NUM_BLOCKS, NUM_SLOTS, MOST_TOKENS = 20, 3, 30

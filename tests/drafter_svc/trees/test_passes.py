@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter_svc.model import passes as draft_passes
-from drafter_svc.model.passes import COUPLING_SCALE, DraftPasses
-from drafter_svc.model.rows import DraftRows
+from drafter_svc.trees import passes as draft_passes
+from drafter_svc.trees.passes import COUPLING_SCALE, DraftPasses
+from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DraftBatch
 from tests.support.paged_draft import (
     BLOCK,

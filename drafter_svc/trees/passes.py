@@ -17,14 +17,14 @@ from foretoken_kernels.cpu.decoder import NUM_FIELDS, forward_function
 from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Vocabulary, growth_function
 from numpy.typing import NDArray
 
-from drafter_svc.model.figures import PassFigures
-from drafter_svc.model.growth import ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput, ResidentDrafts, set_wishes
-from drafter_svc.model.host_growth import HostGrowth
-from drafter_svc.model.rows import DraftRows, DraftSequence, Extension, told_rows
+from drafter_svc.trees.figures import PassFigures
+from drafter_svc.trees.growth import ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput, ResidentDrafts, set_wishes
+from drafter_svc.trees.host_growth import HostGrowth
+from drafter_svc.trees.rows import DraftRows, DraftSequence, Extension, told_rows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import DeviceArrays
-from foretoken.transports.resident import ResidentMemory, StreamOrder
+from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]

@@ -14,11 +14,11 @@ from foretoken_kernels.cpu import draft_tree as kernel
 from foretoken_kernels.cpu.draft_levels import Places, Vocabulary
 from numpy.typing import NDArray
 
-from drafter_svc.model.figures import PassFigures
-from drafter_svc.model.rows import DraftRows
+from drafter_svc.trees.figures import PassFigures
+from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.sampling import MIN_TEMPERATURE
-from foretoken.transports.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]
@@ -42,7 +42,7 @@ class PassOutput(Protocol):
 
 
 class VocabularyOwner(Protocol):
-    """See drafter_svc.model.passes.DraftModel."""
+    """See drafter_svc.trees.passes.DraftModel."""
 
     draft_vocab_size: int
     target_ids: NDArray[np.int32] | None
