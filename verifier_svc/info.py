@@ -29,7 +29,8 @@ class VerifierInfo:
     def response(self, engine: Engine) -> verifier_pb2.GetInfoResponse:
         """GetInfo's answer. The engine runs on: figures are those of slightly different moments."""
         counters = engine.counters
-        blocks, scheduler = engine.blocks, engine.scheduler
+        scheduler = engine.scheduler
+        blocks = scheduler.blocks
         return verifier_pb2.GetInfoResponse(
             version=__version__,
             epoch=self.epoch,

@@ -38,6 +38,7 @@ from verifier_svc.drafters.source import DraftSource
 from verifier_svc.drafters.tree_shape import TreeShape
 from verifier_svc.engine import Engine
 from verifier_svc.info import VerifierInfo
+from verifier_svc.lifecycle import SequenceBounds
 from verifier_svc.model.calibration import measure_step_costs
 from verifier_svc.model.target import memory_plan
 from verifier_svc.sampling import verify
@@ -178,12 +179,9 @@ def build(
         mode = f"{mode}, simulated acceptance of {length:g}"
     engine = Engine(
         runner,
-        blocks,
         scheduler,
         speculator,
-        max_model_len=runner.max_model_len,
-        eos_ids=eos_ids,
-        token_limit=token_limit,
+        SequenceBounds(runner.max_model_len, eos_ids, token_limit),
         walker=walker,
         run_ahead=target_model.run_ahead,
     )

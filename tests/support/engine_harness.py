@@ -16,6 +16,7 @@ from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.drafters.tree_shape import TreeShape
 from verifier_svc.engine import Engine
+from verifier_svc.lifecycle import SequenceBounds
 from verifier_svc.messages import Abort, ErrorEvent, FinishedEvent, SequenceKey, Submit, TokensEvent
 from verifier_svc.model.target_runner import TargetRunner
 from verifier_svc.outbox import Outbox
@@ -207,14 +208,12 @@ class Harness:
         )
         # Steps of a test take microseconds or milliseconds as the machine pleases: what the gate decides must not.
         self.speculator.costs.observe_step = lambda num_rows, seconds: None  # type: ignore[method-assign]
+        self.runner = runner
         self.engine = Engine(
             runner,
-            self.blocks,
             self.scheduler,
             self.speculator,
-            max_model_len=max_model_len,
-            eos_ids=eos_ids,
-            token_limit=token_limit or vocab_size,
+            SequenceBounds(max_model_len, eos_ids, token_limit or vocab_size),
             walker=walker,
             run_ahead=run_ahead,
         )

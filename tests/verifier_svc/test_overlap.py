@@ -93,13 +93,13 @@ def drafted(
         spoil=spoil,
     )
     harness = on_device.harness(target, (), device, max_nodes=6, num_steps=3, sources=[oracle])
-    receive = harness.engine.end_step
+    receive = harness.engine.lifecycle.end_step
 
     def end_step(num_rows: int, seconds: float, *, is_plain: bool) -> None:
         look(harness)
         receive(num_rows, seconds, is_plain=is_plain)
 
-    harness.engine.end_step = end_step  # type: ignore[method-assign]
+    harness.engine.lifecycle.end_step = end_step  # type: ignore[method-assign]
     results = harness.run(requests)
     for result, expected in zip(results, plain, strict=True):
         assert result.token_ids == expected.token_ids
@@ -155,7 +155,7 @@ def test_a_new_request_ends_a_run_and_joins_the_next(targets: Targets, device: s
     expected = [result.token_ids for result in plain_on_cpu(target, [long, short])]
     harness = on_device.harness(target, (), device)
     first = harness.submit(long)
-    receive = harness.engine.end_step
+    receive = harness.engine.lifecycle.end_step
     keys = [first]
 
     def end_step(num_rows: int, seconds: float, *, is_plain: bool) -> None:
@@ -163,7 +163,7 @@ def test_a_new_request_ends_a_run_and_joins_the_next(targets: Targets, device: s
         if len(keys) == 1:
             keys.append(harness.submit(short))
 
-    harness.engine.end_step = end_step  # type: ignore[method-assign]
+    harness.engine.lifecycle.end_step = end_step  # type: ignore[method-assign]
     while not all(harness.results[key].is_done for key in keys):
         harness.step()
     assert [harness.results[key].token_ids for key in keys] == expected

@@ -99,14 +99,14 @@ async def run_all(endpoint: str) -> None:
 
 def held(harness: Harness) -> threading.Event:
     """While it is clear, the engine stops in its next forward pass."""
-    gate, forward = threading.Event(), harness.engine._runner.forward
+    gate, forward = threading.Event(), harness.runner.forward
     gate.set()
 
     def wait_then_forward(batch: ForwardBatch, features: tuple[int, ...]) -> torch.Tensor:
         gate.wait()
         return forward(batch, features)
 
-    harness.engine._runner.forward = wait_then_forward  # type: ignore[method-assign]
+    harness.runner.forward = wait_then_forward  # type: ignore[method-assign]
     return gate
 
 

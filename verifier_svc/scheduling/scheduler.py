@@ -18,7 +18,7 @@ class Scheduler:
 
     def __init__(self, blocks: BlockManager, *, max_running: int, max_waiting: int, chunk_tokens: int) -> None:
         """``chunk_tokens``: prompt tokens of one step at most."""
-        self._blocks = blocks
+        self.blocks = blocks
         self._max_waiting = max_waiting
         self._chunk_tokens = chunk_tokens
         self._free_slots = list(range(max_running - 1, -1, -1))
@@ -63,7 +63,7 @@ class Scheduler:
 
     def has_reserved(self, sequence: Sequence, num_slots: int) -> bool:
         """Whether a running sequence has pages for so many tokens."""
-        return len(sequence.block_ids) * self._blocks.block_size >= num_slots
+        return len(sequence.block_ids) * self.blocks.block_size >= num_slots
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; whether the queue takes it is the caller's decision. Resumed ones stand before new ones."""
@@ -134,21 +134,21 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, num_slots: int) -> bool:
         table = sequence.table
         assert table is not None
-        if not self._blocks.can_reserve(table, num_slots):
+        if not self.blocks.can_reserve(table, num_slots):
             return False
-        self._blocks.reserve(table, num_slots)
+        self.blocks.reserve(table, num_slots)
         return True
 
     def _admit(self, now: float) -> Sequence | None:
         """Move the first waiting sequence that may start to the running ones."""
         for sequence in self.waiting:
-            if self._blocks.enable_prefix_cache and self._waits_for_sibling(sequence):
+            if self.blocks.enable_prefix_cache and self._waits_for_sibling(sequence):
                 continue
             tokens = sequence.tokens if not sequence.wants_prompt_logprobs else []
-            table = self._blocks.match_prefix(tokens, sequence.cache_salt)
+            table = self.blocks.match_prefix(tokens, sequence.cache_salt)
             # Room for all that is to be computed: what starts also gets through its prefill.
-            if self.running and not self._blocks.can_reserve(table, len(sequence.tokens) + 1):
-                self._blocks.free(table)
+            if self.running and not self.blocks.can_reserve(table, len(sequence.tokens) + 1):
+                self.blocks.free(table)
                 return None
             self.waiting.remove(sequence)
             self.num_prefix_queries += len(tokens)
@@ -188,7 +188,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.table is not None
-        self._blocks.free(sequence.table)
+        self.blocks.free(sequence.table)
         self._free_slots.append(sequence.slot)
         sequence.table = None
         sequence.slot = NO_SLOT

@@ -107,7 +107,7 @@ def test_no_hidden_row_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyPat
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
     runs = Runs([oracle, TestSource("quick", ScriptedDrafter({}), INFO)])  # type: ignore[list-item]
-    runner = runs.harness.engine._runner
+    runner = runs.harness.runner
     fetch = runner.feature_rows
     monkeypatch.setattr(runner, "feature_rows", lambda rows: fetched.append(len(rows)) or fetch(rows))
     runs.harness.run(requests)

@@ -1,0 +1,225 @@
+"""A sequence's life in the engine: admission, the tokens that it commits, its end, and the events of all that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
+
+from foretoken.errors import DeadlineError, ForetokenError, PreconditionError, QueueFullError, UnavailableError
+from foretoken.results import FinishReason
+from verifier_svc.drafters.changes import AttachDrafter, DetachDrafter
+from verifier_svc.engine_counters import EngineCounters
+from verifier_svc.inbox import InboxMessage
+from verifier_svc.messages import (
+    Abort,
+    CloseSession,
+    ErrorEvent,
+    FinishedEvent,
+    SequenceKey,
+    Submit,
+    TokensEvent,
+)
+from verifier_svc.sampling.verify import WalkResult
+from verifier_svc.scheduling.draft import DrafterShare
+from verifier_svc.scheduling.scheduler import Scheduler
+from verifier_svc.scheduling.sequence import NO_SLOT, DecodeStep, Sequence
+from verifier_svc.sessions import Sessions
+from verifier_svc.speculation.speculator import Speculator
+
+Answer = TypeVar("Answer")
+Argument = TypeVar("Argument")
+
+
+class SequenceBounds(NamedTuple):
+    """What the model bounds in every sequence.
+
+    Attributes:
+        max_model_len: tokens of prompt and output together.
+        eos_ids: tokens that end an output.
+        token_limit: ids from here on are padding of the output head and are never sampled.
+    """
+
+    max_model_len: int
+    eos_ids: frozenset[int]
+    token_limit: int
+
+
+class Lifecycle:
+    """Owns the sequences of an engine. Used by its thread alone, except ``sessions.open``."""
+
+    def __init__(
+        self, scheduler: Scheduler, speculator: Speculator, counters: EngineCounters, bounds: SequenceBounds
+    ) -> None:
+        self._scheduler, self._speculator = scheduler, speculator
+        self._counters, self._bounds = counters, bounds
+        self.blocks = scheduler.blocks
+        self.sessions = Sessions()
+        self.is_draining = False
+        self._sequences: dict[SequenceKey, Sequence] = {}
+
+    # Messages and deadlines.
+
+    def handle(self, message: InboxMessage, now: float) -> None:
+        """Act on a message of the service. ``now``: time.monotonic() seconds."""
+        match message:
+            case Submit():
+                self._submit(message, now)
+            case Abort():
+                sequence = self._sequences.get(message.key)
+                if sequence is not None:
+                    self._finish(sequence, FinishReason.ABORT, kept_tokens=message.kept_tokens)
+            case CloseSession():
+                self._close(message.session_id)
+            case AttachDrafter():
+                _answer(message.done, self._speculator.add_source, message.source)
+            case DetachDrafter():
+                _answer(message.done, self._speculator.remove_source, message.name)
+
+    def end_overdue(self, now: float) -> None:
+        """End the sequences whose deadline has passed."""
+        for sequence in self._overdue(now):
+            self._fail(sequence, DeadlineError("the request's deadline has passed"))
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether some sequence's deadline has passed."""
+        return bool(self._overdue(now))
+
+    def _overdue(self, now: float) -> list[Sequence]:
+        return [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]
+
+    def _submit(self, message: Submit, now: float) -> None:
+        error = self._refusal(message)
+        if error is not None:
+            self.sessions.emit(ErrorEvent(message.key, message.attempt, error.code, error.message, error.field))
+            return
+        sequence = Sequence(message, now=now, **self._bounds._asdict())
+        self._sequences[message.key] = sequence
+        self._scheduler.add(sequence)
+
+    def _refusal(self, message: Submit) -> ForetokenError | None:
+        """Why a sequence cannot be taken; None if it can."""
+        if message.key in self._sequences:
+            return PreconditionError("a sequence of this request id and choice is running", field="request_id")
+        if self.is_draining:
+            return UnavailableError("the verifier is draining")
+        if self._scheduler.is_full and not message.attempt:
+            # A resumed sequence was admitted once: its client has been promised the rest.
+            return QueueFullError("the queue is full")
+        if len(message.output_ids) >= message.sampling.max_tokens:
+            return PreconditionError("the output emitted so far is complete", field="output_token_ids")
+        return None
+
+    def _close(self, session_id: int) -> None:
+        for sequence in [s for s in self._sequences.values() if s.key.session_id == session_id]:
+            self._remove(sequence)
+        self.sessions.close(session_id)
+
+    # Tokens.
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count tokens as computed, and let other sequences share the blocks that are full of them."""
+        sequence.num_computed += num_tokens
+        assert sequence.table is not None
+        self.blocks.hash_full_blocks(sequence.table, sequence.tokens, sequence.num_computed)
+
+    def commit_decode(self, sequence: Sequence, result: WalkResult, shares: tuple[DrafterShare, ...]) -> None:
+        """Append what a decode step's walk emitted; end the sequence if it is done.
+
+        ``shares``: the parts of the drafters in the walked tree; empty if there was no tree.
+        """
+        wanted = self._speculator.wants_drafts(sequence)
+        sequence.steps.append(DecodeStep(result.num_walked_tokens, shares, wanted))
+        self._counters.num_fallback_steps += wanted and not shares
+        self.append(sequence, 1, result)
+
+    def append(self, sequence: Sequence, num_computed: int, result: WalkResult) -> None:
+        """Append what a walk emitted after a pass over ``num_computed`` tokens; end the sequence if it is done."""
+        offset = sequence.num_output_tokens
+        sequence.tokens.extend(result.tokens)
+        self.advance(sequence, num_computed + len(result.accepted_nodes))
+        is_first = sequence.first_token_at is None
+        if is_first:
+            sequence.first_token_at = time.monotonic()
+            self._counters.num_prompt_tokens += sequence.num_prompt_tokens
+        self._counters.num_generated_tokens += len(result.tokens)
+        prompt_logprobs = () if sequence.prompt_logprobs_sent else tuple(sequence.prompt_logprobs)
+        if result.tokens or prompt_logprobs:
+            event = TokensEvent(
+                sequence.key,
+                sequence.attempt,
+                offset,
+                tuple(result.tokens),
+                tuple(result.sources),
+                tuple(result.logprobs),
+                prompt_logprobs,
+                sequence.num_cached_tokens if is_first else None,
+            )
+            sequence.prompt_logprobs_sent = True
+            self.sessions.emit(event)
+        if result.finish is not None:
+            self._finish(sequence, result.finish, stop_token_id=result.stop_token_id)
+        elif result.error is not None:
+            self._fail(sequence, result.error)
+
+    def end_step(self, num_rows: int, seconds: float, *, is_plain: bool) -> None:
+        """Record an overlapped step that has ended and its duration; publish its events."""
+        self._counters.num_steps += 1
+        self._counters.num_resident_steps += 1
+        for phase in ("resident", "step"):
+            self._counters.add_time(phase, seconds)
+        if is_plain:
+            self._speculator.observe_plain_step(num_rows, seconds)
+        self.sessions.publish()
+
+    # Ends.
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        kept_tokens: int | None = None,
+    ) -> None:
+        now = time.monotonic()
+        started = sequence.started_at if sequence.started_at is not None else now
+        first_token = sequence.first_token_at if sequence.first_token_at is not None else now
+        names = tuple(link.name for link in self._speculator.links)
+        self.sessions.emit(
+            FinishedEvent(
+                key=sequence.key,
+                attempt=sequence.attempt,
+                reason=reason,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+                num_output_tokens=sequence.num_output_tokens,
+                speculation=sequence.stats(names, kept_tokens),
+                stop_token_id=stop_token_id,
+                queue_ms=(started - sequence.arrived_at) * 1e3,
+                prefill_ms=(first_token - started) * 1e3,
+                decode_ms=(now - first_token) * 1e3,
+            )
+        )
+        self._remove(sequence)
+
+    def _fail(self, sequence: Sequence, error: ForetokenError) -> None:
+        self.sessions.emit(ErrorEvent(sequence.key, sequence.attempt, error.code, error.message, error.field))
+        self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.key]
+        if sequence.slot != NO_SLOT:
+            self._speculator.finish(sequence)
+        self._scheduler.remove(sequence)
+
+
+def _answer(done: Future[Answer], call: Callable[[Argument], Answer], argument: Argument) -> None:
+    """Make a call for the service, unless nobody waits for its result any more."""
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        done.set_result(call(argument))
+    except ForetokenError as error:
+        done.set_exception(error)

@@ -1,0 +1,139 @@
+"""The target's part of a step: one pass over the scheduled rows, then sample, walk and commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+
+from foretoken.tree import DraftTree
+from verifier_svc.engine_counters import StepTimes
+from verifier_svc.lifecycle import Lifecycle
+from verifier_svc.model.target_runner import TargetRunner
+from verifier_svc.sampling.verify import WalkResult
+from verifier_svc.sampling.walker import Walk, Walker
+from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
+from verifier_svc.scheduling.draft import DrafterShare
+from verifier_svc.scheduling.hidden_states import FeatureRows, PassRows
+from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.speculator import Speculator
+
+
+class TargetStep:
+    """Runs the target for the engine. Used by its thread alone."""
+
+    def __init__(self, runner: TargetRunner, walker: Walker, speculator: Speculator, lifecycle: Lifecycle) -> None:
+        self._runner, self._walker = runner, walker
+        self._speculator, self._lifecycle = speculator, lifecycle
+        self._blocks = lifecycle.blocks
+        # Hidden states of the target that the next pass captures.
+        self.captured: tuple[int, ...] = ()
+        # The rows among them that drafters get.
+        self._kept: PassRows | None = None
+
+    def run(self, scheduled: list[Scheduled], times: StepTimes) -> None:
+        """Compute the parts of a step and commit what they emit."""
+        for part in scheduled:
+            self._choose_rows(part)
+        with times.phase("forward"):
+            blocks = self._blocks
+            batch = build_batch(scheduled, blocks.block_size, blocks.num_blocks * blocks.block_size)
+            # Rows whose drafters want no hidden states, or that have none, do not pay for them.
+            captured = self.captured if any(part.has_features for part in scheduled) else ()
+            logits = self._runner.forward(batch.forward, captured)
+        with times.phase("verify"):
+            self._verify(scheduled, batch, logits)
+
+    def fetch_hidden_states(self, running: Items[Sequence]) -> None:
+        """Fetch what drafters have not got yet: the next pass overwrites this one's hidden states."""
+        if self._kept is None:
+            return
+        self._speculator.fetch_features(running)
+        self._kept.retire()
+        self._kept = None
+
+    def _choose_rows(self, part: Scheduled) -> None:
+        """Add a part's tree, or the positions that are run again for their hidden states."""
+        part.has_features = self._speculator.wants_features(part.sequence)
+        if part.was_decoding:
+            draft = self._speculator.draft_of(part.sequence)
+            if draft is not None and draft.tree.num_nodes <= part.max_nodes:
+                part.draft = draft
+        elif part.sequence.num_computed != part.sequence.features.end:
+            # The token after a prefix hit is drafted from the hidden states of the prefix's end, which nobody has.
+            part.num_rerun = self._speculator.num_rerun(part.sequence)
+
+    def _verify(self, scheduled: list[Scheduled], batch: StepBatch, logits: torch.Tensor) -> None:
+        """Sample and walk each sequence's rows, then commit."""
+        walks: list[Walk] = []
+        for part, logit_start in zip(scheduled, batch.logit_starts[:-1], strict=True):
+            sequence, first_row = part.sequence, logit_start
+            if sequence.wants_prompt_logprobs and sequence.num_computed < sequence.num_prompt_tokens:
+                first_row = self._take_prompt_logprobs(part, logits, first_row)
+            if part.samples:
+                tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
+                walks.append(Walk(sequence, tree, first_row, part.draft.sources if part.draft is not None else None))
+        walked = iter(self._walker.walk(walks, logits))
+        results = [next(walked) if part.samples else None for part in scheduled]
+        self._keep_hidden_states(scheduled, batch, results)
+        self._commit_all(scheduled, results)
+
+    def _take_prompt_logprobs(self, part: Scheduled, logits: torch.Tensor, first_row: int) -> int:
+        """Store the prompt logprobs of a chunk; returns the first of the rows that are left for sampling."""
+        sequence = part.sequence
+        first = sequence.num_computed
+        known = min(part.num_tokens, sequence.num_prompt_tokens - 1 - first)
+        wanted = sequence.sampling.prompt_logprobs
+        assert wanted is not None
+        if known > 0:
+            following = sequence.tokens[first + 1 : first + 1 + known]
+            rows = logits[first_row : first_row + known]
+            sequence.prompt_logprobs.extend(self._walker.logprobs(rows, following, wanted))
+        return first_row + part.num_tokens - 1
+
+    def _keep_hidden_states(
+        self, scheduled: list[Scheduled], batch: StepBatch, results: list[WalkResult | None]
+    ) -> None:
+        """Keep the hidden states of what was computed, accepted nodes included, for the drafters."""
+        kept: list[tuple[Scheduled, int]] = []
+        rows: list[int] = []
+        for part, row_start, result in zip(scheduled, batch.row_starts, results, strict=True):
+            if part.has_features:
+                end = row_start + part.num_rerun + part.num_tokens
+                # Nodes come after the tokens, of which the root is the last one.
+                nodes = [end - 1 + node for node in result.accepted_nodes] if result is not None else []
+                kept.append((part, len(rows)))
+                rows += [*range(row_start, end), *nodes]
+        if not kept:
+            return
+        self._kept = PassRows(rows, self._runner.features, self._runner.feature_rows)
+        ends = [first for _, first in kept[1:]] + [len(rows)]
+        for (part, first), end in zip(kept, ends, strict=True):
+            found = FeatureRows(self._kept, first, end)
+            part.sequence.features.append(part.sequence.num_computed - part.num_rerun, found)
+
+    def _commit_all(self, scheduled: list[Scheduled], results: list[WalkResult | None]) -> None:
+        """Commit each part's walk; then move the accepted nodes' cache entries, all at once."""
+        source_slots: list[int] = []
+        target_slots: list[int] = []
+        for part, result in zip(scheduled, results, strict=True):
+            if result is None:
+                self._lifecycle.advance(part.sequence, part.num_tokens)
+                continue
+            moved = commit_slots(part.sequence, result.accepted_nodes, self._blocks.block_size)
+            source_slots.extend(moved[0])
+            target_slots.extend(moved[1])
+            self._commit(part, result)
+        if source_slots:
+            self._runner.commit(np.array(source_slots, np.int32), np.array(target_slots, np.int32))
+
+    def _commit(self, part: Scheduled, result: WalkResult) -> None:
+        if not part.was_decoding:
+            self._lifecycle.append(part.sequence, part.num_tokens, result)
+            return
+        shares: tuple[DrafterShare, ...] = ()
+        if part.draft is not None:
+            shares = part.draft.shares(result.matched_nodes)
+            self._speculator.observe(part.sequence, part.draft, result.matched_nodes, shares)
+        self._lifecycle.commit_decode(part.sequence, result, shares)
