@@ -196,6 +196,7 @@ def gateway(
     gateway_workers: flags.GatewayWorkers = None,
     admin_api_key_file: flags.AdminApiKeyFile = None,
     worker_socket: flags.WorkerSocket = None,
+    liveness_socket: flags.LivenessSocket = None,
     vllm_metric_names: flags.VllmMetricNames = False,
     otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
     log_level: flags.LogLevel = "info",
@@ -401,10 +402,12 @@ def _services(context: typer.Context, folder: Path) -> tuple[list[Service], Gate
     gateway_settings = service_settings.gateway_settings(
         context, checkpoint, [verifier_address], drain_timeout_s=stack.GATEWAY_DRAIN_S
     )
-    services.append(stack.verifier(stack.command("verifier", verifier_settings, (*held, *level)), verifier_address))
-    services.append(
-        stack.gateway(stack.command("gateway", gateway_settings, level), gateway_settings.host, gateway_settings.port)
+    liveness_socket = folder / "gateway.sock"
+    gateway_command = stack.command(
+        "gateway", gateway_settings.model_copy(update={"liveness_socket": liveness_socket}), level
     )
+    services.append(stack.verifier(stack.command("verifier", verifier_settings, (*held, *level)), verifier_address))
+    services.append(stack.gateway(gateway_command, gateway_settings.host, gateway_settings.port, liveness_socket))
     service_settings.check_checkpoint(checkpoint["model"])
     service_settings.check_drafters(context, drafter_settings, checkpoint["model"])
     return services, gateway_settings

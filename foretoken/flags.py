@@ -115,6 +115,7 @@ AdminApiKeyFile = Annotated[
     ),
 ]
 WorkerSocket = Annotated[str | None, typer.Option(hidden=True)]
+LivenessSocket = Annotated[str | None, typer.Option(hidden=True)]
 VllmMetricNames = Annotated[
     bool,
     typer.Option("--vllm-metric-names", help="Metrics that vLLM has too appear under its names as well."),

@@ -1,19 +1,19 @@
-"""Is a service ready, is it alive? Questions over gRPC health or HTTP, answered within a second by yes or no."""
+"""Is a service ready, is it alive? Questions over gRPC health, HTTP or a Unix socket, answered within a second."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from foretoken import rpc
+from foretoken import liveness, rpc
 
 PROBE_TIMEOUT_S = 1.0
-# Connections that ask at once after a question without an answer.
-OPINIONS = 5
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
@@ -29,8 +29,9 @@ class GrpcProbe:
     async def is_ready(self) -> bool:
         return await self._serving(self._service)
 
-    async def is_alive(self) -> bool:
-        return await self._serving("")
+    async def last_turn(self) -> float | None:
+        # Its event loop is what answers.
+        return time.monotonic() if await self._serving("") else None
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None
@@ -50,25 +51,20 @@ class GrpcProbe:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-class HttpProbe:
-    """A ``foretoken.supervisor.Probe`` over ``GET /ready`` and ``GET /health``."""
+class GatewayProbe:
+    """A ``foretoken.supervisor.Probe`` over ``GET /ready`` and the gateway's liveness socket."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, liveness_socket: Path) -> None:
         """``host``: as it listens, wildcards included."""
         self._host = host
         self._port = port
-        self._is_in_doubt = False
+        self.liveness_socket = liveness_socket
 
     async def is_ready(self) -> bool:
         return await http_ok(self._host, self._port, "/ready")
 
-    async def is_alive(self) -> bool:
-        # Several gateway processes may share the port, and one that has stopped may have got the last question: its own
-        # supervisor sees to it, and for us it is enough that another one answers.
-        count = OPINIONS if self._is_in_doubt else 1
-        answers = await asyncio.gather(*(http_ok(self._host, self._port, "/health") for _ in range(count)))
-        self._is_in_doubt = not any(answers)
-        return not self._is_in_doubt
+    async def last_turn(self) -> float | None:
+        return await liveness.last_turn(self.liveness_socket, PROBE_TIMEOUT_S)
 
     async def close(self) -> None:
         """Nothing stays open between two questions."""

@@ -11,6 +11,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -29,6 +30,9 @@ GATEWAY_DRAIN_S = 14.0
 GATEWAY_GRACE_S = 17.0
 VERIFIER_GRACE_S = 8.0
 DRAFTER_GRACE_S = 4.0
+# A busy gateway is not dead, and its end would cut every stream: it is killed when its event loop has not turned for so
+# long.
+GATEWAY_MAX_STALL_S = 30.0
 SLOW_NOTICE = "; the first start on a machine compiles kernels, which may take some minutes"
 STOP_NOTICE = "stopping; streams that run may finish first, Ctrl-C again stops at once"
 _EXAMPLE_PROMPT = "def read_json(path):\n"
@@ -54,8 +58,9 @@ def verifier(command: tuple[str, ...], address: str) -> Service:
     return Service(VERIFIER_NAME, command, probes.GrpcProbe(address, VERIFIER_HEALTH_NAME), VERIFIER_GRACE_S)
 
 
-def gateway(command: tuple[str, ...], host: str, port: int) -> Service:
-    return Service("gateway", command, probes.HttpProbe(host, port), GATEWAY_GRACE_S)
+def gateway(command: tuple[str, ...], host: str, port: int, liveness_socket: Path) -> Service:
+    probe = probes.GatewayProbe(host, port, liveness_socket)
+    return Service("gateway", command, probe, GATEWAY_GRACE_S, max_stall_s=GATEWAY_MAX_STALL_S)
 
 
 def check_ports(host: str, port: int, grpc_port: int, *, are_free: bool = True) -> None:

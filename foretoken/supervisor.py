@@ -1,7 +1,7 @@
 """Runs child processes as one unit: starts, watches, restarts and stops them; none outlives it.
 
-It knows commands and probes, not what the services do. One asyncio loop, which asks each child once a second whether
-it is alive and is asleep otherwise.
+It knows commands and probes, not what the services do. One asyncio loop, which asks each child once a second when its
+event loop last turned, and is asleep otherwise.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ MAX_FAILED_STARTS = 3
 FIRST_PROBE_DELAY_S = 0.05
 LONGEST_PROBE_DELAY_S = 0.5
 HEARTBEAT_S = 1.0
-# A child that answered once and then, asked so often and for so long, did not, is taken for stopped or hung. Both must
-# hold: while this process itself was stopped or starved time passes, but it asks nobody.
+# A child that a signal has stopped is killed after so many questions and so long a time. Both must hold: while this
+# process itself is stopped or starved, time passes, but it asks nobody. A child that is not stopped may be busy: it has
+# as long as its service allows.
 MAX_SILENCE_S = 5.0
 MIN_MISSED_HEARTBEATS = 4
 # Of a start, from which on it is said that it may take longer.
@@ -57,8 +58,8 @@ class Probe(Protocol):
         """Whether it does its work now."""
         ...
 
-    async def is_alive(self) -> bool:
-        """Whether it answers at all, ready or not."""
+    async def last_turn(self) -> float | None:
+        """When its event loop last turned, ready or not, by any clock that never stands still; None: no answer."""
         ...
 
     async def close(self) -> None:
@@ -80,6 +81,7 @@ class Service:
         before_kill: run with the process id as its last word before the child is killed; may be empty.
         shares_faults: where a child ends with CONTEXT_LOST_STATUS, all of these services are ended, and none of them
             is started again before the last one has gone.
+        max_stall_s: how long its event loop may not turn, or it may not answer, once it has answered.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Service:
     environment: Mapping[str, str] = field(default_factory=dict)
     before_kill: tuple[str, ...] = ()
     shares_faults: bool = False
+    max_stall_s: float = MAX_SILENCE_S
 
 
 class RestartDelays:
@@ -106,21 +109,56 @@ class RestartDelays:
 
 
 class Heartbeats:
-    """Tells a child that is stopped or hung from one that is slow."""
+    """Counts heartbeats missed in a row, and the time since the first of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_missing_s: float) -> None:
+        self._max_missing_s = max_missing_s
         self._num_missed = 0
         self.missing_since = 0.0
 
-    def observe(self, answered: bool, asked_at: float, now: float) -> bool:
-        """Whether the silence is long enough. ``asked_at`` and ``now``: seconds, of this question and its answer."""
-        if answered:
+    def observe(self, beats: bool, asked_at: float, now: float) -> bool:
+        """Whether too many are missing for too long. ``asked_at`` and ``now``: seconds, of question and answer."""
+        if beats:
             self._num_missed = 0
             return False
         if self._num_missed == 0:
             self.missing_since = asked_at
         self._num_missed += 1
-        return self._num_missed >= MIN_MISSED_HEARTBEATS and now - self.missing_since > MAX_SILENCE_S
+        return self._num_missed >= MIN_MISSED_HEARTBEATS and now - self.missing_since > self._max_missing_s
+
+
+class Pulse:
+    """Tells a child that is stopped or hung from one that is busy or starts slowly.
+
+    Attributes:
+        has_begun: whether the child has ever answered. Before that it may take as long as it likes, unless stopped.
+    """
+
+    def __init__(self, max_stall_s: float) -> None:
+        self.has_begun = False
+        self._last_turn: float | None = None
+        self._runs, self._turns = Heartbeats(MAX_SILENCE_S), Heartbeats(max_stall_s)
+
+    def judge(self, last_turn: float | None, is_stopped: bool, asked_at: float, now: float) -> str:
+        """Say why the child must be killed; empty if it need not be.
+
+        Args:
+            last_turn: the answer of ``Probe.last_turn``.
+            is_stopped: whether a signal has stopped the process.
+            asked_at: when it was asked, in seconds.
+            now: when it answered, or the question was given up.
+        """
+        if last_turn is None:
+            turns = not self.has_begun
+        else:
+            turns = last_turn != self._last_turn
+            self.has_begun, self._last_turn = True, last_turn
+        if self._runs.observe(not is_stopped, asked_at, now):
+            return f"did not answer for {now - self._runs.missing_since:.1f} s"
+        if self._turns.observe(turns, asked_at, now):
+            failing = "answer" if last_turn is None else "turn its event loop"
+            return f"did not {failing} for {now - self._turns.missing_since:.1f} s"
+        return ""
 
 
 @dataclass(eq=False)
@@ -277,7 +315,7 @@ class Supervisor:
             await asyncio.sleep(delay_s)
 
     async def _end_of(self, watch: _Watch, child: _Child) -> str:
-        """Wait until a child has ended, by itself or killed for its silence; says which."""
+        """Wait until a child has ended, by itself or killed as stopped or hung; says which."""
         attending = asyncio.create_task(self._attend(watch, child))
         try:
             # Not a bare await: its cancellation would cancel the future, which the stop still needs.
@@ -287,9 +325,8 @@ class Supervisor:
                 if child.fault_of:
                     return f"was ended, for its GPU context went with that of {child.fault_of}"
                 return f"ended ({describe_status(child.ended.result())})"
-            silent_s = attending.result()
             await self._kill(watch.service, child)
-            return f"did not answer for {silent_s:.1f} s and was killed"
+            return f"{attending.result()} and was killed"
         finally:
             attending.cancel()
             await asyncio.wait([attending])
@@ -320,24 +357,21 @@ class Supervisor:
         _send(child, signal.SIGKILL)
         await asyncio.wait([child.ended])
 
-    async def _attend(self, watch: _Watch, child: _Child) -> float:
-        """Say when a child is ready and listen for its heartbeats; returns the seconds of a too long silence."""
-        probe, heartbeats = watch.service.probe, Heartbeats()
-        is_ready = has_answered = False
+    async def _attend(self, watch: _Watch, child: _Child) -> str:
+        """Say when a child is ready and listen for its heartbeats; returns why it must be killed."""
+        probe, pulse = watch.service.probe, Pulse(watch.service.max_stall_s)
+        is_ready = False
         delay_s = FIRST_PROBE_DELAY_S
         while True:
             asked_at = time.monotonic()
             if not is_ready and await probe.is_ready():
-                is_ready = answers = True
+                is_ready = pulse.has_begun = True
                 self._mark_ready(watch, child)
-            else:
-                answers = await probe.is_alive()
-            has_answered |= answers
-            # A start may take as long as it likes, but not while it is stopped.
-            is_well = answers or not (has_answered or is_stopped(child.process.pid))
+            last_turn = await probe.last_turn()
+            halted = last_turn is None and is_stopped(child.process.pid)
             now = time.monotonic()
-            if heartbeats.observe(is_well, asked_at, now):
-                return now - heartbeats.missing_since
+            if reason := pulse.judge(last_turn, halted, asked_at, now):
+                return reason
             delay_s = HEARTBEAT_S if is_ready else min(1.2 * delay_s, LONGEST_PROBE_DELAY_S)
             await asyncio.sleep(max(asked_at + delay_s - now, FIRST_PROBE_DELAY_S))
 

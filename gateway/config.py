@@ -46,6 +46,8 @@ class GatewaySettings(BaseModel):
     gateway_workers: int = Field(default=1, ge=1, le=64)
     # Where a worker process hands its counts to its parent; None: this process is no worker.
     worker_socket: Path | None = None
+    # Where its supervisor asks when the event loop last turned; None: nobody asks.
+    liveness_socket: Path | None = None
     # Show metrics that vLLM has too under its names as well.
     vllm_metric_names: bool = False
     # File that holds the key of the operator's endpoints; None: there are no such endpoints.

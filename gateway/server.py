@@ -13,7 +13,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from foretoken import rpc
+from foretoken import liveness, rpc
 from foretoken.telemetry import render
 from foretoken.tracing import make_tracer
 from gateway.app import create_app
@@ -90,6 +90,8 @@ class Gateway:
             self._rest_task = await stack.enter_async_context(_serving(rest, listener))
             if settings.worker_socket is not None:
                 await stack.enter_async_context(self._counting_with_others(settings.worker_socket))
+            if settings.liveness_socket is not None:
+                stack.enter_context(liveness.answering(settings.liveness_socket))
             stack.push_async_callback(self.drain)
             self._stack = stack.pop_all()
         logger.info("listening", extra={"host": settings.host, "port": settings.port, "grpc_port": settings.grpc_port})

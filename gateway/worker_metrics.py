@@ -15,6 +15,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
+from foretoken import liveness
 from foretoken.errors import UnavailableError
 from foretoken.telemetry import Family, add_up, counts, parse, render
 
@@ -32,6 +33,11 @@ _PROCESS = f"{os.getpid()}-{secrets.token_hex(8)}"
 def worker_socket(folder: Path, number: int) -> Path:
     """Where a worker hands out its counts."""
     return folder / f"worker-{number}.sock"
+
+
+def liveness_socket(folder: Path, number: int) -> Path:
+    """Where a worker tells when its event loop last turned."""
+    return folder / f"alive-{number}.sock"
 
 
 @contextlib.asynccontextmanager
@@ -73,14 +79,14 @@ async def fetch_text(path: Path, timeout_s: float, request: bytes = _TEXT_PLEASE
 class WorkerProbe:
     """How the supervisor asks one worker. It is ready as soon as it listens, whether or not a verifier is there."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, liveness_path: Path) -> None:
+        self._path, self._liveness_path = path, liveness_path
 
     async def is_ready(self) -> bool:
-        return await self.is_alive()
-
-    async def is_alive(self) -> bool:
         return await fetch_text(self._path, WORKER_TIMEOUT_S, _ARE_YOU_THERE) is not None
+
+    async def last_turn(self) -> float | None:
+        return await liveness.last_turn(self._liveness_path, WORKER_TIMEOUT_S)
 
     async def close(self) -> None:
         """Nothing stays open between two questions."""

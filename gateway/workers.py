@@ -7,16 +7,24 @@ The kernel spreads connections over the workers (SO_REUSEPORT), each of which ha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretoken import stack
+from foretoken import liveness, stack
 from foretoken.runtime_folder import runtime_folder
 from foretoken.supervisor import Service, Supervisor
 from gateway.config import GatewaySettings
 from gateway.sockets import hold
-from gateway.worker_metrics import TOTALS_SOCKET, WorkerProbe, WorkerTotals, serve_text, worker_socket
+from gateway.worker_metrics import (
+    TOTALS_SOCKET,
+    WorkerProbe,
+    WorkerTotals,
+    liveness_socket,
+    serve_text,
+    worker_socket,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,20 +47,27 @@ def run(settings: GatewaySettings, extra: Sequence[str] = ()) -> int:
 
 async def _run(settings: GatewaySettings, folder: Path, extra: Sequence[str]) -> int:
     paths = [worker_socket(folder, number) for number in range(settings.gateway_workers)]
-    services = [
-        Service(
-            f"gateway worker {number}",
-            stack.command("gateway", settings.model_copy(update={"worker_socket": path}), extra),
-            WorkerProbe(path),
-            settings.drain_timeout_s + STOP_GRACE_S,
-        )
-        for number, path in enumerate(paths)
-    ]
+    services = [_worker(settings, number, path, extra) for number, path in enumerate(paths)]
     announcer = _Announcer(settings)
-    async with serve_text(folder / TOTALS_SOCKET, WorkerTotals(paths).text):
+    async with contextlib.AsyncExitStack() as context:
+        await context.enter_async_context(serve_text(folder / TOTALS_SOCKET, WorkerTotals(paths).text))
+        if settings.liveness_socket is not None:
+            context.enter_context(liveness.answering(settings.liveness_socket))
         # All at once, so that none takes requests while another drains.
         supervisor = Supervisor(services, on_ready=announcer.ready, announce=announcer.announce, stops_together=True)
         return await supervisor.run()
+
+
+def _worker(settings: GatewaySettings, number: int, path: Path, extra: Sequence[str]) -> Service:
+    liveness_path = liveness_socket(path.parent, number)
+    own = settings.model_copy(update={"worker_socket": path, "liveness_socket": liveness_path})
+    return Service(
+        f"gateway worker {number}",
+        stack.command("gateway", own, extra),
+        WorkerProbe(path, liveness_path),
+        settings.drain_timeout_s + STOP_GRACE_S,
+        max_stall_s=stack.GATEWAY_MAX_STALL_S,
+    )
 
 
 class _Announcer:

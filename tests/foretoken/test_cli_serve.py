@@ -10,6 +10,7 @@ import pytest
 
 from drafter_svc.config import DrafterSettings, NgramSettings
 from foretoken.mps import PIPES
+from foretoken.probes import GatewayProbe
 from foretoken.stack import GATEWAY_DRAIN_S
 from foretoken.supervisor import Service
 from gateway.config import GatewaySettings
@@ -98,6 +99,10 @@ def test_telemetry_and_workers_reach_their_services(
     (verifier, _), (rim,) = served["verifier"], spawned
     assert verifier.otlp_traces_endpoint == rim.otlp_traces_endpoint == endpoint
     assert (rim.gateway_workers, rim.vllm_metric_names, rim.worker_socket) == (3, True, None)
+    # The supervisor asks where the gateway answers.
+    probe = supervised["gateway"].probe
+    assert isinstance(probe, GatewayProbe) and probe.liveness_socket == rim.liveness_socket
+    assert supervised["gateway"].max_stall_s == 30.0
     assert "gateway" not in served
     # A worker is a gateway like any other.
     invoke(*words(supervised["gateway"]), "--worker-socket", "/run/x/worker-0.sock")

@@ -254,7 +254,7 @@ def test_on_without_a_gpu_is_refused(install: Install, said: Said, tmp_path: Pat
 def test_the_command_before_a_kill_names_the_client_to_its_server(install: Install, said: Said) -> None:
     journal = install()
     with runtime_folder() as folder, said.clients("on", folder) as clients:
-        service = clients.run(Service("drafter x", ("sleep", "9"), probes.HttpProbe("localhost", 1), 1.0))
+        service = clients.run(Service("drafter x", ("sleep", "9"), probes.GrpcProbe("localhost:1", "x"), 1.0))
         assert (service.environment, service.shares_faults) == (clients.environment, True)
         subprocess.run([*service.before_kill, "77"], env={**os.environ, **service.environment}, check=True)
         pipes = clients.environment[PIPES]

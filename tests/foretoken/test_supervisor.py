@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,11 +18,11 @@ import psutil
 import pytest
 
 from foretoken.lost_context import ASSERTION_STATUS, CONTEXT_LOST_STATUS
-from foretoken.supervisor import MIN_MISSED_HEARTBEATS, Heartbeats, RestartDelays, describe_status
+from foretoken.supervisor import MAX_SILENCE_S, MIN_MISSED_HEARTBEATS, Heartbeats, Pulse, RestartDelays, describe_status
 
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests" / "support" / "supervised.py"
-# Ready when its file is there, alive while its socket gives a byte; notes in the log each signal that it gets.
+# Ready when its file is there, alive while its socket tells a time; notes in the log each signal that it gets.
 # Ends with the status that it finds in NAME.status, and notes at its start who of the first generation still lives.
 CHILD = """
 import contextlib, os, pathlib, signal, socket, sys, threading, time
@@ -66,18 +67,28 @@ if mode == "refuses":
 if mode == "stops" and not (folder / "was-stopped").exists():
     (folder / "was-stopped").touch()
     os.kill(os.getpid(), signal.SIGSTOP)
-(folder / f"{name}.sock").unlink(missing_ok=True)
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(str(folder / f"{name}.sock"))
-listener.listen()
+# Only the first one is stuck.
+(folder / "stuck").unlink(missing_ok=True)
+def listen():
+    (folder / f"{name}.sock").unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / f"{name}.sock"))
+    listener.listen()
+    return listener
+listener = listen()
 if mode != "unready":
     (folder / f"{name}.tmp").write_text(str(os.getpid()))
     os.rename(folder / f"{name}.tmp", folder / name)
 while not (mode == "hangs" and (folder / "hang").exists()):
+    if (folder / "busy").exists():
+        listener.close()
+        while (folder / "busy").exists():
+            time.sleep(0.01)
+        listener = listen()
     connection, _ = listener.accept()
     # Whoever asked may have given it up.
     with connection, contextlib.suppress(BrokenPipeError):
-        connection.sendall(b"y")
+        connection.sendall(str(0.0 if (folder / "stuck").exists() else time.monotonic()).encode())
 os.rename(folder / "hang", folder / "hung")
 while True:
     signal.pause()
@@ -106,6 +117,14 @@ class Driver:
             assert self.process.poll() is None
             time.sleep(0.01)
 
+    def wait_for_missed(self, name: str, count: int) -> None:
+        """Until so many more questions have shown no turn of the child's loop. The child must live on."""
+        missed, child = self.folder / f"{name}.missed", self.child(name)
+        size = missed.stat().st_size if missed.exists() else 0
+        while not missed.exists() or missed.stat().st_size < size + count:
+            assert child.is_running()
+            time.sleep(0.01)
+
     def wait(self) -> int:
         assert self.process.stdout is not None
         self.lines += self.process.stdout.read().splitlines()
@@ -132,6 +151,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         optional: str = "",
         heartbeat_s: float = 1.0,
         max_silence_s: float = 600.0,
+        max_stall_s: float | None = None,
         slow_start_s: float = 600.0,
         before_kill_s: float = 600.0,
         stops_together: bool = False,
@@ -144,14 +164,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
             {
                 "name": name,
                 "command": [program, "-c", CHILD, name, str(tmp_path), mode],
-                "ready_file": str(tmp_path / name),
-                "alive_socket": str(tmp_path / f"{name}.sock"),
+                "probe": {"ready_file": str(tmp_path / name), "alive_socket": str(tmp_path / f"{name}.sock")},
+                "missed_file": str(tmp_path / f"{name}.missed"),
                 # Who obeys has all the time that it needs.
                 "stop_grace_s": grace_s if mode == "stubborn" else 600.0,
                 "required": name != optional,
                 "environment": {"OF_SERVICE": name},
                 "before_kill": before_kill,
                 "shares_faults": name in shares_faults.split(),
+                "max_stall_s": max_silence_s if max_stall_s is None else max_stall_s,
             }
             for name, mode in modes
         ]
@@ -315,6 +336,53 @@ def test_a_hung_child_is_killed_and_started_again(start: Start) -> None:
     (driver.folder / "hang").touch()
     driver.read_until("only did not answer for")
     driver.read_until("only is ready again after")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+
+
+# Far longer than a silence may last where the child is stopped: that many questions are at least 1 s.
+NUM_MISSED_WHILE_BUSY = 20
+
+
+@pytest.mark.parametrize("how", ["busy", "stuck"])
+def test_a_busy_child_is_left_alone(start: Start, how: str) -> None:
+    """``busy``: nobody answers at all, as where a call holds the GIL. ``stuck``: its thread answers for its loop."""
+    driver = start(("only", "obeys"), max_stall_s=600.0, **QUICK)
+    driver.read_until("READY")
+    child = driver.child("only")
+    (driver.folder / how).touch()
+    driver.wait_for_missed("only", NUM_MISSED_WHILE_BUSY)
+    (driver.folder / how).unlink()
+    assert child.is_running()
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+    assert not any("killed" in line for line in driver.lines)
+    assert driver.log == ["only SIGTERM"]
+
+
+def test_a_child_whose_loop_does_not_turn_for_too_long_is_killed(start: Start) -> None:
+    driver = start(("only", "obeys"), heartbeat_s=0.05, max_silence_s=600.0, max_stall_s=0.3)
+    driver.read_until("READY")
+    stuck = driver.child("only")
+    (driver.folder / "only").unlink()
+    (driver.folder / "stuck").touch()
+    line = driver.read_until("only did not turn its event loop for ")
+    assert line.endswith(" s and was killed; starting it again")
+    driver.read_until("only is ready again after")
+    assert_gone(stuck)
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+
+
+def test_a_stopped_child_is_killed_also_where_a_busy_one_would_not_be(start: Start) -> None:
+    driver = start(("only", "obeys"), max_stall_s=600.0, **QUICK)
+    driver.read_until("READY")
+    stopped = driver.child("only")
+    (driver.folder / "only").unlink()
+    stopped.suspend()
+    driver.read_until("only did not answer for")
+    driver.read_until("only is ready again after")
+    assert_gone(stopped)
     driver.process.send_signal(signal.SIGTERM)
     assert driver.wait() == 0
 
@@ -520,7 +588,7 @@ def test_a_command_that_hangs_holds_a_kill_up_for_a_while_only(start: Start) -> 
 
 
 def test_heartbeats_missed_in_a_row_and_for_long_enough_mean_silence() -> None:
-    heartbeats = Heartbeats()
+    heartbeats = Heartbeats(MAX_SILENCE_S)
     asked = [float(second) for second in range(20)]
     missed = [heartbeats.observe(False, at, at + 1.0) for at in asked[:6]]
     assert missed == [False, False, False, False, False, True]
@@ -531,11 +599,46 @@ def test_heartbeats_missed_in_a_row_and_for_long_enough_mean_silence() -> None:
 
 
 def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_dead() -> None:
-    heartbeats = Heartbeats()
+    heartbeats = Heartbeats(MAX_SILENCE_S)
     # Asked before the stop and noticed an hour later; then the child has a few questions' time to answer.
     assert not heartbeats.observe(False, 0.0, 3600.0)
     assert not any(heartbeats.observe(False, 3600.0 + at, 3600.1 + at) for at in range(MIN_MISSED_HEARTBEATS - 2))
     assert not heartbeats.observe(True, 3605.0, 3605.1)
+
+
+def seconds_until_killed(
+    pulse: Pulse, last_turn: Callable[[float], float | None], *, is_stopped: bool = False
+) -> tuple[float, str]:
+    """Ask once a second, for at most a minute."""
+    for second in range(60):
+        if reason := pulse.judge(last_turn(second), is_stopped, float(second), second + 0.5):
+            return float(second), reason
+    return math.inf, ""
+
+
+def test_a_loop_that_does_not_turn_is_given_as_long_as_its_service_allows() -> None:
+    assert seconds_until_killed(Pulse(30.0), lambda _: 7.0) == (31.0, "did not turn its event loop for 30.5 s")
+    # It turns now and then, whatever a turn costs.
+    assert seconds_until_killed(Pulse(30.0), lambda at: at // 20) == (math.inf, "")
+
+
+@pytest.mark.parametrize(("is_stopped", "seconds"), [(False, 30.0), (True, 5.0)])
+def test_silence_is_death_after_a_while_and_sooner_of_a_stopped_process(is_stopped: bool, seconds: float) -> None:
+    pulse = Pulse(30.0)
+    assert pulse.judge(1.0, False, -1.0, -0.5) == ""
+    killed = seconds_until_killed(pulse, lambda _: None, is_stopped=is_stopped)
+    assert killed == (seconds, f"did not answer for {seconds + 0.5} s")
+
+
+def test_a_start_may_be_silent_for_as_long_as_it_likes_but_not_stopped() -> None:
+    assert seconds_until_killed(Pulse(30.0), lambda _: None) == (math.inf, "")
+    assert seconds_until_killed(Pulse(30.0), lambda _: None, is_stopped=True) == (5.0, "did not answer for 5.5 s")
+
+
+def test_time_that_a_process_was_busy_does_not_count_when_it_is_stopped() -> None:
+    pulse = Pulse(30.0)
+    assert [pulse.judge(1.0, False, at, at + 0.5) for at in range(20)] == [""] * 20
+    assert [bool(pulse.judge(None, True, at, at + 0.5)) for at in range(20, 26)] == [False] * 5 + [True]
 
 
 def test_sigkill_of_the_supervisor_leaves_no_child(start: Start) -> None:

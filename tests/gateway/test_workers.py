@@ -19,11 +19,12 @@ import psutil
 import pytest
 
 from benchmarks.stack import free_ports
+from foretoken import liveness
 from foretoken.config import to_flags
 from foretoken.telemetry import Family, parse
 from gateway.config import GatewaySettings
 from gateway.tokenizer import Tokenizer
-from gateway.worker_metrics import fetch_text
+from gateway.worker_metrics import fetch_text, liveness_socket
 from protos import gateway_pb2, gateway_pb2_grpc
 from tests.gateway.scripted_verifier import LENGTH, Player, ScriptedVerifier, serving, steps
 
@@ -207,8 +208,10 @@ async def test_sigterm_drains_all_workers_at_once(settings: GatewaySettings, tok
             return {await workers.post() for _ in range(12)} == {503}
 
         await workers.until(nobody_takes_requests)
-        # All drain, none has ended.
+        # All drain, none has ended, and each still tells its parent that it lives.
         assert list(workers.processes()) == paths
+        for number in range(2):
+            assert await liveness.last_turn(liveness_socket(paths[0].parent, number), 600) is not None
         go_on.set()
         for stream in lines:
             assert [line async for line in stream if line][-1] == "data: [DONE]"

@@ -1,10 +1,12 @@
 """A process that supervises commands given as JSON, for tests: supervision changes the whole process it runs in.
 
-    {"services": [{"name", "command", "ready_file", "alive_socket", "stop_grace_s", "required", and as they are
-                   in Service: "environment", "before_kill", "shares_faults"}],
+    {"services": [{"name", "command", "probe", "missed_file", and as they are in Service: "stop_grace_s", "required",
+                   "environment", "before_kill", "shares_faults", "max_stall_s"}],
      "optional_ready_s", "slow_start_s", "heartbeat_s", "max_silence_s", "before_kill_s", "stops_together"}
 
-Each announcement is a line on stdout; READY stands for ``on_ready``. The exit status is the supervisor's.
+"probe" is {"ready_file", "alive_socket"}, or a gateway's {"host", "port", "liveness_socket"}. "missed_file" gets a
+byte for each question that shows no turn of the child's event loop. Each announcement is a line on stdout; READY stands
+for ``on_ready``. The exit status is the supervisor's.
 """
 
 from __future__ import annotations
@@ -18,45 +20,75 @@ from pathlib import Path
 from typing import Any
 
 from foretoken import supervisor
+from foretoken.probes import GatewayProbe
 
 # Far above what a busy machine takes to answer, so that nobody is taken for dead who is not.
 PROBE_TIMEOUT_S = 1.0
 
 
 class FileProbe:
-    """Ready: a file is there. Alive: a socket gives a byte."""
+    """Ready: a file is there. Alive: a socket tells when the child's loop last turned."""
 
-    def __init__(self, ready_file: Path, alive_socket: Path) -> None:
-        self._ready_file = ready_file
+    def __init__(self, ready_file: str, alive_socket: str) -> None:
+        self._ready_file = Path(ready_file)
         self._alive_socket = alive_socket
 
     async def is_ready(self) -> bool:
         return self._ready_file.exists()
 
-    async def is_alive(self) -> bool:
+    async def last_turn(self) -> float | None:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 reader, writer = await asyncio.open_unix_connection(self._alive_socket)
                 with contextlib.closing(writer):
-                    return await reader.read(1) != b""
+                    answer = await reader.read()
         except (OSError, TimeoutError):
-            return False
+            return None
+        return float(answer) if answer else None
 
     async def close(self) -> None:
         return
 
 
+class NotingProbe:
+    """Notes in a file each question that shows no turn of the child's event loop."""
+
+    def __init__(self, probe: supervisor.Probe, missed_file: Path) -> None:
+        self._probe = probe
+        self._missed_file = missed_file
+        self._last_turn: float | None = None
+
+    async def is_ready(self) -> bool:
+        return await self._probe.is_ready()
+
+    async def last_turn(self) -> float | None:
+        before, self._last_turn = self._last_turn, await self._probe.last_turn()
+        if self._last_turn is None or self._last_turn == before:
+            with self._missed_file.open("ab") as missed:
+                missed.write(b"-")
+        return self._last_turn
+
+    async def close(self) -> None:
+        await self._probe.close()
+
+
+def probe(spec: dict[str, Any]) -> supervisor.Probe:
+    if "alive_socket" in spec:
+        return FileProbe(**spec)
+    return GatewayProbe(spec["host"], spec["port"], Path(spec["liveness_socket"]))
+
+
 def service(spec: dict[str, Any]) -> supervisor.Service:
-    probe = FileProbe(Path(spec["ready_file"]), Path(spec["alive_socket"]))
     return supervisor.Service(
         spec["name"],
         tuple(spec["command"]),
-        probe,
+        NotingProbe(probe(spec["probe"]), Path(spec["missed_file"])),
         spec["stop_grace_s"],
         spec["required"],
         spec["environment"],
         tuple(spec["before_kill"]),
         spec["shares_faults"],
+        spec["max_stall_s"],
     )
 
 
