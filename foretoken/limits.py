@@ -75,13 +75,28 @@ MAX_DRAFTER_NAMES = 256
 # What "speculative.drafter" means by itself.
 DRAFTER_CHOICES = ("auto", "merge")
 MAX_CHAT_MESSAGES = 1024
+# Parts of one message's content, or of a prediction's.
+MAX_CONTENT_PARTS = 1024
 # Of one drafter, and tokens that one call adds to one of them.
 MAX_CORPORA = 64
 MAX_CORPUS_TOKENS = 1_000_000
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
-# Bytes of one REST body or one gRPC message, and characters of one prompt.
+# Bytes of one REST body or one gRPC message.
 MAX_BODY_BYTES = 8 * 1024 * 1024
+# What one JSON body may hold. Its parser stops all streams meanwhile: these limits bound that
+# to some tens of milliseconds.
+MAX_JSON_VALUES = 524_288
+MAX_JSON_STRINGS = 131_072
+MAX_JSON_FIELDS = 32_768
+MAX_JSON_CONTAINERS = 32_768
+# Of one prompt's text, or of all messages of a chat. The gateway also refuses a text that can never
+# fit the model's context. The bytes bound the tokens: there may be one a byte.
 MAX_PROMPT_CHARS = 2_000_000
+MAX_PROMPT_BYTES = 4_000_000
+# Of the expected output; also no more than the context.
+MAX_PREDICTION_TOKENS = 32_768
+# Token ids that one call of /tokenize gives or one of /detokenize takes.
+MAX_TOKENIZED_IDS = 262_144
 # Attempts of one sequence; the gateway's --resume-attempts is far below.
 MAX_ATTEMPTS = 1_000_000
 MAX_CHOICE_INDEX = MAX_N - 1
@@ -110,17 +125,27 @@ def check_number(field: str, value: float, allowed: Range) -> None:
         raise InvalidRequestError(f"{field} must be {kind} in {allowed}, got {_shown(value)}", field=field)
 
 
+def check_chars(field: str, count: int, most: int, *, least: int = 0) -> None:
+    """Raise InvalidRequestError naming ``field`` unless ``count`` characters are allowed."""
+    if not least <= count <= most:
+        raise InvalidRequestError(f"{field} must have {least} to {most} characters, got {count}", field=field)
+
+
 def check_text(field: str, value: str, max_chars: int, *, min_chars: int = 0) -> None:
     """Raise InvalidRequestError naming ``field`` unless its length is in the range and it is proper Unicode."""
-    if not min_chars <= len(value) <= max_chars:
-        raise InvalidRequestError(
-            f"{field} must have {min_chars} to {max_chars} characters, got {len(value)}", field=field
-        )
+    check_chars(field, len(value), max_chars, least=min_chars)
     # JSON can spell halves of a surrogate pair, which have no UTF-8 form: neither wire nor hashes could take them.
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{field} holds a lone surrogate", field=field) from error
+
+
+def check_bytes(field: str, value: str, max_bytes: int) -> None:
+    """Raise InvalidRequestError naming ``field`` if its UTF-8 form is longer."""
+    num_bytes = len(value.encode())
+    if num_bytes > max_bytes:
+        raise InvalidRequestError(f"{field} must have at most {max_bytes} bytes, got {num_bytes}", field=field)
 
 
 def check_name(field: str, value: str) -> None:
@@ -158,6 +183,9 @@ def check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
 
 def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidRequestError naming ``field`` unless all ids are tokens of the model."""
+    # In a few calls, as thousands may come at once; the loop below finds the one at fault.
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise InvalidRequestError(f"{field}: token id {_shown(token_id)} is not in [0, {vocab_size})", field=field)
@@ -185,9 +213,7 @@ def check_grammar(field: str, grammar: Grammar) -> None:
     """Raise InvalidRequestError naming ``field`` if the grammar is too long; whether it compiles is seen later."""
     most = MAX_GRAMMAR_BYTES[grammar.kind]
     check_text(field, grammar.text, most)
-    num_bytes = len(grammar.text.encode())
-    if num_bytes > most:
-        raise InvalidRequestError(f"{field} must have at most {most} bytes, got {num_bytes}", field=field)
+    check_bytes(field, grammar.text, most)
 
 
 # Between names of drafters whose trees a request wants merged; no name has it.
@@ -221,26 +247,50 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
         )
 
 
+def check_tokens(field: str, count: int, most: int) -> None:
+    """Raise InvalidRequestError naming ``field`` unless ``count`` tokens are allowed."""
+    if count > most:
+        raise InvalidRequestError(f"{field} has {count} tokens, and may have {most}", field=field)
+
+
+def check_prompt_length(field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
+    """Raise InvalidRequestError naming ``field`` unless a prompt of this length fits the context.
+
+    ``at_least``: the prompt may have more; it has not been encoded.
+    """
+    if num_tokens >= max_model_len:
+        raise InvalidRequestError(
+            f"{field} has {'at least ' if at_least else ''}{num_tokens} tokens; this model's context is "
+            f"{max_model_len} tokens and at least one must be left for the output",
+            field=field,
+        )
+
+
 def check_prompt(prompt_ids: Sequence[int], model: ModelLimits, *, field: str = "prompt") -> None:
     """Raise InvalidRequestError unless the prompt is non-empty, fits the context and has valid ids."""
     if not prompt_ids:
         raise InvalidRequestError(f"{field} must not be empty", field=field)
-    if len(prompt_ids) >= model.max_model_len:
+    check_prompt_length(field, len(prompt_ids), model.max_model_len)
+    check_token_ids(field, prompt_ids, model.vocab_size)
+
+
+def check_prediction_length(field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
+    """Raise InvalidRequestError naming ``field`` if a predicted output of this length is too long.
+
+    ``at_least``: it may have more; it has not been encoded.
+    """
+    if num_tokens > max_model_len:
         raise InvalidRequestError(
-            f"{field} has {len(prompt_ids)} tokens; this model's context is {model.max_model_len} tokens "
-            "and at least one must be left for the output",
+            f"{field} has {'at least ' if at_least else ''}{num_tokens} tokens; this model's context is "
+            f"{max_model_len} tokens",
             field=field,
         )
-    check_token_ids(field, prompt_ids, model.vocab_size)
+    check_tokens(field, num_tokens, MAX_PREDICTION_TOKENS)
 
 
 def check_prediction(prediction_ids: Sequence[int], model: ModelLimits, *, field: str = "prediction") -> None:
     """Raise InvalidRequestError unless the predicted output, which may be empty, fits the context and has valid ids."""
-    if len(prediction_ids) > model.max_model_len:
-        raise InvalidRequestError(
-            f"{field} has {len(prediction_ids)} tokens; this model's context is {model.max_model_len} tokens",
-            field=field,
-        )
+    check_prediction_length(field, len(prediction_ids), model.max_model_len)
     check_token_ids(field, prediction_ids, model.vocab_size)
 
 

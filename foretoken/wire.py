@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from foretoken import limits
 from foretoken.results import DrafterStats, FinishReason, SpeculationStats, TokenLogprobs
 from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 from protos import common_pb2
@@ -26,7 +27,13 @@ _OPTIONAL_SAMPLING = (
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Absent fields take the defaults of SamplingParams."""
+    """Absent fields take the defaults of SamplingParams.
+
+    Raises InvalidRequestError for a list that is too long.
+    """
+    # Before they are copied: a message holds millions of them.
+    limits.check_count("logit_bias", len(message.logit_bias), limits.MAX_LOGIT_BIAS_ENTRIES)
+    limits.check_count("stop_token_ids", len(message.stop_token_ids), limits.MAX_STOP_TOKEN_IDS)
     values = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
     return SamplingParams(
         **values,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
 from foretoken import limits
 from foretoken.errors import ForetokenError, InvalidRequestError, NotFoundError, QueueFullError, UnavailableError
@@ -19,15 +23,25 @@ from gateway.generation import ClientGoneError, Generation, GenerationRequest, P
 from gateway.messages import VerifierInfo
 from gateway.metrics import GatewayMetrics
 from gateway.request_span import end_span, refused_span, start_span
-from gateway.tokenizer import Tokenizer
+from gateway.tokenizer import SHORT_TEXT_CHARS, SHORT_TEXT_TOKENS, Tokenizer
 from gateway.verifier_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 
-# Longer texts are encoded in a thread: the event loop serves all other streams meanwhile.
-INLINE_TEXT_CHARS = 4096
 # Reasons of a verifier that does not take a sequence: its queue is full, or what it alone can check is wrong with it.
 REFUSALS = frozenset(error.status.name.lower() for error in (QueueFullError, InvalidRequestError))
+# At least as many processors are left to the event loop and the verifier.
+MAX_TEXT_THREADS = max(1, (os.cpu_count() or 1) // 2)
+ResultT = TypeVar("ResultT")
+
+
+class LengthCheck(Protocol):
+    """Raises InvalidRequestError for a text of too many tokens.
+
+    ``at_least``: the text may have more than ``num_tokens``.
+    """
+
+    def __call__(self, num_tokens: int, /, *, at_least: bool = False) -> None: ...
 
 
 class GatewayCore:
@@ -54,6 +68,7 @@ class GatewayCore:
             vllm_names=settings.vllm_metric_names,
         )
         self.created = int(time.time())
+        self._text_threads = ThreadPoolExecutor(MAX_TEXT_THREADS, "text")
         self._tracer = tracer
 
     @property
@@ -90,18 +105,50 @@ class GatewayCore:
         self.admission.check()
         self.verifiers.check_room(1)
 
+    async def in_text_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        """Return what ``work`` on a long text returns. Runs it in one of a few threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
+
     async def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> Prompt:
-        """Token ids of a prompt's text. Raises InvalidRequestError naming ``field`` for one that is too long."""
-        limits.check_text(field, text, limits.MAX_PROMPT_CHARS)
-        if len(text) <= INLINE_TEXT_CHARS:
-            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return Prompt(tuple(ids), text)
+        """Return a prompt's text with its token ids.
+
+        Raises InvalidRequestError naming ``field`` if it is too long.
+        """
+        check = functools.partial(limits.check_prompt_length, field, max_model_len=(await self.info()).max_model_len)
+        return Prompt(await self.token_ids(text, check, field=field, add_special_tokens=add_special_tokens), text)
 
     async def encode_prediction(self, text: str, *, field: str) -> tuple[int, ...]:
-        """Token ids of what the client expects as the output. Raises InvalidRequestError naming ``field``."""
-        return (await self.encode(text, field=field, add_special_tokens=False)).ids
+        """Return the token ids of what the client expects as the output.
+
+        Raises InvalidRequestError naming ``field``, or "prediction" for too many tokens.
+        """
+        if not text:
+            return ()
+        max_model_len = (await self.info()).max_model_len
+        check = functools.partial(limits.check_prediction_length, "prediction", max_model_len=max_model_len)
+        return await self.token_ids(text, check, field=field)
+
+    async def token_ids(
+        self, text: str, check: LengthCheck, *, field: str, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """Return the token ids of a text. Raises InvalidRequestError naming ``field``.
+
+        ``check`` sees the fewest tokens that the text can have, then their number. So a text that
+        can never fit is refused before it is encoded.
+        """
+        limits.check_text(field, text, limits.MAX_PROMPT_CHARS)
+        check(self.tokenizer.min_tokens(len(text)), at_least=True)
+        limits.check_bytes(field, text, limits.MAX_PROMPT_BYTES)
+
+        def encode() -> tuple[int, ...]:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, check=check))
+
+        return encode() if len(text) <= SHORT_TEXT_CHARS else await self.in_text_thread(encode)
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of token ids."""
+        decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
+        return decode() if len(ids) <= SHORT_TEXT_TOKENS else await self.in_text_thread(decode)
 
     async def check(self, request: GenerationRequest, *, prompt_field: str = "prompt") -> None:
         """Raise InvalidRequestError naming the first field that is out of its limits."""

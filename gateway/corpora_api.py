@@ -21,6 +21,8 @@ from protos import verifier_pb2
 
 # Sorting millions of tokens takes seconds.
 CALL_TIMEOUT_S = 150.0
+# The operator may send more than others may.
+MAX_JSON_VALUES = limits.MAX_CORPUS_TOKENS + limits.MAX_JSON_VALUES
 
 
 class CorpusFields(Fields):
@@ -44,7 +46,7 @@ def corpora_router(core: GatewayCore, key: str) -> APIRouter:
     async def add(request: Request) -> Response:
         """Draft from a text from now on, on all verifiers. Sent again with ``append: false`` it has the same effect."""
         check_key(request, key)
-        fields = validate(CorpusFields, await http.read_object(request))
+        fields = validate(CorpusFields, await http.read_object(request, max_values=MAX_JSON_VALUES))
         limits.check_name("name", fields.name)
         data = await _token_bytes(core, fields)
         message = verifier_pb2.AddCorpusRequest(
@@ -78,13 +80,18 @@ async def _token_bytes(core: GatewayCore, fields: CorpusFields) -> bytes:
         raise InvalidRequestError("give either text or token_ids", field="text")
     if fields.text is not None:
         field = "text"
-        token_ids = (await core.encode(fields.text, field=field, add_special_tokens=False)).ids
+        token_ids = await core.token_ids(fields.text, _check_text_length, field=field)
     elif is_id_list(fields.token_ids):
         field, token_ids = "token_ids", fields.token_ids
     else:
         raise InvalidRequestError("token_ids must be a list of token ids", field="token_ids")
     limits.check_count(field, len(token_ids), limits.MAX_CORPUS_TOKENS, least=1)
     return await asyncio.to_thread(token_bytes, token_ids)
+
+
+def _check_text_length(num_tokens: int, /, *, at_least: bool = False) -> None:
+    """Raise InvalidRequestError for a text of too many tokens. They need not fit the context."""
+    limits.check_tokens("text", num_tokens, limits.MAX_CORPUS_TOKENS)
 
 
 def _corpus(corpus: verifier_pb2.Corpus) -> dict[str, Any]:

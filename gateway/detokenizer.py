@@ -12,6 +12,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from gateway.token_length import byte_characters
+
 REPLACEMENT = "\ufffd"
 
 
@@ -42,7 +44,7 @@ class ByteTable:
         if decoder.get("type") != "ByteLevel":
             return None
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-        byte_of = _byte_of_character()
+        byte_of = byte_characters()
         tokens = [b""] * (max(vocabulary.values(), default=-1) + 1)
         for token, token_id in vocabulary.items():
             tokens[token_id] = _token_bytes(token, byte_of)
@@ -121,14 +123,6 @@ class PrefixDetokenizer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False) if ids else ""
         return text
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The printable stand-in of every byte, as byte-level BPE vocabularies write them (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _token_bytes(token: str, byte_of: dict[str, int]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Collection
@@ -15,6 +16,10 @@ from foretoken.errors import InvalidRequestError
 from foretoken.sampling import SpeculationOptions
 
 logger = logging.getLogger(__name__)
+
+# Larger bodies are parsed in a thread, by a few calls. Each holds the GIL for some milliseconds;
+# the event loop goes on between them.
+INLINE_BODY_BYTES = 256 * 1024
 
 
 class Fields(BaseModel):
@@ -41,8 +46,19 @@ class SpeculativeFields(Fields):
         return SpeculationOptions(self.enabled, self.drafter, self.max_draft_tokens)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a request's body."""
+async def parse_body(body: bytes, *, max_values: int = limits.MAX_JSON_VALUES) -> dict[str, Any]:
+    """Return the JSON object in a request's body.
+
+    Raises InvalidRequestError for other bodies, and for one that holds too many values.
+    """
+    if len(body) <= INLINE_BODY_BYTES:
+        return parse_object(body, max_values)
+    return await asyncio.to_thread(parse_object, body, max_values)
+
+
+def parse_object(body: bytes, max_values: int = limits.MAX_JSON_VALUES) -> dict[str, Any]:
+    """Return the JSON object in a request's body, as ``parse_body`` does."""
+    _check_json_cost(body, max_values)
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -73,20 +89,58 @@ def validate(
         raise _complaint(error) from None
 
 
+def _check_json_cost(body: bytes, max_values: int) -> None:
+    """Raise InvalidRequestError for a body whose parsing would take too long.
+
+    Counts without parsing, because a parser holds the GIL from start to end. Names the field that
+    holds most of the body.
+    """
+    most = {
+        b",": (max_values, "values"),
+        b'"': (2 * limits.MAX_JSON_STRINGS, "strings"),
+        b":": (limits.MAX_JSON_FIELDS, "fields"),
+        b"[": (limits.MAX_JSON_CONTAINERS, "lists"),
+        b"{": (limits.MAX_JSON_CONTAINERS, "objects"),
+    }
+    if all(body.count(mark) <= count for mark, (count, _) in most.items()):
+        return
+    # Marks within strings do not count. Once escapes are gone, every second piece between quotes
+    # is a string.
+    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    pieces = [] if body.count(b'"') > most[b'"'][0] else body.split(b'"')
+    outside = b"".join(pieces[::2])
+    for mark, (count, name) in most.items():
+        if (body if mark == b'"' else outside).count(mark) > count:
+            field = _largest_field(pieces)
+            most_of_them = count // 2 if mark == b'"' else count
+            raise InvalidRequestError(
+                f"{field or 'the body'} is too much to read: a body may hold {most_of_them} {name}", field=field
+            )
+
+
+def _largest_field(pieces: list[bytes]) -> str:
+    """Return the key whose value is most of what is between strings; empty if there is none."""
+    place = max(range(0, len(pieces), 2), key=lambda i: len(pieces[i]), default=0)
+    if not place or not pieces[place].startswith(b":") or 2 * len(pieces[place]) < sum(map(len, pieces[::2])):
+        return ""
+    return pieces[place - 1].decode(errors="replace")[:128]
+
+
 def one_or_many_strings(field: str, value: object, most: int) -> tuple[str, ...]:
     """A string, or a list of at most ``most`` strings, as a tuple; None is empty."""
     if value is None:
         return ()
     items = [value] if isinstance(value, str) else value
+    if isinstance(items, list):
+        limits.check_count(field, len(items), most)
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise InvalidRequestError(f"{field} must be a string or a list of strings", field=field)
-    limits.check_count(field, len(items), most)
     return tuple(items)
 
 
 def is_id_list(value: object) -> bool:
     """Whether ``value`` is a non-empty list of integers."""
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def token_biases(field: str, value: dict[str, float] | None) -> dict[int, float]:

@@ -20,7 +20,7 @@ from foretoken.tracing import TraceContext
 from gateway.detokenizer import Detokenizer
 from gateway.messages import Finished, NewTokens, SequenceSpec
 from gateway.placement import Placement
-from gateway.prediction import PredictionMatch
+from gateway.prediction import PairPlaces, PredictionMatch
 from gateway.stop import StopMatcher
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
@@ -37,7 +37,7 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the text that they were encoded from if the client sent text."""
+    """Token ids, and their text if the client sent text or wants it back."""
 
     ids: tuple[int, ...]
     text: str | None = None
@@ -100,6 +100,7 @@ class Output:
         on_change: Callable[[Output], None],
         on_waiting: Callable[[], None],
         on_step: StepObserver,
+        places: PairPlaces,
     ) -> None:
         self.index = index
         self.spec = spec
@@ -118,7 +119,7 @@ class Output:
         self._num_first_tokens = 0
         # Where it runs; set when it is started.
         self.placement: Placement | None = None
-        self.prediction = PredictionMatch(request.prediction_ids)
+        self.prediction = PredictionMatch(request.prediction_ids, places)
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
         self._grammar_field = request.grammar_field
@@ -271,11 +272,12 @@ class Generation:
         self._changed: dict[int, Output] = {}
         self._gone: BaseException | None = None
         self.outputs: list[Output] = []
+        places = PairPlaces(request.prediction_ids)
         for index, spec in enumerate(_specs(request, max_model_len)):
             detokenizer = tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens)
             prompt = request.prompts[index // request.n]
             self.outputs.append(
-                Output(index, spec, prompt, request, detokenizer, self._on_change, self._news.set, on_step)
+                Output(index, spec, prompt, request, detokenizer, self._on_change, self._news.set, on_step, places)
             )
 
     @property

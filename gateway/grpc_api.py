@@ -83,6 +83,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         core.check_open()
         core.check_model(request.model)
         limits.check_text("request_id", request.request_id, limits.MAX_REQUEST_ID_CHARS)
+        limits.check_count("stop", len(request.stop), limits.MAX_STOP_STRINGS)
         sampling = wire.sampling_from_proto(request.sampling)
         if not request.sampling.HasField("seed"):
             sampling = dataclasses.replace(sampling, seed=draw_seed(None))
@@ -107,12 +108,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         if kind is None:
             raise InvalidRequestError("give either text or token_ids", field="prompt")
         if kind == "token_ids":
+            # Before they are copied: a message holds millions of them.
+            limits.check_prompt_length(kind, len(request.token_ids.ids), (await self._core.info()).max_model_len)
             return Prompt(tuple(request.token_ids.ids))
         add_special_tokens = not request.skip_special_tokens_in_prompt
         return await self._core.encode(request.text, field="text", add_special_tokens=add_special_tokens)
 
     async def _prediction(self, request: gateway_pb2.GenerateRequest) -> tuple[int, ...]:
         if request.WhichOneof("prediction") == "prediction_token_ids":
+            count = len(request.prediction_token_ids.ids)
+            limits.check_prediction_length("prediction", count, (await self._core.info()).max_model_len)
             return tuple(request.prediction_token_ids.ids)
         return await self._core.encode_prediction(request.prediction_text, field="prediction_text")
 

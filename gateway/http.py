@@ -23,9 +23,9 @@ from foretoken.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from foretoken.limits import MAX_BODY_BYTES, MAX_REQUEST_ID_CHARS
+from foretoken.limits import MAX_BODY_BYTES, MAX_JSON_VALUES, MAX_REQUEST_ID_CHARS
 from foretoken.tracing import TraceContext
-from gateway.fields import Fields, parse_object
+from gateway.fields import Fields, parse_body
 
 BODY_TIMEOUT_S = 60.0
 MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
@@ -64,7 +64,9 @@ class BodyTooLargeError(InvalidRequestError):
     http_status = 413
 
 
-async def read_object(request: Request, check: Callable[[], None] | None = None) -> dict[str, Any]:
+async def read_object(
+    request: Request, check: Callable[[], None] | None = None, *, max_values: int = MAX_JSON_VALUES
+) -> dict[str, Any]:
     """The JSON object in the body, whatever its content type says. Holds MAX_BODY_BYTES at most.
 
     A body somewhat beyond that is read to its end and thrown away: closing the connection while the client still
@@ -86,7 +88,7 @@ async def read_object(request: Request, check: Callable[[], None] | None = None)
         raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
     if check is not None:
         check()
-    return parse_object(bytes(body))
+    return await parse_body(bytes(body), max_values=max_values)
 
 
 def _content_length(request: Request) -> int:

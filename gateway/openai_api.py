@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
+import functools
 import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from foretoken import limits
 from gateway import http
-from gateway.core import INLINE_TEXT_CHARS, GatewayCore
+from gateway.core import GatewayCore
 from gateway.exchange import Exchange
 from gateway.generation import GenerationRequest, Prompt
 from gateway.openai_request import (
@@ -24,6 +26,10 @@ from gateway.openai_request import (
     template_messages,
 )
 from gateway.openai_response import ChatFormat, CompletionFormat, ReplyFormat
+from gateway.tokenizer import SHORT_TEXT_CHARS
+
+# A template is a program: more messages may take it more than a few milliseconds.
+SHORT_CHAT_MESSAGES = 32
 
 
 def openai_router(core: GatewayCore) -> APIRouter:
@@ -52,6 +58,8 @@ def openai_router(core: GatewayCore) -> APIRouter:
         ]
         generation = await _request(core, request, "cmpl", tuple(prompts), options)
         await core.check(generation)
+        if options.echo:
+            generation = await _with_texts(core, generation)
         return _exchange(core, request, generation, options, CompletionFormat)
 
     @router.post("/v1/chat/completions", openapi_extra=http.body_schema(ChatFields))
@@ -59,7 +67,7 @@ def openai_router(core: GatewayCore) -> APIRouter:
         body = await http.read_object(request, core.check_open)
         fields, options = parse_chat(body)
         core.check_model(fields.model)
-        prompt = await chat_prompt(core, fields)
+        prompt = await core.encode(await chat_text(core, fields), field="messages", add_special_tokens=False)
         generation = await _request(core, request, "chatcmpl", (prompt,), options)
         await core.check(generation, prompt_field="messages")
         return _exchange(core, request, generation, options, ChatFormat)
@@ -67,20 +75,33 @@ def openai_router(core: GatewayCore) -> APIRouter:
     return router
 
 
-async def chat_prompt(core: GatewayCore, fields: ChatFields) -> Prompt:
-    """The prompt that the chat template makes of the messages; long ones are rendered in a thread."""
+async def chat_text(core: GatewayCore, fields: ChatFields) -> str:
+    """Return the prompt that the chat template makes of the messages. Renders long ones in a thread.
+
+    A template may leave text out, so the messages may be longer than the context.
+    """
     messages = template_messages(fields.messages)
-    num_chars = sum(len(message["content"]) for message in messages)
+    num_chars = sum(len(text) for message in messages for text in message.values())
+    limits.check_chars("messages", num_chars, limits.MAX_PROMPT_CHARS)
     options: dict[str, Any] = {
         "add_generation_prompt": fields.add_generation_prompt,
         "continue_final_message": fields.continue_final_message,
         "template_kwargs": template_kwargs(fields),
     }
-    if num_chars <= INLINE_TEXT_CHARS:
-        text = core.tokenizer.render_chat(messages, **options)
-    else:
-        text = await asyncio.to_thread(core.tokenizer.render_chat, messages, **options)
-    return await core.encode(text, field="messages", add_special_tokens=False)
+    render = functools.partial(core.tokenizer.render_chat, messages, **options)
+    is_short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES
+    return render() if is_short else await core.in_text_thread(render)
+
+
+async def _with_texts(core: GatewayCore, request: GenerationRequest) -> GenerationRequest:
+    """Return the request with the text of every prompt, for the answer to begin with."""
+    prompts = []
+    for prompt in request.prompts:
+        text = prompt.text
+        if text is None:
+            text = await core.decode(prompt.ids, skip_special_tokens=request.skip_special_tokens)
+        prompts.append(Prompt(prompt.ids, text))
+    return dataclasses.replace(request, prompts=tuple(prompts))
 
 
 async def _request(

@@ -168,8 +168,9 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
         body = {name: value for name, value in body.items() if name != "modalities"}
     if body.get("tools") == []:
         raise InvalidRequestError("tools must not be an empty list", field="tools")
+    if isinstance(messages := body.get("messages"), list):
+        limits.check_count("messages", len(messages), limits.MAX_CHAT_MESSAGES, least=1)
     fields = validate(ChatFields, _without_nulls_in_messages(body), ignored=IGNORED, unsupported=UNSUPPORTED_IN_CHAT)
-    limits.check_count("messages", len(fields.messages), limits.MAX_CHAT_MESSAGES, least=1)
     if fields.tool_choice not in (None, "none", "auto"):
         raise InvalidRequestError("tool_choice is not supported yet", field="tool_choice")
     if fields.top_logprobs is not None and not fields.logprobs:

@@ -184,13 +184,8 @@ class CompletionFormat(OpenAiFormat):
         if not self._options.echo or output.index in self._echoed:
             return delta.text
         self._echoed.add(output.index)
-        return self._prompt_text(output) + delta.text
-
-    def _prompt_text(self, output: Output) -> str:
-        prompt = output.prompt
-        if prompt.text is not None:
-            return prompt.text
-        return self._tokenizer.decode(prompt.ids, skip_special_tokens=self._options.skip_special_tokens)
+        assert output.prompt.text is not None
+        return output.prompt.text + delta.text
 
     def _logprob_lists(self, output: Output, delta: Delta) -> dict[str, Any] | None:
         if self._options.sampling.logprobs is None:

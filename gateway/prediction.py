@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
+from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from gateway.fields import Fields
 
@@ -27,10 +29,27 @@ def parts_text(content: object, field: str) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [None]
+    limits.check_count(field, len(parts), limits.MAX_CONTENT_PARTS)
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequestError(f"{field} must be a string or a list of parts of type text", field=field)
     return "".join(str(text) for text in texts)
+
+
+class PairPlaces:
+    """Where a prediction holds a pair of tokens; built by the first lookup."""
+
+    def __init__(self, prediction: Sequence[int]) -> None:
+        self._prediction = prediction
+        self._behind: dict[tuple[int, int], list[int]] | None = None
+
+    def behind(self, first: int, second: int) -> Sequence[int]:
+        """Return the places after each such pair, in order."""
+        if self._behind is None:
+            self._behind = {}
+            for place, pair in enumerate(itertools.pairwise(self._prediction), 2):
+                self._behind.setdefault(pair, []).append(place)
+        return self._behind.get((first, second), ())
 
 
 class PredictionMatch:
@@ -43,14 +62,14 @@ class PredictionMatch:
     token that came true counts once.
     """
 
-    def __init__(self, prediction: Sequence[int]) -> None:
+    def __init__(self, prediction: Sequence[int], places: PairPlaces | None = None) -> None:
+        """``places``: those of this prediction, shared by all outputs that it is expected of."""
         self._prediction = prediction
+        self._places = places or PairPlaces(prediction)
         self._cursor = 0
         self._last: int | None = None
         self._was_true = True
         self._came_true: set[int] = set()
-        # Cursors behind each pair of tokens, in order; made when the prediction fails for the first time.
-        self._behind: dict[tuple[int, int], list[int]] | None = None
 
     @property
     def num_accepted(self) -> int:
@@ -77,12 +96,7 @@ class PredictionMatch:
 
     def _place_behind(self, token_id: int) -> int:
         """Where the prediction goes on after a token that it did not hold at the cursor."""
-        if self._behind is None:
-            self._behind = {}
-            for place in range(1, len(self._prediction)):
-                pair = (self._prediction[place - 1], self._prediction[place])
-                self._behind.setdefault(pair, []).append(place + 1)
-        places = self._behind.get((self._last, token_id), ()) if self._last is not None else ()
+        places = self._places.behind(self._last, token_id) if self._last is not None else ()
         after = bisect.bisect_left(places, self._cursor)
         near = [
             place for place in places[max(after - _LOOKED_AT, 0) : after + _LOOKED_AT] if place not in self._came_true

@@ -13,8 +13,9 @@ from foretoken.errors import InvalidRequestError
 from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import Fields, is_id_list, validate
-from gateway.openai_api import chat_prompt
+from gateway.openai_api import chat_text
 from gateway.openai_request import IGNORED, parse_chat
+from gateway.tokenizer import SHORT_TEXT_TOKENS
 
 
 class TokenizeFields(Fields):
@@ -46,29 +47,31 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
         if "messages" in body:
             chat, _ = parse_chat({name: value for name, value in body.items() if name != "return_token_strs"})
             core.check_model(chat.model)
-            prompt = await chat_prompt(core, chat)
+            ids = await _ids(core, await chat_text(core, chat), "messages")
         else:
             fields = validate(TokenizeFields, body, ignored=IGNORED)
             core.check_model(fields.model)
-            prompt = await core.encode(fields.prompt, add_special_tokens=fields.add_special_tokens)
-        names = [core.tokenizer.token_text(token_id)[0] for token_id in prompt.ids] if with_strings else None
-        return http.json_response(
-            {
-                "count": len(prompt.ids),
-                "max_model_len": (await core.info()).max_model_len,
-                "tokens": prompt.ids,
-                "token_strs": names,
-            }
-        )
+            ids = await _ids(core, fields.prompt, "prompt", add_special_tokens=fields.add_special_tokens)
+        max_model_len = (await core.info()).max_model_len
+
+        def answer() -> Response:
+            names = [core.tokenizer.token_text(token_id)[0] for token_id in ids] if with_strings else None
+            return http.json_response(
+                {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names}
+            )
+
+        return answer() if len(ids) <= SHORT_TEXT_TOKENS else await core.in_text_thread(answer)
 
     @router.post("/detokenize", openapi_extra=http.body_schema(DetokenizeFields))
     async def detokenize(request: Request) -> Response:
         fields = validate(DetokenizeFields, await http.read_object(request), ignored=IGNORED)
         core.check_model(fields.model)
+        if isinstance(fields.tokens, list):
+            limits.check_count("tokens", len(fields.tokens), limits.MAX_TOKENIZED_IDS)
         if fields.tokens != [] and not is_id_list(fields.tokens):
             raise InvalidRequestError("tokens must be a list of token ids", field="tokens")
         limits.check_token_ids("tokens", fields.tokens, (await core.info()).vocab_size)
-        text = core.tokenizer.decode(fields.tokens, skip_special_tokens=fields.skip_special_tokens)
+        text = await core.decode(fields.tokens, skip_special_tokens=fields.skip_special_tokens)
         return http.json_response({"prompt": text})
 
     @router.get("/tokenizer_info")
@@ -76,3 +79,15 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
         return http.json_response(core.tokenizer.describe())
 
     return router
+
+
+async def _ids(core: GatewayCore, text: str, field: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+    """Return the token ids of a text. Raises InvalidRequestError for one that can never fit."""
+    max_model_len = (await core.info()).max_model_len
+
+    def check(num_tokens: int, /, *, at_least: bool = False) -> None:
+        if at_least:
+            limits.check_prompt_length(field, num_tokens, max_model_len, at_least=True)
+        limits.check_tokens(field, num_tokens, limits.MAX_TOKENIZED_IDS)
+
+    return await core.token_ids(text, check, field=field, add_special_tokens=add_special_tokens)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,22 @@ from transformers import PreTrainedTokenizerFast
 from foretoken.errors import CheckpointError, ConfigError, InvalidRequestError
 from gateway.config import read_chat_template
 from gateway.detokenizer import ByteTable, Detokenizer, PrefixDetokenizer, Utf8Detokenizer
+from gateway.token_length import max_token_chars
 
 # Template variables that a request may set: the switches of public chat templates, nothing that replaces an input.
 CHAT_TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
+# Up to here a call takes a few milliseconds, and may be made on an event loop.
+SHORT_TEXT_CHARS = 4096
+SHORT_TEXT_TOKENS = 4096
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Its methods may be called from several threads."""
+    """A checkpoint's tokenizer. Its methods may be called from several threads.
+
+    ``encode`` and ``decode`` release the GIL for all but short inputs, so that an event loop goes on.
+    Only the library's batch calls do that. They wait for a thread of the library's pool, so short
+    inputs, which may come from an event loop, take the other calls.
+    """
 
     def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
         """Raises CheckpointError, naming the file, for a folder without a usable tokenizer, and ConfigError for a
@@ -39,6 +48,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes = ByteTable.of(self._backend)
+        self._max_token_chars = max_token_chars(self._backend)
 
     def _check_template(self, path: Path) -> None:
         """Raises ConfigError for what is no template."""
@@ -55,14 +65,34 @@ class Tokenizer:
         """Ids that have a token; the model's vocabulary may be padded beyond."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; with the special tokens that the tokenizer adds by default, or without."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def min_tokens(self, num_chars: int) -> int:
+        """Return how many tokens a text of ``num_chars`` characters has at least."""
+        return -(-num_chars // self._max_token_chars)
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, check: Callable[[int], None] | None = None
+    ) -> list[int]:
+        """Return the token ids of ``text``, with or without the special tokens added by default.
+
+        ``check`` is called with their number before the list is made, and may raise.
+        """
+        if len(text) <= SHORT_TEXT_CHARS:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if check is not None:
+            check(len(encoding))
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``. Incomplete UTF-8 becomes U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Return the text of ``ids``. Incomplete UTF-8 becomes U+FFFD."""
+        ids = list(ids)
+        text: str
+        if len(ids) <= SHORT_TEXT_TOKENS:
+            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:
+            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def render_chat(
