@@ -9,6 +9,7 @@ ForetokenError
   UnauthenticatedError      no key: UNAUTHENTICATED, 401
   PermissionDeniedError     a wrong key: PERMISSION_DENIED, 403
   PreconditionError         another model than asked for: FAILED_PRECONDITION, 409
+  ModelOutputError          logits that are no numbers: DATA_LOSS, 500
   ConfigError               refused at start; never on the wire
     CheckpointError         a checkpoint that cannot be loaded, with file and tensor
 """
@@ -79,6 +80,12 @@ class PermissionDeniedError(ForetokenError):
     http_status = 403
 
 
+class ModelOutputError(ForetokenError):
+    """The model's numbers are NaN or infinite. Another attempt would end the same way, so none is made."""
+
+    status = grpc.StatusCode.DATA_LOSS
+
+
 class ConfigError(ForetokenError):
     """A flag, config feature or combination that is refused at start, by name."""
 
@@ -96,6 +103,7 @@ _BY_CODE: dict[int, type[ForetokenError]] = {
         UnavailableError,
         DeadlineError,
         PreconditionError,
+        ModelOutputError,
         UnauthenticatedError,
         PermissionDeniedError,
     )

@@ -2,8 +2,8 @@
 
 One function an operation, in the order that foretoken/sampling.py gives. Logits are float32 and each operation
 rounds to float32; probabilities are float64, and their sums run one after the other in the order named. A logit that
-is NaN counts as -inf; -inf is what no operation can bring back. If nothing is left, token 0 is sampled; with a grammar,
-whoever calls ends the output instead.
+is NaN counts as -inf; -inf is what no operation can bring back. A row gives no token, but NO_SAMPLE, if one of its
+logits is NaN or +inf, before or after these operations, or if nothing is left after them: whoever calls ends the output.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from foretoken.noise import Float32, gumbel_noise
 from foretoken.sampling import SamplingParams, is_greedy, stop_token_ids
 
 NEVER = np.float32(-np.inf)
+# The "token" of a row that gives none.
+NO_SAMPLE = -2
 
 
 def sample_reference(
@@ -30,7 +32,7 @@ def sample_reference(
     vocab_limit: int | None = None,
     allowed_ids: Collection[int] | None = None,
 ) -> int:
-    """The token that follows prompt and output.
+    """The token that follows prompt and output, or NO_SAMPLE.
 
     Args:
         logits: float32 [vocab], the target's, raw.
@@ -38,6 +40,8 @@ def sample_reference(
         vocab_limit: ids of the tokenizer: [0, vocab_limit); None: the whole row.
         allowed_ids: what the grammar allows after the output; None: no grammar.
     """
+    if not (logits[:vocab_limit] < np.inf).all():
+        return NO_SAMPLE
     kept = process_logits(
         logits,
         params,
@@ -47,6 +51,8 @@ def sample_reference(
         vocab_limit=vocab_limit,
         allowed_ids=allowed_ids,
     )
+    if not NEVER < kept.max() < np.inf:
+        return NO_SAMPLE
     if is_greedy(params):
         return int(np.argmax(kept))
     position = len(prompt_ids) + len(output_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from foretoken_kernels.resident_state import NO_NODE, NO_SLOT, DraftedTrees, Seats, StepResults, StepRows
-from foretoken_kernels.sampler_state import FINISH_LENGTH, FINISH_NONE, WalkResult
+from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, WalkResult
 
 
 def lay_out_rows_reference(
@@ -67,7 +67,7 @@ def force_walk_reference(rows: StepRows, walk: WalkResult, owed: torch.Tensor, m
     """gpu.forced_walk.force_walk: each tree's walk goes down its deepest path, ``mean`` tokens a step on average."""
     for seat in range(len(rows.num_nodes)):
         start, count = int(rows.row_starts[seat]), int(rows.num_nodes[seat])
-        if count <= 1:
+        if count <= 1 or int(walk.finish[seat]) == FINISH_BROKEN:
             continue
         paths: list[list[int]] = [[]]
         for node in range(1, count):

@@ -2,7 +2,8 @@
 
 Each row's logits go through these operations, in this order: bias, penalties, mask of stop tokens, mask of the ids
 beyond the vocabulary, temperature, top-k, top-p, min-p, keyed noise, argmax. Logits are float32 and each operation
-rounds to float32; probabilities are float64. NaN counts as -inf; if nothing is left, token 0 is sampled.
+rounds to float32; probabilities are float64. A row gives NO_SAMPLE instead of a token if one of its logits within the
+vocabulary is NaN or +inf, before or after these operations, or if all of them are -inf after them.
 
 The noise of a token is the Gumbel noise of a word of Philox4x32-10 (Salmon et al., SC 2011): the key is the seed, the
 counter is (token id // 4, position, choice index, 0), token id % 4 picks the word.
@@ -13,9 +14,11 @@ from __future__ import annotations
 import torch
 
 from foretoken_kernels.sampler_state import (
+    FINISH_BROKEN,
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_STOP,
+    NO_SAMPLE,
     SampleBatch,
     SamplerState,
     WalkResult,
@@ -26,6 +29,7 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _NEVER = float("-inf")
+_INFINITY = float("inf")
 
 
 def token_words(token_ids: torch.Tensor, position: int, choice: int, key_low: int, key_high: int) -> torch.Tensor:
@@ -60,7 +64,7 @@ def row_parents(batch: SampleBatch, row: int) -> tuple[int, list[int]]:
 
 
 def row_logits(batch: SampleBatch, state: SamplerState, row: int) -> torch.Tensor:
-    """float32 [vocab]: a row's logits after every operation up to the temperature; what is masked is -inf."""
+    """float32 [vocab]: a row's logits after every operation up to the temperature; what is masked or NaN is -inf."""
     seq = int(batch.row_seqs[row])
     slot = int(batch.slots[seq])
     start, path = row_parents(batch, row)
@@ -120,10 +124,14 @@ def row_cut(values: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tup
 
 
 def sample_row(batch: SampleBatch, state: SamplerState, row: int) -> int:
-    """The token sampled at one node."""
+    """The token sampled at one node, or NO_SAMPLE."""
     seq = int(batch.row_seqs[row])
     slot = int(batch.slots[seq])
     values = row_logits(batch, state, row)
+    raw = batch.logits[row, : batch.vocab_limit]
+    # Comparisons with NaN are false.
+    if not (raw < _INFINITY).all() or not _NEVER < values.max() < _INFINITY:
+        return NO_SAMPLE
     if float(state.temperature[slot]) > 0:
         ids = torch.arange(len(values), device=values.device)
         cut, cut_id = row_cut(values, int(state.top_k[slot]), float(state.top_p[slot]), float(state.min_p[slot]))
@@ -146,7 +154,8 @@ def walk_reference(
     """From each root to the child that holds the sampled token, of equal siblings the first, until there is none.
 
     A stop token ends the walk. It is not emitted, nor is what lies past ``max_new``; LENGTH is the end where the
-    tokens before a stop token fill ``max_new``.
+    tokens before a stop token fill ``max_new``. NO_SAMPLE ends the walk too, and BROKEN is the end unless the tokens
+    before it fill ``max_new``.
     """
     starts, slots = batch.row_starts.tolist(), batch.slots.clamp(0, len(state.counts) - 1).tolist()
     for seq, slot in enumerate(slots):
@@ -158,8 +167,12 @@ def walk_reference(
         nodes: list[int] = []
         matched: list[int] = []
         node: int | None = 0 if num_nodes > 0 else None
+        is_broken = False
         while node is not None and len(tokens) < result.tokens.shape[1]:
             token = int(sampled[start + node])
+            is_broken = token == NO_SAMPLE
+            if is_broken:
+                break
             tokens.append(token)
             nodes.append(node)
             children = (i for i in range(1, num_nodes) if parents[i] == node and held[i] == token)
@@ -174,7 +187,8 @@ def walk_reference(
         emitted = emitted[:max_new]
         result.num_walked[seq], result.num_tokens[seq] = len(tokens), len(emitted)
         result.num_matched[seq], result.num_accepted[seq] = len(matched), min(len(matched), len(emitted))
-        result.finish[seq] = FINISH_LENGTH if is_full else FINISH_STOP if is_stopped else FINISH_NONE
+        unfinished = FINISH_BROKEN if is_broken else FINISH_NONE
+        result.finish[seq] = FINISH_LENGTH if is_full else FINISH_STOP if is_stopped else unfinished
         for out, entries in ((result.tokens, tokens), (result.nodes, nodes), (result.accepted, matched)):
             out[seq, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
         penalties = (float(state.repetition[slot]), float(state.frequency[slot]), float(state.presence[slot]))

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 # WalkResult.finish
-FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_BROKEN = 0, 1, 2, 3
+# The "token" of a row whose logits give none: one of them is NaN or +inf, or none of them may be sampled.
+NO_SAMPLE = -2
 
 
 class SamplerState(NamedTuple):
@@ -93,7 +95,8 @@ class WalkResult(NamedTuple):
         num_matched: int32 [seqs]; tree nodes that hold the leading tokens, before trimming.
         num_accepted: int32 [seqs]; the leading ones of them that are committed.
         accepted: int32 [seqs, depth]; all ``num_matched`` nodes.
-        finish: int32 [seqs]; FINISH_NONE, FINISH_STOP or FINISH_LENGTH.
+        finish: int32 [seqs]; FINISH_NONE, FINISH_STOP, FINISH_LENGTH or FINISH_BROKEN: a row on the path gave
+            NO_SAMPLE, which is not among the tokens.
     """
 
     num_walked: torch.Tensor

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from foretoken import logits as ops
+from foretoken.errors import ModelOutputError
 from foretoken.noise import gumbel_noise
 from foretoken.sampling import SamplingParams, stop_token_ids
 from verifier_svc.sampling.verify import SamplingState
@@ -40,7 +41,9 @@ def sample(
     state = SamplingState(
         params, prompt_ids, output_ids, eos_ids=eos_ids, choice_index=choice_index, vocab_limit=vocab_limit
     )
-    return state.sample(logits, len(prompt_ids) + len(output_ids))
+    token = state.sample(logits, len(prompt_ids) + len(output_ids))
+    assert (token is None) == isinstance(state.error, ModelOutputError)
+    return ops.NO_SAMPLE if token is None else token
 
 
 # --- Literal rows: what each operation of the reference does.
@@ -112,15 +115,36 @@ def test_ids_beyond_the_tokenizer_are_never_sampled():
     [
         (row(1, 3, 3), 1),
         (row(NEVER, NEVER, -1), 2),
-        (row(float("nan"), -1, -2), 1),
-        (row(NEVER, NEVER), 0),
     ],
 )
-def test_greedy_takes_the_lowest_id_of_the_best_and_never_a_nan(logits, token):
+def test_greedy_takes_the_lowest_id_of_the_best(logits, token):
     greedy = SamplingParams(temperature=0.0)
     assert sample(logits, greedy) == token
-    assert sample(logits, replace(greedy, logit_bias={0: 0.0})) == token, "nor off the fast path"
+    assert sample(logits, replace(greedy, logit_bias={0: 0.0})) == token, "also off the fast path"
     assert ops.sample_reference(logits, greedy, prompt_ids=(0,), output_ids=()) == token
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.5, "min_p": 0.1, "top_k": 2}])
+@pytest.mark.parametrize("bias", [{}, {0: -100.0}])
+@pytest.mark.parametrize(
+    "logits, is_broken",
+    [
+        (row(float("nan"), -1, -2), True),
+        (row(-1, -2, float("nan")), True),
+        (row(float("inf"), -1, -2), True),
+        (row(-1, float("inf"), float("inf")), True),
+        (row(NEVER, NEVER, NEVER), True),
+        (row(NEVER, -1, NEVER), False),
+        (row(-1, -2, NEVER, float("nan")), False),
+        (row(NEVER, NEVER, NEVER, 1), True),
+    ],
+)
+def test_a_row_with_nan_or_infinity_or_nothing_else_gives_no_token(logits, is_broken, options, bias):
+    # A bias that forbids the token does not hide what its logit is; ids beyond the tokenizer's are not looked at.
+    params = SamplingParams(logit_bias=bias, **options)
+    token = sample(logits, params, vocab_limit=3)
+    assert token == ops.sample_reference(logits, params, prompt_ids=(0,), output_ids=(), vocab_limit=3)
+    assert (token == ops.NO_SAMPLE) == is_broken
 
 
 def test_greedy_ignores_seed_and_filters():
@@ -281,7 +305,8 @@ finite = st.floats(-40, 40, width=32)
 some_logits = st.one_of(
     st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0]), min_size=2, max_size=24),
     st.lists(finite, min_size=2, max_size=24),
-    st.lists(st.one_of(finite, st.just(NEVER), st.just(float("nan"))), min_size=2, max_size=24),
+    st.lists(st.one_of(finite, st.just(NEVER)), min_size=2, max_size=24),
+    st.lists(st.one_of(finite, st.sampled_from([NEVER, float("nan"), float("inf")])), min_size=2, max_size=24),
 )
 
 

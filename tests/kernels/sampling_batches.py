@@ -52,8 +52,10 @@ def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray
     if rng.random() < 0.5:
         logits = np.round(logits)  # ties
     if rng.random() < 0.3:
-        logits[rng.random((rows, vocab)) < 0.2] = np.nan
         logits[rng.random((rows, vocab)) < 0.2] = -np.inf
+    if rng.random() < 0.3:
+        broken = np.flatnonzero(rng.random(rows) < 0.4)
+        logits[broken, rng.integers(vocab, size=len(broken))] = rng.choice([np.nan, np.inf], len(broken))
     if rng.random() < 0.1:
         logits[:] = pick_constant(rng)
     return logits.astype(np.float32)

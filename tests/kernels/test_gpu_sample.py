@@ -17,7 +17,7 @@ from foretoken_kernels.gpu import sample
 from foretoken_kernels.gpu.sample import sample_rows, sample_workspace
 
 from foretoken import noise
-from foretoken.logits import sample_reference
+from foretoken.logits import NO_SAMPLE, sample_reference
 from foretoken.sampling import SamplingParams, noise_key
 from foretoken.tree import DraftTree
 from tests.foretoken.test_noise import KNOWN_ANSWERS, LITERAL_NOISE, assert_within_4_ulp
@@ -208,6 +208,38 @@ def test_cuts_with_many_and_with_few_values_above_them(options, spread, device):
     rows = np.round(rng.normal(0, spread, (3, 400)), 1)
     sequences = [one_row(row, SamplingParams(seed=index, **options)) for index, row in enumerate(rows)]
     assert run(sequences, device) == [expected_tokens(s)[0] for s in sequences]
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}])
+@pytest.mark.parametrize("fault", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_with_nan_or_infinity_gives_no_token_and_changes_no_other(fault, options, device):
+    params = SamplingParams(logit_bias={70: -100.0}, **options)
+    rng = np.random.default_rng(21)
+    rows = rng.normal(0, 3, (5, 200))
+    sound = run([one_row(row, params) for row in rows], device)
+    assert min(sound) >= 0
+    # In the first piece and in the last, where a bias forbids the token, and beyond the vocabulary.
+    rows[1, 5], rows[2, 149], rows[3, 70], rows[4, 150] = [fault] * 4
+    sequences = [one_row(row, params) for row in rows]
+    sampled = run(sequences, device, vocab_limit=150)
+    assert sampled == [expected_tokens(s, 150)[0] for s in sequences]
+    broken = [False, True, True, True, False] if fault != float("-inf") else [False] * 5
+    assert [token == NO_SAMPLE for token in sampled] == broken
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-4])
+def test_a_logit_that_overflows_or_a_row_without_any_gives_no_token(temperature, device):
+    large, empty = np.zeros(100, np.float32), np.full(100, -np.inf, np.float32)
+    large[7] = 3e38
+    masked = np.where(np.arange(100) == 3, 1.0, empty)
+    params = SamplingParams(temperature=temperature, repetition_penalty=0.5)
+    # Token 7 has been seen, so that its logit is doubled.
+    sequences = [
+        Sequence(params, [7], [], DraftTree.root_only(7), large[None]),
+        one_row(empty, SamplingParams(temperature=temperature)),
+        one_row(masked, SamplingParams(temperature=temperature, min_tokens=2, stop_token_ids=(3,))),
+    ]
+    assert run(sequences, device) == [NO_SAMPLE] * 3 == [expected_tokens(s)[0] for s in sequences]
 
 
 def test_a_token_does_not_depend_on_the_batch(device):

@@ -9,6 +9,7 @@ from foretoken_kernels.gpu.sample import sample_rows, sample_workspace
 from foretoken_kernels.gpu.walk import walk
 from foretoken_kernels.reference_sampling import sample_rows_reference, walk_reference
 from foretoken_kernels.sampler_state import (
+    FINISH_BROKEN,
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_STOP,
@@ -71,7 +72,7 @@ def assert_committed(result: WalkResult, index: int, sequence: Sequence, state: 
     assert num_walked == expected.num_walked_tokens
     assert result.accepted[index, : int(result.num_accepted[index])].tolist() == expected.accepted_nodes
     assert result.accepted[index, : int(result.num_matched[index])].tolist() == expected.matched_nodes
-    assert int(result.finish[index]) == FINISHES[expected.finish]
+    assert int(result.finish[index]) == (FINISH_BROKEN if expected.error is not None else FINISHES[expected.finish])
     if expected.stop_token_id is not None:
         assert int(result.tokens[index, num_walked - 1]) == expected.stop_token_id
 
@@ -137,6 +138,31 @@ def test_stops_and_lengths(max_new, stop, tokens, walked, accepted, finish, devi
     assert int(result.num_walked[0]) == walked
     assert result.accepted[0, : int(result.num_accepted[0])].tolist() == accepted
     assert int(result.finish[0]) == finish
+
+
+@pytest.mark.parametrize("fault", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "node, max_new, tokens, accepted, finish",
+    [
+        (0, 10, [], [], FINISH_BROKEN),
+        (2, 10, [3, 4], [1, 2], FINISH_BROKEN),
+        (3, 10, [3, 4, 5], [1, 2, 3], FINISH_BROKEN),
+        # The output was whole before the row that gives nothing.
+        (2, 2, [3, 4], [1, 2], FINISH_LENGTH),
+    ],
+)
+def test_a_row_that_gives_no_token_ends_its_walk_and_no_other(node, max_new, tokens, accepted, finish, fault, device):
+    broken, sound = chain_of([7, 3, 4, 5], max_new, None), chain_of([7, 3, 4, 5], 10, None)
+    broken.logits[node, 77] = fault
+    state = new_state([broken, sound], [1, 0], 80, 2, device)
+    result = step([broken, sound], [1, 0], state, device)
+    for index, sequence in enumerate((broken, sound)):
+        assert_committed(result, index, sequence, SamplingState(sequence.params, [7], eos_ids=frozenset(), choice_index=0))
+    assert result.tokens[0, : int(result.num_tokens[0])].tolist() == tokens
+    assert int(result.num_walked[0]) == len(tokens)
+    assert result.accepted[0, : int(result.num_accepted[0])].tolist() == accepted
+    assert int(result.finish[0]) == finish
+    assert (result.tokens[1, :4].tolist(), int(result.finish[1])) == ([3, 4, 5, 9], FINISH_NONE)
 
 
 def test_of_siblings_with_one_token_the_first_is_taken(device):

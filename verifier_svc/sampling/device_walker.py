@@ -16,6 +16,7 @@ import torch
 from foretoken_kernels.gpu.sample import SampleWorkspace, sample_rows, sample_workspace
 from foretoken_kernels.gpu.walk import walk
 from foretoken_kernels.sampler_state import (
+    FINISH_BROKEN,
     FINISH_LENGTH,
     FINISH_STOP,
     SampleBatch,
@@ -33,7 +34,7 @@ from foretoken.models.device_twins import DeviceTwins
 from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import is_greedy, noise_key
 from verifier_svc.sampling.device_logprobs import device_logprobs
-from verifier_svc.sampling.verify import WalkResult
+from verifier_svc.sampling.verify import WalkResult, broken_logits
 from verifier_svc.sampling.walker import SampledSequence, Walk, walk_on_host
 
 # Columns of SamplerState that the host sets, each one value a slot.
@@ -264,7 +265,8 @@ def walk_result(found: Mapping[str, np.ndarray], index: int, sources: Items[int]
         from_drafters = [1 if sources is None else sources] * len(accepted)
     else:
         from_drafters = [int(sources[node]) for node in accepted]
-    finish = _FINISHES.get(int(found["finish"][index]))
+    end = int(found["finish"][index])
+    finish = _FINISHES.get(end)
     return WalkResult(
         tokens=tokens[:num_tokens],
         accepted_nodes=accepted,
@@ -274,6 +276,7 @@ def walk_result(found: Mapping[str, np.ndarray], index: int, sources: Items[int]
         logprobs=[],
         num_walked_tokens=num_walked,
         matched_nodes=matched,
+        error=broken_logits() if end == FINISH_BROKEN else None,
     )
 
 

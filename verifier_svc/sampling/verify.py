@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from foretoken_kernels.cpu.sample import RowRules, argmax_row, logprob_and_rank, sample_row, top_ids
+from foretoken_kernels.cpu.sample import NO_SAMPLE, RowRules, greedy_row, logprob_and_rank, sample_row, top_ids
 from numpy.typing import NDArray
 
-from foretoken.errors import ForetokenError, InvalidRequestError
+from foretoken.errors import ForetokenError, InvalidRequestError, ModelOutputError
 from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import TOKEN_STREAM, SamplingParams, is_greedy, noise_key, stop_token_ids
 from foretoken.tree import DraftTree
@@ -114,7 +114,7 @@ class SamplingState:
     def sample(self, logits: Float32, position: int) -> int | None:
         """The token at a position of prompt + output, from its raw logits [vocab]; from now on it counts as output.
 
-        None, and ``error`` is set, if no token that the grammar allows has a logit above -inf.
+        None, and ``error`` is set, if the row holds NaN or +inf, or if no token that may follow has a logit above -inf.
         """
         if self._rules is None:
             self._rules = self._prepare(len(logits))
@@ -122,13 +122,11 @@ class SamplingState:
         mask_stops = self._masks_stops and len(rules.stop_ids) > 0
         allowed = self._allowed
         if rules.temperature == 0 and not (mask_stops or self._penalized or len(rules.bias_ids) or len(allowed)):
-            token = int(argmax_row(logits, rules.vocab_limit))
+            token = int(greedy_row(logits, rules.vocab_limit))
         else:
             token = int(sample_row(logits, rules, self._output_counts, self._seen, allowed, mask_stops, position))
-        if len(allowed) and not (allowed[token // 8] >> (token % 8) & 1):
-            self.error = InvalidRequestError(
-                "the model gives no token that the grammar allows", field=self._grammar_kind
-            )
+        if token == NO_SAMPLE:
+            self.error = self._no_sample_error(logits[: rules.vocab_limit])
             return None
         self.num_output_tokens += 1
         if self._matcher is not None and token not in self.stop_ids:
@@ -138,6 +136,11 @@ class SamplingState:
             self._output_counts[token] += 1
             self._seen[token] = True
         return token
+
+    def _no_sample_error(self, logits: Float32) -> ForetokenError:
+        if len(self._allowed) and (logits < np.inf).all() and (logits > -np.inf).any():
+            return InvalidRequestError("the model gives no token that the grammar allows", field=self._grammar_kind)
+        return broken_logits()
 
     @property
     def _masks_stops(self) -> bool:
@@ -268,6 +271,11 @@ def _children(tree: DraftTree) -> dict[tuple[int, int], int]:
         for node in range(1, tree.num_nodes):
             children.setdefault((parents[node], tokens[node]), node)
     return children
+
+
+def broken_logits() -> ModelOutputError:
+    """Return the error of a row that gives no token, whatever the request asked for."""
+    return ModelOutputError("the model's logits are NaN or infinite: its weights or the hardware are faulty")
 
 
 def token_logprobs(logits: Iterable[Float32], token_ids: Sequence[int], top_k: int) -> list[TokenLogprobs]:

@@ -26,7 +26,12 @@ _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _INCREMENT_0, _INCREMENT_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _ROUNDS = 10
 _NEVER = np.float32(-np.inf)
+_INFINITY = np.float32(np.inf)
 _ZERO = np.float32(0.0)
+
+
+# The "token" of a row that gives none; as foretoken/logits.py.
+NO_SAMPLE = -2
 
 
 class RowRules(NamedTuple):
@@ -119,6 +124,22 @@ def argmax_row(logits: Float32, vocab_limit: int) -> int:
     for token_id in range(vocab_limit):
         if logits[token_id] > best:
             best = logits[token_id]
+            best_id = token_id
+    return best_id
+
+
+@njit(cache=True, nogil=True)
+def greedy_row(logits: Float32, vocab_limit: int) -> int:
+    """argmax_row, or NO_SAMPLE if a logit below ``vocab_limit`` is NaN or +inf, or all are -inf."""
+    best_id = NO_SAMPLE
+    best = _NEVER
+    for token_id in range(vocab_limit):
+        logit = logits[token_id]
+        # Also true of NaN, which is so found without a comparison more for each logit.
+        if not logit <= best:
+            if not logit < _INFINITY:
+                return NO_SAMPLE
+            best = logit
             best_id = token_id
     return best_id
 
@@ -286,7 +307,7 @@ def sample_row(
     mask_stops: bool,
     position: int,
 ) -> int:
-    """The token sampled from one row of raw logits.
+    """The token sampled from one row of raw logits, or NO_SAMPLE.
 
     Args:
         logits: float32 [vocab].
@@ -298,9 +319,13 @@ def sample_row(
         position: index of the sampled token in prompt + output.
     """
     row = np.empty(rules.vocab_limit, np.float32)
+    is_broken = False
     for token_id in range(rules.vocab_limit):
         logit = logits[token_id]
-        row[token_id] = _NEVER if math.isnan(logit) else logit
+        row[token_id] = logit
+        is_broken |= not logit < _INFINITY
+    if is_broken:
+        return NO_SAMPLE
     for index in range(len(rules.bias_ids)):
         row[rules.bias_ids[index]] += rules.bias_values[index]
     if len(seen) > 0:
@@ -311,9 +336,11 @@ def sample_row(
         for index in range(len(rules.stop_ids)):
             row[rules.stop_ids[index]] = _NEVER
     if rules.temperature == _ZERO:
-        return argmax_row(row, len(row))
+        return greedy_row(row, len(row))
     for token_id in range(len(row)):
         row[token_id] /= rules.temperature
+    if greedy_row(row, len(row)) == NO_SAMPLE:
+        return NO_SAMPLE
     if 0 < rules.top_k < len(row):
         _keep_top_k(row, rules.top_k)
     if rules.top_p < 1.0:
@@ -330,9 +357,13 @@ def sample_row(
 def logprob_and_rank(logits: Float32, token_id: int) -> tuple[float, float, int]:
     """Of one row: log of the sum of exp, the token's log-probability, and its rank.
 
-    Sums run in float64 in id order. Rank 1 is the most likely token; of equal logits the lower id comes first.
+    Sums run in float64 in id order. Rank 1 is the most likely token; of equal logits the lower id comes first. Both
+    logarithms are NaN for a row that has NaN or +inf in it, or nothing but -inf.
     """
-    largest = np.float64(logits[argmax_row(logits, len(logits))])
+    best_id = greedy_row(logits, len(logits))
+    if best_id == NO_SAMPLE:
+        return np.nan, np.nan, 1
+    largest = np.float64(logits[best_id])
     total = 0.0
     rank = 1
     chosen = logits[token_id]

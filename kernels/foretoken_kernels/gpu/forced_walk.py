@@ -8,17 +8,18 @@ import triton
 import triton.language as tl
 
 from foretoken_kernels.resident_state import StepRows
-from foretoken_kernels.sampler_state import FINISH_LENGTH, FINISH_NONE, WalkResult
+from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, WalkResult
 
 _NONE = tl.constexpr(FINISH_NONE)
 _LENGTH = tl.constexpr(FINISH_LENGTH)
+_BROKEN = tl.constexpr(FINISH_BROKEN)
 
 
 @triton.jit(do_not_specialize=["max_walked"])
 def _force_walk(rows, walk, owed, mean, max_walked, NODES: tl.constexpr):
     seat = tl.program_id(0)
     count = tl.minimum(tl.load(rows.num_nodes + seat), NODES)
-    if count <= 1:
+    if (count <= 1) | (tl.load(walk.finish + seat) == _BROKEN):
         return
     start = tl.load(rows.row_starts + seat)
     node = tl.arange(0, NODES)
@@ -61,7 +62,7 @@ def _force_walk(rows, walk, owed, mean, max_walked, NODES: tl.constexpr):
 
 
 def force_walk(rows: StepRows, walk: WalkResult, owed: torch.Tensor, mean: float, max_width: int) -> None:
-    """Replace the walks of trees: reference_resident.force_walk_reference defines it.
+    """Replace the walks of trees, unless they are broken: reference_resident.force_walk_reference defines it.
 
     Args:
         owed: float32 [seats]: what steps so far were short of, less than one token; kept from step to step.

@@ -315,7 +315,8 @@ def row_cut(batch, state, workspace, sizes, row, start, slot, masks_stops, TOKEN
         largest = tl.maximum(largest, tl.max(values, axis=0))
     cut = tl.full([], float("-inf"), tl.float32)
     cut_id = tl.full([], NO_TOKEN, tl.int32)
-    if largest > float("-inf"):
+    # A row with +inf gives no token, whatever is cut.
+    if (largest > float("-inf")) & (largest < float("inf")):
         top_k = tl.load(state.top_k + slot)
         top_k = tl.where((top_k > 0) & (top_k < sizes.vocab_limit), top_k, 0)
         top_p = tl.load(state.top_p + slot)

@@ -3,6 +3,7 @@
 
 Three kernels: what each row keeps (a depth, and a cut value where top-k, top-p or min-p ask for one), the best token
 of each piece of the vocabulary, the best of those. Logits are never written back: each pass processes them anew.
+A logit that is NaN or +inf counts as +inf in the last two, so that it is the best one of its row and tells of itself.
 Divisions round to nearest and products are not fused with sums, so that a logit has the bits that the definition gives.
 """
 
@@ -17,7 +18,7 @@ import triton.language as tl
 from foretoken_kernels.gpu.noise import ESTIMATE_ERROR, gumbel_estimate, gumbel_from_words, token_words
 from foretoken_kernels.gpu.row_cut import NO_TOKEN, row_cut
 from foretoken_kernels.gpu.row_logits import parent_of, processed_logits, raw_logits, sample_sizes, slot_of
-from foretoken_kernels.sampler_state import SampleBatch, SamplerState
+from foretoken_kernels.sampler_state import NO_SAMPLE, SampleBatch, SamplerState
 
 CHUNK_TOKENS = 2048
 _NUM_WARPS = 4
@@ -25,6 +26,7 @@ _NUM_WARPS = 4
 _PROGRAMS = 2048
 # So many tokens that may still win have their noise computed one by one; from more on all of the piece have.
 _MAX_RIVALS: tl.constexpr = tl.constexpr(8)
+_NO_SAMPLE: tl.constexpr = tl.constexpr(NO_SAMPLE)
 
 
 class SampleWorkspace(NamedTuple):
@@ -159,10 +161,12 @@ def _chunk_kernel(batch, state, workspace, sizes, num_seqs, num_chunks, chunks_e
         following = raw_logits(first_id + TOKENS, batch, sizes, row, limit, TOKENS)
         values = processed_logits(raw, first_id, batch, state, sizes, start, row - start, slot, masks_stops, TOKENS)
         ids = first_id + tl.arange(0, TOKENS)
+        is_sound = (raw.to(tl.float32) < float("inf")) & (values < float("inf"))
         values = tl.where((values > cut) | ((values == cut) & (ids <= cut_id)), values, float("-inf"))
+        values = tl.where(is_sound, values, float("inf"))
         chunk_best = tl.max(values, axis=0)
         chunk_id = tl.min(tl.where(values == chunk_best, ids, NO_TOKEN), axis=0)
-        if is_noised & (chunk_best > float("-inf")):
+        if is_noised & (chunk_best > float("-inf")) & (chunk_best < float("inf")):
             chunk_best, chunk_id = _noised_best(values, ids, first_id, position, state, slot, TOKENS)
         is_better = (chunk_best > best) | ((chunk_best == best) & (chunk_id < best_id))
         best = tl.where(is_better, chunk_best, best)
@@ -187,14 +191,15 @@ def _best_chunk_kernel(batch, workspace, sizes, sampled_ptr, num_seqs, num_chunk
     ids = tl.load(workspace.chunk_ids + at, mask=inside, other=NO_TOKEN)
     best = tl.max(values, axis=0)
     best_id = tl.min(tl.where(values == best, ids, NO_TOKEN), axis=0)
-    tl.store(sampled_ptr + row, tl.minimum(best_id, sizes.vocab_size - 1))
+    is_sampled = (best > float("-inf")) & (best < float("inf"))
+    tl.store(sampled_ptr + row, tl.where(is_sampled, tl.minimum(best_id, sizes.vocab_size - 1), _NO_SAMPLE))
 
 
 def sample_rows(batch: SampleBatch, state: SamplerState, workspace: SampleWorkspace, sampled: torch.Tensor) -> None:
     """Sample one token for each row, as reference_sampling.sample_rows_reference does.
 
     Args:
-        sampled: int32 [rows], written; -1 for rows that belong to no sequence.
+        sampled: int32 [rows], written; -1 for rows that belong to no sequence, NO_SAMPLE for rows that give no token.
     """
     num_rows, vocab_size = batch.logits.shape
     if num_rows == 0:

@@ -9,9 +9,11 @@ import triton.language as tl
 
 from foretoken_kernels.gpu.row_logits import is_penalized, sample_sizes, slot_of
 from foretoken_kernels.sampler_state import (
+    FINISH_BROKEN,
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_STOP,
+    NO_SAMPLE,
     SampleBatch,
     SamplerState,
     WalkResult,
@@ -21,6 +23,8 @@ _NODES_AT_ONCE = 128
 _NONE: tl.constexpr = tl.constexpr(FINISH_NONE)
 _STOP: tl.constexpr = tl.constexpr(FINISH_STOP)
 _LENGTH: tl.constexpr = tl.constexpr(FINISH_LENGTH)
+_BROKEN: tl.constexpr = tl.constexpr(FINISH_BROKEN)
+_NO_SAMPLE: tl.constexpr = tl.constexpr(NO_SAMPLE)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -54,34 +58,40 @@ def _walk_kernel(
     emitted = num_nodes * 0
     matched = num_nodes * 0
     stopped = num_nodes * 0
+    broken = num_nodes * 0
     while (node < num_nodes) & (walked < max_tokens):
         token = tl.load(sampled_ptr + start + node)
-        tl.store(result.tokens + out + walked, token)
-        tl.store(result.nodes + out + walked, node)
-        child = num_nodes
-        for base in range(0, num_nodes, NODES):
-            others = base + tl.arange(0, NODES)
-            inside = (others > 0) & (others < num_nodes)
-            parents = tl.load(batch.parents + start + others, mask=inside, other=-1)
-            parents = tl.minimum(tl.maximum(parents, 0), others - 1)
-            held = tl.load(batch.tokens + start + others, mask=inside, other=-1)
-            fits = inside & (parents == node) & (held == token)
-            child = tl.minimum(child, tl.min(tl.where(fits, others, num_nodes), axis=0))
-        if child < num_nodes:
-            tl.store(result.accepted + out + matched, child)
-            matched += 1
-        stopped = tl.max(((stop_indices < num_stops) & (stops == token)).to(tl.int32), axis=0)
-        if (stopped == 0) & (walked < max_new):
-            emitted += 1
-            if UPDATE_STATE and counts_tokens & (token >= 0) & (token < sizes.vocab_size):
-                # Atomic, so that one thread adds it, not each that holds the scalar.
-                tl.atomic_add(state.counts + slot * sizes.vocab_size + token, 1)
-                tl.store(state.seen + slot * sizes.vocab_size + token, 1)
-        walked += 1
-        node = tl.where(stopped == 0, child, num_nodes)
+        if token == _NO_SAMPLE:
+            broken += 1
+            node = num_nodes
+        else:
+            tl.store(result.tokens + out + walked, token)
+            tl.store(result.nodes + out + walked, node)
+            child = num_nodes
+            for base in range(0, num_nodes, NODES):
+                others = base + tl.arange(0, NODES)
+                inside = (others > 0) & (others < num_nodes)
+                parents = tl.load(batch.parents + start + others, mask=inside, other=-1)
+                parents = tl.minimum(tl.maximum(parents, 0), others - 1)
+                held = tl.load(batch.tokens + start + others, mask=inside, other=-1)
+                fits = inside & (parents == node) & (held == token)
+                child = tl.minimum(child, tl.min(tl.where(fits, others, num_nodes), axis=0))
+            if child < num_nodes:
+                tl.store(result.accepted + out + matched, child)
+                matched += 1
+            stopped = tl.max(((stop_indices < num_stops) & (stops == token)).to(tl.int32), axis=0)
+            if (stopped == 0) & (walked < max_new):
+                emitted += 1
+                if UPDATE_STATE and counts_tokens & (token >= 0) & (token < sizes.vocab_size):
+                    # Atomic, so that one thread adds it, not each that holds the scalar.
+                    tl.atomic_add(state.counts + slot * sizes.vocab_size + token, 1)
+                    tl.store(state.seen + slot * sizes.vocab_size + token, 1)
+            walked += 1
+            node = tl.where(stopped == 0, child, num_nodes)
 
     is_full = (emitted >= max_new) & (walked > 0)
-    finish = tl.where(is_full, _LENGTH, tl.where(stopped > 0, _STOP, _NONE))
+    finish = tl.where(stopped > 0, _STOP, tl.where(broken > 0, _BROKEN, _NONE))
+    finish = tl.where(is_full, _LENGTH, finish)
     tl.store(result.num_walked + seq, walked)
     tl.store(result.num_tokens + seq, emitted)
     tl.store(result.num_matched + seq, matched)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from foretoken.errors import InvalidRequestError
+from foretoken.errors import InvalidRequestError, ModelOutputError
 from foretoken.logits import sample_reference
 from foretoken.results import FinishReason
 from foretoken.sampling import Grammar, SamplingParams
@@ -169,10 +169,19 @@ def test_no_token_left_by_grammar_and_min_tokens_is_an_error_behind_what_came_be
 
 def test_a_row_without_a_finite_logit_for_any_allowed_token_is_an_error(vocab: Vocabulary) -> None:
     logits = peaks(*ids_of("a"), 0)
-    logits[1] = np.nan
+    logits[1] = np.where(np.arange(VOCAB) == END, 0.0, -np.inf)
     result = walk(regex("ab"), vocab, logits, chain("a"))
     assert text_of(result.tokens) == "a" and result.finish is None
-    assert result.error is not None and result.error.field == "regex"
+    assert isinstance(result.error, InvalidRequestError) and result.error.field == "regex"
+
+
+@pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_broken_is_the_models_error_and_not_the_grammars(fault: float, vocab: Vocabulary) -> None:
+    logits = peaks(*ids_of("a"), 0)
+    logits[1] = fault
+    result = walk(regex("ab"), vocab, logits, chain("a"))
+    assert text_of(result.tokens) == "a" and result.finish is None
+    assert isinstance(result.error, ModelOutputError)
 
 
 def test_logprobs_are_of_the_raw_logits(vocab: Vocabulary) -> None:

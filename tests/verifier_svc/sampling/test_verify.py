@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
+from foretoken.errors import ModelOutputError
 from foretoken.logits import sample_reference
 from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import SamplingParams
@@ -92,6 +93,26 @@ def test_rows_off_the_path_are_never_looked_at():
     logits = peaks(4, 5, 7, 1, 2, 1)
     logits[[1, 3, 4]] = np.nan
     assert walk(logits, TREE).tokens == [4, 7, 1]
+
+
+@pytest.mark.parametrize("fault", [np.nan, np.inf])
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, temperature=0.5, logprobs=1)])
+def test_a_broken_row_on_the_path_is_an_error_behind_what_came_before(fault, params):
+    logits = peaks(4, 5, 7, 1, 2, 1) * 100
+    logits[2, 0] = fault
+    result = walk(logits, TREE, params)
+    assert (result.tokens, result.accepted_nodes, result.finish) == ([4], [2], None)
+    assert isinstance(result.error, ModelOutputError) and "NaN" in result.error.message
+    # Nothing is missing where the output ends before it.
+    whole = walk(logits, TREE, params, max_new_tokens=1)
+    assert (whole.tokens, whole.finish, whole.error) == ([4], FinishReason.LENGTH, None)
+
+
+def test_logprobs_of_a_broken_row_are_no_numbers():
+    rows = np.zeros((4, 8), np.float32)
+    rows[0, 3], rows[1, 3], rows[2] = np.nan, np.inf, -np.inf
+    found = [entry.logprob for entry in token_logprobs(rows, [1, 1, 1, 1], 0)]
+    assert np.isnan(found).tolist() == [True, True, True, False]
 
 
 def test_a_stop_token_ends_the_output_and_is_not_in_it():
