@@ -16,6 +16,7 @@ from foretoken.errors import (
     DeadlineError,
     ForetokenError,
     InvalidRequestError,
+    ModelOutputError,
     NotFoundError,
     PermissionDeniedError,
     PreconditionError,
@@ -39,6 +40,7 @@ _TYPES: dict[type[ForetokenError], str] = {
     QueueFullError: "rate_limit_error",
     UnavailableError: "service_unavailable_error",
     DeadlineError: "timeout_error",
+    ModelOutputError: "server_error",
     UnauthenticatedError: "authentication_error",
     PermissionDeniedError: "permission_error",
 }
@@ -47,6 +49,7 @@ _CODES: dict[type[ForetokenError], str] = {
     QueueFullError: "queue_full",
     UnavailableError: "service_unavailable",
     DeadlineError: "deadline_exceeded",
+    ModelOutputError: "model_output_error",
     UnauthenticatedError: "invalid_api_key",
     PermissionDeniedError: "invalid_api_key",
 }
@@ -156,8 +159,8 @@ def error_response(error: ForetokenError) -> Response:
     headers = {}
     if isinstance(error, QueueFullError | UnavailableError):
         headers["retry-after"] = str(RETRY_AFTER_S)
-    if isinstance(error, DeadlineError):
-        # The same request would take as long again: clients that try again by themselves should not.
+    if isinstance(error, DeadlineError | ModelOutputError):
+        # The same request would take as long again, or break again: clients that try again by themselves should not.
         headers["x-should-retry"] = "false"
     if isinstance(error, BodyTooLargeError | BodyTimeoutError):
         headers["connection"] = "close"

@@ -41,17 +41,19 @@ class Engine:
         *,
         walker: Walker | None = None,
         run_ahead: RunAhead | None = None,
+        model_name: str = "model",
     ) -> None:
         """
         Args:
             walker: the one of the runner's device; None: the CPU's.
             run_ahead: steps that overlap, for a runner on a GPU.
+            model_name: names the target in errors.
         """
         self.scheduler = scheduler
         self.speculator = speculator
         self.counters = EngineCounters()
         self.failure: BaseException | None = None
-        self.lifecycle = Lifecycle(scheduler, speculator, self.counters, bounds)
+        self.lifecycle = Lifecycle(scheduler, speculator, self.counters, bounds, model_name)
         self._target = TargetStep(runner, walker or HostWalker(), speculator, self.lifecycle)
         self._run_ahead = run_ahead
         self._inbox = Inbox()

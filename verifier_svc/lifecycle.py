@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
-from foretoken.errors import DeadlineError, ForetokenError, PreconditionError, QueueFullError, UnavailableError
+from foretoken.errors import (
+    DeadlineError,
+    ForetokenError,
+    ModelOutputError,
+    PreconditionError,
+    QueueFullError,
+    UnavailableError,
+)
 from foretoken.results import FinishReason
 from verifier_svc.drafters.changes import AttachDrafter, DetachDrafter
 from verifier_svc.engine_counters import EngineCounters
@@ -27,6 +35,8 @@ from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.scheduling.sequence import NO_SLOT, DecodeStep, Sequence
 from verifier_svc.sessions import Sessions
 from verifier_svc.speculation.speculator import Speculator
+
+logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 Argument = TypeVar("Argument")
@@ -50,10 +60,16 @@ class Lifecycle:
     """Owns the sequences of an engine. Used by its thread alone, except ``sessions.open``."""
 
     def __init__(
-        self, scheduler: Scheduler, speculator: Speculator, counters: EngineCounters, bounds: SequenceBounds
+        self,
+        scheduler: Scheduler,
+        speculator: Speculator,
+        counters: EngineCounters,
+        bounds: SequenceBounds,
+        model_name: str,
     ) -> None:
         self._scheduler, self._speculator = scheduler, speculator
         self._counters, self._bounds = counters, bounds
+        self._model_name = model_name
         self.blocks = scheduler.blocks
         self.sessions = Sessions()
         self.is_draining = False
@@ -80,7 +96,7 @@ class Lifecycle:
     def end_overdue(self, now: float) -> None:
         """End the sequences whose deadline has passed."""
         for sequence in self._overdue(now):
-            self._fail(sequence, DeadlineError("the request's deadline has passed"))
+            self.fail(sequence, DeadlineError("the request's deadline has passed"))
 
     def is_overdue(self, now: float) -> bool:
         """Whether some sequence's deadline has passed."""
@@ -161,7 +177,7 @@ class Lifecycle:
         if result.finish is not None:
             self._finish(sequence, result.finish, stop_token_id=result.stop_token_id)
         elif result.error is not None:
-            self._fail(sequence, result.error)
+            self.fail(sequence, result.error)
 
     def end_step(self, num_rows: int, seconds: float, *, is_plain: bool) -> None:
         """Record an overlapped step that has ended and its duration; publish its events."""
@@ -204,8 +220,16 @@ class Lifecycle:
         )
         self._remove(sequence)
 
-    def _fail(self, sequence: Sequence, error: ForetokenError) -> None:
-        self.sessions.emit(ErrorEvent(sequence.key, sequence.attempt, error.code, error.message, error.field))
+    def fail(self, sequence: Sequence, error: ForetokenError) -> None:
+        """End a sequence with an error."""
+        message = error.message
+        if isinstance(error, ModelOutputError):
+            message = f"{self._model_name}: {message}"
+            logger.error("request %s: %s", sequence.key.request_id, message)
+            if sequence.table is not None:
+                # Its keys and values may be NaN: no other request may start from them.
+                self.blocks.forget(sequence.table)
+        self.sessions.emit(ErrorEvent(sequence.key, sequence.attempt, error.code, message, error.field))
         self._remove(sequence)
 
     def _remove(self, sequence: Sequence) -> None:

@@ -184,6 +184,7 @@ def build(
         SequenceBounds(runner.max_model_len, eos_ids, token_limit),
         walker=walker,
         run_ahead=target_model.run_ahead,
+        model_name=settings.served_model_name,
     )
     grammars = GrammarCompiler(partial(Vocabulary, settings.model, vocab_limit=token_limit, eos_ids=eos_ids))
     info = VerifierInfo(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -11,7 +12,7 @@ from foretoken.tree import DraftTree
 from verifier_svc.engine_counters import StepTimes
 from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.model.target_runner import TargetRunner
-from verifier_svc.sampling.verify import WalkResult
+from verifier_svc.sampling.verify import WalkResult, broken_logits
 from verifier_svc.sampling.walker import Walk, Walker
 from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
 from verifier_svc.scheduling.draft import DrafterShare
@@ -118,6 +119,9 @@ class TargetStep:
         source_slots: list[int] = []
         target_slots: list[int] = []
         for part, result in zip(scheduled, results, strict=True):
+            if _has_broken_prompt_logprobs(part.sequence):
+                self._lifecycle.fail(part.sequence, broken_logits())
+                continue
             if result is None:
                 self._lifecycle.advance(part.sequence, part.num_tokens)
                 continue
@@ -137,3 +141,8 @@ class TargetStep:
             shares = part.draft.shares(result.matched_nodes)
             self._speculator.observe(part.sequence, part.draft, result.matched_nodes, shares)
         self._lifecycle.commit_decode(part.sequence, result, shares)
+
+
+def _has_broken_prompt_logprobs(sequence: Sequence) -> bool:
+    """Whether logprobs that are still to be sent come from logits that are NaN or infinite."""
+    return sequence.wants_prompt_logprobs and any(math.isnan(entry.logprob) for entry in sequence.prompt_logprobs)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import torch
 
+from foretoken.errors import CheckpointError
 from foretoken.models.backend import CPU, Backend
 from foretoken.models.config import ModelConfig
-from foretoken.models.weight_layout import WeightLayout, weight_layout
+from foretoken.models.weight_layout import WeightLayout, are_finite, weight_layout
 from foretoken.models.weights import Checkpoint
 
 # Called with (done, total, what); done == total once at the end.
@@ -48,12 +49,16 @@ class DecoderWeights:
     final_norm: torch.Tensor
     layers: tuple[LayerWeights, ...]
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from (self.head, self.final_norm)
+        if self.embedding is not self.head:
+            yield self.embedding
+        for layer in self.layers:
+            yield from layer.tensors()
+
     @property
     def num_bytes(self) -> int:
-        tensors = [self.head, self.final_norm, *(tensor for layer in self.layers for tensor in layer.tensors())]
-        if self.embedding is not self.head:
-            tensors.append(self.embedding)
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in self.tensors())
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -85,7 +90,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def load_decoder_weights(
     config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress, backend: Backend = CPU
 ) -> DecoderWeights:
-    """Read all weights. ``dtype`` is that of the model as served; see weight_layout."""
+    """Read all weights. ``dtype`` is that of the model as served; see weight_layout.
+
+    Raises:
+        CheckpointError: as Checkpoint, and for a tensor that holds NaN or infinity.
+    """
     shapes = tensor_shapes(config)
     _check_names(config, checkpoint, shapes)
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
@@ -104,6 +113,7 @@ def load_decoder_weights(
         final_norm=reader.vector("model.norm.weight", config.hidden_size),
         layers=tuple(layers),
     )
+    reader.check_finite(weights.tensors())
     progress(config.num_layers + 1, config.num_layers + 1, "loading weights")
     return weights
 
@@ -144,9 +154,21 @@ class TensorReader:
         self._checkpoint = checkpoint
         self._stored = stored or {}
         self.layout = layout
+        self.names_read: set[str] = set()
+
+    def check_finite(self, laid_out: Iterable[torch.Tensor]) -> None:
+        """Raise CheckpointError, naming a tensor that was read, if one that was laid out holds NaN or infinity."""
+        if are_finite(laid_out):
+            return
+        names = sorted(self._stored.get(name, name) for name in self.names_read)
+        for name in names:
+            if not self._checkpoint.read(name, self._checkpoint.shape(name)).isfinite().all():
+                raise CheckpointError(f"{self._checkpoint.file_of(name)}: tensor {name} holds NaN or infinity")
+        raise CheckpointError(f"{self._checkpoint.path}: a tensor holds numbers too large for the type that is served")
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor as it is stored."""
+        self.names_read.add(name)
         return self._checkpoint.read(self._stored.get(name, name), shape)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import LayerWeights, TensorReader, load_layer
 from foretoken.models.draft_config import HeadConfig
 from foretoken.models.target_weights import TargetWeights, load_target_weights
-from foretoken.models.weight_layout import WeightLayout, weight_layout
+from foretoken.models.weight_layout import weight_layout
 from foretoken.models.weights import Checkpoint
 
 _NONE = torch.empty(0)
@@ -82,7 +82,7 @@ def load_head_weights(
     """Read the head in ``path``. Arguments as of foretoken.models.draft_head.load_draft_head.
 
     Raises:
-        CheckpointError: a tensor is missing, of another shape or without a place.
+        CheckpointError: a tensor is missing, of another shape or without a place, or holds NaN or infinity.
         ConfigError: head and target do not fit, or a token map for a head that has its own vocabulary.
     """
     with Checkpoint(path) as checkpoint:
@@ -90,9 +90,11 @@ def load_head_weights(
         modules = loader.modules()
         loader.check_all_known()
         own = loader.own_vocabulary()
+        own_tensors = [tensor for module in modules for tensor in module.tensors()]
+        own_tensors += [tensor for tensor in (own.embedding, own.head) if tensor is not None]
+        loader.check_finite(own_tensors)
     shared = _shared_weights(path, config, target_config, weights, own, dtype, backend)
-    num_bytes = sum(tensor.nbytes for module in modules for tensor in module.tensors())
-    num_bytes += sum(tensor.nbytes for tensor in (own.embedding, own.head) if tensor is not None)
+    num_bytes = sum(tensor.nbytes for tensor in own_tensors)
     if own.embedding is not None:
         embedding, is_packed = own.embedding, False
     else:
@@ -176,7 +178,7 @@ class _HeadLoader:
         self._size = config.body.hidden_size
         matrices = [name for name in config.stored_names.values() if len(checkpoint.shape(name)) == 2]
         layout = weight_layout(backend, dtype, [checkpoint.dtype(name) for name in matrices])
-        self._reader = _RememberingReader(checkpoint, layout, config.stored_names)
+        self._reader = TensorReader(checkpoint, layout, config.stored_names)
 
     def modules(self) -> tuple[ModuleWeights, ...]:
         layout = self._config.layout
@@ -201,6 +203,10 @@ class _HeadLoader:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             file = self._checkpoint.file_of(unknown[0])
             raise CheckpointError(f"{file}: tensor {unknown[0]}{more} is not part of this draft head")
+
+    def check_finite(self, laid_out: list[torch.Tensor]) -> None:
+        """As TensorReader."""
+        self._reader.check_finite(laid_out)
 
     def own_vocabulary(self) -> _OwnVocabulary:
         embedding = self._embedding()
@@ -312,15 +318,3 @@ class _HeadLoader:
             layers=(load_layer(self._config.body, reader, f"mtp.layers.{depth}"),),
             final_norm=reader.vector("mtp.norm.weight", size),
         )
-
-
-class _RememberingReader(TensorReader):
-    """A reader that knows which names it was asked for."""
-
-    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, stored: dict[str, str]) -> None:
-        super().__init__(checkpoint, layout, stored)
-        self.names_read: set[str] = set()
-
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        self.names_read.add(name)
-        return super().read(name, shape)

@@ -48,12 +48,14 @@ def load_target_weights(
     """Embedding and head alone of the target in the folder ``path``, for a draft model served as ``dtype``.
 
     Raises:
-        CheckpointError: as foretoken.models.weights.Checkpoint.
+        CheckpointError: as foretoken.models.weights.Checkpoint, and for a tensor that holds NaN or infinity.
     """
     names = ["model.embed_tokens.weight"] + ([] if config.tie_word_embeddings else ["lm_head.weight"])
     with Checkpoint(path) as checkpoint:
         layout = weight_layout(backend, dtype, [checkpoint.dtype(name) for name in names])
-        embedding, head = load_embedding_and_head(config, TensorReader(checkpoint, layout))
+        reader = TensorReader(checkpoint, layout)
+        embedding, head = load_embedding_and_head(config, reader)
+        reader.check_finite([head] if embedding is head else [embedding, head])
     return TargetWeights(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

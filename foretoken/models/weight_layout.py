@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,6 +114,21 @@ def weight_layout(backend: Backend, dtype: torch.dtype, stored: Sequence[torch.d
     if backend.kernels == "gpu":
         return RowLayout(backend.device, dtype)
     return PanelLayout(dtype == torch.bfloat16 or all(kind == torch.bfloat16 for kind in stored))
+
+
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether tensors that a layout made hold neither NaN nor infinity.
+
+    A sum tells, at the price of reading: NaN and infinity do not go away. All tensors of a GPU are waited for at once.
+    Only where a sum is no number are the elements looked at, since it may have overflowed.
+    """
+    floats = [bits.view(torch.bfloat16) if bits.dtype == torch.uint16 else bits for bits in tensors]
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for each in floats:
+        sums.setdefault(each.device, []).append(each.sum().float())
+    if all(bool(torch.stack(some).isfinite().all()) for some in sums.values()):
+        return True
+    return all(bool(each.isfinite().all()) for each in floats)
 
 
 def _aligned(panels: NDArray[np.generic]) -> torch.Tensor:

@@ -290,3 +290,32 @@ def test_a_plain_target_is_no_draft_head(target: Path) -> None:
         head_config(target)
     with Checkpoint(target) as checkpoint:
         assert checkpoint.shape("model.norm.weight") == (HIDDEN,)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("eagle", "fc.weight"),
+        ("eagle", "layers.0.mlp.down_proj.weight"),
+        ("eagle3", "norm.weight"),
+        ("eagle3", "lm_head.weight"),
+        ("eagle3", "midlayer.hidden_norm.weight"),
+    ],
+)
+def test_nan_and_infinity_are_refused_by_name(
+    kind: str, name: str, value: float, target: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(kind)
+    weights = load_target_weights(target, load_config(target))
+    load(folder, target, weights=weights)
+    rewrite(folder, lambda tensors: tensors[name].view(-1)[-1:].fill_(value))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor {name} holds NaN or infinity"):
+        load(folder, target, weights=weights)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_nan_in_what_is_read_of_the_target_is_refused_by_name(name: str, target: Path) -> None:
+    rewrite(target, lambda tensors: tensors[name].view(-1)[-1:].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor {name} holds NaN or infinity"):
+        load_target_weights(target, load_config(target))

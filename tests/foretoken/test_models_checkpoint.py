@@ -14,7 +14,8 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.config import MODEL_TYPES, RopeConfig, load_config
-from foretoken.models.decoder_weights import load_decoder_weights
+from foretoken.models.decoder_weights import TensorReader, load_decoder_weights
+from foretoken.models.weight_layout import RowLayout
 from foretoken.models.weights import Checkpoint, hash_files
 
 KEY = "model.layers.1.self_attn.k_proj.weight"
@@ -292,3 +293,38 @@ def test_a_config_with_a_wrong_value_names_the_field(folder: Path, changes: dict
     change_config(folder, **changes)
     with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
         load_config(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [KEY, "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"])
+def test_nan_and_infinity_are_refused_by_name(folder: Path, name: str, value: float, dtype: torch.dtype) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].to(dtype)
+        tensors[name].view(-1)[-1] = value
+
+    change_tensors(folder, spoil)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor {name} holds NaN or infinity"):
+        load(folder)
+
+
+def test_numbers_whose_sum_is_none_are_weights_all_the_same(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors[KEY].view(-1)[:4].fill_(3e38))
+    load(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_on_a_device_are_checked_as_they_are_served(folder: Path, value: float) -> None:
+    """As rows of a GPU, and 1e30 is more than float16 holds."""
+    layout = RowLayout(torch.device("cpu"), torch.float16)
+    with Checkpoint(folder) as checkpoint:
+        reader = TensorReader(checkpoint, layout)
+        matrix = reader.matrix(KEY, (16, 32))
+        reader.check_finite([matrix])
+        with pytest.raises(CheckpointError, match="too large for the type that is served"):
+            reader.check_finite([matrix, torch.full((2,), 1e30).to(torch.float16)])
+    change_tensors(folder, lambda tensors: tensors[KEY].view(-1)[:1].fill_(value))
+    with Checkpoint(folder) as checkpoint:
+        reader = TensorReader(checkpoint, layout)
+        with pytest.raises(CheckpointError, match=f"tensor {KEY} holds NaN or infinity"):
+            reader.check_finite([reader.matrix(KEY, (16, 32))])

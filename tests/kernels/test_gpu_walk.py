@@ -157,7 +157,9 @@ def test_a_row_that_gives_no_token_ends_its_walk_and_no_other(node, max_new, tok
     state = new_state([broken, sound], [1, 0], 80, 2, device)
     result = step([broken, sound], [1, 0], state, device)
     for index, sequence in enumerate((broken, sound)):
-        assert_committed(result, index, sequence, SamplingState(sequence.params, [7], eos_ids=frozenset(), choice_index=0))
+        assert_committed(
+            result, index, sequence, SamplingState(sequence.params, [7], eos_ids=frozenset(), choice_index=0)
+        )
     assert result.tokens[0, : int(result.num_tokens[0])].tolist() == tokens
     assert int(result.num_walked[0]) == len(tokens)
     assert result.accepted[0, : int(result.num_accepted[0])].tolist() == accepted

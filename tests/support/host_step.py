@@ -163,13 +163,14 @@ class HostStep:
             sequence.tokens.extend(walk.tokens)
             sequence.num_computed += 1 + len(walk.accepted_nodes)
             memory.counts[index], memory.lengths[index] = count, len(sequence.tokens)
-            memory.num_left[index] = sequence.max_new_tokens if walk.finish is None else 0
+            has_ended = walk.finish is not None or walk.error is not None
+            memory.num_left[index] = 0 if has_ended else sequence.max_new_tokens
             memory.new_tokens[index, :count] = torch.tensor(walk.tokens, dtype=torch.int32)
             if self._features:
                 at = index * memory.layout.tokens
                 memory.hidden[at : at + count] = hidden[first : first + count]
                 first += count
-            if walk.finish is not None:
+            if has_ended:
                 self._ahead[index] = None
             results.append(SeatResult(walk, num_nodes))
         memory.stamp.fill_(self.number)

@@ -62,9 +62,10 @@ class Runs:
         num_steps: int = 3,
         on_launch: Callable[[int], None] = lambda number: None,
         is_stuck: Callable[[int, int], bool] = lambda number, num_releases: False,
+        target: HashTarget | None = None,
         **options: Any,
     ) -> None:
-        target = HashTarget(VOCAB, num_blocks, BLOCK)
+        target = target or HashTarget(VOCAB, num_blocks, BLOCK)
         self.steps: list[HostStep] = []
 
         def make(memory: ResidentMemory, order: StreamOrder) -> HostStep:

@@ -122,6 +122,13 @@ class BlockManager:
             self._make_findable(table.block_ids[table.num_hashed], table.chain_hash)
             table.num_hashed += 1
 
+    def forget(self, table: BlockTable) -> None:
+        """Make what the table's blocks hold unfindable, for whoever else references them too."""
+        _check_in_use(table)
+        for block_id in table.block_ids:
+            if block_id in self._hashes:
+                self._forget(block_id)
+
     def free(self, table: BlockTable) -> None:
         """Give up the table and its references; a second time is an error. Hashed blocks stay findable."""
         _check_in_use(table)
