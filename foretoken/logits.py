@@ -2,8 +2,8 @@
 
 One function an operation, in the order that foretoken/sampling.py gives. Logits are float32 and each operation
 rounds to float32; probabilities are float64, and their sums run one after the other in the order named. A logit that
-is NaN counts as -inf; -inf is what no operation can bring back. A row gives no token, but NO_SAMPLE, if one of its
-logits is NaN or +inf, before or after these operations, or if nothing is left after them: whoever calls ends the output.
+is NaN counts as -inf; -inf is what no operation can bring back. A row gives NO_SAMPLE instead of a token if one of its
+logits is NaN or +inf, before or after these operations, or if nothing is left: whoever calls then ends the output.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from foretoken.errors import InvalidRequestError
 from foretoken.limits import LOGIT_BIAS_RANGE, SAMPLING_RANGES, ModelLimits, Range
 from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 from foretoken.wire import sampling_from_proto, sampling_to_proto
+from tests.support.sampling_limits import NUMBERS
 
 MODEL = ModelLimits(vocab_size=100, max_model_len=16, drafter_names=("ngram", "eagle"))
 INTEGERS = {name for name, allowed in SAMPLING_RANGES.items() if allowed.is_integer}
@@ -49,6 +50,17 @@ def test_every_number_of_the_parameters_has_a_range():
     }
     assert numbers == set(SAMPLING_RANGES)
     assert {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"} == INTEGERS
+
+
+def test_the_table_is_what_the_documentation_says():
+    assert NUMBERS.keys() == SAMPLING_RANGES.keys()
+    for name, (low, high, below, above) in NUMBERS.items():
+        allowed = SAMPLING_RANGES[name]
+        assert low in allowed and high in allowed and below not in allowed and above not in allowed, name
+    texts = (limits.MAX_STOP_STRINGS, limits.MAX_STOP_STRING_CHARS, limits.MAX_STOP_TOKEN_IDS)
+    assert texts == (4, 256, 64)
+    assert (Range(-100.0, 100.0), 1024) == (limits.LOGIT_BIAS_RANGE, limits.MAX_LOGIT_BIAS_ENTRIES)
+    assert (16, 64, Range(0, 255)) == (limits.MAX_N, limits.MAX_PROMPTS_PER_REQUEST, limits.MAX_DRAFT_TOKENS)
 
 
 @pytest.mark.parametrize("field", SAMPLING_RANGES)

@@ -329,6 +329,25 @@ async def test_special_tokens_show_only_if_asked(stack: Stack) -> None:
     assert (hidden, shown) == ("ab", "a<|user|>b")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cached_tokens_are_counted_once_for_each_prompt(stack: Stack, stream: bool) -> None:
+    async def play(player: Player) -> None:
+        # A later choice finds what the first one has computed.
+        sequence = player.sequence
+        cached = (7 if sequence.choice_index else 2) + (len(sequence.prompt_token_ids) == 3)
+        player.tokens([65], num_cached_tokens=cached)
+        player.finish(LENGTH, num_cached_tokens=cached)
+
+    stack.verifier.script = play
+    for prompts, cached in (([[1, 2]], 2), ([[1, 2], [1, 2, 3]], 5)):
+        body = {"prompt": prompts, "n": 3, "stream": stream, "stream_options": {"include_usage": True}}
+        answer = await stack.http.post(URL, json=body if stream else {"prompt": prompts, "n": 3})
+        usage = events(answer.text)[-1]["usage"] if stream else answer.json()["usage"]
+        assert usage["prompt_tokens"] == sum(map(len, prompts))
+        assert usage["completion_tokens"] == 3 * len(prompts)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+
+
 async def test_stop_token_is_named_and_times_are_finite(stack: Stack) -> None:
     async def play(player: Player) -> None:
         player.finish(STOP, stop_token_id=0, num_cached_tokens=1)

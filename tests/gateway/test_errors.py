@@ -18,6 +18,7 @@ from gateway.generate_api import GenerateFields
 from gateway.openai_request import GenerationOptions, parse_chat, parse_completion
 from tests.gateway.conftest import Stack, events
 from tests.gateway.scripted_verifier import Player, steps
+from tests.support.sampling_limits import NUMBERS
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
@@ -109,6 +110,33 @@ async def test_bad_fields_are_named(stack: Stack) -> None:
     assert not stack.verifier.submitted
 
 
+# Of which endpoint the field stands beside the prompt, by its name there.
+NUMBER_FIELDS: dict[str, tuple[str, str]] = {name: (URL, name) for name in NUMBERS if name != "prompt_logprobs"} | {
+    "prompt_logprobs": ("/generate", "top_logprobs_num")
+}
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+async def test_numbers_are_taken_to_the_ends_of_their_ranges_and_not_beyond(stack: Stack, field: str) -> None:
+    path, name = NUMBER_FIELDS[field]
+    body: dict[str, object] = {"prompt": "a"}
+    if path == "/generate":
+        body = {"text": "a", "return_logprob": True, "logprob_start_len": 0}
+    low, high, below, above = NUMBERS[field]
+    for value in (below, above):
+        answer = await stack.http.post(path, json={**body, name: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), (value, answer.text)
+    assert not stack.verifier.submitted
+    if field == "min_tokens":
+        body["max_tokens"] = 1_000_000
+    for value in (low, high):
+        answer = await stack.http.post(path, json={**body, name: value})
+        assert answer.status_code == 200, (value, answer.text)
+        # The context of this model is 128 tokens, one of them the prompt's.
+        taken = min(value, 127) if field in ("max_tokens", "min_tokens") else value
+        assert getattr(stack.verifier.submitted[-1].sampling, field) == taken
+
+
 async def test_unknown_drafter_lists_the_names(stack: Stack) -> None:
     answer = await stack.http.post(URL, json={"prompt": "a", "speculative": {"drafter": "typo"}})
     assert "auto, merge, ngram" in answer.json()["error"]["message"]
@@ -169,6 +197,7 @@ STATUSES = [
     (grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
     (grpc.StatusCode.FAILED_PRECONDITION, 409, "invalid_request_error"),
     (grpc.StatusCode.INTERNAL, 500, "internal_error"),
+    (grpc.StatusCode.DATA_LOSS, 500, "server_error"),
 ]
 
 
@@ -183,8 +212,11 @@ async def test_errors_of_the_verifier_before_the_first_token(stack: Stack, strea
         answer = await stack.http.post(URL, json={"prompt": "a", "stream": stream})
         error = answer.json()["error"]
         assert (answer.status_code, error["type"], error["param"]) == (status, kind, "temperature")
-        assert error["message"] == ("internal error" if status == 500 else "words of the verifier")
+        assert error["message"] == ("internal error" if kind == "internal_error" else "words of the verifier")
         assert ("retry-after" in answer.headers) == (status == 429)
+        assert (answer.headers.get("x-should-retry") == "false") == (kind in ("timeout_error", "server_error"))
+        # None of them is tried on another verifier, or on the same one.
+        assert len(stack.verifier.submitted) == STATUSES.index((code, status, kind)) + 1
 
 
 async def test_error_after_the_first_token_is_one_event(stack: Stack) -> None:

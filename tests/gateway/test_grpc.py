@@ -10,10 +10,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from foretoken import rpc
 from gateway.grpc_api import SERVICE_NAME, GatewayServicer
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.gateway.conftest import LONG_TOKEN, Stack
 from tests.gateway.scripted_verifier import LENGTH, STOP, Player, steps
+from tests.support.sampling_limits import at_the_ends_on_the_wire, beyond_on_the_wire
 
 pytestmark = pytest.mark.anyio
 STATS = common_pb2.SpeculationStats(num_decode_steps=3, num_accepted_tokens=2, acceptance_histogram=[1, 2])
@@ -159,6 +161,19 @@ async def test_bad_requests_get_a_status_that_names_the_field(stack: Stack) -> N
         assert (caught.value.code(), metadata.get("foretoken-field")) == (code, field), fields
     assert not stack.verifier.submitted
     assert await stack.metric("foretoken_admission_rejections_total", reason="not_found") == 1.0
+
+
+async def test_numbers_are_taken_to_the_ends_of_their_ranges_and_not_beyond(stack: Stack) -> None:
+    beyond = beyond_on_the_wire()
+    assert {"prompt_logprobs", "logprobs", "top_k", "max_tokens"} <= {field for field, _ in beyond}
+    for field, sampling in beyond:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stack, text="a", sampling=sampling)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, sampling
+        assert rpc.error_from_rpc(caught.value).field == field, sampling
+    assert not stack.verifier.submitted
+    for sampling in at_the_ends_on_the_wire():
+        assert (await generate(stack, text="a", sampling=sampling))[-1].HasField("complete"), sampling
 
 
 async def test_errors_of_the_verifier_are_statuses(stack: Stack) -> None:

@@ -19,6 +19,7 @@ from foretoken.tracing import Tracer
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.support.engine_harness import Harness
 from tests.support.hash_target import HashTarget
+from tests.support.sampling_limits import at_the_ends_on_the_wire, beyond_on_the_wire
 from verifier_svc.info import VerifierInfo
 from verifier_svc.service import VerifierService
 
@@ -162,6 +163,26 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "width": ({"speculation": common_pb2.SpeculationOptions(max_draft_tokens=10_000)}, "speculative.max_draft_tokens"),
     "another model": ({"model_fingerprint": "other"}, "model_fingerprint"),
 }
+
+
+def test_numbers_are_taken_to_the_ends_of_their_ranges_and_not_beyond() -> None:
+    async def outcome(stub: Stub, sampling: common_pb2.SamplingParams) -> str:
+        try:
+            request = verifier_pb2.GenerateRequest(sequence=sequence(sampling=sampling))
+            events = [event async for event in stub.Generate(request)]
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            return rpc.error_from_rpc(error).field
+        assert events[-1].HasField("finished")
+        return ""
+
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        for field, sampling in beyond_on_the_wire():
+            assert await outcome(stub, sampling) == field, sampling
+        for sampling in at_the_ends_on_the_wire():
+            assert await outcome(stub, sampling) == "", sampling
+
+    run(scenario)
 
 
 @pytest.mark.parametrize(("fields", "named"), HOSTILE.values(), ids=HOSTILE)
