@@ -17,7 +17,14 @@ from foretoken_kernels.gpu.forced_walk import force_walk
 from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
 from foretoken_kernels.gpu.resident_rows import lay_out_rows
 from foretoken_kernels.resident_state import DraftedTrees, Seats, StepResults, StepRows, new_seats
-from foretoken_kernels.sampler_state import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, WalkResult, new_walk_result
+from foretoken_kernels.sampler_state import (
+    FINISH_BROKEN,
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    WalkResult,
+    new_walk_result,
+)
 
 BLOCK, BLOCKS, SLOTS, VOCAB, STEP = 4, 12, 200, 50, 7
 
@@ -144,6 +151,7 @@ def test_a_block_that_is_none_gives_no_slot(device: str) -> None:
 def walk_of(random: np.random.Generator, rows: StepRows, most: int, device: str) -> WalkResult:
     """A walk down some path of each tree, as gpu.walk would leave it; what it does not set is noise."""
     num_seats = len(rows.num_nodes)
+    finishes = [FINISH_NONE, FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_BROKEN]
     walk = new_walk_result(num_seats, most, device)
     for name in ("tokens", "nodes", "accepted"):
         getattr(walk, name).copy_(torch.from_numpy(random.integers(0, VOCAB, (num_seats, most), np.int32)))
@@ -156,7 +164,7 @@ def walk_of(random: np.random.Generator, rows: StepRows, most: int, device: str)
             node = int(rows.parents[start + node])
         path.reverse()
         walk.accepted[seat, : len(path)] = torch.tensor(path, dtype=torch.int32)
-        walked, finish = len(path) + 1, int(random.choice([FINISH_NONE, FINISH_NONE, FINISH_STOP, FINISH_LENGTH]))
+        walked, finish = len(path) + 1, int(random.choice(finishes))
         emitted = walked - (finish == FINISH_STOP)
         walk.num_walked[seat], walk.num_tokens[seat], walk.finish[seat] = walked, emitted, finish
         walk.num_matched[seat], walk.num_accepted[seat] = len(path), min(len(path), emitted)
@@ -212,6 +220,11 @@ def test_a_forced_walk(mean: float, device: str) -> None:
         lengths.append(int(walk.num_walked[0]))
     if mean == 2.5:
         assert lengths == [2, 3, 2, 3]
+    # Benchmarks tell of a broken model too.
+    walk.finish[0] = FINISH_BROKEN
+    found = [column[0].clone() for column in walk]
+    force_walk(rows, walk, owed, mean, 8)
+    assert all(torch.equal(now[0], before) for now, before in zip(walk, found, strict=True))
 
 
 def test_nobody_sits_at_first(device: str) -> None:
