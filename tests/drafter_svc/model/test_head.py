@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from drafter_svc.config import DrafterSettings
 from drafter_svc.model.head import HeadDrafter
@@ -215,3 +215,13 @@ def test_settings_make_the_drafter(kind: str, tmp_path: Path) -> None:
     drafter.attach(info("/elsewhere"), None)
     assert drafter.algorithm == case.algorithm
     assert drafter.draft(request_of([Row(tokens(9), 9, BLOCKS, width=case.width)])).tree(0).num_nodes > 1
+
+
+def test_a_head_with_nan_is_refused_and_the_verifier_reads_why(eagle: Case) -> None:
+    assert eagle.head is not None
+    file = eagle.head / "model.safetensors"
+    tensors = load_file(file)
+    tensors["fc.weight"][0, 0] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(PreconditionError, match=r"model\.safetensors: tensor fc\.weight holds NaN or infinity"):
+        eagle.drafter().attach(info(eagle.target), None)

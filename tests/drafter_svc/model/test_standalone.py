@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafter_svc.model.standalone import StandaloneDrafter
 from foretoken.drafting import DrafterNeeds, TargetInfo
@@ -206,3 +207,12 @@ def test_released_and_attached_again(folder: Path) -> None:
     again = drafter.draft(request_of([row], with_features=False))
     np.testing.assert_array_equal(first.tokens, again.tokens)
     assert drafter.gauges()["draft_extend_tokens"] == 5
+
+
+def test_a_model_with_infinity_is_refused(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "draft", vocab_size=VOCAB)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("inf")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor model\.norm\.weight holds NaN or infinity"):
+        StandaloneDrafter(folder)
