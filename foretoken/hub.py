@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a folder as it is, or a hub id that huggingface_hub downloads into its cache.
+"""Where a checkpoint lies: a folder as it is, the bundled demo model, or a hub id that huggingface_hub downloads.
 
 It reads no checkpoint. Endpoint, token, offline mode and cache folder are huggingface_hub's own settings.
 """
@@ -14,13 +14,35 @@ from foretoken.errors import ConfigError
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja")
 # Other formats in sub-folders, and the second copy of the weights that some repositories carry.
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors", "*.py", "*.bin", "*.pt")
+# MODEL for the demo model that comes with foretoken, unless a folder of that name is there.
+DEMO = "demo"
+DEMO_SERVED_NAME = "foretoken-demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def default_name(model: str) -> str:
     """The served name of a model that was given none: the folder's name, or the hub id as it is."""
     path = Path(model)
+    if is_demo(model):
+        return DEMO_SERVED_NAME
     return path.resolve().name if path.is_dir() else model
+
+
+def is_demo(model: str) -> bool:
+    """Whether MODEL means the bundled demo model."""
+    return model == DEMO and not Path(model).is_dir()
+
+
+def demo_folder() -> Path:
+    """The folder with the demo's target, EAGLE-3 head and token map: in an installed package, or in a clone.
+
+    Raises ConfigError if neither has it.
+    """
+    package = Path(__file__).resolve().parent
+    for folder in (package / "demo", package.parent / "models" / "demo"):
+        if (folder / "target").is_dir():
+            return folder
+    raise ConfigError("the demo model is not in this installation: name a folder or a hub id")
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
@@ -33,6 +55,10 @@ def resolve(model: str, revision: str | None = None) -> Path:
         if revision is not None:
             raise ConfigError(f"--revision has no meaning for a folder: {model}")
         return path
+    if is_demo(model):
+        if revision is not None:
+            raise ConfigError("--revision has no meaning for the demo model")
+        return demo_folder() / "target"
     if path.is_file():
         raise ConfigError(f"expected a folder or a hub id, not a file: {model}")
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):

@@ -47,7 +47,11 @@ def verifier_settings(
 
 
 def drafter_specs(context: typer.Context) -> list[DrafterSpec]:
-    """The drafters of a stack: those of --drafter, or the one of --speculative-algorithm. Raises ConfigError."""
+    """The drafters of a stack: those of --drafter, or the one of --speculative-algorithm. Raises ConfigError.
+
+    The demo model has its own drafters if no flag names one.
+    """
+    from foretoken import hub
     from foretoken.config import build
     from foretoken.drafter_spec import DrafterSpec, algorithm_of, check_together, parse_spec, spec_text
     from foretoken.errors import ConfigError
@@ -63,6 +67,8 @@ def drafter_specs(context: typer.Context) -> list[DrafterSpec]:
             )
     elif algorithm == "NONE":
         specs = []
+    elif hub.is_demo(context.params["model"]) and not (algorithm or path or token_map):
+        specs = _demo_drafters(hub.demo_folder())
     else:
         name = algorithm_of(algorithm or "NGRAM")
         fields = {"name": name.lower(), "algorithm": name, "model": path, "token_map": token_map}
@@ -75,6 +81,17 @@ def drafter_specs(context: typer.Context) -> list[DrafterSpec]:
     if all(spec.algorithm != "NGRAM" for spec in specs):
         refuse_ngram_flags(context, "a drafter of --speculative-algorithm NGRAM")
     return specs
+
+
+def _demo_drafters(folder: Path) -> list[DrafterSpec]:
+    """The trained head in a process of its own, and n-grams inside the verifier."""
+    from foretoken.drafter_spec import DrafterSpec
+
+    token_map = folder / "token_map.safetensors"
+    return [
+        DrafterSpec(name="eagle3", algorithm="EAGLE3", model=str(folder / "eagle3"), token_map=token_map),
+        DrafterSpec(name="ngram", algorithm="NGRAM", placement="in-process"),
+    ]
 
 
 def is_inside(context: typer.Context, spec: DrafterSpec) -> bool:

@@ -248,3 +248,34 @@ def test_mps_on_is_refused_where_models_run_on_the_cpu(tmp_path: Path, journal: 
     result = foretoken("serve", str(tmp_path), "--device", "cpu", "--mps", "on", *ports, *plan)
     expected = "foretoken: --mps on: models do not run on an NVIDIA GPU here\n"
     assert (result.returncode, result.stderr) == (2, expected)
+
+
+def test_the_demo_model_is_served_with_its_drafters(
+    tmp_path: Path,
+    served: dict[str, tuple[Any, ...]],
+    supervised: dict[str, Service],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    invoke("serve", "demo", *ports())
+    assert list(supervised) == ["drafter eagle3", "verifier", "gateway"]
+    for service in supervised.values():
+        invoke(*words(service))
+    (drafter,) = served["drafter"]
+    verifier, in_process = served["verifier"]
+    assert drafter.algorithm == "EAGLE3" and drafter.speculative_draft_model_path.name == "eagle3"
+    assert drafter.speculative_token_map.is_file()
+    assert list(in_process) == ["ngram"]
+    assert (verifier.model.name, verifier.served_model_name) == ("target", "foretoken-demo")
+
+
+def test_named_drafters_take_the_place_of_the_demos(supervised: dict[str, Service]) -> None:
+    invoke("serve", "demo", *ports(), "--speculative-algorithm", "NONE")
+    assert list(supervised) == ["verifier", "gateway"]
+    supervised.clear()
+    invoke("serve", "demo", *ports(), "--drafter", "name=mine,algorithm=NGRAM")
+    assert list(supervised) == ["drafter mine", "verifier", "gateway"]
+
+
+def ports() -> tuple[str, ...]:
+    return ("--port", free_port(), "--grpc-port", free_port())

@@ -230,3 +230,14 @@ def test_served_names(tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
     assert default_name(f"{tmp_path}/my-model/") == "my-model"
     assert default_name("org/model") == "org/model"
+
+
+def test_the_demo_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (resolve("demo") / "config.json").is_file()
+    assert default_name("demo") == "foretoken-demo"
+    with pytest.raises(ConfigError, match="--revision has no meaning for the demo model"):
+        resolve("demo", "main")
+    # A folder that is there is what it always was.
+    (tmp_path / "demo").mkdir()
+    assert (resolve("demo"), default_name("demo")) == (Path("demo"), "demo")
