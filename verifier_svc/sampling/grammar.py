@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
@@ -18,6 +19,10 @@ from numpy.typing import NDArray
 from foretoken.errors import InvalidRequestError
 from foretoken.sampling import Grammar
 
+if TYPE_CHECKING:
+    # There for type checkers only.
+    from llguidance._lib import JsonCompileOptions
+
 Bits = NDArray[np.uint8]
 
 # Another version may allow other tokens.
@@ -25,6 +30,18 @@ LLGUIDANCE_VERSION = metadata.version("llguidance")
 
 # White space between two parts of a JSON value: a model that is not sure would go on with it for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# llguidance before 1.8, which vLLM pins, applies the pattern again and again. There white space is part of the
+# separators, and stands nowhere else.
+_SPACE = WHITESPACE.replace("{1,", "{0,")
+_WHITESPACE_OPTIONS: JsonCompileOptions = (
+    {"whitespace_pattern": WHITESPACE}
+    if tuple(map(int, LLGUIDANCE_VERSION.split(".")[:2])) >= (1, 8)
+    else {
+        "whitespace_flexible": False,
+        "item_separator": f"{_SPACE},{_SPACE}",
+        "key_separator": f"{_SPACE}:{_SPACE}",
+    }
+)
 # LLParserLimits beyond its defaults. Fuel of the lexer is about 14 000 a millisecond, items about 20 000.
 LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_states": 50_000, "verbose_errors": False}
 MAX_MESSAGE_CHARS = 300
@@ -104,7 +121,7 @@ def to_llguidance(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dw')}/")
     schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
     try:
-        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(schema, defaults=_WHITESPACE_OPTIONS)
     except ValueError as error:
         raise refusal(grammar, str(error)) from error
 

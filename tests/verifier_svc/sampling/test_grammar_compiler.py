@@ -297,7 +297,8 @@ def test_classes_of_characters_are_ascii(folder: Path) -> None:
 
 def test_white_space_is_bounded(make: Callable[..., GrammarCompiler]) -> None:
     matcher = run(make().matcher(Grammar("json_schema", json.dumps({"type": "array"}))))
-    assert matcher.advance(ids_of("["))
+    # Behind a comma, where white space may stand with every version of llguidance.
+    assert matcher.advance(ids_of("[", "1", ","))
     (space,) = ids_of(" ")
     for _ in range(32):
         assert matcher.advance((space,))
