@@ -4,8 +4,7 @@
 
 PORT ?= 8000
 GRPC_PORT ?= 50051
-DEMO := models/demo/target
-MODEL ?= $(DEMO)
+MODEL ?= demo
 VENV ?= .venv
 # Where PyTorch comes from: by default its CPU build, on a machine without an NVIDIA driver. Given: what is there, driver
 # or not; empty: from pip's own index.
@@ -17,27 +16,25 @@ SEED ?= 1
 PYTHON ?=
 
 BIN := $(VENV)/bin
-# The demo's folder says nothing to a client.
-NAME := $(if $(filter $(DEMO),$(MODEL)),--served-model-name foretoken-demo)
-# The demo model comes with a trained head.
-DRAFTERS := $(if $(filter $(DEMO),$(MODEL)),$(if $(findstring --drafter name=,$(ARGS))$(findstring \
-  --speculative-algorithm,$(ARGS)),,--drafter name=eagle3,algorithm=EAGLE3,model=models/demo/eagle3,token_map=models/demo/token_map.safetensors \
-  --drafter name=ngram,algorithm=NGRAM,placement=in-process))
 # Stamps: what is installed is as new as these files.
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
+# What generates the stubs, in a folder of its own: the oldest grpcio and protobuf that pyproject.toml admits can import
+# stubs of this version, and its own requirements would hold protobuf back in $(VENV).
+GRPCIO_TOOLS := 1.76.0
+GENERATOR := $(VENV)/.grpcio-tools-$(GRPCIO_TOOLS)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
-STUBS := -I. --python_out=. --pyi_out=. --grpc_python_out=.
+PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-compose bench bench-drafters bench-gpu-check chaos lint format proto setup clean
+.PHONY: help serve test test-compose test-lowest bench bench-drafters bench-gpu-check chaos lint format proto setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 serve: $(CORE) ## Serve the demo model: REST on PORT, gRPC on GRPC_PORT.
-	@exec $(BIN)/foretoken serve $(MODEL) $(NAME) $(DRAFTERS) --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
+	@exec $(BIN)/foretoken serve $(MODEL) --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
 
 test: $(DEV) ## Run all tests.
 	@$(BIN)/python -m pytest $(ARGS)
@@ -57,14 +54,14 @@ bench-gpu-check: $(DEV) ## Hold the newest GPU measurement against the bars.
 chaos: $(DEV) ## Kill and stop processes for SECONDS, by the schedule of SEED.
 	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
-lint: $(DEV) ## Check style, types, import rules and generated stubs.
+lint: $(DEV) $(GENERATOR) ## Check style, types, import rules and generated stubs.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@PYTHONPATH=kernels $(BIN)/lint-imports
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT \
 	  && mkdir "$$fresh/protos" && cp protos/*.proto protos/__init__.py "$$fresh/protos" \
-	  && here=$$PWD && (cd "$$fresh" && "$$here/$(BIN)/python" -m grpc_tools.protoc $(STUBS) protos/*.proto) \
+	  && here=$$PWD && (cd "$$fresh" && PYTHONPATH="$$here/$(GENERATOR)" "$$here/$(BIN)"/$(PROTOC) protos/*.proto) \
 	  && rm "$$fresh/protos/common_pb2_grpc.py" \
 	  && diff -r -x __pycache__ protos "$$fresh/protos" > /dev/null \
 	  || { echo "foretoken: the stubs in protos/ are not those of the .proto files; run: make proto" >&2; exit 1; }
@@ -73,11 +70,14 @@ format: $(DEV) ## Rewrite the code in the project's style.
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-proto: $(DEV) ## Generate the stubs of protos/*.proto.
-	@$(BIN)/python -m grpc_tools.protoc $(STUBS) protos/*.proto
+proto: $(GENERATOR) ## Generate the stubs of protos/*.proto.
+	@PYTHONPATH=$(GENERATOR) $(BIN)/$(PROTOC) protos/*.proto
 	@rm protos/common_pb2_grpc.py  # It has no service.
 
-setup: $(DEV) ## Install everything that the other targets need, and no more.
+test-lowest: $(DEV) ## Try the wheel with the lowest versions that pyproject.toml admits.
+	@tests/installed/lowest.sh $(BIN)/python
+
+setup: $(DEV) $(GENERATOR) ## Install everything that the other targets need, and no more.
 
 clean: ## Remove the environment and all caches.
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -133,3 +133,7 @@ $(DEV): $(CORE)
 	@echo "Installing the tools for tests and checks"
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $@
+
+$(GENERATOR): | $(BIN)/python
+	@echo "Installing the generator of the stubs"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ grpcio-tools==$(GRPCIO_TOOLS)

@@ -52,7 +52,7 @@ class PrepareResponse(_message.Message):
     weights: bool
     device: str
     resident: bool
-    def __init__(self, algorithm: _Optional[str] = ..., features: _Optional[_Iterable[int]] = ..., num_rerun: _Optional[int] = ..., blocks: _Optional[bool] = ..., weights: _Optional[bool] = ..., device: _Optional[str] = ..., resident: _Optional[bool] = ...) -> None: ...
+    def __init__(self, algorithm: _Optional[str] = ..., features: _Optional[_Iterable[int]] = ..., num_rerun: _Optional[int] = ..., blocks: bool = ..., weights: bool = ..., device: _Optional[str] = ..., resident: bool = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("epoch", "target", "arena_socket", "layout_version", "challenge")
@@ -187,7 +187,7 @@ class GetInfoResponse(_message.Message):
     epoch: int
     transport: str
     gauges: _containers.ScalarMap[str, float]
-    def __init__(self, version: _Optional[str] = ..., name: _Optional[str] = ..., algorithm: _Optional[str] = ..., attached: _Optional[bool] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., name: _Optional[str] = ..., algorithm: _Optional[str] = ..., attached: bool = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Corpus(_message.Message):
     __slots__ = ("name", "num_tokens")
@@ -205,7 +205,7 @@ class AddCorpusRequest(_message.Message):
     name: str
     token_ids: bytes
     append: bool
-    def __init__(self, name: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., append: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., append: bool = ...) -> None: ...
 
 class AddCorpusResponse(_message.Message):
     __slots__ = ("corpus",)

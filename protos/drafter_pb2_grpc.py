@@ -5,7 +5,7 @@ import warnings
 
 from protos import drafter_pb2 as protos_dot_drafter__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class DrafterServiceStub:
+class DrafterServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -76,7 +76,7 @@ class DrafterServiceStub:
                 _registered_method=True)
 
 
-class DrafterServiceServicer:
+class DrafterServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Prepare(self, request, context):
@@ -186,7 +186,7 @@ def add_DrafterServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class DrafterService:
+class DrafterService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -5,7 +5,7 @@ import warnings
 
 from protos import gateway_pb2 as protos_dot_gateway__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class GatewayServiceStub:
+class GatewayServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -46,7 +46,7 @@ class GatewayServiceStub:
                 _registered_method=True)
 
 
-class GatewayServiceServicer:
+class GatewayServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
@@ -83,7 +83,7 @@ def add_GatewayServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class GatewayService:
+class GatewayService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -71,7 +71,7 @@ class SessionResponse(_message.Message):
     heartbeat: Heartbeat
     draining: bool
     queue_room: int
-    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[bool] = ..., queue_room: _Optional[int] = ...) -> None: ...
+    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: bool = ..., queue_room: _Optional[int] = ...) -> None: ...
 
 class SessionStarted(_message.Message):
     __slots__ = ("epoch", "model_fingerprint")
@@ -299,7 +299,7 @@ class AddCorpusRequest(_message.Message):
     name: str
     token_ids: bytes
     append: bool
-    def __init__(self, drafter: _Optional[str] = ..., name: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., append: _Optional[bool] = ...) -> None: ...
+    def __init__(self, drafter: _Optional[str] = ..., name: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., append: bool = ...) -> None: ...
 
 class AddCorpusResponse(_message.Message):
     __slots__ = ("corpus",)

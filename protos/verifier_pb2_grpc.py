@@ -5,7 +5,7 @@ import warnings
 
 from protos import verifier_pb2 as protos_dot_verifier__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class VerifierServiceStub:
+class VerifierServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -76,7 +76,7 @@ class VerifierServiceStub:
                 _registered_method=True)
 
 
-class VerifierServiceServicer:
+class VerifierServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
@@ -192,7 +192,7 @@ def add_VerifierServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class VerifierService:
+class VerifierService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -25,11 +26,7 @@ case "$*" in
 esac
 echo "$(basename "$0") $*" >> "$CALLS"
 """
-DEMO = "foretoken serve models/demo/target --served-model-name foretoken-demo"
-DRAFTERS = (
-    "--drafter name=eagle3,algorithm=EAGLE3,model=models/demo/eagle3,token_map=models/demo/token_map.safetensors "
-    "--drafter name=ngram,algorithm=NGRAM,placement=in-process"
-)
+DEMO = "foretoken serve demo"
 INDEX = "https://download.pytorch.org/whl/cpu"
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -68,6 +65,8 @@ def checkout(tmp_path: Path) -> Checkout:
     (tmp_path / "protos").mkdir()
     (tmp_path / "protos" / "common_pb2_grpc.py").touch()
     executable(tmp_path / "bin" / "python3", PYTHON)
+    (tmp_path / "tests" / "installed").mkdir(parents=True)
+    executable(tmp_path / "tests" / "installed" / "lowest.sh", '#!/bin/sh\necho "lowest.sh $*" >> "$CALLS"\n')
     # Without a driver, whatever this machine has.
     executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\nexit 9\n")
     return Checkout(tmp_path)
@@ -82,7 +81,7 @@ def test_serve_sets_up_once_and_then_uses_no_installer(checkout: Checkout) -> No
     first = checkout.make("serve")
     assert first.returncode == 0, first.stderr
     calls = checkout.calls()
-    assert calls[-1] == f"{DEMO} {DRAFTERS} --port 8000 --grpc-port 50051"
+    assert calls[-1] == f"{DEMO} --port 8000 --grpc-port 50051"
     assert any("pip install" in call and call.endswith("--editable .") for call in calls)
     assert not any("[dev]" in call for call in calls)
     assert checkout.make("serve").returncode == 0
@@ -91,9 +90,9 @@ def test_serve_sets_up_once_and_then_uses_no_installer(checkout: Checkout) -> No
 
 def test_ports_come_from_the_environment_or_the_command_line(checkout: Checkout) -> None:
     checkout.make("serve", "PORT=9000", "GRPC_PORT=9001")
-    assert checkout.calls()[-1] == f"{DEMO} {DRAFTERS} --port 9000 --grpc-port 9001"
+    assert checkout.calls()[-1] == f"{DEMO} --port 9000 --grpc-port 9001"
     checkout.make("serve", PORT="9002", GRPC_PORT="9003")
-    assert checkout.calls()[-1] == f"{DEMO} {DRAFTERS} --port 9002 --grpc-port 9003"
+    assert checkout.calls()[-1] == f"{DEMO} --port 9002 --grpc-port 9003"
 
 
 def test_a_model_and_more_flags(checkout: Checkout) -> None:
@@ -114,7 +113,7 @@ def test_a_model_and_more_flags(checkout: Checkout) -> None:
         ("chaos", "python -m tests.chaos --seconds 60 --seed 1"),
         ("format", "ruff format ."),
         ("lint", "ruff check ."),
-        ("proto", "python -m grpc_tools.protoc"),
+        ("test-lowest", "lowest.sh"),
     ],
 )
 def test_every_target_sets_up_what_it_needs(checkout: Checkout, target: str, tool: str) -> None:
@@ -122,6 +121,14 @@ def test_every_target_sets_up_what_it_needs(checkout: Checkout, target: str, too
     calls = checkout.calls()
     installed = next(index for index, call in enumerate(calls) if call.endswith("--editable .[dev]"))
     used = next(index for index, call in enumerate(calls) if call.startswith(tool))
+    assert installed < used
+
+
+def test_stubs_come_from_a_generator_of_their_own(checkout: Checkout) -> None:
+    checkout.make("proto")
+    calls = checkout.calls()
+    installed = next(index for index, call in enumerate(calls) if re.search(r"--target \S+ grpcio-tools==1\.", call))
+    used = next(index for index, call in enumerate(calls) if call.startswith("python -m grpc_tools.protoc"))
     assert installed < used
 
 

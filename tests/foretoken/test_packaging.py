@@ -81,6 +81,33 @@ def test_a_wheel_holds_the_packages_at_top_level(tmp_path: Path) -> None:
     assert top == {"foretoken", "gateway", "verifier_svc", "drafter_svc", "protos", "foretoken_kernels"}
     assert {"foretoken_kernels/__init__.py", "protos/verifier_pb2.py", "foretoken/cli.py"} <= set(files)
     assert any(name.endswith("licenses/LICENSE") for name in files)
+    demo = {name.removeprefix("foretoken/demo/") for name in files if name.startswith("foretoken/demo/")}
+    heads = {f"eagle3/{name}" for name in ("config.json", "model.safetensors")}
+    target = {f"target/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    assert demo >= heads | target | {"token_map.safetensors"}
+
+
+def test_no_requirement_has_an_upper_bound() -> None:
+    # One that foretoken would need breaks the environments of other packages; it stands here with its reason.
+    extras = {name: needed for name, needed in PROJECT["project"]["optional-dependencies"].items() if name != "dev"}
+    needed = [*PROJECT["project"]["dependencies"], *(one for some in extras.values() for one in some)]
+    assert [one for one in needed if not re.fullmatch(r"[\w-]+>=[\w.]+", one)] == ["flashinfer-python>=0.6.12,<0.7"]
+
+
+def test_the_stubs_import_with_the_lowest_grpcio_and_protobuf() -> None:
+    bounds = dict(re.findall(r"(?m)^(grpcio|protobuf)>=([\w.]+)$", "\n".join(PROJECT["project"]["dependencies"])))
+    for stub in (ROOT / "protos").glob("*_pb2_grpc.py"):
+        (generated,) = re.findall(r"GRPC_GENERATED_VERSION = '([\d.]+)'", stub.read_text())
+        assert parts(generated) <= parts(bounds["grpcio"]), stub.name
+    for stub in (ROOT / "protos").glob("*_pb2.py"):
+        (generated,) = re.findall(r"# Protobuf Python Version: ([\d.]+)", stub.read_text())
+        assert parts(generated) <= parts(bounds["protobuf"]), stub.name
+
+
+def parts(version: str) -> list[int]:
+    """For comparisons: 1.76 is 1.76.0."""
+    numbers = [int(number) for number in version.split(".")]
+    return numbers + [0] * (3 - len(numbers))
 
 
 def test_the_folder_of_the_kernels_is_no_package() -> None:
