@@ -28,7 +28,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-compose test-lowest bench bench-drafters bench-gpu-check chaos lint format proto setup clean
+.PHONY: help serve test test-compose test-lowest bench bench-drafters bench-gpu-check chaos lint format docs proto setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -54,11 +54,13 @@ bench-gpu-check: $(DEV) ## Hold the newest GPU measurement against the bars.
 chaos: $(DEV) ## Kill and stop processes for SECONDS, by the schedule of SEED.
 	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
-lint: $(DEV) $(GENERATOR) ## Check style, types, import rules and generated stubs.
+lint: $(DEV) $(GENERATOR) ## Check style, types, import rules, generated docs and stubs.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@PYTHONPATH=kernels $(BIN)/lint-imports
+	@$(BIN)/python -m foretoken.commands.settings_table | cmp -s - docs/settings.md \
+	  || { echo "foretoken: docs/settings.md is not of these settings; run: make docs" >&2; exit 1; }
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT \
 	  && mkdir "$$fresh/protos" && cp protos/*.proto protos/__init__.py "$$fresh/protos" \
 	  && here=$$PWD && (cd "$$fresh" && PYTHONPATH="$$here/$(GENERATOR)" "$$here/$(BIN)"/$(PROTOC) protos/*.proto) \
@@ -69,6 +71,9 @@ lint: $(DEV) $(GENERATOR) ## Check style, types, import rules and generated stub
 format: $(DEV) ## Rewrite the code in the project's style.
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+docs: $(DEV) ## Write docs/settings.md from the settings classes.
+	@$(BIN)/python -m foretoken.commands.settings_table > docs/settings.md
 
 proto: $(GENERATOR) ## Generate the stubs of protos/*.proto.
 	@PYTHONPATH=$(GENERATOR) $(BIN)/$(PROTOC) protos/*.proto

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from foretoken.address import Address
-from foretoken.config import flag_of
-from foretoken.drafter_spec import DrafterName, misfit
+from foretoken.common_settings import ComputeSettings, ListenAddress
+from foretoken.config import Flag, Settings, flag_of
+from foretoken.drafter_spec import ALGORITHM_NAMES, Algorithm, DrafterName, DrafterThreads, misfit
 
 
-class NgramSettings(BaseModel):
-    """Flags of the n-gram drafter; names and defaults as SGLang users know them."""
+class NgramSettings(Settings):
+    """Settings of the n-gram drafter; names and defaults as SGLang users know them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    # Tokens of the suffix that must match, at least and at most.
-    min_match_window_size: int = Field(default=1, ge=1, le=64)
-    max_match_window_size: int = Field(default=12, ge=1, le=64)
-    # Children kept per node: most at the root, fewest at the deepest level. 1 and 1: single branch.
-    min_bfs_breadth: int = Field(default=1, ge=1, le=64)
-    max_bfs_breadth: int = Field(default=10, ge=1, le=64)
-    # Nodes of the trie.
-    capacity: int = Field(default=10_000_000, ge=1024, le=200_000_000)
-    # Order of candidates: how often, or how lately seen.
-    order: Literal["frequency", "recency"] = "recency"
-    # Tokens of all corpora together.
-    external_corpus_max_tokens: int = Field(default=10_000_000, ge=1, le=200_000_000)
+    min_match_window_size: int = Field(default=1, ge=1, le=64, description="Shortest suffix that must match.")
+    max_match_window_size: int = Field(default=12, ge=1, le=64, description="Longest suffix that is looked up.")
+    min_bfs_breadth: int = Field(default=1, ge=1, le=64, description="Children a node, at the deepest level.")
+    max_bfs_breadth: int = Field(
+        default=10, ge=1, le=64, description="Children a node, at the root. 1 in both: a single branch."
+    )
+    capacity: int = Field(default=10_000_000, ge=1024, le=200_000_000, description="Nodes of the trie.")
+    order: Literal["frequency", "recency"] = Field(
+        default="recency", description="Which candidates come first: the most often or the last seen."
+    )
+    external_corpus_max_tokens: int = Field(
+        default=10_000_000,
+        ge=1,
+        le=200_000_000,
+        description="Tokens of all corpora that may be added, 8 bytes each.",
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> NgramSettings:
@@ -39,6 +41,7 @@ class NgramSettings(BaseModel):
         return self
 
 
+NgramFlags = Annotated[NgramSettings, Flag("--speculative-ngram-")]
 # Settings that only drafters of some algorithms take, by their keys in a DrafterSpec if they are there.
 _OF_SOME = {
     "model": "speculative_draft_model_path",
@@ -52,30 +55,34 @@ _OF_SOME = {
 }
 
 
-class DrafterSettings(BaseModel):
-    """Settings of one drafter process. Those between ``algorithm`` and ``ngram`` are of drafters with a model."""
+class DrafterSettings(ComputeSettings):
+    """Settings of one drafter process."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: DrafterName
-    # unix:/path or host:port.
-    address: Address
-    algorithm: Literal["NGRAM", "EAGLE", "EAGLE3", "MTP", "STANDALONE"] = "NGRAM"
-    # Folder of the head or of the draft model; of MTP, whose head is in the target's checkpoint, none.
-    speculative_draft_model_path: Path | None = None
-    # The target's folder, where the one that the verifier names is not visible here.
-    target: Path | None = None
-    # Target ids that the head may draft (FR-Spec, arXiv 2502.14856).
-    speculative_token_map: Path | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Launch every kernel by itself.
-    disable_cuda_graph: bool = False
-    # Threads of a forward pass; 0: one.
-    threads: int = Field(default=0, ge=0, le=1024)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # Draft for temperatures above zero without the sampler's noise, by likelihood alone.
-    disable_coupled_noise: bool = False
-    ngram: NgramSettings = NgramSettings()
+    name: DrafterName = Field(default="ngram", description="Name of this drafter in requests and metrics.")
+    address: ListenAddress
+    algorithm: Annotated[Algorithm, Flag(choices=ALGORITHM_NAMES)] = Field(
+        default="NGRAM", description="How it drafts."
+    )
+    # MTP has none: its head is in the target's checkpoint.
+    speculative_draft_model_path: Annotated[Path | None, Flag(metavar="MODEL", unset="none")] = Field(
+        default=None,
+        description="Folder of the draft head or model, or its id on the hub; an MTP head is in the target's "
+        "checkpoint.",
+    )
+    # For a drafter that cannot see the folder that the verifier names.
+    target: Annotated[Path | None, Flag(metavar="FOLDER", unset="the verifier's")] = Field(
+        default=None, description="The target's folder on this host."
+    )
+    # FR-Spec, arXiv 2502.14856.
+    speculative_token_map: Annotated[Path | None, Flag(metavar="FILE", unset="all")] = Field(
+        default=None,
+        description="Token ids that an EAGLE or MTP head may draft (FR-Spec): safetensors or a JSON list.",
+    )
+    threads: DrafterThreads = 0
+    disable_coupled_noise: bool = Field(
+        default=False, description="At a temperature, draft by likelihood, not by the sampler's noise."
+    )
+    ngram: NgramFlags = NgramSettings()
 
     @model_validator(mode="after")
     def _fits_algorithm(self) -> DrafterSettings:
@@ -83,5 +90,5 @@ class DrafterSettings(BaseModel):
         given = [key for key, name in _OF_SOME.items() if getattr(self, name) != fields[name].default]
         if found := misfit(self.algorithm, given):
             key, problem = found
-            raise ValueError(f"{flag_of(_OF_SOME[key])}: {problem}")
+            raise ValueError(f"{flag_of(type(self), _OF_SOME[key])}: {problem}")
         return self

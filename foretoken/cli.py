@@ -1,7 +1,6 @@
 """The command line, and the one place where services are wired together and the environment is read.
 
-Every service is imported by its own command only: help is fast, and a gateway never loads torch. A command's
-parameters bear the names of the settings' fields, which is how ``context.params`` becomes settings.
+Every service is imported by its own command only: help is fast, and a gateway never loads torch.
 """
 
 from __future__ import annotations
@@ -10,54 +9,50 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from typer.core import TyperGroup
+import click
 
-from foretoken import flags
-from foretoken.commands import client_commands, corpus_commands, drafter_commands, offline, service_settings
+from foretoken.commands import client_commands, corpus_commands, drafter_commands, offline
 from foretoken.commands.client_commands import program, say
+from foretoken.commands.settings_command import Given, SettingsCommand
 
 if TYPE_CHECKING:
     from drafter_svc.config import DrafterSettings
+    from foretoken.commands.service_settings import StackSettings
     from foretoken.drafter import Drafter
     from foretoken.supervisor import Service
-    from gateway.config import GatewaySettings
     from verifier_svc.config import VerifierSettings
 
-NGRAM_DRAFTER = "ngram"
 # Tens of microseconds: longer than a phase of a step lasts, shorter than it takes to be scheduled again.
 OPENMP_SPIN_COUNT = "20000"
 # Of the two libraries that PyTorch has on a GPU, read as it is loaded: all matmuls of the Llama-3.1-8B shape take 4.37
 # instead of 4.63 ms at 96 rows on an H200, and as long as before at 512.
 MATMULS_BY_CUBLASLT = "1"
+# vLLM flags whose equivalent here has an unrelated name.
+VLLM_NAMES = {
+    "--max-model-len": "--context-length",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--enforce-eager": "--disable-cuda-graph",
+}
 
 
-class _Commands(TyperGroup):
-    """All commands, those of sub-commands too."""
+class _Commands(click.Group):
+    """All commands, in the order of their definition."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for name in (arg.partition("=")[0] for arg in args):
-            if name in flags.VLLM_NAMES:
+            if name in VLLM_NAMES:
                 from foretoken.errors import ConfigError
 
-                raise ConfigError(f"{name} is vLLM's name; here it is {flags.VLLM_NAMES[name]}")
-        parsed: list[str] = super().parse_args(ctx, args)
-        return parsed
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except typer.BadParameter as error:
-            # Choices are checked through pydantic, which says of every error of a validator that it is one.
-            error.message = error.message.removeprefix("Value error, ")
-            raise
-
-
-app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.add_typer(corpus_commands.app, name="corpus")
-app.add_typer(drafter_commands.app, name="drafters")
+                raise ConfigError(f"{name} is vLLM's name; here it is {VLLM_NAMES[name]}")
+        return super().parse_args(ctx, args)
 
 
 def main() -> None:
@@ -73,76 +68,22 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-@app.callback(invoke_without_command=True)
-def foretoken(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
+@click.group(cls=_Commands, invoke_without_command=True)
+@click.option("--version", is_flag=True, help="Print the version and exit.")
+@click.pass_context
+def app(context: click.Context, version: bool) -> None:
     """Serves large language models faster by speculative decoding."""
     if version:
         from foretoken import __version__
 
         print(__version__)
-        raise typer.Exit
+        context.exit()
     if context.invoked_subcommand is None:
         print(context.get_help())
-        raise typer.Exit
 
 
-@app.command()
-def serve(
-    context: typer.Context,
-    model: flags.Model,
-    revision: flags.Revision = None,
-    served_model_name: flags.ServedModelName = None,
-    host: flags.Host = None,
-    port: flags.Port = None,
-    grpc_port: flags.GrpcPort = None,
-    chat_template: flags.ChatTemplate = None,
-    client_timeout_s: flags.ClientTimeout = None,
-    request_timeout_s: flags.RequestTimeout = None,
-    resume_attempts: flags.ResumeAttempts = None,
-    verifier_wait_s: flags.VerifierWait = None,
-    gateway_workers: flags.GatewayWorkers = None,
-    admin_api_key_file: flags.AdminApiKeyFile = None,
-    vllm_metric_names: flags.VllmMetricNames = False,
-    otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
-    device: flags.Device = None,
-    dtype: flags.Dtype = None,
-    numerics: flags.Numerics = None,
-    attention_backend: flags.AttentionBackend = None,
-    threads: flags.Threads = None,
-    mem_fraction_static: flags.MemFractionStatic = None,
-    disable_cuda_graph: flags.DisableCudaGraph = False,
-    disable_overlap_schedule: flags.DisableOverlapSchedule = False,
-    context_length: flags.ContextLength = None,
-    block_size: flags.BlockSize = None,
-    max_total_tokens: flags.MaxTotalTokens = None,
-    max_running_requests: flags.MaxRunningRequests = None,
-    max_queued_requests: flags.MaxQueuedRequests = None,
-    chunked_prefill_size: flags.ChunkedPrefillSize = None,
-    disable_radix_cache: flags.DisableRadixCache = False,
-    speculative_algorithm: flags.SpeculativeAlgorithm = None,
-    speculative_draft_model_path: flags.SpeculativeDraftModelPath = None,
-    speculative_token_map: flags.SpeculativeTokenMap = None,
-    drafters: flags.DrafterSpecs = None,
-    speculative_num_steps: flags.SpeculativeNumSteps = None,
-    speculative_eagle_topk: flags.SpeculativeEagleTopk = None,
-    speculative_num_draft_tokens: flags.SpeculativeNumDraftTokens = None,
-    speculative_max_batch_size: flags.SpeculativeMaxBatchSize = None,
-    simulate_accept_length: flags.SimulateAcceptLength = None,
-    ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
-    ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
-    ngram_min_bfs_breadth: flags.NgramMinBfsBreadth = None,
-    ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
-    ngram_capacity: flags.NgramCapacity = None,
-    ngram_order: flags.NgramOrder = None,
-    ngram_external_corpus_max_tokens: flags.NgramExternalCorpusMaxTokens = None,
-    drafter_placement: flags.DrafterPlacement = "process",
-    mps: flags.Mps = "auto",
-    dry_run: flags.DryRun = False,
-    log_level: flags.LogLevel = "warning",
-) -> None:
+@app.command(cls=SettingsCommand)
+def serve(given: Given) -> None:
     """Start gateway, verifier and drafters on one host, and keep them running.
 
     Ctrl-C or SIGTERM lets running streams go on for 14 seconds at most; a second Ctrl-C stops at once.
@@ -150,112 +91,41 @@ def serve(
     # Read by gRPC as it is loaded: the supervisor forks to start programs only, never to go on with gRPC, and its fork
     # handlers would complain of each start on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    from foretoken.commands.service_settings import ServeOptions, stack_settings
     from foretoken.runtime_folder import runtime_folder
-    from foretoken.tracing import check_endpoint
 
-    check_endpoint(otlp_traces_endpoint)
-    if dry_run:
-        _check_ports(host, port, grpc_port, are_free=False)
-        _check_device(context)
-        drafter_settings = [
-            service_settings.drafter_settings(context, spec, "unix:/none")
-            for spec in service_settings.drafter_specs(context)
-        ]
-        checkpoint = service_settings.find_checkpoint(context)
-        settings = service_settings.verifier_settings(context, checkpoint, "unix:/none", [])
-        gateway_settings = service_settings.gateway_settings(context, checkpoint, ["unix:/none"])
-        service_settings.check_checkpoint(settings.model)
-        service_settings.check_drafters(context, drafter_settings, settings.model)
-        _check_tokenizer(gateway_settings)
-        _print_plan(settings, drafter_settings)
+    if given.settings(ServeOptions).dry_run:
+        from gateway.tokenizer import Tokenizer
+
+        plan = stack_settings(given, Path("/none"))
+        # What a gateway would find in the tokenizer's files and in the chat template. It takes a second.
+        Tokenizer(plan.gateway.model, plan.gateway.chat_template)
+        _print_plan(plan.verifier, _kinds(settings for _, settings in plan.drafters))
         return
-    _check_ports(host, port, grpc_port, are_free=True)
-    _check_device(context)
     with runtime_folder() as folder:
-        raise typer.Exit(_supervise(context, folder))
+        sys.exit(_supervise(stack_settings(given, folder), folder))
 
 
-@app.command()
-def gateway(
-    context: typer.Context,
-    model: flags.Model,
-    verifiers: flags.VerifierAddresses,
-    revision: flags.Revision = None,
-    served_model_name: flags.ServedModelName = None,
-    host: flags.Host = None,
-    port: flags.Port = None,
-    grpc_port: flags.GrpcPort = None,
-    chat_template: flags.ChatTemplate = None,
-    client_timeout_s: flags.ClientTimeout = None,
-    request_timeout_s: flags.RequestTimeout = None,
-    resume_attempts: flags.ResumeAttempts = None,
-    verifier_wait_s: flags.VerifierWait = None,
-    speculative_metrics: flags.SpeculativeMetrics = None,
-    max_concurrent_requests: flags.MaxConcurrentRequests = None,
-    drain_timeout_s: flags.DrainTimeout = None,
-    gateway_workers: flags.GatewayWorkers = None,
-    admin_api_key_file: flags.AdminApiKeyFile = None,
-    worker_socket: flags.WorkerSocket = None,
-    liveness_socket: flags.LivenessSocket = None,
-    vllm_metric_names: flags.VllmMetricNames = False,
-    otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
-    log_level: flags.LogLevel = "info",
-) -> None:
+@app.command(cls=SettingsCommand)
+def gateway(given: Given) -> None:
     """Start one gateway: text in, text out, over REST and gRPC. MODEL holds its tokenizer."""
-    settings = service_settings.gateway_settings(context, service_settings.find_checkpoint(context), verifiers)
+    from foretoken.commands.service_settings import GatewayOptions, find_checkpoint, gateway_settings
     from foretoken.telemetry import configure_logging
 
+    settings = gateway_settings(given).model_copy(update={"model": find_checkpoint(given)})
+    log_level = given.settings(GatewayOptions).log_level
     configure_logging("gateway", log_level)
     if settings.gateway_workers > 1 and settings.worker_socket is None:
         from gateway import workers
 
-        raise typer.Exit(workers.run(settings, ("--log-level", log_level)))
+        sys.exit(workers.run(settings, ("--log-level", log_level)))
     from gateway import server
 
     server.run(settings)
 
 
-@app.command()
-def verifier(
-    context: typer.Context,
-    model: flags.Model,
-    address: flags.Address,
-    revision: flags.Revision = None,
-    served_model_name: flags.ServedModelName = None,
-    device: flags.Device = None,
-    dtype: flags.Dtype = None,
-    numerics: flags.Numerics = None,
-    attention_backend: flags.AttentionBackend = None,
-    threads: flags.Threads = None,
-    mem_fraction_static: flags.MemFractionStatic = None,
-    disable_cuda_graph: flags.DisableCudaGraph = False,
-    disable_overlap_schedule: flags.DisableOverlapSchedule = False,
-    context_length: flags.ContextLength = None,
-    block_size: flags.BlockSize = None,
-    max_total_tokens: flags.MaxTotalTokens = None,
-    max_running_requests: flags.MaxRunningRequests = None,
-    max_queued_requests: flags.MaxQueuedRequests = None,
-    chunked_prefill_size: flags.ChunkedPrefillSize = None,
-    disable_radix_cache: flags.DisableRadixCache = False,
-    speculative_num_steps: flags.SpeculativeNumSteps = None,
-    speculative_eagle_topk: flags.SpeculativeEagleTopk = None,
-    speculative_num_draft_tokens: flags.SpeculativeNumDraftTokens = None,
-    speculative_max_batch_size: flags.SpeculativeMaxBatchSize = None,
-    simulate_accept_length: flags.SimulateAcceptLength = None,
-    drafters: flags.DrafterEndpoints = None,
-    draft_timeout_ms: flags.DraftTimeoutMs = None,
-    drain_timeout_s: flags.DrainTimeout = None,
-    otlp_traces_endpoint: flags.OtlpTracesEndpoint = None,
-    ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
-    ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
-    ngram_min_bfs_breadth: flags.NgramMinBfsBreadth = None,
-    ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
-    ngram_capacity: flags.NgramCapacity = None,
-    ngram_order: flags.NgramOrder = None,
-    ngram_external_corpus_max_tokens: flags.NgramExternalCorpusMaxTokens = None,
-    dry_run: flags.DryRun = False,
-    log_level: flags.LogLevel = "info",
-) -> None:
+@app.command(cls=SettingsCommand)
+def verifier(given: Given) -> None:
     """Start one verifier: it owns the target model, and commits tokens.
 
     A --drafter with an address is attached to, one with an algorithm is held in this process: the
@@ -265,23 +135,19 @@ def verifier(
     # while the one it waits for has lost its core.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", MATMULS_BY_CUBLASLT)
-    from foretoken.drafter_spec import check_together, parse_spec
-    from foretoken.errors import ConfigError
+    from foretoken.commands import service_settings
+    from foretoken.drafter_spec import check_together
 
-    held = [parse_spec(text) for text in drafters or [] if "address=" not in text]
-    endpoints = [text for text in drafters or [] if "address=" in text]
-    if any(spec.placement is not None for spec in held):
-        raise ConfigError("--drafter: placement is for foretoken serve; what is given here runs in this process")
-    settings = service_settings.verifier_settings(
-        context, service_settings.find_checkpoint(context), address, endpoints
-    )
+    options = given.settings(service_settings.VerifierOptions)
+    endpoints, held = service_settings.drafters_of_verifier(given)
+    settings = service_settings.verifier_settings(given, drafters=endpoints)
     check_together([*(spec.name for spec in held), *(endpoint.name for endpoint in settings.drafters)])
-    if all(spec.algorithm != "NGRAM" for spec in held):
-        service_settings.refuse_ngram_flags(context, "--drafter name=NAME,algorithm=NGRAM")
-    inside = {spec.name: service_settings.drafter_settings(context, spec, "unix:/none") for spec in held}
-    service_settings.check_drafters(context, list(inside.values()), settings.model)
-    if dry_run:
-        _print_plan(settings, inside.values())
+    settings = settings.model_copy(update={"model": service_settings.find_checkpoint(given)})
+    inside = {spec.name: service_settings.drafter_settings(given, spec, "unix:/none") for spec in held}
+    service_settings.check_drafters(given, inside.values(), settings.model)
+    if options.dry_run:
+        attached = [f"{endpoint.name} at {endpoint.address}" for endpoint in settings.drafters]
+        _print_plan(settings, _kinds(inside.values()) + attached)
         return
     in_process: dict[str, Drafter] = {}
     if inside:
@@ -291,62 +157,39 @@ def verifier(
     from foretoken.telemetry import configure_logging
     from verifier_svc import server
 
-    configure_logging("verifier", log_level)
+    configure_logging("verifier", options.log_level)
     server.run(settings, in_process)
 
 
-@app.command()
-def drafter(
-    context: typer.Context,
-    address: flags.Address,
-    name: flags.DrafterName = NGRAM_DRAFTER,
-    algorithm: flags.DrafterAlgorithm = "NGRAM",
-    speculative_draft_model_path: flags.SpeculativeDraftModelPath = None,
-    target: flags.Target = None,
-    speculative_token_map: flags.SpeculativeTokenMap = None,
-    device: flags.Device = None,
-    threads: flags.DrafterThreads = None,
-    dtype: flags.Dtype = None,
-    disable_cuda_graph: flags.DisableCudaGraph = False,
-    disable_coupled_noise: flags.DisableCoupledNoise = False,
-    ngram_min_match_window_size: flags.NgramMinMatchWindowSize = None,
-    ngram_max_match_window_size: flags.NgramMaxMatchWindowSize = None,
-    ngram_min_bfs_breadth: flags.NgramMinBfsBreadth = None,
-    ngram_max_bfs_breadth: flags.NgramMaxBfsBreadth = None,
-    ngram_capacity: flags.NgramCapacity = None,
-    ngram_order: flags.NgramOrder = None,
-    ngram_external_corpus_max_tokens: flags.NgramExternalCorpusMaxTokens = None,
-    log_level: flags.LogLevel = "info",
-) -> None:
+@app.command(cls=SettingsCommand)
+def drafter(given: Given) -> None:
     """Start one drafter: it proposes tokens to the verifier that attaches to it, one at a time."""
     # As for a verifier: a draft model's threads share the cores with it.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", MATMULS_BY_CUBLASLT)
     from drafter_svc.config import DrafterSettings
     from foretoken import hub
-    from foretoken.config import at_fault, build
-    from foretoken.drafter_spec import algorithm_of
+    from foretoken.commands.service_settings import LogOptions
+    from foretoken.config import at_fault
 
-    given = service_settings.given_flags(context, DrafterSettings) | {
-        "algorithm": algorithm_of(algorithm),
-        "ngram": service_settings.given_ngram_flags(context),
-    }
-    if speculative_draft_model_path is not None:
+    found: dict[str, Any] = {}
+    if "speculative_draft_model_path" in given.values:
         with at_fault("--speculative-draft-model-path"):
-            given["speculative_draft_model_path"] = hub.resolve(speculative_draft_model_path).resolve()
-    settings = build(DrafterSettings, given)
+            folder = hub.resolve(given.values["speculative_draft_model_path"])
+        found["speculative_draft_model_path"] = folder.resolve()
+    settings = given.settings(DrafterSettings, **found)
     from drafter_svc import server
     from foretoken.telemetry import configure_logging
 
-    configure_logging("drafter", log_level)
+    configure_logging("drafter", given.settings(LogOptions).log_level)
     server.run(settings)
 
 
-offline.add_commands(app)
-client_commands.add_commands(app)
+for command in (*offline.COMMANDS, *client_commands.COMMANDS, corpus_commands.app, drafter_commands.app):
+    app.add_command(command)
 
 
-def _supervise(context: typer.Context, folder: Path) -> int:
+def _supervise(settings: StackSettings, folder: Path) -> int:
     """Run the stack until a signal; returns the exit status."""
     import asyncio
 
@@ -354,17 +197,18 @@ def _supervise(context: typer.Context, folder: Path) -> int:
     from foretoken.mps import DRIVER, gpu_clients
     from foretoken.supervisor import Supervisor
 
-    services, gateway_settings = _services(context, folder)
-    has_gpu = context.params["device"] != "cpu" and DRIVER.exists()
+    services = _services(settings, folder)
+    has_gpu = settings.verifier.device != "cpu" and DRIVER.exists()
 
     def announce_ready() -> None:
-        settings = gateway_settings
-        name, host, port = settings.served_model_name, settings.host, settings.port
-        print(stack.ready_text(name, host, port, settings.grpc_port, program()), flush=True)
+        rim = settings.gateway
+        print(stack.ready_text(rim.served_model_name, rim.host, rim.port, rim.grpc_port, program()), flush=True)
 
-    on_gpu = {stack.VERIFIER_NAME, *(stack.drafter_name(name) for name in service_settings.model_drafters(context))}
+    # Drafters that run a model do so on the verifier's GPU.
+    model_drafters = (stack.drafter_name(spec.name) for spec, _ in settings.drafters if spec.algorithm != "NGRAM")
+    on_gpu = {stack.VERIFIER_NAME, *model_drafters}
     is_useful = sum(service.name in on_gpu for service in services) > 1
-    with gpu_clients(context.params["mps"], folder, has_gpu=has_gpu, is_useful=is_useful, announce=say) as clients:
+    with gpu_clients(settings.options.mps, folder, has_gpu=has_gpu, is_useful=is_useful, announce=say) as clients:
         services = [clients.run(service) if service.name in on_gpu else service for service in services]
         supervisor = Supervisor(
             services,
@@ -376,81 +220,38 @@ def _supervise(context: typer.Context, folder: Path) -> int:
         return asyncio.run(supervisor.run())
 
 
-def _services(context: typer.Context, folder: Path) -> tuple[list[Service], GatewaySettings]:
-    """The services of a stack in the order of their start, settings checked. ``folder`` holds their sockets."""
+def _services(settings: StackSettings, folder: Path) -> list[Service]:
+    """The services of a stack in the order of their start. ``folder`` holds their sockets."""
     from foretoken import stack
+    from foretoken.commands.service_settings import LogOptions, VerifierOptions
     from foretoken.config import to_flags
     from foretoken.drafter_spec import spec_text
 
-    checkpoint = service_settings.find_checkpoint(context)
-    verifier_address = f"unix:{folder}/verifier.sock"
-    level = ("--log-level", context.params["log_level"])
-    services, endpoints, held, drafter_settings = [], [], [], []
+    level = to_flags(LogOptions(log_level=settings.options.log_level))
+    services, held = [], []
     # A folder of their own: one may be called verifier.
     (folder / "drafters").mkdir()
-    for spec in service_settings.drafter_specs(context):
-        address = f"unix:{folder}/drafters/{spec.name}.sock"
-        settings = service_settings.drafter_settings(context, spec, address)
-        drafter_settings.append(settings)
-        if service_settings.is_inside(context, spec):
-            inside = spec.model_copy(update={"placement": None})
-            held += ["--drafter", spec_text(inside), *to_flags(settings.ngram, "ngram")]
+    for spec, drafter_settings in settings.drafters:
+        if settings.is_inside(spec):
+            held += ["--drafter", spec_text(spec.model_copy(update={"placement": None}))]
+            held += to_flags(VerifierOptions(ngram=drafter_settings.ngram))
         else:
-            endpoints.append(f"name={spec.name},address={address}")
-            services.append(stack.drafter(spec.name, stack.command("drafter", settings, level), address))
-    verifier_settings = service_settings.verifier_settings(context, checkpoint, verifier_address, endpoints)
-    gateway_settings = service_settings.gateway_settings(
-        context, checkpoint, [verifier_address], drain_timeout_s=stack.GATEWAY_DRAIN_S
-    )
+            command = stack.command("drafter", drafter_settings, level)
+            services.append(stack.drafter(spec.name, command, drafter_settings.address))
+    verifier_command = stack.command("verifier", settings.verifier, (*held, *level))
     liveness_socket = folder / "gateway.sock"
-    gateway_command = stack.command(
-        "gateway", gateway_settings.model_copy(update={"liveness_socket": liveness_socket}), level
-    )
-    services.append(stack.verifier(stack.command("verifier", verifier_settings, (*held, *level)), verifier_address))
-    services.append(stack.gateway(gateway_command, gateway_settings.host, gateway_settings.port, liveness_socket))
-    service_settings.check_checkpoint(checkpoint["model"])
-    service_settings.check_drafters(context, drafter_settings, checkpoint["model"])
-    return services, gateway_settings
+    rim = settings.gateway.model_copy(update={"liveness_socket": liveness_socket})
+    services.append(stack.verifier(verifier_command, settings.verifier.address))
+    services.append(stack.gateway(stack.command("gateway", rim, level), rim.host, rim.port, liveness_socket))
+    return services
 
 
-def _check_ports(host: str | None, port: int | None, grpc_port: int | None, *, are_free: bool) -> None:
-    from foretoken import stack
-
-    stack.check_ports(
-        host or flags.DEFAULT_HOST,
-        flags.DEFAULT_PORT if port is None else port,
-        flags.DEFAULT_GRPC_PORT if grpc_port is None else grpc_port,
-        are_free=are_free,
-    )
+def _kinds(drafters: Iterable[DrafterSettings]) -> list[str]:
+    return [f"{drafter.name} ({drafter.algorithm})" for drafter in drafters]
 
 
-def _check_device(context: typer.Context) -> None:
-    """What needs no library to be known, before anything is started."""
-    from foretoken.errors import ConfigError
-    from foretoken.mps import DRIVER
-    from verifier_svc.config import refuse_gpu_flags
-
-    device, has_driver = context.params["device"], DRIVER.exists()
-    if device == "cuda" and not has_driver:
-        raise ConfigError("--device cuda: there is no NVIDIA GPU here, or no driver for it")
-    if context.params["mps"] == "on" and (device == "cpu" or not has_driver):
-        raise ConfigError("--mps on: models do not run on an NVIDIA GPU here")
-    if device == "cpu" or not has_driver:
-        refuse_gpu_flags(context.params)
-
-
-def _check_tokenizer(settings: GatewaySettings) -> None:
-    """What a gateway would find in the tokenizer's files and in the chat template. It takes a second."""
-    from gateway.tokenizer import Tokenizer
-
-    Tokenizer(settings.model, settings.chat_template)
-
-
-def _print_plan(settings: VerifierSettings, drafters: Iterable[DrafterSettings]) -> None:
-    """``drafters``: that the command would start or hold, beside those that the settings say how to reach."""
+def _print_plan(settings: VerifierSettings, drafters: list[str]) -> None:
     from verifier_svc import server
 
-    known = [f"{drafter.name} ({drafter.algorithm})" for drafter in drafters]
-    known += [f"{endpoint.name} at {endpoint.address}" for endpoint in settings.drafters]
     print(server.plan(settings))
-    print(f"  drafters   {', '.join(known) or 'none'}")
+    print(f"  drafters   {', '.join(drafters) or 'none'}")

@@ -1,44 +1,113 @@
-"""From flags to a service's settings and back: one mapping of names, one line for a user's mistake.
+"""Settings: frozen pydantic classes whose fields are flags, keys of a config file and rows of docs/settings.md.
 
-It knows no service: settings are any frozen pydantic models.
+A field states its type, bounds, default and help text once. This module maps fields to flags and back, and turns a
+user's mistake into one line that names the flag. It knows no service.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import reduce
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from foretoken.errors import ConfigError
 
-Settings = TypeVar("Settings", bound=BaseModel)
-
-# Fields whose unit is in the name keep it out of the flag where the help text states it.
-_FLAG_NAMES = {
-    "client_timeout_s": "client-timeout",
-    "drain_timeout_s": "drain-timeout",
-    "request_timeout_s": "request-timeout",
-    "verifier_wait_s": "verifier-wait",
-}
-# Nested settings and the prefix of their flags.
-_PREFIXES = {"ngram": "speculative-ngram-"}
-# Repeatable flags, which hold texts or key=value pairs.
-_REPEATED = {"drafters": "drafter", "verifiers": "verifier"}
-# Not a flag but the argument.
-_ARGUMENT = "model"
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def flag_of(field: str, section: str = "") -> str:
-    """The flag that sets a field; ``section`` is the field that holds the nested settings, if it is in one."""
-    if field == _ARGUMENT:
-        return "MODEL"
-    name = _FLAG_NAMES.get(field) or _REPEATED.get(field) or field.replace("_", "-")
-    return f"--{_PREFIXES.get(section, '')}{name}"
+class Settings(BaseModel):
+    """Base of all settings classes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def build(kind: type[Settings], values: Mapping[str, Any], flag: str = "") -> Settings:
+@dataclass(frozen=True)
+class Flag:
+    """What a field's annotation says about its flag where the field's name and type do not."""
+
+    # By default the field's name with dashes. Without leading dashes: an argument. Of nested settings: a prefix.
+    name: str = ""
+    metavar: str | None = None
+    # What applies where nothing is given, for a field whose default does not say it.
+    unset: str = ""
+    env: str | None = None
+    # Names that the flag takes in any case, for a field that turns some of them into others.
+    choices: tuple[str, ...] = ()
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a settings class, or of settings nested in it."""
+
+    path: tuple[str, ...]
+    flag: str
+    field: FieldInfo
+    shown: Flag
+
+    @property
+    def is_argument(self) -> bool:
+        return not self.flag.startswith("--")
+
+    @property
+    def key(self) -> str:
+        """The name in a config file."""
+        return self.flag.removeprefix("--").lower()
+
+    @property
+    def is_required(self) -> bool:
+        return self.field.is_required() and not self.shown.unset
+
+    @property
+    def default(self) -> Any:
+        return None if self.field.is_required() else self.field.get_default(call_default_factory=True)
+
+    @property
+    def is_repeated(self) -> bool:
+        return get_origin(self.field.annotation) is tuple
+
+    @property
+    def type(self) -> Any:
+        """The annotation of one value, without None."""
+        kinds = [kind for kind in get_args(self.field.annotation) if kind is not NoneType]
+        is_optional = len(kinds) < len(get_args(self.field.annotation))
+        return kinds[0] if is_optional else self.field.annotation
+
+    @property
+    def bounds(self) -> str:
+        """The range of a number, as people write it; empty where there is none."""
+        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        found = ((sign, getattr(item, name, None)) for item in self.field.metadata for name, sign in signs.items())
+        return ", ".join(f"{sign} {bound}" for sign, bound in found if bound is not None)
+
+
+def settings_of(kind: type[BaseModel]) -> Iterator[Setting]:
+    """All settings of a class, those of nested classes in place of the field that holds them."""
+    for name, field in kind.model_fields.items():
+        if (nested := _nested(field)) is None:
+            yield Setting((name,), flag_of(kind, name), field, _shown(field))
+            continue
+        for setting in settings_of(nested):
+            path = (name, *setting.path)
+            yield Setting(path, flag_of(kind, *path), setting.field, setting.shown)
+
+
+def flag_of(kind: type[BaseModel], name: str, *rest: str) -> str:
+    """The flag of a field; ``rest`` leads into nested settings. Without it their prefix is returned."""
+    field = kind.model_fields.get(name)
+    flag = (field and _shown(field).name) or f"--{name.replace('_', '-')}"
+    if field is None or (nested := _nested(field)) is None:
+        return flag
+    return flag + (flag_of(nested, *rest).removeprefix("--") if rest else "...")
+
+
+def build(kind: type[Kind], values: Mapping[str, Any], flag: str = "") -> Kind:
     """Settings from the values that were given. Raises ConfigError that names the flag at fault.
 
     ``flag``: the one flag whose pairs the values are; otherwise each field is a flag of its own.
@@ -58,25 +127,20 @@ def at_fault(option: str) -> Iterator[None]:
         raise type(error)(f"{option}: {error.message}") from error
 
 
-def to_flags(settings: BaseModel, section: str = "") -> list[str]:
-    """The command-line words that build ``settings`` again: the argument first, then each flag off its default.
-
-    ``section``: the field that holds ``settings``, if they are nested ones.
-    """
+def to_flags(settings: BaseModel) -> list[str]:
+    """The command-line words that build ``settings`` again: the argument first, then each flag off its default."""
     words: list[str] = []
-    for name, field in type(settings).model_fields.items():
-        value = getattr(settings, name)
-        if name == _ARGUMENT:
+    for setting in settings_of(type(settings)):
+        value: Any = reduce(getattr, setting.path, settings)
+        if setting.is_argument:
             words.insert(0, str(value))
-        elif value == field.get_default(call_default_factory=True):
+        elif value == setting.default:
             continue
-        elif isinstance(value, BaseModel):
-            words += to_flags(value, name)
-        elif name in _REPEATED:
-            for item in value:
-                words += [flag_of(name), item if isinstance(item, str) else pairs_text(item)]
+        elif value is True:
+            words.append(setting.flag)
         else:
-            words += [flag_of(name, section)] if value is True else [flag_of(name, section), str(value)]
+            for item in value if isinstance(value, tuple) else (value,):
+                words += [setting.flag, pairs_text(item) if isinstance(item, BaseModel) else str(item)]
     return words
 
 
@@ -96,6 +160,15 @@ def parse_pairs(text: str, flag: str) -> dict[str, str]:
     return pairs
 
 
+def _shown(field: FieldInfo) -> Flag:
+    return next((item for item in field.metadata if isinstance(item, Flag)), Flag())
+
+
+def _nested(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
 def _describe(item: Any, kind: type[BaseModel], flag: str) -> str:
     """One line for one entry of ``ValidationError.errors()`` of ``kind``."""
     message = _words(item)
@@ -109,12 +182,9 @@ def _describe(item: Any, kind: type[BaseModel], flag: str) -> str:
         message += f", got {item['input']!r}"
     if flag:
         return f"{flag} {path[0]}: {message}"
-    if path[0] in _PREFIXES:
-        # A rule about two nested fields names them itself.
-        return f"{flag_of(path[1], path[0])}: {message}" if len(path) > 1 else f"--{_PREFIXES[path[0]]}...: {message}"
-    if path[0] in _REPEATED and len(path) > 2:
-        return f"{flag_of(path[0])} {path[2]}: {message}"
-    return f"{flag_of(path[0])}: {message}"
+    # Of a repeated flag: its number, and the key of the pair.
+    is_pair = len(path) > 2
+    return f"{flag_of(kind, *path[: 1 if is_pair else None])}{f' {path[2]}' if is_pair else ''}: {message}"
 
 
 def _words(item: Any) -> str:

@@ -6,13 +6,16 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from foretoken.config import build, parse_pairs
+from foretoken.config import Settings, build, parse_pairs
 from foretoken.errors import ConfigError
 from foretoken.limits import DRAFTER_CHOICES, MAX_DRAFTERS, NAME_RULE, is_name
 
 FLAG = "--drafter"
+# In any case, as a flag takes them.
+ALGORITHM_NAMES = ("NGRAM", "EAGLE", "EAGLE2", "EAGLE3", "MTP", "NEXTN", "STANDALONE")
+_ALIASES = {"EAGLE2": "EAGLE", "NEXTN": "MTP"}
 _WITH_A_MODEL = ("EAGLE", "EAGLE3", "STANDALONE")
 _HEADS = ("EAGLE", "EAGLE3", "MTP")
 # Keys that say which drafter it is and where it runs; the others are for some algorithms only.
@@ -27,31 +30,30 @@ def _check_name(name: str) -> str:
     return name
 
 
+def algorithm_of(name: Any) -> Any:
+    """An algorithm by its own name or an alias, in any case: EAGLE2 has EAGLE's weights, NEXTN is MTP."""
+    return _ALIASES.get(name.upper(), name.upper()) if isinstance(name, str) else name
+
+
 DrafterName = Annotated[str, AfterValidator(_check_name)]
+Algorithm = Annotated[Literal["NGRAM", "EAGLE", "EAGLE3", "MTP", "STANDALONE"], BeforeValidator(algorithm_of)]
+DrafterThreads = Annotated[int, Field(ge=0, le=1024, description="Threads of the draft model; 0: one.")]
 
 
-class DrafterSpec(BaseModel):
+class DrafterSpec(Settings):
     """One drafter by its kind."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     name: DrafterName
-    algorithm: Literal["NGRAM", "EAGLE", "EAGLE3", "MTP", "STANDALONE"]
+    algorithm: Algorithm
     # Folder of a head or draft model, or its id on the hub.
     model: str | None = Field(default=None, min_length=1)
     # Target ids that a head may draft.
     token_map: Path | None = None
-    # Threads of its forward pass; 0: one.
-    threads: int = Field(default=0, ge=0, le=1024)
+    threads: DrafterThreads = 0
     # At a temperature, whether it drafts by the sampler's noise.
     coupled_noise: bool = True
     # Where ``foretoken serve`` runs it; None: as --drafter-placement says.
     placement: Literal["process", "in-process"] | None = None
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _alias(cls, value: Any) -> Any:
-        return algorithm_of(value) if isinstance(value, str) else value
 
 
 def misfit(algorithm: str, given: Collection[str]) -> tuple[str, str] | None:
@@ -68,11 +70,6 @@ def misfit(algorithm: str, given: Collection[str]) -> tuple[str, str] | None:
     if algorithm == "NGRAM" and given:
         return min(given), "has no effect on a drafter of algorithm NGRAM"
     return None
-
-
-def algorithm_of(name: str) -> str:
-    """An algorithm by its own name or an alias, in any case: EAGLE2 has EAGLE's weights, NEXTN is MTP."""
-    return {"EAGLE2": "EAGLE", "NEXTN": "MTP"}.get(name.upper(), name.upper())
 
 
 def parse_spec(text: str) -> DrafterSpec:

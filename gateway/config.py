@@ -3,57 +3,73 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from foretoken.address import Address
+from foretoken.common_settings import ServedModelSettings
+from foretoken.config import Flag
 from foretoken.errors import ConfigError
 from foretoken.limits import MAX_ATTEMPTS
 
 MIN_KEY_CHARS = 16
 
 
-class GatewaySettings(BaseModel):
+class GatewaySettings(ServedModelSettings):
     """Settings of one gateway process."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    # Folder that holds the tokenizer.
-    model: Path
-    served_model_name: str
-    # unix:/path or host:port, each.
-    verifiers: tuple[Address, ...] = Field(min_length=1)
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
-    grpc_port: int = Field(default=50051, ge=1, le=65535)
-    # Jinja file that replaces the tokenizer's own chat template.
-    chat_template: Path | None = None
-    request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
-    # Resumes of one output that verifiers may accept before a further loss is an error.
-    resume_attempts: int = Field(default=3, ge=0, le=MAX_ATTEMPTS)
-    # Seconds that a new request waits while no verifier is up, before it gets 503.
-    verifier_wait_s: float = Field(default=30.0, ge=0, le=86_400)
-    # metrics.speculative_decoding in responses.
-    speculative_metrics: Literal["none", "summary", "detailed"] = "summary"
-    # Requests that run or wait at once in one process, all protocols together.
-    max_concurrent_requests: int = Field(default=512, ge=1, le=65536)
-    # Seconds that a client may take nothing of what waits for it, before its connection is cut.
-    client_timeout_s: float = Field(default=90.0, gt=0, le=86_400)
-    # Seconds that running streams may go on after SIGTERM.
-    drain_timeout_s: float = Field(default=20.0, ge=0)
-    # Processes that share the ports.
-    gateway_workers: int = Field(default=1, ge=1, le=64)
-    # Where a worker process hands its counts to its parent; None: this process is no worker.
-    worker_socket: Path | None = None
-    # Where its supervisor asks when the event loop last turned; None: nobody asks.
-    liveness_socket: Path | None = None
-    # Show metrics that vLLM has too under its names as well.
-    vllm_metric_names: bool = False
-    # File that holds the key of the operator's endpoints; None: there are no such endpoints.
-    admin_api_key_file: Path | None = None
-    # http://host:port of an OpenTelemetry collector (OTLP over gRPC); None: no spans.
-    otlp_traces_endpoint: str | None = None
+    verifiers: Annotated[tuple[Address, ...], Flag("--verifier", metavar="ADDRESS")] = Field(
+        min_length=1, description="Where a verifier listens: unix:/path or host:port; may be given several times."
+    )
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=1, le=65535, description="Port of the OpenAI-compatible REST API.")
+    grpc_port: int = Field(default=50051, ge=1, le=65535, description="Port of the public gRPC API.")
+    chat_template: Annotated[Path | None, Flag(metavar="FILE", unset="the tokenizer's")] = Field(
+        default=None, description="Jinja file that replaces the tokenizer's chat template."
+    )
+    request_timeout_s: Annotated[float, Flag("--request-timeout")] = Field(
+        default=600.0, gt=0, le=86_400, description="Seconds that a request may take."
+    )
+    resume_attempts: int = Field(
+        default=3,
+        ge=0,
+        le=MAX_ATTEMPTS,
+        description="Times that a stream may lose its verifier and go on at another or its successor.",
+    )
+    verifier_wait_s: Annotated[float, Flag("--verifier-wait")] = Field(
+        default=30.0, ge=0, le=86_400, description="Seconds that a new request waits while no verifier is up; then 503."
+    )
+    # metrics.speculative_decoding.
+    speculative_metrics: Literal["none", "summary", "detailed"] = Field(
+        default="summary", description="Figures of speculation in responses."
+    )
+    # All protocols together.
+    max_concurrent_requests: int = Field(
+        default=512,
+        ge=1,
+        le=65536,
+        description="Requests of one gateway process that run or wait; one more gets 429.",
+    )
+    client_timeout_s: Annotated[float, Flag("--client-timeout")] = Field(
+        default=90.0,
+        gt=0,
+        le=86_400,
+        description="Seconds that a client may read nothing of what waits for it; then it is cut.",
+    )
+    gateway_workers: int = Field(default=1, ge=1, le=64, description="Gateway processes that share the ports.")
+    worker_socket: Annotated[Path | None, Flag(hidden=True)] = Field(
+        default=None, description="Where a worker process hands its counts to its parent."
+    )
+    liveness_socket: Annotated[Path | None, Flag(hidden=True)] = Field(
+        default=None, description="Where its supervisor asks when the event loop last turned."
+    )
+    vllm_metric_names: bool = Field(
+        default=False, description="Metrics that vLLM has too appear under its names as well."
+    )
+    admin_api_key_file: Annotated[
+        Path | None, Flag(metavar="PATH", env="FORETOKEN_ADMIN_API_KEY_FILE", unset="none: no such endpoints")
+    ] = Field(default=None, description="Key of the operator's endpoints, /v1/corpora and /v1/drafters.")
 
     @field_validator("verifiers")
     @classmethod

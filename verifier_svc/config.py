@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from foretoken.address import Address
+from foretoken.common_settings import ComputeSettings, ListenAddress, ServedModelSettings
+from foretoken.config import Flag, Settings, flag_of
 from foretoken.drafter_spec import DrafterName
 from foretoken.errors import ConfigError
 
@@ -16,67 +16,80 @@ Transport = Literal["auto", "shared-memory", "grpc"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 
-class DrafterEndpoint(BaseModel):
+class DrafterEndpoint(Settings):
     """A drafter that this verifier was configured with. It may be down at any time."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     name: DrafterName
-    # unix:/path or host:port. A Unix socket means the same host: the arena is used.
+    # A Unix socket means the same host: the arena is used.
     address: Address
     transport: Transport = "auto"
 
 
-class VerifierSettings(BaseModel):
+class VerifierSettings(ServedModelSettings, ComputeSettings):
     """Settings of one verifier process."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: Path
-    served_model_name: str
-    # unix:/path or host:port.
-    address: Address
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # strict: a row's logits have the same bits in any batch; auto: strict on a CPU, fast on a GPU.
-    numerics: Literal["auto", "strict", "fast"] = "auto"
-    # Of the target on a GPU. flashinfer: of every pass, none of which then is a graph or runs ahead of the host; auto:
-    # of long prompts' passes where it can be had, all others by Triton.
-    attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
-    # Threads of the forward pass; 0: one per core but one, which is left to the other services.
-    threads: int = Field(default=0, ge=0, le=256)
-    # Tokens of context; 0: what the checkpoint says.
-    context_length: int = Field(default=0, ge=0)
-    block_size: int = Field(default=16, ge=1, le=1024)
-    # KV capacity in tokens; 0: planned from memory.
-    max_total_tokens: int = Field(default=0, ge=0)
-    # Share of a GPU's free memory for weights, cache and buffers.
-    mem_fraction_static: float = Field(default=0.8, gt=0, le=1)
-    # Launch every kernel by itself.
-    disable_cuda_graph: bool = False
-    # Launch no step before the host has read the one before.
-    disable_overlap_schedule: bool = False
-    max_running_requests: int = Field(default=64, ge=1, le=1024)
-    max_queued_requests: int = Field(default=256, ge=1, le=65536)
-    chunked_prefill_size: int = Field(default=512, ge=1, le=65536)
-    disable_radix_cache: bool = False
-    # Nodes of one tree at most, the root counted.
-    speculative_num_draft_tokens: int = Field(default=8, ge=1, le=256)
-    # Levels of a draft model's trees: as many as pay where it is 0, else exactly so many, whatever less would save.
-    speculative_num_steps: int = Field(default=0, ge=0, le=64)
-    # Children of one node in a draft model's tree.
-    speculative_eagle_topk: int = Field(default=4, ge=1, le=64)
-    # More running rows than this: true plain decode. 0: never.
-    speculative_max_batch_size: int = Field(default=0, ge=0)
-    drafters: tuple[DrafterEndpoint, ...] = ()
-    # For benchmarks: tokens of a step that has a draft, on average, whatever was sampled. None: what was sampled.
-    simulate_accept_length: float | None = Field(default=None, ge=1, le=256)
-    # Milliseconds that a step waits for a draft before it goes on without.
-    draft_timeout_ms: int = Field(default=200, ge=1, le=60_000)
-    # Seconds that running sequences may go on after SIGTERM.
-    drain_timeout_s: float = Field(default=20.0, ge=0)
-    # http://host:port of an OpenTelemetry collector (OTLP over gRPC); None: no spans.
-    otlp_traces_endpoint: str | None = None
+    address: ListenAddress
+    # strict: a row's logits have the same bits in any batch.
+    numerics: Literal["auto", "strict", "fast"] = Field(
+        default="auto",
+        description="strict: the text never depends on what else runs, drafts included; fast: on a GPU near-ties may "
+        "turn. auto is strict on a CPU, fast on a GPU.",
+    )
+    # flashinfer: of every pass, none of which then is a graph or runs ahead of the host.
+    attention_backend: Literal["auto", "triton", "flashinfer"] = Field(
+        default="auto",
+        description="The target's attention on a GPU; flashinfer plans every step on the host. auto: FlashInfer for "
+        "prompts where it is installed and --chunked-prefill-size is 2048 or more, else Triton.",
+    )
+    threads: int = Field(default=0, ge=0, le=256, description="Threads of the forward pass; 0: one per core but one.")
+    context_length: int = Field(default=0, ge=0, description="Tokens of context; 0: what the checkpoint says.")
+    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens of one KV block.")
+    max_total_tokens: int = Field(default=0, ge=0, description="KV cache in tokens; 0: planned from memory.")
+    mem_fraction_static: float = Field(
+        default=0.8,
+        gt=0,
+        le=1,
+        description="Share of the GPU's free memory that weights, cache and buffers may take; drafters need some of "
+        "the rest.",
+    )
+    disable_overlap_schedule: bool = Field(
+        default=False, description="On a GPU, launch no step before the host has read the one before."
+    )
+    max_running_requests: int = Field(default=64, ge=1, le=1024, description="Sequences that run at once.")
+    max_queued_requests: int = Field(
+        default=256, ge=1, le=65536, description="Requests that may wait; one more gets 429."
+    )
+    chunked_prefill_size: int = Field(default=512, ge=1, le=65536, description="Prompt tokens of one step.")
+    disable_radix_cache: bool = Field(default=False, description="Compute every prompt in full: no prefix cache.")
+    speculative_num_draft_tokens: int = Field(
+        default=8, ge=1, le=256, description="Nodes of one draft tree at most, the root counted."
+    )
+    speculative_num_steps: int = Field(
+        default=0, ge=0, le=64, description="Levels of a draft model's trees, exactly; 0: as many as pay."
+    )
+    speculative_eagle_topk: int = Field(
+        default=4, ge=1, le=64, description="Children of one node in a draft model's trees at most."
+    )
+    speculative_max_batch_size: int = Field(
+        default=0, ge=0, description="With more running rows than this, plain decode; 0: never."
+    )
+    drafters: Annotated[
+        tuple[DrafterEndpoint, ...],
+        Flag("--drafter", metavar="name=NAME,address=ADDRESS[,transport=auto|shared-memory|grpc]", unset="none"),
+    ] = Field(
+        default=(),
+        description="A drafter to attach to, or name=NAME,algorithm=ALGORITHM[,model=MODEL]: one to hold in this "
+        "process; may be given several times.",
+    )
+    simulate_accept_length: Annotated[float | None, Flag(metavar="TOKENS", unset="what the model accepts")] = Field(
+        default=None,
+        ge=1,
+        le=256,
+        description="For benchmarks only: a step with a draft gives so many tokens on average, which mean nothing.",
+    )
+    draft_timeout_ms: int = Field(
+        default=200, ge=1, le=60_000, description="Milliseconds that a step waits for a draft."
+    )
 
     @field_validator("simulate_accept_length")
     @classmethod
@@ -88,17 +101,13 @@ class VerifierSettings(BaseModel):
         return length
 
 
-def refuse_gpu_flags(values: Mapping[str, Any]) -> None:
-    """``values``: of VerifierSettings' fields where models run on the CPU; None: not given.
-
-    A flag without effect is a mistake that the user should know of: raises ConfigError.
-    """
-    for field in ("mem_fraction_static", "disable_cuda_graph", "disable_overlap_schedule", "attention_backend"):
-        if values[field] not in (None, VerifierSettings.model_fields[field].default):
-            raise ConfigError(
-                f"--{field.replace('_', '-')} has an effect on a GPU only, and models run on the CPU here"
-            )
-    if values["numerics"] == "fast":
+def refuse_gpu_flags(settings: VerifierSettings) -> None:
+    """Raise ConfigError for a setting that has no effect where models run on the CPU."""
+    for name in ("mem_fraction_static", "disable_cuda_graph", "disable_overlap_schedule", "attention_backend"):
+        if getattr(settings, name) != VerifierSettings.model_fields[name].default:
+            flag = flag_of(VerifierSettings, name)
+            raise ConfigError(f"{flag} has an effect on a GPU only, and models run on the CPU here")
+    if settings.numerics == "fast":
         raise ConfigError(
             "--numerics fast has an effect on a GPU only: on a CPU no kernels are faster than strict ones"
         )

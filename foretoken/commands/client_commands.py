@@ -6,17 +6,27 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from foretoken import flags
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Give ``app`` the commands of this module."""
-    app.command()(probe)
-    app.command()(complete)
+DEFAULT_URL = "http://127.0.0.1:8000"
+url_option = click.option(
+    "--url",
+    envvar="FORETOKEN_URL",
+    show_envvar=True,
+    default=DEFAULT_URL,
+    show_default=True,
+    help="Where the gateway answers.",
+)
+operator_key_option = click.option(
+    "--admin-api-key-file",
+    "key_file",
+    type=click.Path(path_type=Path),
+    required=True,
+    envvar="FORETOKEN_ADMIN_API_KEY_FILE",
+    show_envvar=True,
+    help="The operator's key.",
+)
 
 
 def say(line: str) -> None:
@@ -30,15 +40,16 @@ def program() -> str:
     return shlex.quote(sys.argv[0]) if called.name == "foretoken" else "foretoken"
 
 
-def probe(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="unix:/path or host:port of a gRPC server.")],
-    service: Annotated[
-        str,
-        typer.Option(
-            help="Full name of a service: is it ready?", show_default="none: does the server answer?", metavar="NAME"
-        ),
-    ] = "",
-) -> None:
+@click.command()
+@click.argument("address", metavar="ADDRESS", help="unix:/path or host:port of a gRPC server.")
+@click.option(
+    "--service",
+    metavar="NAME",
+    default="",
+    show_default="none: does the server answer?",
+    help="Full name of a service: is it ready?",
+)
+def probe(address: str, service: str) -> None:
     """Exit with status 0 if a service is ready, as grpc.health.v1 at ADDRESS says, else with 1."""
     import asyncio
 
@@ -53,17 +64,25 @@ def probe(
 
     if not asyncio.run(ask()):
         say(f"{service or 'the server'} at {address} is not serving")
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
+@click.command()
+@click.argument("prompt", metavar="PROMPT", help="Text to go on from; -: what comes on standard input.")
+@url_option
+@click.option("--max-tokens", default=128, show_default=True, help="Tokens to write at most.")
+@click.option("--temperature", type=float, show_default="the server's", help="0 is greedy.")
+@click.option("--seed", type=int, show_default="random", help="For the same text again.")
+@click.option("--no-speculation", is_flag=True, help="Plain decode for this request.")
+@click.option("--drafter", show_default="the server's", help="Name of the drafter.")
 def complete(
-    prompt: Annotated[str, typer.Argument(help="Text to go on from; -: what comes on standard input.")],
-    url: flags.Url = flags.DEFAULT_URL,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the server's")] = None,
-    seed: Annotated[int | None, typer.Option(help="For the same text again.", show_default="random")] = None,
-    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Plain decode for this request.")] = False,
-    drafter: Annotated[str | None, typer.Option(help="Name of the drafter.", show_default="the server's")] = None,
+    prompt: str,
+    url: str,
+    max_tokens: int,
+    temperature: float | None,
+    seed: int | None,
+    no_speculation: bool,
+    drafter: str | None,
 ) -> None:
     """Stream a completion in the terminal; accepted draft tokens are green."""
     from foretoken.commands.complete import CompletionOptions, dim
@@ -87,3 +106,6 @@ def complete(
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+COMMANDS = (probe, complete)

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
-from foretoken import flags
+from foretoken.commands.client_commands import operator_key_option, url_option
 
 if TYPE_CHECKING:
     from foretoken.commands.corpus_client import CorpusClient, CorpusOf
 
-app = typer.Typer(help="Texts that n-gram drafters draft from, changed while the server runs.", no_args_is_help=True)
+name_argument = click.argument("name", metavar="NAME", help="Name of the corpus.")
+drafter_option = click.option("--drafter", default="", show_default="the first", help="Name of a drafter.")
 
-Name = Annotated[str, typer.Argument(help="Name of the corpus.")]
-Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="Text files, or folders of them.")]
-Append = Annotated[bool, typer.Option("--append", help="Keep what the corpus holds already.")]
-DrafterName = Annotated[str, typer.Option("--drafter", help="Name of a drafter.", show_default="the first")]
-OneDrafter = Annotated[str, typer.Option("--drafter", help="Name of a drafter.", show_default="all")]
+
+@click.group("corpus")
+def app() -> None:
+    """Texts that n-gram drafters draft from, changed while the server runs."""
 
 
 @app.command()
-def add(
-    name: Name,
-    paths: Paths,
-    key_file: flags.OperatorKeyFile,
-    url: flags.Url = flags.DEFAULT_URL,
-    drafter: DrafterName = "",
-    append: Append = False,
-) -> None:
+@name_argument
+@click.argument(
+    "paths",
+    metavar="PATH...",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Text files, or folders of them.",
+)
+@operator_key_option
+@url_option
+@drafter_option
+@click.option("--append", is_flag=True, help="Keep what the corpus holds already.")
+def add(name: str, paths: tuple[Path, ...], key_file: Path, url: str, drafter: str, append: bool) -> None:
     """Draft from files from now on."""
     from foretoken.commands.corpus_client import texts_of
     from foretoken.errors import ConfigError
@@ -42,7 +48,10 @@ def add(
 
 
 @app.command("list")
-def list_corpora(key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT_URL, drafter: OneDrafter = "") -> None:
+@operator_key_option
+@url_option
+@click.option("--drafter", default="", show_default="all", help="Name of a drafter.")
+def list_corpora(key_file: Path, url: str, drafter: str) -> None:
     """Names and tokens of all corpora, and whose they are."""
     with _client(url, key_file, drafter) as client:
         for info in client.list():
@@ -50,9 +59,11 @@ def list_corpora(key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT
 
 
 @app.command()
-def remove(
-    name: Name, key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT_URL, drafter: DrafterName = ""
-) -> None:
+@name_argument
+@operator_key_option
+@url_option
+@drafter_option
+def remove(name: str, key_file: Path, url: str, drafter: str) -> None:
     """Draft from a corpus no more."""
     with _client(url, key_file, drafter) as client:
         client.remove(name)

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
-from foretoken import flags
-from foretoken.commands.client_commands import program, say
+from foretoken.commands.client_commands import operator_key_option, program, say, url_option
 
 if TYPE_CHECKING:
     from foretoken.commands.drafters_client import DrafterOf, DraftersClient
 
-app = typer.Typer(help="Drafters of a running server: attached and detached while it serves.", no_args_is_help=True)
-
 # Exit status of an ``attach`` that the server took, but that nothing has answered yet: neither success nor a refusal.
 NOT_ATTACHED_YET = 3
 
-Name = Annotated[str, typer.Argument(help="Name of the drafter.")]
-Address = Annotated[str, typer.Argument(help="Where it serves, as its verifier reaches it: unix:/path or host:port.")]
-Transport = Annotated[
-    Literal["auto", "shared-memory", "grpc"], typer.Option(help="How drafts travel; auto: by the kind of address.")
-]
-Verifier = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="One verifier, as the gateway calls it.", show_default="all")
-]
+name_argument = click.argument("name", metavar="NAME", help="Name of the drafter.")
+verifier_option = click.option(
+    "--verifier", metavar="ADDRESS", default="", show_default="all", help="One verifier, as the gateway calls it."
+)
+
+
+@click.group("drafters")
+def app() -> None:
+    """Drafters of a running server: attached and detached while it serves."""
 
 
 @app.command("list")
-def list_drafters(
-    key_file: flags.OperatorKeyFile,
-    url: flags.Url = flags.DEFAULT_URL,
-    verifier: Verifier = "",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: a list of objects.")] = False,
-) -> None:
+@operator_key_option
+@url_option
+@verifier_option
+@click.option("--json", "as_json", is_flag=True, help="For programs: a list of objects.")
+def list_drafters(key_file: Path, url: str, verifier: str, as_json: bool) -> None:
     """Drafters of all verifiers, the detached ones too."""
     with _client(url, key_file) as client:
         drafters = client.list(verifier)
@@ -47,14 +45,21 @@ def list_drafters(
 
 
 @app.command()
-def attach(
-    name: Name,
-    address: Address,
-    key_file: flags.OperatorKeyFile,
-    url: flags.Url = flags.DEFAULT_URL,
-    transport: Transport = "auto",
-    verifier: Verifier = "",
-) -> None:
+@name_argument
+@click.argument(
+    "address", metavar="ADDRESS", help="Where it serves, as its verifier reaches it: unix:/path or host:port."
+)
+@operator_key_option
+@url_option
+@click.option(
+    "--transport",
+    type=click.Choice(("auto", "shared-memory", "grpc")),
+    default="auto",
+    show_default=True,
+    help="How drafts travel; auto: by the kind of address.",
+)
+@verifier_option
+def attach(name: str, address: str, key_file: Path, url: str, transport: str, verifier: str) -> None:
     """Attach a drafter that runs; requests may name it from now on. Prints what became of it.
 
     Exits with status 0 where it is attached to every verifier that was asked, with 3 where it is not yet: the server
@@ -70,13 +75,15 @@ def attach(
             f"{name} is known to the server but not attached yet: it is tried again until it is; {program()} "
             f"drafters list {there} says how it stands, {program()} drafters detach {name} {there} gives it up"
         )
-        raise typer.Exit(NOT_ATTACHED_YET)
+        sys.exit(NOT_ATTACHED_YET)
 
 
 @app.command()
-def detach(
-    name: Name, key_file: flags.OperatorKeyFile, url: flags.Url = flags.DEFAULT_URL, verifier: Verifier = ""
-) -> None:
+@name_argument
+@operator_key_option
+@url_option
+@verifier_option
+def detach(name: str, key_file: Path, url: str, verifier: str) -> None:
     """Do without a drafter; running requests go on."""
     with _client(url, key_file) as client:
         client.detach(name, verifier)

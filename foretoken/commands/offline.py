@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 _GIB = 1024**3
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Give ``app`` the commands of this module."""
-    # The trainer reads its own flags, --help among them: it also runs where nothing of the command line is installed.
-    untouched = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    app.command(context_settings=untouched)(train)
-    app.command()(convert)
-
-
-def train(context: typer.Context) -> None:
+# The trainer reads its own flags, --help among them: it also runs where nothing of the command line is installed.
+@click.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@click.pass_context
+def train(context: click.Context) -> None:
     """Train a drafter (EAGLE3, EAGLE2, STANDALONE) for a target on a folder of text."""
     from foretoken.train.__main__ import run
 
     run(context.args, "foretoken train")
 
 
-def convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="Folder with a .bin or .pt checkpoint, or one such file.")
-    ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="New folder, or .safetensors file for a file.")],
-    max_gib: Annotated[float, typer.Option(help="A file, or its tensors, larger than this is refused.")] = 32.0,
-    timeout: Annotated[int, typer.Option(help="Seconds that reading one file may take.")] = 600,
-) -> None:
+@click.command()
+@click.argument(
+    "source", metavar="SRC", type=click.Path(path_type=Path), help="Folder with a .bin or .pt checkpoint, or one file."
+)
+@click.argument(
+    "destination",
+    metavar="DST",
+    type=click.Path(path_type=Path),
+    help="New folder, or .safetensors file for a file.",
+)
+@click.option("--max-gib", default=32.0, show_default=True, help="A file, or its tensors, larger than this is refused.")
+@click.option("--timeout", default=600, show_default=True, help="Seconds that reading one file may take.")
+def convert(source: Path, destination: Path, max_gib: float, timeout: int) -> None:
     """Convert pickled checkpoints and FR-Spec token maps to safetensors; code in them is refused, never run."""
     from foretoken.commands.convert import ConvertLimits
     from foretoken.commands.convert import convert as run
@@ -42,3 +41,6 @@ def convert(
         raise ConfigError("--max-gib and --timeout must be more than 0")
     for file in run(source, destination, ConvertLimits(max_bytes=int(max_gib * _GIB), timeout_s=timeout)):
         print(file)
+
+
+COMMANDS = (train, convert)

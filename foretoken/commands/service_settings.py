@@ -1,33 +1,161 @@
-"""Each service's settings, from the flags of the command that starts it; and what is known to be wrong before that.
+"""Each service's settings, from what the user gave the command that starts it; checked before anything starts.
 
-A command's parameters bear the names of the settings' fields, which is how ``context.params`` becomes settings. Raises
-ConfigError and CheckpointError that name the flag.
+Raises ConfigError and CheckpointError that name the flag.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
-import typer
+from pydantic import Field
 
-if TYPE_CHECKING:
-    from drafter_svc.config import DrafterSettings
-    from foretoken.drafter_spec import DrafterSpec
-    from gateway.config import GatewaySettings
-    from verifier_svc.config import VerifierSettings
+from drafter_svc.config import DrafterSettings, NgramFlags, NgramSettings
+from foretoken import hub
+from foretoken.commands.settings_command import Given
+from foretoken.config import Flag, Setting, Settings, at_fault, build, flag_of, parse_pairs, settings_of
+from foretoken.drafter_spec import (
+    ALGORITHM_NAMES,
+    DrafterSpec,
+    algorithm_of,
+    check_together,
+    parse_spec,
+    spec_text,
+)
+from foretoken.errors import CheckpointError, ConfigError
+from gateway.config import GatewaySettings, read_chat_template
+from verifier_svc.config import DrafterEndpoint, VerifierSettings, refuse_gpu_flags
 
-_NGRAM_PREFIX = "ngram_"
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], Field(description="Log lines from this level up go to stderr.")
+]
+DryRun = Annotated[bool, Field(description="Print the memory plan and start nothing.")]
 
 
-def gateway_settings(
-    context: typer.Context, checkpoint: dict[str, Any], verifiers: list[str], **more: float
-) -> GatewaySettings:
-    from foretoken.config import build
-    from gateway.config import GatewaySettings, read_chat_template
+class LogOptions(Settings):
+    """What every command that starts a service takes beside the service's settings."""
 
-    given = given_flags(context, GatewaySettings) | checkpoint | {"verifiers": verifiers} | more
-    settings = build(GatewaySettings, given)
+    log_level: LogLevel = "info"
+
+
+class GatewayOptions(LogOptions):
+    revision: Annotated[str | None, Flag(unset="main")] = Field(
+        default=None, description="Branch, tag or commit on the hub."
+    )
+
+
+class VerifierOptions(GatewayOptions):
+    """``ngram`` is for drafters that the verifier's process holds."""
+
+    ngram: NgramFlags = NgramSettings()
+    dry_run: DryRun = False
+
+
+class ServeOptions(GatewayOptions):
+    log_level: LogLevel = "warning"
+    speculative_algorithm: Annotated[str | None, Flag(choices=(*ALGORITHM_NAMES, "NONE"), unset="NGRAM")] = Field(
+        default=None, description="Drafter to start; NONE: plain decode."
+    )
+    drafters: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--drafter",
+            metavar="name=NAME,algorithm=ALGORITHM[,model=MODEL][,token_map=FILE][,threads=N][,coupled_noise=false]"
+            "[,placement=process|in-process]",
+            unset="none",
+        ),
+    ] = Field(
+        default=(),
+        description="A drafter to start, instead of --speculative-algorithm; may be given several times.",
+    )
+    drafter_placement: Literal["process", "in-process"] = Field(
+        default="process",
+        description="A process of its own, or inside the verifier: no hand-over and no isolation. Of drafters that do "
+        "not say it themselves.",
+    )
+    mps: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="NVIDIA's multi-process service for verifier and drafters on one GPU; auto: where it is of use and "
+        "can be had. off isolates their faults, and costs time at each step.",
+    )
+    dry_run: DryRun = False
+
+
+# The settings classes of each command; of two fields with one name the later counts.
+COMMANDS: dict[str, tuple[type[Settings], ...]] = {
+    "serve": (GatewaySettings, DrafterSettings, VerifierSettings, ServeOptions),
+    "gateway": (GatewaySettings, GatewayOptions),
+    "verifier": (VerifierSettings, VerifierOptions),
+    "drafter": (DrafterSettings, LogOptions),
+}
+# What ``serve`` decides itself, or leaves to who starts the services one by one.
+_NOT_OF_SERVE = {
+    *("verifiers", "speculative_metrics", "max_concurrent_requests", "drain_timeout_s"),
+    *("worker_socket", "liveness_socket"),
+    *("address", "draft_timeout_ms", "name", "algorithm", "target", "disable_coupled_noise"),
+}
+
+
+@dataclass(frozen=True)
+class StackSettings:
+    """Settings of all services that ``foretoken serve`` starts."""
+
+    options: ServeOptions
+    gateway: GatewaySettings
+    verifier: VerifierSettings
+    drafters: list[tuple[DrafterSpec, DrafterSettings]]
+
+    def is_inside(self, spec: DrafterSpec) -> bool:
+        """Whether a drafter runs in the verifier's process."""
+        return _is_inside(spec, self.options)
+
+
+def settings_of_command(command: str) -> Iterable[Setting]:
+    """All settings that a command takes."""
+    found = {setting.path: setting for kind in COMMANDS[command] for setting in settings_of(kind)}
+    left_out = _NOT_OF_SERVE if command == "serve" else set()
+    return [setting for path, setting in found.items() if path[0] not in left_out]
+
+
+def stack_settings(given: Given, folder: Path) -> StackSettings:
+    """Return the settings of a stack whose sockets are in ``folder``, checked. Hub ids are downloaded last."""
+    from foretoken import stack
+    from foretoken.tracing import check_endpoint
+
+    options = given.settings(ServeOptions)
+    address = f"unix:{folder}/verifier.sock"
+    gateway = gateway_settings(given, verifiers=[address], drain_timeout_s=stack.GATEWAY_DRAIN_S)
+    verifier = verifier_settings(given, address=address, drafters=[])
+    check_endpoint(gateway.otlp_traces_endpoint)
+    stack.check_ports(gateway.host, gateway.port, gateway.grpc_port, are_free=not options.dry_run)
+    _check_device(options, verifier)
+    drafters = [
+        (spec, drafter_settings(given, spec, f"unix:{folder}/drafters/{spec.name}.sock"))
+        for spec in _drafter_specs(given, options)
+    ]
+    model = {"model": find_checkpoint(given)}
+    endpoints = tuple(
+        DrafterEndpoint(name=spec.name, address=settings.address)
+        for spec, settings in drafters
+        if not _is_inside(spec, options)
+    )
+    for name in ("config.json", "tokenizer.json"):
+        if not (model["model"] / name).is_file():
+            raise CheckpointError(f"{model['model']} holds no checkpoint: there is no {name}")
+    check_drafters(given, [settings for _, settings in drafters], model["model"])
+    return StackSettings(
+        options,
+        gateway.model_copy(update=model),
+        verifier.model_copy(update=model | {"drafters": endpoints}),
+        drafters,
+    )
+
+
+def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
+    """MODEL as it was given; ``find_checkpoint`` says where it is."""
+    settings = given.settings(GatewaySettings, **(_served_name(given) | more))
     # Both are read again by the gateway: that one cannot be is known before a model is loaded.
     settings.admin_key()
     if settings.chat_template is not None:
@@ -35,101 +163,38 @@ def gateway_settings(
     return settings
 
 
-def verifier_settings(
-    context: typer.Context, checkpoint: dict[str, Any], address: str, endpoints: list[str]
-) -> VerifierSettings:
-    from foretoken.config import build, parse_pairs
-    from verifier_svc.config import VerifierSettings
-
-    drafters = [parse_pairs(text, "--drafter") for text in endpoints]
-    given = given_flags(context, VerifierSettings)
-    return build(VerifierSettings, given | checkpoint | {"address": address, "drafters": drafters})
+def verifier_settings(given: Given, **more: Any) -> VerifierSettings:
+    """MODEL as it was given; ``find_checkpoint`` says where it is."""
+    return given.settings(VerifierSettings, **(_served_name(given) | more))
 
 
-def drafter_specs(context: typer.Context) -> list[DrafterSpec]:
-    """The drafters of a stack: those of --drafter, or the one of --speculative-algorithm. Raises ConfigError.
-
-    The demo model has its own drafters if no flag names one.
-    """
-    from foretoken import hub
-    from foretoken.config import build
-    from foretoken.drafter_spec import DrafterSpec, algorithm_of, check_together, parse_spec, spec_text
-    from foretoken.errors import ConfigError
-
-    given, algorithm = context.params["drafters"], context.params["speculative_algorithm"]
-    path, token_map = (context.params[f"speculative_{name}"] for name in ("draft_model_path", "token_map"))
-    if given:
-        specs = [parse_spec(text) for text in given]
-        keys = {"algorithm": algorithm, "draft-model-path": path, "token-map": token_map}
-        if doubled := [f"--speculative-{key}" for key, value in keys.items() if value]:
-            raise ConfigError(
-                f"{', '.join(doubled)} beside --drafter, whose keys say the same: {', '.join(DrafterSpec.model_fields)}"
-            )
-    elif algorithm == "NONE":
-        specs = []
-    elif hub.is_demo(context.params["model"]) and not (algorithm or path or token_map):
-        specs = _demo_drafters(hub.demo_folder())
-    else:
-        name = algorithm_of(algorithm or "NGRAM")
-        fields = {"name": name.lower(), "algorithm": name, "model": path, "token_map": token_map}
-        specs = [build(DrafterSpec, fields)]
-    check_together([spec.name for spec in specs])
-    for spec in specs:
-        if is_inside(context, spec):
-            # As it is handed to the verifier.
-            spec_text(spec)
-    if all(spec.algorithm != "NGRAM" for spec in specs):
-        refuse_ngram_flags(context, "a drafter of --speculative-algorithm NGRAM")
-    return specs
+def drafters_of_verifier(given: Given) -> tuple[list[dict[str, str]], list[DrafterSpec]]:
+    """Drafters that a verifier attaches to, as pairs, and those that its process holds."""
+    texts = given.values.get("drafters", ())
+    held = [parse_spec(text) for text in texts if "address=" not in text]
+    if any(spec.placement is not None for spec in held):
+        raise ConfigError("--drafter: placement is for foretoken serve; what is given here runs in this process")
+    if all(spec.algorithm != "NGRAM" for spec in held):
+        _refuse_ngram_flags(given, "--drafter name=NAME,algorithm=NGRAM")
+    return [parse_pairs(text, "--drafter") for text in texts if "address=" in text], held
 
 
-def _demo_drafters(folder: Path) -> list[DrafterSpec]:
-    """The trained head in a process of its own, and n-grams inside the verifier."""
-    from foretoken.drafter_spec import DrafterSpec
-
-    token_map = folder / "token_map.safetensors"
-    return [
-        DrafterSpec(name="eagle3", algorithm="EAGLE3", model=str(folder / "eagle3"), token_map=token_map),
-        DrafterSpec(name="ngram", algorithm="NGRAM", placement="in-process"),
-    ]
-
-
-def is_inside(context: typer.Context, spec: DrafterSpec) -> bool:
-    """Whether a stack's drafter runs in the verifier's process."""
-    return bool((spec.placement or context.params["drafter_placement"]) == "in-process")
-
-
-def model_drafters(context: typer.Context) -> list[str]:
-    """Names of the drafters that run a model, on the verifier's GPU if it is on one."""
-    return [spec.name for spec in drafter_specs(context) if spec.algorithm != "NGRAM"]
-
-
-def drafter_settings(context: typer.Context, spec: DrafterSpec, address: str) -> DrafterSettings:
-    """Of one drafter that a server starts or holds. A model's hub id is downloaded."""
-    from drafter_svc.config import DrafterSettings
-    from foretoken import hub
-    from foretoken.config import at_fault, build
-
-    given: dict[str, Any] = spec.model_dump(include={"name", "algorithm", "threads"}) | {"address": address}
+def drafter_settings(given: Given, spec: DrafterSpec, address: str) -> DrafterSettings:
+    """Settings of one drafter that a server starts or holds. A model's hub id is downloaded."""
+    values: dict[str, Any] = spec.model_dump(include={"name", "algorithm", "threads"}) | {"address": address}
     if spec.model is not None:
-        with at_fault(_drafter_option(context, "model")):
-            given["speculative_draft_model_path"] = hub.resolve(spec.model).resolve()
+        with at_fault(_drafter_option(given, "model")):
+            values["speculative_draft_model_path"] = hub.resolve(spec.model).resolve()
     if spec.token_map is not None:
-        given["speculative_token_map"] = spec.token_map.resolve()
+        values["speculative_token_map"] = spec.token_map.resolve()
     if not spec.coupled_noise:
-        given["disable_coupled_noise"] = True
-    if spec.algorithm == "NGRAM":
-        given["ngram"] = given_ngram_flags(context)
-    else:
-        given["device"] = context.params["device"] or "auto"
-        given["disable_cuda_graph"] = context.params["disable_cuda_graph"]
-    return build(DrafterSettings, given)
+        values["disable_coupled_noise"] = True
+    taken = ("ngram",) if spec.algorithm == "NGRAM" else ("device", "disable_cuda_graph")
+    return build(DrafterSettings, values | {name: given.values[name] for name in taken if name in given.values})
 
 
-def check_drafters(context: typer.Context, drafters: list[DrafterSettings], target: Path) -> None:
-    """What a drafter would find in its files when it is attached, as far as it is known without reading a weight."""
-    from foretoken.config import at_fault
-
+def check_drafters(given: Given, drafters: Iterable[DrafterSettings], target: Path) -> None:
+    """Check what a drafter would find in its files when it is attached, without reading a weight."""
     for settings in drafters:
         if settings.algorithm == "NGRAM":
             continue
@@ -137,56 +202,87 @@ def check_drafters(context: typer.Context, drafters: list[DrafterSettings], targ
         from drafter_svc.checkpoint.model_folder import check_folder, check_map
 
         path, token_map = settings.speculative_draft_model_path, settings.speculative_token_map
-        with at_fault(_drafter_option(context, "algorithm" if path is None else "model")):
+        with at_fault(_drafter_option(given, "algorithm" if path is None else "model")):
             check_folder(settings.algorithm, path, target)
         if token_map is not None:
-            with at_fault(_drafter_option(context, "token_map")):
+            with at_fault(_drafter_option(given, "token_map")):
                 check_map(token_map, target, path or target)
 
 
-def _drafter_option(context: typer.Context, key: str) -> str:
+def find_checkpoint(given: Given) -> Path:
+    """The folder of MODEL, downloaded if it is a hub id."""
+    return hub.resolve(given.values["model"], given.settings(GatewayOptions).revision).resolve()
+
+
+def _served_name(given: Given) -> dict[str, str]:
+    return {"served_model_name": given.values.get("served_model_name") or hub.default_name(given.values["model"])}
+
+
+def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
+    """The drafters of a stack: those of --drafter, or the one of --speculative-algorithm.
+
+    The demo model has its own drafters if no flag names one.
+    """
+    path, token_map = (given.values.get(f"speculative_{name}") for name in ("draft_model_path", "token_map"))
+    if options.drafters:
+        specs = [parse_spec(text) for text in options.drafters]
+        keys = {"algorithm": options.speculative_algorithm, "draft-model-path": path, "token-map": token_map}
+        if doubled := [f"--speculative-{key}" for key, value in keys.items() if value]:
+            raise ConfigError(
+                f"{', '.join(doubled)} beside --drafter, whose keys say the same: {', '.join(DrafterSpec.model_fields)}"
+            )
+    elif options.speculative_algorithm == "NONE":
+        specs = []
+    elif hub.is_demo(given.values["model"]) and not (options.speculative_algorithm or path or token_map):
+        specs = _demo_drafters(hub.demo_folder())
+    else:
+        name = algorithm_of(options.speculative_algorithm or "NGRAM")
+        fields = {"name": name.lower(), "algorithm": name, "model": path, "token_map": token_map}
+        specs = [build(DrafterSpec, fields)]
+    check_together([spec.name for spec in specs])
+    for spec in specs:
+        if _is_inside(spec, options):
+            # As it is handed to the verifier.
+            spec_text(spec)
+    if all(spec.algorithm != "NGRAM" for spec in specs):
+        _refuse_ngram_flags(given, "a drafter of --speculative-algorithm NGRAM")
+    return specs
+
+
+def _demo_drafters(folder: Path) -> list[DrafterSpec]:
+    """The trained head in a process of its own, and n-grams inside the verifier."""
+    token_map = folder / "token_map.safetensors"
+    return [
+        DrafterSpec(name="eagle3", algorithm="EAGLE3", model=str(folder / "eagle3"), token_map=token_map),
+        DrafterSpec(name="ngram", algorithm="NGRAM", placement="in-process"),
+    ]
+
+
+def _is_inside(spec: DrafterSpec, options: ServeOptions) -> bool:
+    return (spec.placement or options.drafter_placement) == "in-process"
+
+
+def _drafter_option(given: Given, key: str) -> str:
     """What a drafter's key is called where it was set."""
     flags_of_keys = {"algorithm": "algorithm", "model": "draft-model-path", "token_map": "token-map"}
-    return f"--drafter {key}" if context.params["drafters"] else f"--speculative-{flags_of_keys[key]}"
+    return f"--drafter {key}" if given.values.get("drafters") else f"--speculative-{flags_of_keys[key]}"
 
 
-def given_flags(context: typer.Context, settings: Any) -> dict[str, Any]:
-    """The flags that were given and are fields of ``settings`` by name."""
-    given = {name: value for name, value in context.params.items() if value is not None}
-    return {name: value for name, value in given.items() if name in settings.model_fields}
-
-
-def given_ngram_flags(context: typer.Context) -> dict[str, Any]:
-    """The flags of the n-gram drafter that were given, by the names of its settings."""
-    return {
-        name.removeprefix(_NGRAM_PREFIX): value
-        for name, value in context.params.items()
-        if name.startswith(_NGRAM_PREFIX) and value is not None
-    }
-
-
-def refuse_ngram_flags(context: typer.Context, needed: str) -> None:
+def _refuse_ngram_flags(given: Given, needed: str) -> None:
     """A flag without effect is a mistake that the user should know of."""
-    from foretoken.config import flag_of
-    from foretoken.errors import ConfigError
-
-    for name in given_ngram_flags(context):
-        raise ConfigError(f"{flag_of(name, 'ngram')} has an effect only with {needed}")
+    for name in given.values.get("ngram", {}):
+        raise ConfigError(f"{flag_of(DrafterSettings, 'ngram', name)} has an effect only with {needed}")
 
 
-def find_checkpoint(context: typer.Context) -> dict[str, Any]:
-    """Folder and served name of MODEL, downloaded if it is a hub id."""
-    from foretoken import hub
+def _check_device(options: ServeOptions, settings: VerifierSettings) -> None:
+    """What needs no library to be known, before anything is started."""
+    from foretoken.mps import DRIVER
 
-    model = context.params["model"]
-    folder = hub.resolve(model, context.params["revision"]).resolve()
-    return {"model": folder, "served_model_name": context.params["served_model_name"] or hub.default_name(model)}
-
-
-def check_checkpoint(folder: Path) -> None:
-    """What every service would say one after the other, before any is started."""
-    from foretoken.errors import CheckpointError
-
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} holds no checkpoint: there is no {name}")
+    has_driver = DRIVER.exists()
+    if settings.device == "cuda" and not has_driver:
+        raise ConfigError("--device cuda: there is no NVIDIA GPU here, or no driver for it")
+    on_cpu = settings.device == "cpu" or not has_driver
+    if options.mps == "on" and on_cpu:
+        raise ConfigError("--mps on: models do not run on an NVIDIA GPU here")
+    if on_cpu:
+        refuse_gpu_flags(settings)

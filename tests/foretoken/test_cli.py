@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import typer
+from click.testing import CliRunner
 from pydantic import BaseModel
-from typer.testing import CliRunner
 
 from drafter_svc.config import DrafterSettings, NgramSettings
 from foretoken.cli import app

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from foretoken.cli import app
+from foretoken.cli import VLLM_NAMES, app
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.flags import VLLM_NAMES
 from foretoken.supervisor import Service
 from tests.support.command_line import DEMO, ROOT, foretoken, free_port, loaded_by, serve
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from foretoken.cli import app
 from foretoken.commands.convert import ConvertLimits, convert

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-from typer.testing import CliRunner
 
 from foretoken.cli import app
 from foretoken.errors import CheckpointError, ConfigError

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from foretoken.cli import app
 from foretoken.commands.drafters_client import DraftersClient

@@ -45,7 +45,7 @@ class LoadedTarget(TargetRunner, Protocol):
 def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
     """Where memory will go, without loading a weight. Raises ConfigError or CheckpointError."""
     if backend.kernels == "cpu":
-        refuse_gpu_flags(settings.model_dump())
+        refuse_gpu_flags(settings)
     config = load_config(settings.model)
     element = element_type(settings.dtype, backend)
     has_flashinfer = flashinfer_passes(settings, config, element, backend) != "none"

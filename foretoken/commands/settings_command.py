@@ -1,0 +1,132 @@
+"""Commands whose flags are the fields of settings classes."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+
+import click
+from click.core import ParameterSource
+
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.config import Setting, Settings
+
+    Kind = TypeVar("Kind", bound=Settings)
+
+_TYPES: dict[Any, click.ParamType[Any, Any]] = {int: click.INT, float: click.FLOAT, bool: click.BOOL}
+
+
+@dataclass(frozen=True)
+class Given:
+    """Values that the user gave: by flag, in the environment or in a config file."""
+
+    # By field; those of nested settings in a mapping of their own.
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self, kind: type[Kind], **more: Any) -> Kind:
+        """Return settings of ``kind`` from its fields that were given; ``more`` wins. Raises ConfigError."""
+        from foretoken.config import build
+
+        return build(kind, {name: self.values[name] for name in kind.model_fields if name in self.values} | more)
+
+
+class SettingsCommand(click.Command):
+    """A command that calls its function with a ``Given``.
+
+    The settings classes are imported when the command is used, so that ``foretoken --help`` stays fast.
+    """
+
+    @cached_property
+    def settings(self) -> dict[str, Setting]:
+        """The settings that the command takes, by the names of their parameters."""
+        from foretoken.commands.service_settings import settings_of_command
+
+        return {"__".join(setting.path): setting for setting in settings_of_command(str(self.name))}
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        if not self.params:
+            self.params = [_parameter(name, setting) for name, setting in self.settings.items()]
+            self.params.append(
+                click.Option(
+                    ["--config"],
+                    metavar="FILE",
+                    is_eager=True,
+                    expose_value=False,
+                    callback=self._read_file,
+                    help="TOML file of settings: names of flags without dashes; flags and environment win.",
+                )
+            )
+        return super().get_params(ctx)
+
+    def given(self, ctx: click.Context) -> Given:
+        """What the user gave of the settings, in a context whose words are parsed."""
+        values: dict[str, Any] = {}
+        for name, setting in self.settings.items():
+            if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
+                *outer, last = setting.path
+                (values.setdefault(outer[0], {}) if outer else values)[last] = ctx.params[name]
+        return Given(values)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        assert self.callback is not None
+        return ctx.invoke(self.callback, self.given(ctx))
+
+    def _read_file(self, ctx: click.Context, _: click.Parameter, file: str | None) -> None:
+        if file is None:
+            return
+        try:
+            found = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--config: cannot read {file}: {error}") from None
+        names = {setting.key: name for name, setting in self.settings.items()}
+        ctx.default_map = {}
+        for key, value in found.items():
+            if key not in names:
+                raise ConfigError(f"--config: {file}: there is no setting {key!r}")
+            is_repeated = self.settings[names[key]].is_repeated
+            if isinstance(value, dict) or isinstance(value, list) != is_repeated:
+                raise ConfigError(
+                    f"--config: {file}: {key} must be {'a list of texts' if is_repeated else 'one value'}"
+                )
+            # As a flag would say it: click would cut a fraction off where it wants a whole number.
+            ctx.default_map[names[key]] = [str(item) for item in value] if is_repeated else str(value)
+
+
+class _Capitals(click.Choice[str]):
+    """One of names in capitals, in any case."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(value.upper() if value.upper() in self.choices else value, param, ctx)
+
+
+def _parameter(name: str, setting: Setting) -> click.Parameter:
+    shown, kind = setting.shown, setting.type
+    kind_of_value: click.ParamType[Any, Any] = _TYPES.get(kind, click.STRING)
+    if shown.choices:
+        kind_of_value = _Capitals(shown.choices)
+    elif get_origin(kind) is Literal:
+        kind_of_value = click.Choice(get_args(kind))
+    text = setting.field.description
+    if setting.is_argument:
+        return click.Argument([name], metavar=setting.flag, required=setting.is_required, help=text)
+    has_default = setting.default is not None and setting.default is not False and not setting.is_repeated
+    return click.Option(
+        [setting.flag, name],
+        type=kind_of_value,
+        metavar=shown.metavar,
+        is_flag=kind is bool,
+        multiple=setting.is_repeated,
+        required=setting.is_required,
+        default=setting.default,
+        show_default=shown.unset or has_default,
+        envvar=shown.env,
+        show_envvar=shown.env is not None,
+        hidden=shown.hidden,
+        help=text,
+    )

@@ -1,0 +1,69 @@
+"""Print docs/settings.md: ``python -m foretoken.commands.settings_table``."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args, get_origin
+
+from foretoken.commands.service_settings import COMMANDS, settings_of_command
+from foretoken.config import Setting
+
+_HEAD = """# Settings
+
+Each setting of `foretoken serve`, `gateway`, `verifier` and `drafter` is a flag. It is also a key of the TOML file that
+`--config FILE` names: the flag without its dashes. A flag wins over the environment, the environment over the file, the
+file over the default. A repeated flag is a list in the file.
+
+```toml
+model = "models/demo/target"
+port = 8080
+drafter = ["name=a,algorithm=NGRAM"]
+```
+
+`make docs` writes this page from the settings classes (`config.py` of each service, `foretoken/common_settings.py`,
+`foretoken/commands/service_settings.py`).
+
+| setting | command | default | values | meaning |
+| --- | --- | --- | --- | --- |"""
+
+
+def rows() -> list[str]:
+    """One row for each setting; the same flag has several where commands give it other defaults or meanings."""
+    commands: dict[tuple[str, str, str, str], list[str]] = {}
+    for command in COMMANDS:
+        for setting in settings_of_command(command):
+            if not setting.shown.hidden:
+                commands.setdefault(_cells(setting), []).append(command)
+    return [
+        f"| `{flag}` | {', '.join(names)} | {default} | {values} | {meaning} |"
+        for (flag, default, values, meaning), names in sorted(commands.items())
+    ]
+
+
+def _cells(setting: Setting) -> tuple[str, str, str, str]:
+    meaning = f"{setting.field.description}"
+    if setting.shown.env:
+        meaning += f" Environment: `{setting.shown.env}`."
+    return setting.flag, _default(setting), _values(setting), meaning.replace("|", "\\|")
+
+
+def _default(setting: Setting) -> str:
+    if setting.is_required:
+        return "required"
+    if setting.shown.unset:
+        return setting.shown.unset
+    return "off" if setting.default is False else f"`{setting.default}`"
+
+
+def _values(setting: Setting) -> str:
+    kind = setting.type
+    choices = setting.shown.choices or (get_args(kind) if get_origin(kind) is Literal else ())
+    numbers = {int: "whole number", float: "number"}
+    if kind in numbers:
+        return " ".join((numbers[kind], setting.bounds)).strip()
+    if kind is bool:
+        return "off, on"
+    return ", ".join(choices) or (setting.shown.metavar or "text").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(_HEAD, *rows(), sep="\n")
