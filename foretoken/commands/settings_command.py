@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 import click
 from click.core import ParameterSource
 
-from foretoken.errors import ConfigError
-
 if TYPE_CHECKING:
     from foretoken.config import Setting, Settings
 
@@ -80,6 +78,8 @@ class SettingsCommand(click.Command):
     def _read_file(self, ctx: click.Context, _: click.Parameter, file: str | None) -> None:
         if file is None:
             return
+        from foretoken.errors import ConfigError
+
         try:
             found = tomllib.loads(Path(file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -91,9 +91,8 @@ class SettingsCommand(click.Command):
                 raise ConfigError(f"--config: {file}: there is no setting {key!r}")
             is_repeated = self.settings[names[key]].is_repeated
             if isinstance(value, dict) or isinstance(value, list) != is_repeated:
-                raise ConfigError(
-                    f"--config: {file}: {key} must be {'a list of texts' if is_repeated else 'one value'}"
-                )
+                raise ConfigError(f"--config: {file}: {key}: expected {'a list' if is_repeated else 'one value'}")
+
             # As a flag would say it: click would cut a fraction off where it wants a whole number.
             ctx.default_map[names[key]] = [str(item) for item in value] if is_repeated else str(value)
 
@@ -116,6 +115,8 @@ def _parameter(name: str, setting: Setting) -> click.Parameter:
     if setting.is_argument:
         return click.Argument([name], metavar=setting.flag, required=setting.is_required, help=text)
     has_default = setting.default is not None and setting.default is not False and not setting.is_repeated
+    # For click None is a value: an option with it could not be missing.
+    default = {} if setting.default is None else {"default": setting.default}
     return click.Option(
         [setting.flag, name],
         type=kind_of_value,
@@ -123,10 +124,10 @@ def _parameter(name: str, setting: Setting) -> click.Parameter:
         is_flag=kind is bool,
         multiple=setting.is_repeated,
         required=setting.is_required,
-        default=setting.default,
         show_default=shown.unset or has_default,
         envvar=shown.env,
         show_envvar=shown.env is not None,
         hidden=shown.hidden,
         help=text,
+        **default,
     )

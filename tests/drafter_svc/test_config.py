@@ -56,9 +56,9 @@ def test_settings_go_to_flags() -> None:
         disable_coupled_noise=True,
     )
     assert to_flags(settings) == [
-        *("--name", "e", "--address", "unix:/d", "--algorithm", "EAGLE"),
+        *("--dtype", "bfloat16", "--name", "e", "--address", "unix:/d", "--algorithm", "EAGLE"),
         *("--speculative-draft-model-path", "/head", "--target", "/target"),
-        *("--speculative-token-map", "/map.json", "--threads", "2", "--dtype", "bfloat16", "--disable-coupled-noise"),
+        *("--speculative-token-map", "/map.json", "--threads", "2", "--disable-coupled-noise"),
     ]
 
 

@@ -146,7 +146,7 @@ def test_what_has_an_effect_on_a_gpu_only_is_refused_before_anything_starts(
             "--drafter: placement is for foretoken serve; what is given here runs in this process",
         ),
         (("serve", ".", "--threads", "-1"), "--threads: expected at least 0, got -1"),
-        (("serve", ".", "--port", "70000"), "--port: expected 1 to 65535, got 70000"),
+        (("serve", ".", "--port", "70000"), "--port: expected at most 65535, got 70000"),
         (("serve", ".", "--port", "4001", "--grpc-port", "4001"), "--port and --grpc-port are both 4001"),
         (("serve", ".", "--request-timeout", "0"), "--request-timeout: expected more than 0.0, got 0.0"),
         (
