@@ -58,7 +58,9 @@ _OF_SOME = {
 class DrafterSettings(ComputeSettings):
     """Settings of one drafter process."""
 
-    name: DrafterName = Field(default="ngram", description="Name of this drafter in requests and metrics.")
+    name: Annotated[DrafterName, Flag(leads=True)] = Field(
+        default="ngram", description="Name of this drafter in requests and metrics."
+    )
     address: ListenAddress
     algorithm: Annotated[Algorithm, Flag(choices=ALGORITHM_NAMES)] = Field(
         default="NGRAM", description="How it drafts."

@@ -40,6 +40,8 @@ class Flag:
     # Names that the flag takes in any case, for a field that turns some of them into others.
     choices: tuple[str, ...] = ()
     hidden: bool = False
+    # Comes first among a service's words, at its default too: processes of one kind are told apart by it.
+    leads: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,12 @@ def at_fault(option: str) -> Iterator[None]:
 
 
 def to_flags(settings: BaseModel) -> list[str]:
-    """The command-line words that build ``settings`` again: the argument first, then each flag off its default."""
+    """The command-line words that build ``settings`` again: what leads first, then each flag off its default."""
     words: list[str] = []
     for setting in settings_of(type(settings)):
         value: Any = reduce(getattr, setting.path, settings)
-        if setting.is_argument:
-            words.insert(0, str(value))
+        if setting.is_argument or setting.shown.leads:
+            words[:0] = [str(value)] if setting.is_argument else [setting.flag, str(value)]
         elif value == setting.default:
             continue
         elif value is True:

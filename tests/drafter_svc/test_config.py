@@ -56,7 +56,7 @@ def test_settings_go_to_flags() -> None:
         disable_coupled_noise=True,
     )
     assert to_flags(settings) == [
-        *("--dtype", "bfloat16", "--name", "e", "--address", "unix:/d", "--algorithm", "EAGLE"),
+        *("--name", "e", "--dtype", "bfloat16", "--address", "unix:/d", "--algorithm", "EAGLE"),
         *("--speculative-draft-model-path", "/head", "--target", "/target"),
         *("--speculative-token-map", "/map.json", "--threads", "2", "--disable-coupled-noise"),
     ]

@@ -35,7 +35,7 @@ def test_flags_are_those_off_their_default_after_the_argument() -> None:
 def test_flags_of_nested_settings_have_their_prefix() -> None:
     settings = DrafterSettings(name="ngram", address="unix:/d", ngram=NgramSettings(capacity=4096, order="frequency"))
     assert to_flags(settings) == [
-        *("--address", "unix:/d"),
+        *("--name", "ngram", "--address", "unix:/d"),
         *("--speculative-ngram-capacity", "4096", "--speculative-ngram-order", "frequency"),
     ]
 
