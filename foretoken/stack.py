@@ -64,11 +64,8 @@ def gateway(command: tuple[str, ...], host: str, port: int, liveness_socket: Pat
 
 
 def check_ports(host: str, port: int, grpc_port: int, *, are_free: bool = True) -> None:
-    """Before anything is loaded or downloaded. Raises ConfigError for a host or ports that are none; unless
-    ``are_free`` is False also for those that somebody listens on."""
-    for value, flag in ((port, "--port"), (grpc_port, "--grpc-port")):
-        if not 1 <= value <= 65535:
-            raise ConfigError(f"{flag}: expected 1 to 65535, got {value}")
+    """Check ports before anything is loaded or downloaded. Raises ConfigError for a host that is none or one port
+    for two; unless ``are_free`` is False also for ports that somebody listens on."""
     if port == grpc_port:
         raise ConfigError(f"--port and --grpc-port are both {port}")
     if not are_free:

@@ -11,6 +11,7 @@ from foretoken.common_settings import ComputeSettings, ListenAddress, ServedMode
 from foretoken.config import Flag, Settings, flag_of
 from foretoken.drafter_spec import DrafterName
 from foretoken.errors import ConfigError
+from foretoken.limits import MAX_DRAFT_TOKENS
 
 Transport = Literal["auto", "shared-memory", "grpc"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
@@ -62,7 +63,7 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
     chunked_prefill_size: int = Field(default=512, ge=1, le=65536, description="Prompt tokens of one step.")
     disable_radix_cache: bool = Field(default=False, description="Compute every prompt in full: no prefix cache.")
     speculative_num_draft_tokens: int = Field(
-        default=8, ge=1, le=256, description="Nodes of one draft tree at most, the root counted."
+        default=8, ge=1, le=MAX_DRAFT_TOKENS.high + 1, description="Nodes of one draft tree at most, the root counted."
     )
     speculative_num_steps: int = Field(
         default=0, ge=0, le=64, description="Levels of a draft model's trees, exactly; 0: as many as pay."
