@@ -90,7 +90,7 @@ class Setting:
 
 
 def settings_of(kind: type[BaseModel]) -> Iterator[Setting]:
-    """All settings of a class, those of nested classes in place of the field that holds them."""
+    """Yield all settings of a class, those of nested classes in place of the field that holds them."""
     for name, field in kind.model_fields.items():
         if (nested := _nested(field)) is None:
             yield Setting((name,), flag_of(kind, name), field, _shown(field))
@@ -101,7 +101,7 @@ def settings_of(kind: type[BaseModel]) -> Iterator[Setting]:
 
 
 def flag_of(kind: type[BaseModel], name: str, *rest: str) -> str:
-    """The flag of a field; ``rest`` leads into nested settings. Without it their prefix is returned."""
+    """Return the flag of a field; ``rest`` leads into nested settings, whose prefix is returned without it."""
     field = kind.model_fields.get(name)
     flag = (field and _shown(field).name) or f"--{name.replace('_', '-')}"
     if field is None or (nested := _nested(field)) is None:
@@ -110,7 +110,7 @@ def flag_of(kind: type[BaseModel], name: str, *rest: str) -> str:
 
 
 def build(kind: type[Kind], values: Mapping[str, Any], flag: str = "") -> Kind:
-    """Settings from the values that were given. Raises ConfigError that names the flag at fault.
+    """Return settings from the values that were given. Raises ConfigError that names the flag at fault.
 
     ``flag``: the one flag whose pairs the values are; otherwise each field is a flag of its own.
     """
@@ -130,7 +130,7 @@ def at_fault(option: str) -> Iterator[None]:
 
 
 def to_flags(settings: BaseModel) -> list[str]:
-    """The command-line words that build ``settings`` again: what leads first, then each flag off its default."""
+    """Return the command-line words that build ``settings`` again: what leads first, then each flag off its default."""
     words: list[str] = []
     for setting in settings_of(type(settings)):
         value: Any = reduce(getattr, setting.path, settings)

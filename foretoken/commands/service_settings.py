@@ -41,19 +41,23 @@ class LogOptions(Settings):
 
 
 class GatewayOptions(LogOptions):
+    """What ``foretoken gateway`` takes beside the gateway's settings."""
+
     revision: Annotated[str | None, Flag(unset="main")] = Field(
         default=None, description="Branch, tag or commit on the hub."
     )
 
 
 class VerifierOptions(GatewayOptions):
-    """``ngram`` is for drafters that the verifier's process holds."""
+    """What ``foretoken verifier`` takes beside the verifier's settings; ``ngram`` is for drafters that it holds."""
 
     ngram: NgramFlags = NgramSettings()
     dry_run: DryRun = False
 
 
 class ServeOptions(GatewayOptions):
+    """What ``foretoken serve`` takes beside the settings of its services."""
+
     log_level: LogLevel = "warning"
     speculative_algorithm: Annotated[str | None, Flag(choices=(*ALGORITHM_NAMES, "NONE"), unset="NGRAM")] = Field(
         default=None, description="Drafter to start; NONE: plain decode."
@@ -113,7 +117,7 @@ class StackSettings:
 
 
 def settings_of_command(command: str) -> Iterable[Setting]:
-    """All settings that a command takes."""
+    """Return all settings that a command takes."""
     found = {setting.path: setting for kind in COMMANDS[command] for setting in settings_of(kind)}
     left_out = _NOT_OF_SERVE if command == "serve" else set()
     return [setting for path, setting in found.items() if path[0] not in left_out]
@@ -154,7 +158,7 @@ def stack_settings(given: Given, folder: Path) -> StackSettings:
 
 
 def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
-    """MODEL as it was given; ``find_checkpoint`` says where it is."""
+    """Return a gateway's settings with MODEL as it was given; ``find_checkpoint`` says where it is."""
     settings = given.settings(GatewaySettings, **(_served_name(given) | more))
     # Both are read again by the gateway: that one cannot be is known before a model is loaded.
     settings.admin_key()
@@ -164,12 +168,12 @@ def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
 
 
 def verifier_settings(given: Given, **more: Any) -> VerifierSettings:
-    """MODEL as it was given; ``find_checkpoint`` says where it is."""
+    """Return a verifier's settings with MODEL as it was given; ``find_checkpoint`` says where it is."""
     return given.settings(VerifierSettings, **(_served_name(given) | more))
 
 
 def drafters_of_verifier(given: Given) -> tuple[list[dict[str, str]], list[DrafterSpec]]:
-    """Drafters that a verifier attaches to, as pairs, and those that its process holds."""
+    """Return the drafters that a verifier attaches to, as pairs, and those that its process holds."""
     texts = given.values.get("drafters", ())
     held = [parse_spec(text) for text in texts if "address=" not in text]
     if any(spec.placement is not None for spec in held):
@@ -180,7 +184,7 @@ def drafters_of_verifier(given: Given) -> tuple[list[dict[str, str]], list[Draft
 
 
 def drafter_settings(given: Given, spec: DrafterSpec, address: str) -> DrafterSettings:
-    """Settings of one drafter that a server starts or holds. A model's hub id is downloaded."""
+    """Return the settings of one drafter that a server starts or holds. A model's hub id is downloaded."""
     values: dict[str, Any] = spec.model_dump(include={"name", "algorithm", "threads"}) | {"address": address}
     if spec.model is not None:
         with at_fault(_drafter_option(given, "model")):
@@ -210,7 +214,7 @@ def check_drafters(given: Given, drafters: Iterable[DrafterSettings], target: Pa
 
 
 def find_checkpoint(given: Given) -> Path:
-    """The folder of MODEL, downloaded if it is a hub id."""
+    """Return the folder of MODEL, downloaded if it is a hub id."""
     return hub.resolve(given.values["model"], given.settings(GatewayOptions).revision).resolve()
 
 
@@ -219,7 +223,7 @@ def _served_name(given: Given) -> dict[str, str]:
 
 
 def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
-    """The drafters of a stack: those of --drafter, or the one of --speculative-algorithm.
+    """Return the drafters of a stack: those of --drafter, or the one of --speculative-algorithm.
 
     The demo model has its own drafters if no flag names one.
     """
@@ -275,7 +279,7 @@ def _refuse_ngram_flags(given: Given, needed: str) -> None:
 
 
 def _check_device(options: ServeOptions, settings: VerifierSettings) -> None:
-    """What needs no library to be known, before anything is started."""
+    """Refuse what cannot run on this machine. No library is needed to know it."""
     from foretoken.mps import DRIVER
 
     has_driver = DRIVER.exists()

@@ -63,7 +63,7 @@ class SettingsCommand(click.Command):
         return super().get_params(ctx)
 
     def given(self, ctx: click.Context) -> Given:
-        """What the user gave of the settings, in a context whose words are parsed."""
+        """Return what the user gave. ``ctx``: after parsing."""
         values: dict[str, Any] = {}
         for name, setting in self.settings.items():
             if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
@@ -92,8 +92,7 @@ class SettingsCommand(click.Command):
             is_repeated = self.settings[names[key]].is_repeated
             if isinstance(value, dict) or isinstance(value, list) != is_repeated:
                 raise ConfigError(f"--config: {file}: {key}: expected {'a list' if is_repeated else 'one value'}")
-
-            # As a flag would say it: click would cut a fraction off where it wants a whole number.
+            # As text, as a flag has it: click would cut the fraction off a number where it wants a whole one.
             ctx.default_map[names[key]] = [str(item) for item in value] if is_repeated else str(value)
 
 

@@ -68,6 +68,12 @@ def test_help_loads_no_service_and_nothing_heavy() -> None:
     assert loaded & {"gateway", "verifier_svc", "drafter_svc"} == set()
 
 
+def test_the_settings_of_all_services_load_nothing_heavy() -> None:
+    """A gateway's image has no torch, no numba and no llguidance."""
+    loaded = loaded_by("import foretoken.commands.service_settings")
+    assert loaded & {"torch", "transformers", "numba", "llguidance", "numpy", "fastapi"} == set()
+
+
 def test_complete_loads_no_model_code() -> None:
     loaded = loaded_by("import foretoken.commands.complete")
     assert loaded & {"torch", "transformers", "numba", "numpy", "fastapi"} == set()
