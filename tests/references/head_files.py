@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -49,6 +51,8 @@ def random_target(folder: Path, kind: str = "llama", tied: bool = False, vocab_s
     model: PreTrainedModel
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**sizes))
+    elif kind == "mistral":
+        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=None))
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=DIM))
     else:

@@ -35,6 +35,8 @@ FINAL_STATE = (-1,)
 EAGLE3_LAYERS = (2, head_files.NUM_LAYERS // 2, head_files.NUM_LAYERS - 3)
 # Ids that the EAGLE-3 head can draft: of the text's tokens all but one.
 DRAFT_IDS = sorted({*range(head_files.DRAFT_VOCAB + 3)} - set(ids_of("7", "[", "}")))
+# Bodies without MTP layers.
+WITHOUT_MTP = ("llama", "mistral", "qwen2")
 # By drafter: the target's body, and the drafters that are attached.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "none": ("llama", ()),
@@ -82,15 +84,15 @@ class Target:
         self._is_fitted = steps > 0
         self._write_tokenizer(self.folder)
         self.config = load_config(self.folder)
-        if name == "llama":
+        if name == "llama" or not steps:
             self._make_heads(folder, vocab_size)
-        else:
+        if name not in WITHOUT_MTP:
             self._add_head("MTP", self.folder, FINAL_STATE)
         self._runners: dict[int, ModelRunner] = {}
 
     def _make(self, name: str, vocab_size: int) -> PreTrainedModel:
-        if name == "llama":
-            return head_files.random_target(self.folder, vocab_size=vocab_size)
+        if name in WITHOUT_MTP:
+            return head_files.random_target(self.folder, name, vocab_size=vocab_size)
         if name == "qwen3":
             return head_files.qwen3_mtp_target(self.folder, vocab_size=vocab_size)
         return head_files.mimo_target(self.folder, self.num_depths, vocab_size=vocab_size)
