@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from foretoken import tracing
 from foretoken.address import UNIX_PREFIX
-from foretoken.errors import ConfigError, ForetokenError, error_from_code
+from foretoken.errors import ConfigError, ForetokenError, InvalidRequestError, error_from_code
 from foretoken.limits import MAX_BODY_BYTES
 from foretoken.tracing import TraceContext
 
@@ -82,13 +83,18 @@ def sync_channel(address: str) -> grpc.Channel:
     return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
-def async_server(*, reuse_port: bool = False) -> grpc.aio.Server:
+def async_server(
+    *,
+    reuse_port: bool = False,
+    options: Sequence[tuple[str, int]] = (),
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
     """A server whose handlers may raise ForetokenError: the caller gets its status, message and field.
 
-    ``reuse_port``: processes of one user that all say so share a port.
+    ``reuse_port``: processes of one user that all say so share a port. ``interceptors`` come before the one for errors.
     """
-    options = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
-    return grpc.aio.server(options=tuple(options.items()), interceptors=(ErrorInterceptor(),))
+    all_options = dict(SERVER_OPTIONS) | dict(options) | {"grpc.so_reuseport": int(reuse_port)}
+    return grpc.aio.server(options=tuple(all_options.items()), interceptors=(*interceptors, ErrorInterceptor()))
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:
@@ -179,7 +185,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # Health and reflection have their own error handling and coroutine forms.
         if handler is None or not handler_call_details.method.startswith("/foretoken."):
             return handler
-        codec = (handler.request_deserializer, handler.response_serializer)
+        codec = (_decode_or_error(handler.request_deserializer), handler.response_serializer)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary), *codec)
         if handler.unary_stream:
@@ -189,10 +195,39 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(_stream(handler.stream_stream), *codec)
 
 
+def decode(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
+    """The message in ``data``. Raises InvalidRequestError if there is none."""
+    return _checked(_decode_or_error(deserializer)(data))
+
+
+def _decode_or_error(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """``deserializer``, but for bytes that are no message the error is returned: grpc would log it with its stack."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError:
+            return InvalidRequestError("the message cannot be decoded")
+
+    return read
+
+
+def _checked(request: Any) -> Any:
+    """A request, or the requests of a stream. Raises the error that stands for one."""
+    if isinstance(request, InvalidRequestError):
+        raise request
+    return _checked_stream(request) if hasattr(request, "__aiter__") else request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
 def _unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Any:
     async def call(request: Any, context: Any) -> Any:
         try:
-            return await behaviour(request, context)
+            return await behaviour(_checked(request), context)
         except Exception as error:
             await abort(context, error)
 
@@ -206,7 +241,7 @@ def _stream(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
             # aclosing: when the caller goes away, the handler's finally clauses run now and not at collection.
-            async with contextlib.aclosing(behaviour(request, context)) as responses:
+            async with contextlib.aclosing(behaviour(_checked(request), context)) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foretoken import rpc
 from foretoken.errors import UnavailableError
+from protos import gateway_pb2, gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 pytestmark = pytest.mark.anyio
 METHOD = "/test.Silent/Wait"
@@ -83,3 +85,48 @@ async def test_who_cannot_be_reached_is_said_in_few_words(is_there: bool, tmp_pa
     reason = "Connection refused" if is_there else "No such file or directory"
     assert isinstance(error, UnavailableError)
     assert reason in str(error) and "it cannot be reached" in str(error) and str(path) not in str(error)
+
+
+class Echo(gateway_pb2_grpc.GatewayServiceServicer):
+    """One call of one request, and one of an answer in parts."""
+
+    async def GetModel(self, request: Any, context: Any) -> Any:
+        return gateway_pb2.GetModelResponse(model="echo")
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield gateway_pb2.GenerateResponse()
+
+
+class Session(verifier_pb2_grpc.VerifierServiceServicer):
+    """A call of many requests."""
+
+    async def Session(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for _ in request_iterator:
+            yield verifier_pb2.SessionResponse()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/foretoken.gateway.v1.GatewayService/GetModel",
+        "/foretoken.gateway.v1.GatewayService/Generate",
+        "/foretoken.verifier.v1.VerifierService/Session",
+    ],
+)
+async def test_bytes_that_are_no_message_are_the_callers_mistake(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of every service, in each form of a call; the server goes on."""
+    server = rpc.async_server()
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(Echo(), server)
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Session(), server)
+    port = rpc.bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        async with rpc.async_channel(f"127.0.0.1:{port}") as channel:
+            call: Any = channel.stream_stream(method)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(iter([b"\x0c"])).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await call(iter([b""])).read() is not grpc.aio.EOF
+    finally:
+        await server.stop(None)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
