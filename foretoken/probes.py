@@ -88,7 +88,8 @@ async def _http_status(host: str, port: int, path: str) -> int:
     """The status of one request. Raises ValueError if what answers does not speak HTTP."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+        name = f"[{host}]" if ":" in host else host
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {name}:{port}\r\nConnection: close\r\n\r\n".encode())
         status_line = await reader.readline()
     finally:
         writer.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -13,6 +15,8 @@ import foretoken
 from foretoken import telemetry
 from foretoken.errors import ForetokenError
 from gateway import http
+from gateway.bodies import BodyMiddleware
+from gateway.callers import CallerCheck, CallerMiddleware
 from gateway.core import GatewayCore
 from gateway.corpora_api import corpora_router
 from gateway.drafters_api import drafters_router
@@ -35,7 +39,25 @@ def create_app(core: GatewayCore) -> FastAPI:
     _add_operator_routes(app, core)
     _add_error_handlers(app, core)
     _add_schemas(app)
+    _add_middleware(app, core)
     return app
+
+
+def _add_middleware(app: FastAPI, core: GatewayCore) -> None:
+    """What surrounds all routes; the one added last sees a request first."""
+    settings = core.settings
+    app.add_middleware(BodyMiddleware, budget=core.bodies)
+    if settings.allowed_origins:
+        # Else browsers keep the answers from the pages.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    check = CallerCheck(settings.host, settings.allowed_hosts, settings.allowed_origins)
+    app.add_middleware(CallerMiddleware, check=check, reject=functools.partial(_reject, core))
+
+
+def _reject(core: GatewayCore, request: Request, error: ForetokenError) -> None:
+    core.reject(error, api=request.url.path, client_id=http.client_id(request), trace=http.trace_context(request))
 
 
 def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
@@ -94,7 +116,7 @@ def _drafters(info: VerifierInfo | None) -> list[dict[str, Any]]:
 def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
     @app.exception_handler(ForetokenError)
     async def foretoken_error(request: Request, error: ForetokenError) -> Response:
-        core.reject(error, api=request.url.path, client_id=http.client_id(request), trace=http.trace_context(request))
+        _reject(core, request, error)
         return http.error_response(error)
 
     @app.exception_handler(ClientDisconnect)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from foretoken.address import Address
 from foretoken.common_settings import ServedModelSettings
 from foretoken.config import Flag
 from foretoken.errors import ConfigError
-from foretoken.limits import MAX_ATTEMPTS
+from foretoken.limits import MAX_ATTEMPTS, MAX_BODY_BYTES
 
 MIN_KEY_CHARS = 16
+# Instead of a list of hosts or origins.
+ANY = "*"
+_HOST = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+
+
+def _names(value: Any) -> Any:
+    """Return the names in texts with commas, in lower case as they are compared."""
+    texts: Iterable[str] = (value,) if isinstance(value, str) else value
+    return tuple(name.strip().lower() for text in texts for name in text.split(",") if name.strip())
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class GatewaySettings(ServedModelSettings):
@@ -51,6 +66,24 @@ class GatewaySettings(ServedModelSettings):
         le=65536,
         description="Requests of one gateway process that run or wait; one more gets 429.",
     )
+    # In all processes together.
+    max_body_bytes_in_flight: int = Field(
+        default=8 * MAX_BODY_BYTES,
+        ge=MAX_BODY_BYTES,
+        le=2**40,
+        description="Bytes of REST bodies and gRPC messages that are read or wait to run at once; a body beyond gets "
+        "429. At least 8 MiB a process.",
+    )
+    allowed_hosts: Annotated[Names, Flag(metavar="HOST[,HOST]", unset="none")] = Field(
+        default=(),
+        description="Names in Host headers that are this server's, without ports, beside localhost, 127.0.0.1 and "
+        "[::1]; *: any. Checked when it listens on loopback, or when given.",
+    )
+    allowed_origins: Annotated[Names, Flag(metavar="ORIGIN[,ORIGIN]", unset="none")] = Field(
+        default=(),
+        description="Origins of web pages that may call, such as https://chat.example.com, beside those of the Host "
+        "itself; *: any.",
+    )
     client_timeout_s: Annotated[float, Flag("--client-timeout")] = Field(
         default=90.0,
         gt=0,
@@ -78,6 +111,27 @@ class GatewaySettings(ServedModelSettings):
             if verifiers.count(address) > 1:
                 raise ValueError(f"{address} is given twice")
         return verifiers
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if host != ANY and not _HOST.fullmatch(host):
+                raise ValueError(f"{host!r} is not a host without a port: name, 10.0.0.1, [::1] or *")
+        return hosts
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != ANY and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is not an origin: https://name, http://name:port or *")
+        return origins
+
+    @property
+    def max_body_bytes_per_process(self) -> int:
+        """One process's part of the budget for bodies: at least one whole body."""
+        return max(self.max_body_bytes_in_flight // self.gateway_workers, MAX_BODY_BYTES)
 
     def admin_key(self) -> str | None:
         """The operator's key. Raises ConfigError for a file that cannot be read, or whose key could be guessed."""

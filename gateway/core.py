@@ -18,6 +18,7 @@ from foretoken.limits import ModelLimits
 from foretoken.sampling import SpeculationOptions
 from foretoken.tracing import TraceContext, Tracer
 from gateway.admission import Admission
+from gateway.bodies import BodyBudget
 from gateway.config import GatewaySettings
 from gateway.generation import ClientGoneError, Generation, GenerationRequest, Prompt
 from gateway.messages import VerifierInfo
@@ -61,6 +62,7 @@ class GatewayCore:
         self.tokenizer = tokenizer
         self.verifiers = verifiers
         self.admission = Admission(settings.max_concurrent_requests)
+        self.bodies = BodyBudget(settings.max_body_bytes_per_process)
         self.metrics = GatewayMetrics(
             settings.served_model_name,
             lambda: self.admission.num_requests,

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from foretoken.errors import ForetokenError
+from gateway.bodies import hold_of
 from gateway.core import GatewayCore
 from gateway.generation import ClientGoneError, Generation, GenerationRequest
 from gateway.http import error_object
@@ -54,6 +55,8 @@ class Exchange(Response):
                 self._core.generate(self._request, api=self._api, client_id=self._client_id) as generation,
                 _watch(generation, receive),
             ):
+                # From here on it counts among the requests.
+                hold_of(scope).release()
                 if self._stream:
                     await self._send_events(generation, send)
                 else:

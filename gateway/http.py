@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import orjson
@@ -26,9 +27,14 @@ from foretoken.errors import (
 )
 from foretoken.limits import MAX_BODY_BYTES, MAX_JSON_VALUES, MAX_REQUEST_ID_CHARS
 from foretoken.tracing import TraceContext
+from gateway.bodies import hold_of
 from gateway.fields import Fields, parse_body
 
+# A body as a whole, and from one part of it to the next.
 BODY_TIMEOUT_S = 60.0
+BODY_STALL_S = 10.0
+# What the server may have received of a body before it is read here.
+READ_AHEAD_BYTES = 256 * 1024
 MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
 COMPONENTS = "#/components/schemas/"
 RETRY_AFTER_S = 1
@@ -56,7 +62,7 @@ _CODES: dict[type[ForetokenError], str] = {
 
 
 class BodyTimeoutError(InvalidRequestError):
-    """A body that did not arrive within BODY_TIMEOUT_S."""
+    """A body that did not arrive within BODY_TIMEOUT_S, or of which nothing came for BODY_STALL_S."""
 
     http_status = 408
 
@@ -67,31 +73,96 @@ class BodyTooLargeError(InvalidRequestError):
     http_status = 413
 
 
+class MediaTypeError(InvalidRequestError):
+    """A body that is not said to be JSON. A web page can send any other type to any server, unasked."""
+
+    http_status = 415
+
+
+class HostHeaderError(InvalidRequestError):
+    """A request without a Host header, or with several: 400, as RFC 9112 says."""
+
+
+class ForeignHostError(InvalidRequestError):
+    """A Host that is not this server's: 421, it is not the one to answer for that name."""
+
+    http_status = 421
+
+
+class ForeignOriginError(PermissionDeniedError):
+    """A request of a web page that may not call: 403."""
+
+
 async def read_object(
     request: Request, check: Callable[[], None] | None = None, *, max_values: int = MAX_JSON_VALUES
 ) -> dict[str, Any]:
-    """The JSON object in the body, whatever its content type says. Holds MAX_BODY_BYTES at most.
+    """Return the JSON object in the body. Holds MAX_BODY_BYTES at most, each taken from the budget before it is read.
 
     A body somewhat beyond that is read to its end and thrown away: closing the connection while the client still
-    sends would lose it the answer. ``check`` is called before it is parsed, and may raise.
+    sends would lose it the answer. ``check`` is called before it is parsed, and may raise. Raises QueueFullError where
+    the budget does not allow for the body.
     """
-    body, size = bytearray(), 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            if _content_length(request) <= MAX_DISCARDED_BYTES:
-                async for part in request.stream():
-                    size += len(part)
-                    if size <= MAX_BODY_BYTES:
-                        body += part
-                    if size > MAX_DISCARDED_BYTES:
-                        break
-    except TimeoutError:
-        raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    if max(size, _content_length(request)) > MAX_BODY_BYTES:
-        raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
+    _check_media_type(request)
+    body = await _read_body(request)
     if check is not None:
         check()
-    return await parse_body(bytes(body), max_values=max_values)
+    return await parse_body(body, max_values=max_values)
+
+
+def _check_media_type(request: Request) -> None:
+    """Raise MediaTypeError unless the body is said to be JSON; one that is not said to be anything is refused too."""
+    values = request.headers.getlist("content-type")
+    kind = values[0].partition(";")[0].strip().lower() if len(values) == 1 else ""
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise MediaTypeError("the body must be JSON; send the header Content-Type: application/json")
+
+
+async def _read_body(request: Request) -> bytes:
+    """Return the body. Raises BodyTimeoutError, BodyTooLargeError and QueueFullError."""
+    hold, announced = hold_of(request.scope), _content_length(request)
+    is_announced = "content-length" in request.headers
+    if announced <= MAX_BODY_BYTES:
+        hold.resize(announced if is_announced else READ_AHEAD_BYTES)
+    body = _new_buffer(announced if is_announced else MAX_BODY_BYTES)
+    size = 0
+    now = asyncio.get_running_loop().time
+    deadline = now() + BODY_TIMEOUT_S
+    try:
+        async with asyncio.timeout_at(min(deadline, now() + BODY_STALL_S)) as timeout:
+            async for part in _parts(request, announced):
+                timeout.reschedule(min(deadline, now() + BODY_STALL_S))
+                start, size = size, size + len(part)
+                if max(size, announced) > MAX_BODY_BYTES:
+                    body = bytearray()
+                    hold.release()
+                    continue
+                if not is_announced:
+                    hold.resize(size + READ_AHEAD_BYTES)
+                body[start:size] = part
+    except TimeoutError:
+        if timeout.when() != deadline:
+            raise BodyTimeoutError(f"nothing of the body arrived for {BODY_STALL_S:g} s") from None
+        raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    if max(size, announced) > MAX_BODY_BYTES:
+        raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
+    return bytes(memoryview(body)[:size])
+
+
+def _new_buffer(most: int) -> bytearray | mmap.mmap:
+    """Return room for ``most`` bytes. A large one takes memory as it is filled, and gives it back to the system."""
+    return bytearray() if not READ_AHEAD_BYTES < most <= MAX_BODY_BYTES else mmap.mmap(-1, most)
+
+
+async def _parts(request: Request, announced: int) -> AsyncIterator[bytes]:
+    """Yield the body, but nothing of one that is announced to be far too large, and no more of one that became so."""
+    size = 0
+    if announced > MAX_DISCARDED_BYTES:
+        return
+    async for part in request.stream():
+        size += len(part)
+        yield part
+        if size > MAX_DISCARDED_BYTES:
+            return
 
 
 def _content_length(request: Request) -> int:
@@ -143,13 +214,13 @@ def error_object(error: ForetokenError) -> dict[str, Any]:
             "message": error.message if known else "internal error",
             "type": _TYPES[known] if known else "internal_error",
             "param": error.field or None,
-            "code": _code(known, error.field) if known else None,
+            "code": _code(known, error) if known else None,
         }
     }
 
 
-def _code(kind: type[ForetokenError], field: str) -> str | None:
-    if kind is NotFoundError and field != "model":
+def _code(kind: type[ForetokenError], error: ForetokenError) -> str | None:
+    if (kind is NotFoundError and error.field != "model") or isinstance(error, ForeignOriginError):
         return None
     return _CODES.get(kind)
 

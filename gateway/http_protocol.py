@@ -82,6 +82,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_header_timer()
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        # What of a refused body was here already, for as long as the connection lives.
+        if self.cycle.response_complete:
+            self.cycle.body = bytearray()
+        super().on_response_complete()
+
     def _headers_overdue(self) -> None:
         self._header_timer = None
         if self.transport.is_closing():

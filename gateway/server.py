@@ -9,17 +9,22 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import uvicorn
 import uvloop
 
 from foretoken import liveness, rpc
+from foretoken.errors import ForetokenError
 from foretoken.telemetry import render
 from foretoken.tracing import make_tracer
+from gateway import grpc_bodies
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.core import GatewayCore
-from gateway.grpc_api import SERVICE_NAME, GatewayServicer
+from gateway.grpc_api import API, SERVICE_NAME, GatewayServicer
+from gateway.grpc_bodies import BodyInterceptor
 from gateway.http_protocol import KEEP_ALIVE_S, HttpProtocol
 from gateway.sockets import BACKLOG, bracketed, hold, listen
 from gateway.tokenizer import Tokenizer
@@ -69,17 +74,17 @@ class Gateway:
             if tracer is not None:
                 stack.push_async_callback(asyncio.to_thread, tracer.close)
             tokenizer = await asyncio.to_thread(Tokenizer, settings.model, settings.chat_template)
-            self._grpc = rpc.async_server(reuse_port=is_worker)
-            self._health = rpc.Health(self._grpc, (SERVICE_NAME,))
-            await self._health.mark(False)
             self.verifiers = VerifierPool(
                 settings.verifiers,
                 resume_attempts=settings.resume_attempts,
                 wait_s=settings.verifier_wait_s,
-                on_change=self._health.mark,
+                on_change=lambda is_up: self._health.mark(is_up),
             )
             self.core = GatewayCore(settings, tokenizer, self.verifiers, tracer, settings.admin_key())
             stack.callback(self.core.metrics.close)
+            self._grpc = self._grpc_server(reuse_port=is_worker)
+            self._health = rpc.Health(self._grpc, (SERVICE_NAME,))
+            await self._health.mark(False)
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.core), self._grpc)
             rpc.bind(self._grpc, f"{bracketed(settings.host)}:{settings.grpc_port}")
             await self._grpc.start()
@@ -96,6 +101,17 @@ class Gateway:
             self._stack = stack.pop_all()
         logger.info("listening", extra={"host": settings.host, "port": settings.port, "grpc_port": settings.grpc_port})
         return self
+
+    def _grpc_server(self, *, reuse_port: bool) -> grpc.aio.Server:
+        core = self.core
+
+        def reject(context: Any, error: ForetokenError) -> None:
+            core.reject(error, api=API, client_id="", trace=rpc.trace_context(context))
+
+        self.body_interceptor = BodyInterceptor(core.bodies, self._settings.max_concurrent_requests, reject)
+        return rpc.async_server(
+            reuse_port=reuse_port, options=grpc_bodies.SERVER_OPTIONS, interceptors=(self.body_interceptor,)
+        )
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()

@@ -29,7 +29,13 @@ NEEDED = {
     "drafter": ("--address", "unix:/d"),
 }
 SPEC = "name=a,algorithm=NGRAM"
-TEXTS = {"drafters": SPEC, "verifiers": "unix:/w", "address": "unix:/a", "model": "folder"}
+TEXTS = {
+    "drafters": SPEC,
+    "verifiers": "unix:/w",
+    "address": "unix:/a",
+    "model": "folder",
+    "allowed_origins": "https://other",
+}
 
 
 def given(command: str, *words: str) -> Given:

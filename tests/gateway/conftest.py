@@ -18,6 +18,7 @@ from gateway.config import GatewaySettings
 from gateway.server import Gateway
 from gateway.tokenizer import Tokenizer
 from tests.gateway.scripted_verifier import ScriptedVerifier, serving
+from tests.support.tcp_clients import JSON_TYPE
 
 MODEL = "tiny"
 CHAT_TEMPLATE = (
@@ -116,7 +117,9 @@ async def run_stack(settings: GatewaySettings, tokenizer: Tokenizer, path: Path)
     verifier = ScriptedVerifier(tokenizer.vocab_size)
     async with serving(verifier, path), Gateway(settings) as gateway:
         await gateway.verifiers.wait_up()
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None) as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE
+        ) as client:
             yield Stack(settings, gateway, verifier, tokenizer, client)
 
 

@@ -16,6 +16,7 @@ from gateway.server import Gateway
 from gateway.tokenizer import Tokenizer
 from protos import common_pb2
 from tests.gateway.scripted_verifier import ABORT, LENGTH, Player, Script, ScriptedVerifier, serving
+from tests.support.tcp_clients import JSON_TYPE
 
 URL = "/v1/completions"
 TEXT = "hello wörld 日本語 stop here"
@@ -77,7 +78,7 @@ async def deployment(
     settings = settings.model_copy(update={"verifiers": addresses, **more})
     async with (
         Gateway(settings) as gateway,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None) as http,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE) as http,
     ):
         running = Deployment(gateway, http, settings, tokenizer)
         try:

@@ -23,6 +23,7 @@ from protos import verifier_pb2
 from tests.gateway.conftest import Stack
 from tests.gateway.scripted_verifier import ScriptedVerifier, serving
 from tests.integration.stack import ENVIRONMENT
+from tests.support.tcp_clients import JSON_TYPE
 
 pytestmark = pytest.mark.anyio
 KEY = "an operator's key"
@@ -87,7 +88,7 @@ async def operated(settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Pa
         for client in gateway.verifiers.clients:
             await client.wait_up()
         url = f"http://127.0.0.1:{settings.port}"
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=None))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=None, headers=JSON_TYPE))
         yield Operated(verifiers, http, tokenizer, key)
 
 
@@ -188,7 +189,7 @@ async def test_a_verifier_that_is_gone(settings: GatewaySettings, tmp_path: Path
     key.write_text(KEY)
     async with (
         Gateway(settings.model_copy(update={"admin_api_key_file": key})),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None) as http,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE) as http,
     ):
         answer = await http.get(URL, headers=AUTH)
     assert answer.status_code == 503 and "retry-after" in answer.headers

@@ -23,6 +23,7 @@ from gateway.tokenizer import Tokenizer
 from protos import verifier_pb2
 from tests.gateway.conftest import Stack
 from tests.gateway.scripted_verifier import ScriptedVerifier, serving
+from tests.support.tcp_clients import JSON_TYPE
 
 pytestmark = pytest.mark.anyio
 KEY = "an operator's key"
@@ -110,7 +111,7 @@ async def operated(settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Pa
         for client in gateway.verifiers.clients:
             await client.wait_up()
         url = f"http://127.0.0.1:{settings.port}"
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=None))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=None, headers=JSON_TYPE))
         yield Operated(verifiers, addresses, http, key)
 
 

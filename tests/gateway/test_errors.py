@@ -19,6 +19,7 @@ from gateway.openai_request import GenerationOptions, parse_chat, parse_completi
 from tests.gateway.conftest import Stack, events
 from tests.gateway.scripted_verifier import Player, steps
 from tests.support.sampling_limits import NUMBERS
+from tests.support.tcp_clients import chunk, chunked_post
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
@@ -156,12 +157,12 @@ async def test_a_body_beyond_the_limit_is_refused_and_not_kept(stack: Stack) -> 
     assert answer.status_code == 413
 
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
-    chunk = b"%x\r\n" % (1 << 16) + b" " * (1 << 16) + b"\r\n"
+    writer.write(chunked_post(URL))
+    part = chunk(b" " * (1 << 16))
     sent = 0
     status = asyncio.ensure_future(reader.readline())
     while not status.done() and sent < 16 * MAX_BODY_BYTES:
-        writer.write(chunk)
+        writer.write(part)
         sent += 1 << 16
         try:
             await writer.drain()

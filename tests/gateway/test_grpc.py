@@ -249,3 +249,39 @@ async def test_a_slow_reader_gets_merged_chunks(stack: Stack) -> None:
     assert [chunk.offset for chunk in chunks[1:-1]] == [chunk.num_output_tokens for chunk in chunks[:-2]]
     assert sum(len(chunk.token_ids) for chunk in chunks) == count
     assert len(chunks) < count
+
+
+METHODS = (
+    f"/{SERVICE_NAME}/Generate",
+    f"/{SERVICE_NAME}/GetModel",
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+# A field that says to be longer than the message is; a group that nobody opened.
+GARBAGE = (b"\x0a\xff\xff\xff\x7f", b"\x0c", b"\xff" * 1000)
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_bytes_that_are_no_message_are_the_callers_mistake(
+    stack: Stack, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        for data in GARBAGE:
+            call: Any = channel.stream_stream(method)
+            call = call(iter([data]))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details() == "the message cannot be decoded"
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+    assert await stack.metric("foretoken_admission_rejections_total", reason="invalid_argument") == len(GARBAGE)
+
+
+async def test_a_call_without_a_message_is_the_callers_mistake(stack: Stack) -> None:
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        call: Any = channel.stream_stream(METHODS[0])
+        call = call(iter([]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

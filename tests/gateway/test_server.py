@@ -23,6 +23,7 @@ from gateway.server import Gateway, run
 from gateway.tokenizer import Tokenizer
 from tests.gateway.conftest import LONG_TOKEN, Stack, events, run_stack
 from tests.gateway.scripted_verifier import LENGTH, STOP, Player, ScriptedVerifier, serving, steps
+from tests.support.tcp_clients import JSON_TYPE, raw_post
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
@@ -40,7 +41,7 @@ async def test_not_ready_without_a_verifier(settings: GatewaySettings) -> None:
     settings = settings.model_copy(update={"verifier_wait_s": 0.0})
     async with (
         Gateway(settings),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE) as client,
         grpc.aio.insecure_channel(f"127.0.0.1:{settings.grpc_port}") as channel,
     ):
         assert (await client.get("/health")).status_code == 200
@@ -167,7 +168,7 @@ async def test_a_disconnected_client_aborts_at_the_verifier(stack: Stack) -> Non
         stack.verifier.aborts.clear()
         body = json.dumps({"prompt": "a", "stream": stream}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
-        writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (URL.encode(), len(body), body))
+        writer.write(raw_post(URL, body))
         if stream:
             await reader.readuntil(b"data: ")
         else:
@@ -198,9 +199,7 @@ async def test_a_reader_that_stops_reading_grows_nothing_and_stalls_nobody(stack
     slow.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(slow, ("127.0.0.1", stack.settings.port))
-    await loop.sock_sendall(
-        slow, b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (URL.encode(), len(body), body)
-    )
+    await loop.sock_sendall(slow, raw_post(URL, body))
     data = bytearray(await loop.sock_recv(slow, 10))
     # The verifier is done with the slow one and others are served, while most of it still waits to be read.
     await until(stack, lambda: stack.verifier.submitted and not stack.gateway.verifiers.num_sequences)
@@ -313,9 +312,9 @@ async def test_neither_idle_connections_nor_a_reader_that_reads_nothing_hold_the
 
     verifier.script = play
     body = json.dumps({"prompt": [5, 6], "max_tokens": 100, "stream": True}).encode()
-    request = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (URL.encode(), len(body), body)
+    request = raw_post(URL, body)
     loop = asyncio.get_running_loop()
-    async with serving(verifier, tmp_path / "v.sock"), httpx.AsyncClient(timeout=None) as http:
+    async with serving(verifier, tmp_path / "v.sock"), httpx.AsyncClient(timeout=None, headers=JSON_TYPE) as http:
         with socket.socket() as mute, socket.socket() as idle:
             async with asyncio.timeout(None) as leaving, Gateway(settings) as gateway:
                 await gateway.verifiers.wait_up()
@@ -354,7 +353,9 @@ async def test_the_process_ends_cleanly_on_sigterm(settings: GatewaySettings, tm
     )
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None) as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE
+        ) as client:
             while True:
                 try:
                     assert (await client.get("/health")).status_code == 200

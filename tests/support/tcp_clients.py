@@ -9,14 +9,27 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 
+# For httpx, which says nothing of a body that is given as bytes.
+JSON_TYPE = {"content-type": "application/json"}
+
 
 def raw_post(path: str, body: dict[str, object] | bytes, *headers: str) -> bytes:
     """The bytes of one request."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: x", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
     if not any(header.startswith("content-length") for header in headers):
         lines.append(f"content-length: {len(content)}")
     return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+def chunked_post(path: str) -> bytes:
+    """The head of a request whose body comes in chunks."""
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", "transfer-encoding: chunked"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def reset(writer: asyncio.StreamWriter) -> None:

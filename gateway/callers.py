@@ -1,0 +1,99 @@
+"""Which pages may call the gateway: a web page that somebody here opens must not reach a server that listens here.
+
+A page of another site is known by its ``Origin``. A page whose name resolves to this machine (DNS rebinding) has an
+``Origin`` of its own server, and is known by a ``Host`` that is not ours. Both checks apply to every path and method.
+``Sec-Fetch-Site`` is not looked at: it tells of nothing more but GETs without an ``Origin``, which change nothing and
+whose answers no other site's page can read.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Collection
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from foretoken.errors import ForetokenError
+from gateway import http
+from gateway.config import ANY
+from gateway.http import ForeignHostError, ForeignOriginError, HostHeaderError
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class CallerCheck:
+    """Refuses requests by their ``Host`` and ``Origin``."""
+
+    def __init__(self, listens_at: str, allowed_hosts: Collection[str], allowed_origins: Collection[str]) -> None:
+        """``listens_at``: the address as it was set. Elsewhere than on loopback, hosts are checked if some are allowed.
+
+        Names of loopback are always allowed: no page can have them from another machine.
+        """
+        own = _bracketed(listens_at.lower())
+        self._hosts = LOOPBACK_NAMES | {own} | set(allowed_hosts)
+        self._origins = frozenset(allowed_origins)
+        self._checks_host = ANY not in self._hosts and (bool(allowed_hosts) or _is_loopback(listens_at))
+
+    def __call__(self, headers: Headers) -> None:
+        """Raise HostHeaderError, ForeignHostError or ForeignOriginError for a request to refuse."""
+        hosts = [value.strip().lower() for value in headers.getlist("host")]
+        if len(hosts) > 1:
+            raise HostHeaderError("the request has several Host headers")
+        host = hosts[0] if hosts else ""
+        if self._checks_host:
+            if not host:
+                raise HostHeaderError("the request has no Host header")
+            if _without_port(host) not in self._hosts:
+                raise ForeignHostError("this server does not go by that Host; --allowed-hosts names more")
+        for origin in headers.getlist("origin"):
+            if not self._is_allowed(origin.strip().lower(), host):
+                raise ForeignOriginError(
+                    "web pages of this Origin may not call; --allowed-origins names those that may"
+                )
+
+    def _is_allowed(self, origin: str, host: str) -> bool:
+        if ANY in self._origins or origin in self._origins:
+            return True
+        _, scheme_end, authority = origin.partition("://")
+        return bool(scheme_end and host) and authority == host
+
+
+class CallerMiddleware:
+    """Answers what ``check`` refuses, before anything of the request is read."""
+
+    def __init__(self, app: ASGIApp, check: CallerCheck, reject: Callable[[Request, ForetokenError], None]) -> None:
+        """``reject`` counts and logs a refusal."""
+        self._app = app
+        self._check = check
+        self._reject = reject
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        try:
+            self._check(request.headers)
+        except ForetokenError as error:
+            self._reject(request, error)
+            await http.error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether all addresses of ``host`` are this machine's own."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name if colon and not port.endswith("]") else host
