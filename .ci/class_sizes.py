@@ -1,0 +1,70 @@
+"""Refuse classes of more than 20 methods or 20 attributes. `make lint` runs it.
+
+    python .ci/class_sizes.py
+
+Frozen records, settings and request models have no behaviour, so their fields do not count. A class that must be larger
+says why on its own line: `class Name:  # large: REASON`.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+MOST_METHODS = MOST_ATTRIBUTES = 20
+RECORD_BASES = {"NamedTuple", "BaseModel", "Settings"}
+
+
+def classes(path: Path) -> list[tuple[ast.ClassDef, str]]:
+    """Return the classes of a file, each with the source line that names it."""
+    source = path.read_text()
+    lines = source.splitlines()
+    return [(node, lines[node.lineno - 1]) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+
+
+def num_methods(node: ast.ClassDef) -> int:
+    return sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
+
+
+def num_attributes(node: ast.ClassDef) -> int:
+    """Count what methods assign to ``self``."""
+    names = set()
+    for item in ast.walk(node):
+        targets = item.targets if isinstance(item, ast.Assign) else [getattr(item, "target", None)]
+        for target in targets:
+            for part in ast.walk(target) if isinstance(target, ast.AST) else ():
+                is_own = (
+                    isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self"
+                )
+                if is_own and isinstance(part.ctx, ast.Store):
+                    names.add(part.attr)
+    return len(names)
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    """Whether a class only holds fields: a named tuple, a dataclass, or a pydantic model."""
+    bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+    return bool(bases & RECORD_BASES) or any(base.endswith("Settings") for base in bases) or "dataclass" in decorators
+
+
+def too_large(path: Path) -> list[str]:
+    found = []
+    for node, line in classes(path):
+        methods, attributes = num_methods(node), 0 if is_record(node) else num_attributes(node)
+        if "# large: " not in line and (methods > MOST_METHODS or attributes > MOST_ATTRIBUTES):
+            found.append(f"{path}:{node.lineno}: {node.name} has {methods} methods and {attributes} attributes")
+    return found
+
+
+def main() -> None:
+    files = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True).stdout.split()
+    found = [line for name in files if "_pb2" not in name and Path(name).exists() for line in too_large(Path(name))]
+    print("\n".join(found) or f"no class has more than {MOST_METHODS} methods or {MOST_ATTRIBUTES} attributes")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
