@@ -7,9 +7,10 @@ Tests marked `compose` build images and run them, so they are skipped unless --c
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -29,6 +30,45 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # No test asserts a time.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+# A test may overrun its timeout by this factor before the whole run ends: time enough for its own traceback.
+HANG_FACTOR = 1.1
+TIMEOUT_S = pytest.StashKey[float]()
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the stderr that pytest was started with: what it captures is lost when the process ends."""
+    config.stash[STDERR] = os.dup(2)
+
+
+def end_run_on_hang(item: pytest.Item) -> None:
+    """End the process, with every thread's traceback, if the test is not over in time.
+
+    pytest-timeout interrupts Python code only. A loop in compiled code never returns to the interpreter and may hold
+    its lock; faulthandler's own thread needs neither.
+    """
+    faulthandler.dump_traceback_later(item.stash[TIMEOUT_S] * HANG_FACTOR, exit=True, file=item.config.stash[STDERR])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, object, object]:
+    item.stash[TIMEOUT_S] = settings.timeout
+    end_run_on_hang(item)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> Generator[None, object, object]:
+    faulthandler.cancel_dump_traceback_later()
+    return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """A failure has stopped all timers by now; what follows it may hang as well."""
+    if TIMEOUT_S in item.stash:
+        end_run_on_hang(item)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,71 @@
+"""A test that hangs where Python cannot interrupt it ends the run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import collections
+import itertools
+
+import pytest
+
+
+def hang():
+    \"\"\"An endless loop in C, which holds the interpreter's lock and looks at no signal.\"\"\"
+    collections.deque(itertools.repeat(None), maxlen=0)
+
+
+@pytest.fixture
+def hanging_fixture():
+    yield
+    hang()
+
+
+def test_passes():
+    pass
+
+
+def test_hangs():
+    hang()
+
+
+def test_fails_and_hangs_afterwards(hanging_fixture):
+    raise AssertionError
+"""
+# Far above a second's timeout, and below this suite's own.
+PATIENCE_S = 120.0
+
+
+def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "test_planted.py"
+    path.write_text(TESTS, encoding="utf-8")
+    (folder / "conftest.py").write_text("from tests.conftest import *\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "1"]
+    return subprocess.run(
+        [*command, "-c", str(ROOT / "pyproject.toml"), str(path), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+@pytest.mark.parametrize(("name", "frame"), [("test_hangs", "test_hangs"), ("afterwards", "hanging_fixture")])
+def test_a_hang_in_compiled_code_ends_the_run(tmp_path: Path, name: str, frame: str) -> None:
+    done = run_pytest(tmp_path, "-k", name)
+    assert done.returncode == 1
+    assert "Timeout (0:00:0" in done.stderr and f"in {frame}" in done.stderr
+    # No summary: pytest did not get that far.
+    assert "failed" not in done.stdout
+
+
+def test_a_test_that_ends_in_time_ends_nothing(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, "-k", "test_passes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
