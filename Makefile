@@ -1,6 +1,6 @@
 # Every target sets up what it needs: a virtual environment in .venv, at the versions of constraints.txt.
-# Variables: PORT, GRPC_PORT, MODEL, SECONDS, SEED, ARGS (more flags for serve, test, a bench or chaos), PYTHON, VENV,
-# TORCH_INDEX.
+# Variables: PORT, GRPC_PORT, MODEL, SECONDS, SEED, ARGS (more flags for serve, test-all, a bench or chaos; all of test's),
+# WORKERS, PYTHON, VENV, TORCH_INDEX.
 
 PORT ?= 8000
 GRPC_PORT ?= 50051
@@ -12,6 +12,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Of make chaos.
 SECONDS ?= 60
 SEED ?= 1
+# Processes that run tests at the same time. One GPU is not shared: some of its tests look at its memory.
+WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
 # The interpreter to build the environment with. Empty: the first suitable one of the usual names.
 PYTHON ?=
 
@@ -24,11 +26,13 @@ DEV := $(VENV)/.dev
 GRPCIO_TOOLS := 1.76.0
 GENERATOR := $(VENV)/.grpcio-tools-$(GRPCIO_TOOLS)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+# A file's tests stay together, since they share what it starts.
+SPREAD := --numprocesses $(WORKERS) --dist loadfile
 PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-compose test-lowest bench bench-drafters bench-gpu-check chaos lint format docs proto setup clean
+.PHONY: help serve test test-all test-compose test-lowest bench bench-drafters bench-gpu-check chaos lint format docs proto setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -36,8 +40,11 @@ help: ## List the targets.
 serve: $(CORE) ## Serve the demo model: REST on PORT, gRPC on GRPC_PORT.
 	@exec $(BIN)/foretoken serve $(MODEL) --port $(PORT) --grpc-port $(GRPC_PORT) $(ARGS)
 
-test: $(DEV) ## Run all tests.
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(DEV) ## Run the quick tests, or what ARGS says.
+	@$(BIN)/python -m pytest $(or $(ARGS),$(SPREAD) -m "not slow")
+
+test-all: $(DEV) ## Run all tests.
+	@$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 test-compose: $(DEV) ## Build the images, run the containers, kill them.
 	@$(BIN)/python -m pytest --compose -rs tests/compose $(ARGS)

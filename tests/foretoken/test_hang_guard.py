@@ -65,6 +65,13 @@ def test_a_hang_in_compiled_code_ends_the_run(tmp_path: Path, name: str, frame: 
     assert "failed" not in done.stdout
 
 
+def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, "-k", "test_passes or test_hangs", "--numprocesses", "1")
+    assert done.returncode == 1
+    assert "in test_hangs" in done.stderr
+    assert "crashed while running" in done.stdout and "1 failed, 1 passed" in done.stdout
+
+
 def test_a_test_that_ends_in_time_ends_nothing(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, "-k", "test_passes")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -106,7 +106,8 @@ def test_a_model_and_more_flags(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("target", "tool"),
     [
-        ("test", "python -m pytest"),
+        ("test", "python -m pytest --numprocesses"),
+        ("test-all", "python -m pytest --numprocesses"),
         ("test-compose", "python -m pytest --compose"),
         ("bench", "python -m benchmarks.run"),
         ("bench-gpu-check", "python -m benchmarks.gpu.check"),
@@ -130,6 +131,19 @@ def test_stubs_come_from_a_generator_of_their_own(checkout: Checkout) -> None:
     installed = next(index for index, call in enumerate(calls) if re.search(r"--target \S+ grpcio-tools==1\.", call))
     used = next(index for index, call in enumerate(calls) if call.startswith("python -m grpc_tools.protoc"))
     assert installed < used
+
+
+def test_tests_are_quick_ones_all_or_those_that_are_named(checkout: Checkout) -> None:
+    parallel = "python -m pytest --numprocesses 3 --dist loadfile"
+    for arguments, call in (
+        (["test"], f"{parallel} -m not slow"),
+        (["test", "ARGS=tests/gateway -x"], "python -m pytest tests/gateway -x"),
+        (["test-all"], parallel),
+        (["test-all", "ARGS=-x"], f"{parallel} -x"),
+    ):
+        checkout.make(*arguments, "WORKERS=3")
+        # make leaves no space behind the last word.
+        assert checkout.calls()[-1].rstrip() == call
 
 
 def test_new_constraints_are_installed(checkout: Checkout) -> None:
@@ -207,6 +221,7 @@ def test_help_names_every_target(checkout: Checkout) -> None:
     for target in (
         "serve",
         "test",
+        "test-all",
         "test-compose",
         "bench",
         "bench-gpu-check",
