@@ -172,7 +172,8 @@ class Clients:
 async def disturbed(clients: Clients, disturb: Callable[[], Awaitable[None]]) -> dict[str, Any]:
     """All answers, disturbed while they stream."""
     asked = asyncio.create_task(clients.ask_all())
-    await clients.until_streaming(300)
+    # Few: on a busy machine these clients fall behind, and what has been computed to its end cannot be disturbed.
+    await clients.until_streaming(100)
     await disturb()
     return await asked
 
