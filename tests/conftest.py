@@ -104,6 +104,10 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where tests of GPU kernels have their tensors."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support import interpreted_language
+
+        interpreted_language.install()
     return "cuda" if HAS_GPU else "cpu"
 
 
