@@ -11,12 +11,15 @@ import faulthandler
 import logging
 import os
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
 from foretoken.telemetry import JsonFormatter
+
+if TYPE_CHECKING:
+    from tests.support.deployments import Targets
 
 # Read when a kernel is defined, so it comes before any import of one. PyTorch would take seconds to ask.
 HAS_GPU = os.path.exists("/dev/nvidiactl")
@@ -109,6 +112,14 @@ def device() -> str:
 
         interpreted_language.install()
     return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(scope="session")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    """Fitted targets with their drafters; each is made when it is first asked for, in some seconds."""
+    from tests.support.deployments import Targets
+
+    return Targets(tmp_path_factory.mktemp("targets"))
 
 
 @pytest.fixture

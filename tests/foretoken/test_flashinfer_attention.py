@@ -42,11 +42,6 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", plain_flashinfer)
 
 
-@pytest.fixture(scope="session")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    return Targets(tmp_path_factory.mktemp("targets"))
-
-
 def ragged(seed: int) -> list[Rows]:
     """Prompts' chunks, roots, chains and trees, some behind nothing, in random order."""
     generator = np.random.default_rng(seed)

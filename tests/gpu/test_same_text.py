@@ -20,11 +20,6 @@ from tests.support.engine_harness import Request, Result, assert_bits
 from tests.support.fitted_models import text
 
 
-@pytest.fixture(scope="session")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    return Targets(tmp_path_factory.mktemp("targets"))
-
-
 def plain_on_cpu(target: Target, request: Request) -> Result:
     harness = target.harness({}, prefix_cache=False)
     result = harness.run([request.plain()])[0]

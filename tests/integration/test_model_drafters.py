@@ -18,8 +18,10 @@ import psutil
 import pytest
 
 from tests.integration.stack import Stack, running, wait_until
-from tests.support.deployments import Target
+from tests.support.deployments import Targets
 from tests.support.fitted_models import text
+
+pytestmark = pytest.mark.slow
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 # Drafters that may lie beside the demo target, by folder.
@@ -55,12 +57,8 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return Target(tmp_path_factory.mktemp("fitted"), "llama")
-
-
-@pytest.fixture(scope="module")
-def stack(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(targets: Targets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    target = targets["llama"]
     models = {"eagle3": target.head_folders["EAGLE3"], "standalone": target.standalone}
     specs = [f"name={name},algorithm={name.upper()},model={folder}" for name, folder in models.items()]
     specs.insert(1, "name=ngram,algorithm=NGRAM")
@@ -221,9 +219,9 @@ def test_a_name_that_nobody_has_is_refused(stack: Stack) -> None:
 
 @pytest.mark.parametrize(("body_name", "flags"), [("mimo 2", ()), ("qwen3", ("--drafter-placement", "in-process"))])
 def test_mtp_layers_of_the_target(
-    tmp_path_factory: pytest.TempPathFactory, body_name: str, flags: tuple[str, ...]
+    targets: Targets, tmp_path_factory: pytest.TempPathFactory, body_name: str, flags: tuple[str, ...]
 ) -> None:
-    target = Target(tmp_path_factory.mktemp("mtp"), body_name)
+    target = targets[body_name]
     specs = ("name=mtp,algorithm=MTP", "name=ngram,algorithm=NGRAM")
     tally = Tally()
     with served(target.folder, tmp_path_factory, *specs, flags=flags) as stack:

@@ -14,6 +14,8 @@ import foretoken_kernels
 import pytest
 from foretoken_kernels.gpu import strict_attention
 
+pytestmark = pytest.mark.slow
+
 # Bytes that a program of compute capability 9.0 may have (CUDA's programming guide, "Technical specifications").
 HOPPER_SHARED_MEMORY = 227 << 10
 # A type for each argument that is no constant; 16 behind an integer says that it is a multiple of that.
@@ -166,13 +168,14 @@ CASES["strict_attention"] = [
     )
 ]
 _COMPILE = """
-import importlib, json, sys
+import importlib, json, sys, traceback
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-for name, types, constants, options in json.load(sys.stdin):
-    kernel = getattr(importlib.import_module("foretoken_kernels.gpu." + sys.argv[1]), name)
+
+def shared_memory(module, name, types, constants, options):
+    kernel = getattr(importlib.import_module("foretoken_kernels.gpu." + module), name)
     types = types.split()
     arguments = [a for a in kernel.arg_names if a not in constants]
     assert len(arguments) == len(types) and set(constants) <= set(kernel.arg_names), (kernel.arg_names, types)
@@ -186,22 +189,35 @@ for name, types, constants, options in json.load(sys.stdin):
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.asm["cubin"]
-    if len(sys.argv) > 2:
-        with open(sys.argv[2], "a") as out:
-            out.write(compiled.asm["ptx"])
-    print(name, constants, options, "shared memory", compiled.metadata.shared)
+    return compiled.metadata.shared
+
+
+for module, cases in json.load(sys.stdin).items():
+    try:
+        outcome = [shared_memory(module, *case) for case in cases]
+    except Exception:
+        outcome = traceback.format_exc()
+    print(json.dumps([module, outcome]))
 """
 
 
-@pytest.mark.parametrize("module", CASES)
-def test_compiles(module: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int] | str]:
+    """By module, the shared memory of each case in bytes, or an error. One process makes all: it starts for seconds."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(foretoken_kernels.__file__).parents[1])
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-c", _COMPILE, module]
-    result = subprocess.run(command, input=json.dumps(CASES[module]), env=environment, capture_output=True, text=True)
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-c", _COMPILE]
+    result = subprocess.run(command, input=json.dumps(CASES), env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == len(CASES[module])
+    return dict(json.loads(line) for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize("module", CASES)
+def test_compiles(module: str, compiled: dict[str, list[int] | str]) -> None:
+    found = compiled[module]
+    assert isinstance(found, list), found
+    assert len(found) == len(CASES[module])
     if module == "wide_gate_up":
         # It has the largest tiles that fit, and nothing to fall back on for the same ones.
-        assert int(result.stdout.split()[-1]) <= HOPPER_SHARED_MEMORY
+        assert found[-1] <= HOPPER_SHARED_MEMORY

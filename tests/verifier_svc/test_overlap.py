@@ -21,11 +21,6 @@ from verifier_svc import overlap as run_ahead
 from verifier_svc.messages import SequenceKey
 
 
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    return Targets(tmp_path_factory.mktemp("targets"))
-
-
 def plain_on_cpu(target: Target, requests: list[Request]) -> list[Result]:
     return target.harness({}).run([request.plain() for request in requests])
 

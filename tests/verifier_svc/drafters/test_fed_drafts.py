@@ -22,11 +22,6 @@ from verifier_svc.sampling.grammar import compile_grammar
 Tree = tuple[int, list[int], list[int]]
 
 
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    return Targets(tmp_path_factory.mktemp("targets"))
-
-
 def requests_for(target: Target) -> list[Request]:
     def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=max_tokens, **fields)
