@@ -84,7 +84,7 @@ def batch(parts: list[dict[str, np.ndarray]], tables: list[list[int]], tree_star
     )
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     make = head_files.random_target if request.param == "llama" else head_files.qwen3_mtp_target

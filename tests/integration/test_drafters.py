@@ -84,6 +84,7 @@ def text(answer: dict[str, Any]) -> str:
     return written
 
 
+@pytest.mark.slow
 def test_a_drafter_comes_dies_comes_back_and_goes(stack: Stack, drafter: Drafter) -> None:
     plain = text(ask(stack, ""))
     attached = operate(stack, "attach", "second", drafter.address)

@@ -23,7 +23,7 @@ from benchmarks.stack import free_ports
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.integration.stack import ENVIRONMENT, Stack, running
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 PROMPT = "for i in range(10):\n    print(i)\n"
 # A random model ends and stops as the dice fall: a stop string counts only after so many tokens.

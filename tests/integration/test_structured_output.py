@@ -143,6 +143,7 @@ async def test_unsupported_keywords_are_named(client: openai.AsyncOpenAI) -> Non
     assert caught.value.param == "response_format" and "uniqueItems" in caught.value.message
 
 
+@pytest.mark.slow
 async def test_the_process_that_checks_grammars_goes_with_its_verifier(checkpoint: Path, tmp_path: Path) -> None:
     with running(checkpoint, tmp_path / "log") as stack:
         body = {"prompt": "a", "guided_regex": "[ab]{3}"}

@@ -31,6 +31,8 @@ from tests.integration.stack import (
     wait_until,
 )
 
+pytestmark = pytest.mark.slow
+
 DEMO = ROOT / "models" / "demo" / "target"
 
 

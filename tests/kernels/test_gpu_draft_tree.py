@@ -29,12 +29,20 @@ def at_temperature(wishes: list[Wish], temperature: float) -> list[Wish]:
     return [replace(w, temperature=temperature, seed=2**63 + 5 * i, choice=i % 3) for i, w in enumerate(wishes)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("vocab", [61, 1500])
+@pytest.mark.parametrize(
+    ("vocab", "temperature"),
+    [
+        (61, 0.0),
+        (1500, 0.7),
+        pytest.param(61, 0.7, marks=pytest.mark.slow),
+        pytest.param(1500, 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_trees_of_many_shapes(device: str, vocab: int, temperature: float) -> None:
     Course(at_temperature(RAGGED, temperature), branches=4, depth=5, head=Head(vocab)).check(device)
 
 
+@pytest.mark.slow
 def test_all_values_count(device: str) -> None:
     """Those too that the CPU leaves out."""
     wishes = at_temperature(RAGGED, 1.1)

@@ -232,6 +232,7 @@ def test_nobody_sits_at_first(device: str) -> None:
     assert all(not tensor.any() for tensor in seats)
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_a_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(Path(__file__).parents[2]), str(Path(foretoken_kernels.__file__).parents[1])]

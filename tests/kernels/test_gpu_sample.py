@@ -134,7 +134,7 @@ def test_words_of_token_ids_are_those_of_the_definition(seed, position, choice, 
     assert words.tolist() == reference_sampling.token_words(ids, position, choice, *noise_key(seed)).tolist()
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24))])
 def test_every_operation_together_gives_the_defined_tokens(seed, device, monkeypatch):
     # One piece of the vocabulary a program, several, all.
     monkeypatch.setattr(sample, "_PROGRAMS", [1000, 10, 1][seed % 3])
@@ -264,6 +264,7 @@ def test_logprobs_rank_equal_logits_by_id(device):
     np.testing.assert_allclose(best[0].cpu(), np.array([2, 2, 1, 0, 0]) - log_sum, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
 def test_kernels_compile_for_a_gpu(logits):
     # In a process of its own: in this one kernels may have been defined for the interpreter.

@@ -15,7 +15,7 @@ from foretoken_kernels.gpu.tree_attention import attention_workspace
 from tests.kernels.attention_cases import Case, Heads, Rows, assert_defined, case, prefill, ragged, rooted, tree
 
 pytestmark = pytest.mark.usefixtures("strict_products")
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 
 
 def strict(seqs: list[Rows], heads: Heads, block_size: int, device: str, **options: object) -> Case:
@@ -104,7 +104,7 @@ def test_a_chain_is_the_same_in_any_guise(device: str) -> None:
     assert not torch.equal(outs[0][0], outs[0][1])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_random_trees(seed: int, device: str) -> None:
     """More nodes than a word has bits; a path may be as long as the tree."""
     generator = np.random.default_rng(seed)

@@ -96,7 +96,7 @@ def assert_rows_are_independent(made: Matmul, counts: tuple[int, ...]) -> None:
     torch.testing.assert_close(alone.double(), made.defined(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("split_k", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_have_the_bits_that_they_have_alone(mode: str, split_k: int, dtype: torch.dtype, device: str) -> None:

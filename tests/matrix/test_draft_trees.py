@@ -21,6 +21,8 @@ from tests.support.recording_drafter import Drawn, RecordingDrafter
 from verifier_svc.drafters import handle as draft_link
 
 WITH_MODELS = [kind for kind, (_, algorithms) in KINDS.items() if len(algorithms) == 1 and "NGRAM" not in algorithms]
+# A head and a draft model; the other heads differ from the first in their layers and inputs.
+QUICK = ("EAGLE3", "STANDALONE")
 # Of the log-probability of one token.
 TOLERANCE = 1e-4
 
@@ -67,7 +69,7 @@ class Drafting:
             np.testing.assert_allclose(each.scores, tree.values, rtol=0, atol=depth * TOLERANCE)
 
 
-@pytest.fixture(params=WITH_MODELS)
+@pytest.fixture(params=[k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in WITH_MODELS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

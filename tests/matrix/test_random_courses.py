@@ -24,6 +24,8 @@ from tests.support.fitted_models import features_of
 from tests.support.recording_drafter import Drawn, RecordingDrafter
 from verifier_svc.messages import SequenceKey
 
+pytestmark = pytest.mark.slow
+
 COURSES = 5
 COSTS = {1: 1.0, 4: 1.2, 16: 2.0, 64: 6.0, 256: 20.0}
 ATTACHED = [

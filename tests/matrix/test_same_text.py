@@ -127,7 +127,12 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=TEMPERATURES.values(), ids=TEMPERATURES)
+@pytest.fixture(
+    params=[
+        pytest.param(value, id=name, marks=pytest.mark.slow if name == "T=0.7" else ())
+        for name, value in TEMPERATURES.items()
+    ]
+)
 def temperature(request: pytest.FixtureRequest) -> float:
     return float(request.param)
 

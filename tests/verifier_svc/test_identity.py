@@ -210,6 +210,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_text(temperature: float, cut: 
     assert rest is not None and rest.speculation.num_decode_steps == len(want.token_ids) - cut - 1
 
 
+@pytest.mark.slow
 def test_ten_thousand_requests_with_aborts_at_every_phase_leave_no_page() -> None:
     rng = np.random.default_rng(0)
     drafter = ScriptedDrafter({}, seed=1)

@@ -52,6 +52,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.slow
 def test_plain_decode(targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of several lengths that end at different times, in blocks that are given out meanwhile: one run."""
     monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
@@ -117,6 +118,7 @@ def test_trees(targets: Targets, device: str) -> None:
     assert harness.speculator.links[0].counters.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_trees_in_blocks_of_one_that_has_ended(targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step that is in flight writes nowhere; the entries of who has its blocks now are those of its own text."""
     monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
@@ -136,6 +138,7 @@ def test_trees_in_blocks_of_one_that_has_ended(targets: Targets, device: str, mo
     assert num_ordinary(harness) == 1
 
 
+@pytest.mark.slow
 def test_trees_that_never_come(targets: Targets, device: str) -> None:
     requests = [Request(text(2, 24), SamplingParams(temperature=0.0, max_tokens=16))]
     results, harness, _ = drafted(targets, device, requests, spoil=lambda number: number % 2 == 1)
@@ -143,6 +146,7 @@ def test_trees_that_never_come(targets: Targets, device: str) -> None:
     assert results[0].finished is not None and results[0].finished.speculation.fallback_steps > 0
 
 
+@pytest.mark.slow
 def test_a_new_request_ends_a_run_and_joins_the_next(targets: Targets, device: str) -> None:
     target = targets["llama"]
     long = Request(text(3, 20), SamplingParams(temperature=0.0, max_tokens=14))

@@ -80,7 +80,7 @@ def plays(tmp_path_factory: pytest.TempPathFactory, device: str) -> Callable[[st
     return attached
 
 
-@pytest.fixture(params=["EAGLE3", "STANDALONE"])
+@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.slow) for kind in ("EAGLE3", "STANDALONE")])
 def play(request: pytest.FixtureRequest, plays: Callable[[str], Play]) -> Play:
     """What may differ between a head and a draft model."""
     return plays(request.param)
@@ -126,7 +126,7 @@ def check_run(play: Play, texts: Sequence[Text]) -> list[list[Tree]]:
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k == "EAGLE3" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_two_texts(kind: str, plays: Callable[[str], Play]) -> None:
     """Of different lengths, over bounds of blocks."""
     deep = {"max_depth": 3}

@@ -302,6 +302,7 @@ def test_a_killed_drafter_is_noticed_at_once_and_attached_again(
     assert lost[0].endswith("the drafter is gone; no drafts from it until it is")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PROCESS_KINDS)
 def test_a_drafter_that_is_restarted_in_a_loop_is_attached_in_the_end(kind: Kind, tmp_path: Path) -> None:
     """It dies while it starts, while it is attached to, and in use."""

@@ -63,7 +63,7 @@ def strict_harness(target: RandomTarget, device: str, **options: Any) -> SeenHar
     return on_device.harness(target, (), device, strict=True, **options)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_drafts_change_no_bit(target: RandomTarget, dtype: str, device: str) -> None:
     """Against each text by itself in plain decode with its prompt as one chunk: logprobs of what steps write that wait
     for the host, and hidden states of what those write that run ahead, which know no logprobs."""
