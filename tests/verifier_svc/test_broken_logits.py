@@ -133,6 +133,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
     return Targets(tmp_path_factory.mktemp("targets"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overlap", "drafts"), [(True, True), (True, False), (False, False)])
 def test_a_broken_row_on_a_gpu(
     targets: Targets, overlap: bool, drafts: bool, device: str, monkeypatch: pytest.MonkeyPatch
