@@ -36,7 +36,7 @@ from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.scheduling.sequence import Sequence
-from verifier_svc.speculation.draft_costs import DraftCosts
+from verifier_svc.speculation.costs import DraftCosts
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.speculator import Speculator
 

@@ -34,8 +34,8 @@ from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.in_process import InProcessClient
 from verifier_svc.drafters.registry import DrafterRegistry
 from verifier_svc.drafters.remote import DrafterClient
+from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.source import DraftSource
-from verifier_svc.drafters.tree_shape import TreeShape
 from verifier_svc.engine import Engine
 from verifier_svc.info import VerifierInfo
 from verifier_svc.lifecycle import SequenceBounds
@@ -48,8 +48,8 @@ from verifier_svc.sampling.simulated_acceptance import AcceptanceSimulator, Simu
 from verifier_svc.scheduling.block_manager import BlockManager
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.service import VerifierService
+from verifier_svc.speculation.costs import StepCosts
 from verifier_svc.speculation.speculator import Speculator
-from verifier_svc.speculation.step_costs import StepCosts
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def build(
         most_rows=max(max_nodes * 2, settings.max_running_requests),
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
-    shape = TreeShape(max_nodes, settings.speculative_num_steps, settings.speculative_eagle_topk)
+    shape = TreeBounds(max_nodes, settings.speculative_num_steps, settings.speculative_eagle_topk)
     resident = ResidentOffer.of_backend(backend, shape.max_depth, runner.dtype)
     make_source = partial(DrafterClient, target=target, epoch=epoch, weights=shared, resident=resident)
     inside = [

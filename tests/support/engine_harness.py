@@ -13,8 +13,8 @@ from foretoken.results import TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import InProcessTransport, TransportCounters
 from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.source import DraftSource
-from verifier_svc.drafters.tree_shape import TreeShape
 from verifier_svc.engine import Engine
 from verifier_svc.lifecycle import SequenceBounds
 from verifier_svc.messages import Abort, ErrorEvent, FinishedEvent, SequenceKey, Submit, TokensEvent
@@ -25,8 +25,8 @@ from verifier_svc.sampling.grammar import Matcher
 from verifier_svc.sampling.walker import Walker
 from verifier_svc.scheduling.block_manager import BlockManager
 from verifier_svc.scheduling.scheduler import Scheduler
+from verifier_svc.speculation.costs import StepCosts
 from verifier_svc.speculation.speculator import Speculator
-from verifier_svc.speculation.step_costs import StepCosts
 
 EPOCH = 41
 # A node costs next to nothing here: the gate stays open, so that walks are exercised.
@@ -201,7 +201,7 @@ class Harness:
             epoch=EPOCH,
             vocab_size=vocab_size,
             block_size=block_size,
-            shape=TreeShape(max_nodes, num_steps, branches),
+            shape=TreeBounds(max_nodes, num_steps, branches),
             max_batch_size=max_batch_size,
             timeout_s=timeout_s,
             clock=clock,

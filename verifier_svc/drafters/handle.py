@@ -15,11 +15,9 @@ from foretoken.transports.transport import DraftTransport, TransportClosedError
 from verifier_svc.drafters.acceptance_estimates import AcceptanceEstimates
 from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
-from verifier_svc.drafters.draft_times import DraftTimes
-from verifier_svc.drafters.patience import Patience
-from verifier_svc.drafters.request import NO_DRAFT, Row, Shape, request_of
-from verifier_svc.drafters.request_kind import RequestKind
+from verifier_svc.drafters.request import NO_DRAFT, RequestKind, Row, Shape, request_of
 from verifier_svc.drafters.source import DraftSource, State
+from verifier_svc.drafters.waits import DraftTimes, WaitBudget
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.hidden_states import FeatureRows, columns_of
 from verifier_svc.scheduling.sequence import Sequence, Told
@@ -106,7 +104,7 @@ class DraftLink:
         """Nothing is known of the source, and nothing is under way."""
         self.estimates = AcceptanceEstimates()
         self.times = DraftTimes()
-        self._patience = Patience(self._timeout_s)
+        self._patience = WaitBudget(self._timeout_s)
         # Of the attachment that it has met kinds of requests of.
         self._patient_with = self.num_attaches
         self._posted: Posted | None = None
@@ -123,7 +121,7 @@ class DraftLink:
         self._accepted, self._trials = PRIOR_TRIALS * PRIOR_ACCEPTANCE, PRIOR_TRIALS
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> WaitBudget:
         """With the drafter as it is attached now: a new attachment has captured nothing yet."""
         if self._patient_with != self.num_attaches:
             self._patient_with = self.num_attaches

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from foretoken.drafting import ROW_DTYPE, DraftRequest, starts_of
-from foretoken.sampling import MIN_TEMPERATURE
+from foretoken.models.device_batch import bucket, seq_bucket
+from foretoken.sampling import MIN_TEMPERATURE, SamplingParams
 from verifier_svc.scheduling.hidden_states import FeatureRows, joined
 from verifier_svc.scheduling.sequence import Sequence
 
+# Where the flags are silent: levels of a tree at most, and children of a node.
+DEFAULT_STEPS = 5
+DEFAULT_BRANCHES = 4
 _NO_HIDDEN = np.zeros((0, 0), np.float32)
 
 
@@ -24,6 +29,46 @@ class Shape(NamedTuple):
 
 
 NO_DRAFT = Shape(1, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBounds:
+    """Bounds of all trees.
+
+    A row's *reach* is one number from 1 up, by which the policy chooses: drafted tokens of a drafter that has no
+    model, levels of the tree of one that has.
+
+    Attributes:
+        max_nodes: of one tree, the root counted.
+        num_steps: levels; 0: as many as pay, up to DEFAULT_STEPS.
+        branches: children of one node.
+    """
+
+    max_nodes: int
+    num_steps: int = 0
+    branches: int = DEFAULT_BRANCHES
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether trees are drafted and verified as the flags say, whatever a smaller one, or none, would save."""
+        return self.num_steps > 0
+
+    @property
+    def max_depth(self) -> int:
+        """Levels of a tree at most, of drafters that have a model."""
+        return min(self.num_steps or DEFAULT_STEPS, self.max_nodes - 1)
+
+    def most_reach(self, has_model: bool) -> int:
+        """Beyond which no more tokens can be accepted."""
+        return self.max_depth if has_model else self.max_nodes - 1
+
+    def of_row(self, has_model: bool, reach: int, most: int) -> Shape:
+        """The shape of one row's tree with at most ``most`` drafted tokens."""
+        if not has_model:
+            return Shape(1 + min(reach, most), min(reach, most), self.max_nodes)
+        depth = self.max_depth if self.is_fixed else min(reach, self.max_depth)
+        nodes = self.max_nodes if self.is_fixed else min(self.max_nodes, 1 + depth * min(self.branches, 2))
+        return Shape(min(nodes, 1 + most), min(depth, most), self.branches)
 
 
 class Row(NamedTuple):
@@ -91,3 +136,46 @@ def _record(row: Row) -> tuple[float, ...]:
         params.top_p,
         params.min_p,
     )
+
+
+class RequestKind(NamedTuple):
+    """Sizes as they are captured, so that there are few kinds.
+
+    Attributes:
+        rows: of the request.
+        trees: rows that want more than their root.
+        tokens, longest: new ones, of all rows and of one at most.
+        depth, branches: of the largest tree.
+        is_filtered: whether a tree's candidates are cut by top-k, top-p or min-p.
+        is_resident: whether the tokens were in device memory.
+    """
+
+    rows: int
+    trees: int
+    tokens: int
+    longest: int
+    depth: int
+    branches: int
+    is_filtered: bool
+    is_resident: bool
+
+    @staticmethod
+    def of(rows: Items[Row], *, is_resident: bool) -> RequestKind:
+        # In device memory each row has room for the most of a step.
+        counts = [] if is_resident else [len(row.new_tokens) for row in rows]
+        shapes = [row.shape for row in rows if row.shape.nodes > 1]
+        return RequestKind(
+            seq_bucket(len(rows)),
+            bucket(len(shapes)),
+            bucket(sum(counts)),
+            seq_bucket(max(counts, default=0)),
+            max((shape.depth for shape in shapes), default=0),
+            max((seq_bucket(shape.branches) for shape in shapes), default=0),
+            any(_is_filtered(row.sequence.sampling) for row in rows if row.shape.nodes > 1),
+            is_resident,
+        )
+
+
+def _is_filtered(sampling: SamplingParams) -> bool:
+    has_cut = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return has_cut and sampling.temperature > 0

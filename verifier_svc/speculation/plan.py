@@ -9,7 +9,7 @@ from verifier_svc.scheduling.sequence import Sequence
 
 
 class DraftPlan(NamedTuple):
-    """The row asks these drafters for drafts of ``reach`` (TreeShape).
+    """The row asks these drafters for drafts of ``reach`` (TreeBounds).
 
     Attributes:
         most: drafted tokens at most.

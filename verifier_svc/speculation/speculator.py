@@ -15,17 +15,15 @@ from functools import partial
 from foretoken.tree import depths
 from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.handle import DraftLink, Posted
-from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
+from verifier_svc.drafters.request import NO_DRAFT, Row, Shape, TreeBounds
 from verifier_svc.drafters.source import DraftSource
-from verifier_svc.drafters.tree_shape import TreeShape
 from verifier_svc.scheduling.draft import Draft, DrafterShare, merge
 from verifier_svc.scheduling.sequence import Sequence
-from verifier_svc.speculation.draft_costs import DraftCosts
+from verifier_svc.speculation.costs import DraftCosts, StepCosts
 from verifier_svc.speculation.gate import best_reach
 from verifier_svc.speculation.plan import DraftPlan
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.routing import AUTO, DrafterRoster
-from verifier_svc.speculation.step_costs import StepCosts
 
 # Tokens that a model may be behind on a row that drafts without it, before it is told of them.
 TELL_BEHIND = 32
@@ -53,7 +51,7 @@ class Speculator:
         epoch: int,
         vocab_size: int,
         block_size: int,
-        shape: TreeShape,
+        shape: TreeBounds,
         max_batch_size: int,
         timeout_s: float,
         clock: Callable[[], float] = time.perf_counter,

@@ -25,8 +25,8 @@ from verifier_svc.config import DrafterEndpoint
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.in_process import InProcessClient
 from verifier_svc.drafters.remote import DrafterClient
+from verifier_svc.drafters.request import DEFAULT_STEPS, TreeBounds
 from verifier_svc.drafters.source import TransportName
-from verifier_svc.drafters.tree_shape import DEFAULT_STEPS, TreeShape
 
 TARGET = TargetInfo("m", 1000, 1024, max_slots=4, max_nodes=8, hidden_size=2, num_layers=4)
 OFFER = ResidentOffer(torch.device("cpu"), DEVICE, tokens=5, hidden_dtype=torch.bfloat16)
@@ -248,6 +248,6 @@ def test_an_offer_is_of_gpu_kernels_and_as_large_as_the_deepest_tree() -> None:
     assert ResidentOffer.of_backend(CPU, 3, torch.float32) is None
     backend = Backend("gpu", torch.device("cpu"))
     assert ResidentOffer.of_backend(backend, 4, torch.bfloat16) == OFFER
-    assert TreeShape(max_nodes=32).max_depth == DEFAULT_STEPS
-    assert TreeShape(max_nodes=32, num_steps=9).max_depth == 9
-    assert TreeShape(max_nodes=4, num_steps=9).max_depth == 3
+    assert TreeBounds(max_nodes=32).max_depth == DEFAULT_STEPS
+    assert TreeBounds(max_nodes=32, num_steps=9).max_depth == 9
+    assert TreeBounds(max_nodes=4, num_steps=9).max_depth == 3

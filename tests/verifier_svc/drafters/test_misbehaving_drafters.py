@@ -25,10 +25,10 @@ from tests.support.lying_drafter import Bent, Lie, LyingServer
 from tests.support.scripted_drafter import ScriptedDrafter
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.drafters.in_process import InProcessClient
-from verifier_svc.drafters.patience import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS, Patience
 from verifier_svc.drafters.remote import DrafterClient
 from verifier_svc.drafters.source import MAX_CONSECUTIVE_FAILURES, DraftSource
 from verifier_svc.drafters.stream import StreamTransport
+from verifier_svc.drafters.waits import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS, WaitBudget
 
 VOCAB = 40
 TARGET = TargetInfo("test", VOCAB, 256, 8, 8)
@@ -365,7 +365,7 @@ def test_a_drafter_that_stops_opens_the_circuit_within_the_first_time_outs(expec
 
 
 def test_patience_is_spent_on_what_cannot_pay_and_comes_back_with_time() -> None:
-    patience = Patience(0.2)
+    patience = WaitBudget(0.2)
     assert patience.has_some(0.0)
     for _ in range(100):
         patience.observe(0.002, 0.003)
@@ -378,7 +378,7 @@ def test_patience_is_spent_on_what_cannot_pay_and_comes_back_with_time() -> None
 
 
 def test_late_scouts_are_time_outs_only_behind_one_that_was_waited_for() -> None:
-    patience = Patience(0.2)
+    patience = WaitBudget(0.2)
     assert not patience.times_out_again(100.0)
     patience.time_out(100.0)
     assert not patience.times_out_again(100.1)

@@ -10,7 +10,7 @@ from tests.support.engine_harness import Harness, Request, Result
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from tests.verifier_svc.scheduling.test_captured_hidden_states import HeadLike
-from verifier_svc.drafters.draft_times import DraftTimes
+from verifier_svc.drafters.waits import DraftTimes
 from verifier_svc.speculation.routing import MODEL_TRIAL_EVERY
 from verifier_svc.speculation.speculator import TELL_BEHIND
 

@@ -12,9 +12,9 @@ from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, ResidentS
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.draft_requests import draft_batch
 from verifier_svc.drafters.handle import DraftLink
-from verifier_svc.drafters.patience import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS
 from verifier_svc.drafters.request import Row, Shape
 from verifier_svc.drafters.source import MAX_CONSECUTIVE_FAILURES, CircuitBreaker
+from verifier_svc.drafters.waits import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.scheduling.sequence import Sequence as Running
 

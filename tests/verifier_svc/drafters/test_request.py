@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
-from verifier_svc.drafters.request_kind import RequestKind
+from verifier_svc.drafters.request import NO_DRAFT, RequestKind, Row, Shape
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.scheduling.sequence import Sequence
 

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from foretoken.tree import DraftTree
 from verifier_svc.drafters.counters import DrafterCounters
-from verifier_svc.drafters.draft_times import DraftTimes
-from verifier_svc.drafters.tree_shape import TreeShape
+from verifier_svc.drafters.request import TreeBounds
+from verifier_svc.drafters.waits import DraftTimes
 from verifier_svc.scheduling.draft import Draft
-from verifier_svc.speculation.draft_costs import DraftCosts
-from verifier_svc.speculation.step_costs import StepCosts
+from verifier_svc.speculation.costs import DraftCosts, StepCosts
 
 
 def chain(*chances: float) -> Draft:
@@ -27,7 +26,7 @@ def chain(*chances: float) -> Draft:
 
 
 def costs_of(measured: dict[int, float]) -> DraftCosts:
-    return DraftCosts(StepCosts(measured), TreeShape(8))
+    return DraftCosts(StepCosts(measured), TreeBounds(8))
 
 
 def test_a_node_is_worth_what_it_costs_the_whole_batch() -> None:
@@ -71,7 +70,7 @@ def test_no_other_choice_of_nodes_makes_more_tokens_a_second(
     drafts = [chain(*row) for row in chances]
     batch = len(drafts) + num_plain
     curve = StepCosts(dict(zip((1, 4, 8, 24), np.cumsum(seconds).tolist(), strict=True)))
-    counts = DraftCosts(curve, TreeShape(8)).best_counts(drafts, batch)
+    counts = DraftCosts(curve, TreeBounds(8)).best_counts(drafts, batch)
 
     def rate(counts: list[int]) -> float:
         gained = sum(sum(draft.path_chances()[1:count]) for draft, count in zip(drafts, counts, strict=True))
@@ -88,3 +87,34 @@ def test_what_a_draft_promises_where_every_row_has_one_like_it() -> None:
     # Of two rows: plain 3 s a step; with one node each 5 s and 1.9 tokens a row.
     assert costs.best_rate(chain(0.9), 2) == pytest.approx(1.9 * 3 / 5)
     assert costs.best_rate(chain(0.1), 2) == 1.0
+
+
+def test_between_and_past_measured_counts() -> None:
+    costs = StepCosts({1: 2.0, 4: 2.6, 8: 3.4})
+    assert costs.estimate(1) == 2.0
+    assert costs.estimate(2) == pytest.approx(2.2)
+    assert costs.estimate(8) == 3.4
+    assert costs.estimate(16) == pytest.approx(5.0)
+
+
+def test_one_measured_count_is_flat() -> None:
+    assert StepCosts({1: 2.0}).estimate(9) == 2.0
+
+
+def test_observations_move_the_curve_and_most_where_they_were_made() -> None:
+    costs = StepCosts({1: 2.0, 8: 4.0})
+    for _ in range(500):
+        costs.observe(8, 8.0)
+    assert costs.estimate(8) == pytest.approx(8.0, rel=0.05)
+    assert 2.0 < costs.estimate(1) < 6.0
+
+
+def test_one_disturbed_step_says_little() -> None:
+    costs = StepCosts({1: 2.0, 8: 4.0})
+    costs.observe(1, 200.0)
+    assert costs.estimate(1) < 2.5
+
+
+def test_nothing_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        StepCosts({})
