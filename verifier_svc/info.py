@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from foretoken import __version__
 from foretoken.limits import ModelLimits
 from protos import verifier_pb2
-from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.engine import Engine
 
 
@@ -48,7 +48,7 @@ class VerifierInfo:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             max_queue=self.max_queue,
-            drafters=[drafter_state(link) for link in tuple(engine.speculator.links)],
+            drafters=[drafter_state(drafter) for drafter in tuple(engine.speculator.drafters)],
             num_steps=counters.num_steps,
             num_resident_steps=counters.num_resident_steps,
             num_preemptions=scheduler.num_preemptions,
@@ -63,22 +63,22 @@ class VerifierInfo:
         )
 
 
-def drafter_state(link: DraftLink) -> verifier_pb2.DrafterState:
-    source, counters = link.source, link.counters
+def drafter_state(drafter: DrafterHandle) -> verifier_pb2.DrafterState:
+    source, counters = drafter.source, drafter.counters
     return verifier_pb2.DrafterState(
-        name=link.name,
+        name=drafter.name,
         algorithm=source.algorithm,
         transport=source.transport_name,
         address=source.address,
-        state=link.state,
-        reason=link.reason,
-        num_attaches=link.num_attaches,
+        state=drafter.state,
+        reason=drafter.reason,
+        num_attaches=drafter.num_attaches,
         num_drafts=counters.num_drafts,
         num_draft_tokens=counters.num_draft_tokens,
         num_accepted_tokens=counters.num_accepted_tokens,
-        num_rejected_drafts=link.num_rejected,
+        num_rejected_drafts=drafter.num_rejected,
         accepted_per_position=counters.accepted_per_position,
         num_awaited=counters.num_awaited,
         wait_us=int(counters.wait_seconds * 1e6),
-        gauges=link.gauges,
+        gauges=drafter.gauges,
     )

@@ -202,7 +202,7 @@ class Lifecycle:
         now = time.monotonic()
         started = sequence.started_at if sequence.started_at is not None else now
         first_token = sequence.first_token_at if sequence.first_token_at is not None else now
-        names = tuple(link.name for link in self._speculator.links)
+        names = tuple(drafter.name for drafter in self._speculator.drafters)
         self.sessions.emit(
             FinishedEvent(
                 key=sequence.key,

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from foretoken.models.device_batch import bucket
 from foretoken.resident import ResidentMemory, StreamOrder
-from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.sampling.verify import WalkResult
 from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
@@ -94,12 +94,12 @@ class RunAhead:
         sequences = list(scheduler.running)
         if not (may_go_on() and _is_steady(scheduler)):
             return
-        self._forget_memory(speculator.links)
+        self._forget_memory(speculator.drafters)
         drafting = speculator.resident_drafting(sequences)
         if drafting is None:
             return
         step = self._step_of(drafting)
-        number = drafting.link.number if drafting.link is not None else 0
+        number = drafting.drafter.number if drafting.drafter is not None else 0
         seats = [Seat(s, drafting.shape(s).nodes, drafting.tree(s), number) for s in sequences]
         if not _reserve(scheduler, seats, 0, step.max_tokens):
             return
@@ -129,7 +129,7 @@ class RunAhead:
                 now = time.perf_counter()
                 # Those of the pass, which is as large for seats that are left.
                 num_rows = sum(seat.width for seat in seats)
-                committer.end_step(num_rows, now - read_at, is_plain=drafting.link is None)
+                committer.end_step(num_rows, now - read_at, is_plain=drafting.drafter is None)
                 speculator.count_batch(len(scheduler.running))
                 read_at = now
         for sequence in scheduler.running:
@@ -138,34 +138,34 @@ class RunAhead:
         speculator.end_resident(drafting, step.number, num_read, scheduler.running)
 
     def _step_of(self, drafting: ResidentDrafting) -> ResidentStep:
-        link, memory = drafting.link, drafting.memory
-        if link is None or memory is None:
+        drafter, memory = drafting.drafter, drafting.memory
+        if drafter is None or memory is None:
             return self._plain
-        step = self._drafted.get(link.number)
+        step = self._drafted.get(drafter.number)
         if step is None or step.memory is not memory:
-            step = self._drafted[link.number] = self._make_step(memory, drafting.order)
+            step = self._drafted[drafter.number] = self._make_step(memory, drafting.order)
             step.warm_up(drafting.features)
         return step
 
-    def _forget_memory(self, links: Items[DraftLink]) -> None:
+    def _forget_memory(self, drafters: Items[DrafterHandle]) -> None:
         """Let go of that of drafters that are not attached as they were."""
         for number, step in list(self._drafted.items()):
-            link = links[number - 1]
-            transport = None if link.is_detached else link.source.transport
-            if transport is None or transport.resident is not step.memory:
+            drafter = drafters[number - 1]
+            attachment = drafter.attachment
+            if attachment is None or attachment.transport.resident is not step.memory:
                 del self._drafted[number]
 
     def _launch(self, step: ResidentStep, drafting: ResidentDrafting, *, is_first: bool) -> None:
         if not is_first:
             drafting.post(step.number, is_last=False)
             step.send_tables()
-        step.launch(is_drafted=not is_first and drafting.link is not None)
+        step.launch(is_drafted=not is_first and drafting.drafter is not None)
 
     def _await(self, step: ResidentStep, drafting: ResidentDrafting, deadline: float) -> bool:
         """Until the oldest step is done; False if it had to go on without its trees."""
         is_released = False
         while not step.is_done():
-            if drafting.link is not None and (is_released or not self._is_alive(drafting, deadline)):
+            if drafting.drafter is not None and (is_released or not self._is_alive(drafting, deadline)):
                 # Again and again: a drafter that comes back late may take the word of it back.
                 step.release()
                 is_released = True
@@ -173,13 +173,13 @@ class RunAhead:
         return not is_released
 
     def _is_alive(self, drafting: ResidentDrafting, deadline: float) -> bool:
-        assert drafting.link is not None
+        assert drafting.drafter is not None and drafting.attachment is not None
         if not drafting.is_open:
             return False
         if time.perf_counter() < deadline:
             return True
-        drafting.link.leave_alone()
-        drafting.link.source.report_failure(f"no draft within {self._timeout_s * 1e3:.0f} ms")
+        drafting.attachment.leave_alone()
+        drafting.drafter.source.report_failure(f"no draft within {self._timeout_s * 1e3:.0f} ms")
         return False
 
 

@@ -101,8 +101,8 @@ class Verifier:
     def close(self) -> None:
         self.grammars.close()
         self.engine.stop()
-        for link in self.engine.speculator.links:
-            link.source.close()
+        for drafter in self.engine.speculator.drafters:
+            drafter.source.close()
 
 
 def build(
@@ -229,10 +229,10 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             if verifier is None:
                 return False
             engine = verifier.engine
-            sources = [link.source for link in engine.speculator.links]
+            sources = [drafter.source for drafter in engine.speculator.drafters]
             corpora = DrafterCorpora(sources, settings.drafters, in_process_drafters or {})
             keeping = asyncio.create_task(corpora.keep())
-            drafters = DrafterRegistry(engine.send, engine.speculator.link, verifier.make_source, corpora)
+            drafters = DrafterRegistry(engine.send, engine.speculator.drafter, verifier.make_source, corpora)
             service = VerifierService(engine, verifier.info, tracer, corpora, verifier.grammars, drafters)
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
             # What start-up made stays: a collection in the middle of a step then walks over little.

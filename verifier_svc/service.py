@@ -162,8 +162,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     async def AttachDrafter(
         self, request: verifier_pb2.AttachDrafterRequest, context: Any
     ) -> verifier_pb2.AttachDrafterResponse:
-        link = await self._registry.attach(request.name, request.address, request.transport)
-        return verifier_pb2.AttachDrafterResponse(drafter=drafter_state(link))
+        drafter = await self._registry.attach(request.name, request.address, request.transport)
+        return verifier_pb2.AttachDrafterResponse(drafter=drafter_state(drafter))
 
     async def DetachDrafter(
         self, request: verifier_pb2.DetachDrafterRequest, context: Any
@@ -183,11 +183,11 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 
         A resumed sequence may name one that this verifier never had: it was admitted where there was one.
         """
-        links = self._engine.speculator.links
-        names = [link.name for link in links]
+        drafters = self._engine.speculator.drafters
+        names = [drafter.name for drafter in drafters]
         if attempt:
             names += limits.named_drafters(options)
-        detached = tuple(link.name for link in links if link.is_detached)
+        detached = tuple(drafter.name for drafter in drafters if drafter.is_detached)
         return dataclasses.replace(self._info.limits, drafter_names=tuple(names), detached_drafters=detached)
 
     async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:

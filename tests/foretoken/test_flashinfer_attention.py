@@ -165,7 +165,7 @@ def test_a_text_with_every_pass_planned_is_that_of_the_cpu(targets: Targets, dev
     plain.drain()
     harness = on_device.harness(target, KINDS["NGRAM"][1], device, flashinfer="all", overlap=False)
     assert [result.token_ids for result in harness.run(requests)] == expected
-    assert sum(link.counters.num_accepted_tokens for link in harness.speculator.links) > 0
+    assert sum(drafter.counters.num_accepted_tokens for drafter in harness.speculator.drafters) > 0
 
 
 def test_both_kinds_of_kernel_are_compiled(

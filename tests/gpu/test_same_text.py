@@ -52,7 +52,7 @@ def check(
         for want, have in zip(expected[case.field], finish(harness, submit(harness, case)), strict=True):
             assert_equal(want, have, f"{case.field} alone, on a prefix hit")
     if kind != "none":
-        assert sum(link.counters.num_accepted_tokens for link in harness.speculator.links) > 0
+        assert sum(drafter.counters.num_accepted_tokens for drafter in harness.speculator.drafters) > 0
 
 
 @pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE", "NGRAM"])
@@ -78,7 +78,7 @@ def test_a_short_text_of_steps_that_run_ahead(targets: Targets, kind: str, num_s
     got = harness.run([request])
     assert_same(expected, got[0], kind)
     assert harness.engine.counters.num_resident_steps > 1
-    assert harness.speculator.links[0].counters.num_accepted_tokens > 0
+    assert harness.speculator.drafters[0].counters.num_accepted_tokens > 0
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from tests.support.deployments import EAGLE3_LAYERS, FINAL_STATE, KINDS, SeenHar
 from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import features_of, text
 from tests.support.recording_drafter import Drawn, RecordingDrafter
-from verifier_svc.drafters import handle as draft_link
+from verifier_svc.drafters import sent_tokens
 
 WITH_MODELS = [kind for kind, (_, algorithms) in KINDS.items() if len(algorithms) == 1 and "NGRAM" not in algorithms]
 # A head and a draft model; the other heads differ from the first in their layers and inputs.
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(autouse=True)
 def _no_row_waits_for_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, prefix hits and cold runs are compared step by step: none may begin a step later than another."""
-    monkeypatch.setattr(draft_link, "CATCH_UP_TOKENS", 10_000)
+    monkeypatch.setattr(sent_tokens, "CATCH_UP_TOKENS", 10_000)
 
 
 def greedy(max_tokens: int = 40) -> SamplingParams:

@@ -115,7 +115,7 @@ def test_trees(targets: Targets, device: str) -> None:
         stats = result.finished.speculation
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
         assert sum(1 for source in result.sources if source == 1) == stats.num_accepted_tokens
-    assert harness.speculator.links[0].counters.num_accepted_tokens > 0
+    assert harness.speculator.drafters[0].counters.num_accepted_tokens > 0
 
 
 @pytest.mark.slow

@@ -16,6 +16,11 @@ NUM_BINS = 10
 PRIOR_NODES = 8.0
 # Counts fade by this at every step that drafted: text changes.
 MEMORY = 0.998
+# A row, and a drafter, starts as a fair prospect; one refused draft does not change that, a few do.
+PRIOR_TRIALS = 2.0
+PRIOR_ACCEPTANCE = 0.65
+# What a step's outcome weighs in the acceptance that a new row is believed to have.
+RATE_MEMORY = 0.99
 
 
 class AcceptanceEstimates:
@@ -52,3 +57,20 @@ class AcceptanceEstimates:
 
 def _bin(probability: float) -> int:
     return min(int(probability * NUM_BINS), NUM_BINS - 1)
+
+
+class AcceptanceRate:
+    """Estimates how likely a drafted token is accepted if its parent was, over all recent rows of one drafter."""
+
+    def __init__(self) -> None:
+        self._accepted, self._trials = PRIOR_TRIALS * PRIOR_ACCEPTANCE, PRIOR_TRIALS
+
+    @property
+    def value(self) -> float:
+        return self._accepted / self._trials
+
+    def observe(self, num_accepted: int, depth: int) -> None:
+        """Learn from a tree of this drafter alone, ``depth`` edges deep."""
+        self._accepted = self._accepted * RATE_MEMORY + num_accepted
+        # The token after the last accepted one was tried too, unless the draft ended there.
+        self._trials = self._trials * RATE_MEMORY + min(num_accepted + 1, depth)

@@ -1,7 +1,7 @@
 """An ordinary step's results, put where a drafter on this GPU finds those of steps that run ahead of the host.
 
 To the drafter such a step is a run of one. Its tokens the host knows, and copies; hidden rows go from where the target
-computed them to where the drafter reads them, and never to the host. Knows neither links nor transports.
+computed them to where the drafter reads them, and never to the host. Knows neither handles nor transports.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from foretoken.errors import InvalidRequestError
 from verifier_svc.config import TRANSPORTS, DrafterEndpoint
 from verifier_svc.drafters.changes import AttachDrafter, DetachDrafter
 from verifier_svc.drafters.corpora import DrafterCorpora
-from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.source import DraftSource
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class DrafterRegistry:
     def __init__(
         self,
         send: Callable[[AttachDrafter | DetachDrafter], None],
-        handle_of: Callable[[str], DraftLink],
+        handle_of: Callable[[str], DrafterHandle],
         make_source: Callable[[DrafterEndpoint], DraftSource],
         corpora: DrafterCorpora,
     ) -> None:
@@ -46,20 +46,20 @@ class DrafterRegistry:
         self._corpora = corpora
         self._lock = asyncio.Lock()
 
-    async def attach(self, name: str, address: str, transport: str) -> DraftLink:
-        """Begin to attach a drafter. Raises InvalidRequestError naming the field, and as DrafterRoster.add."""
+    async def attach(self, name: str, address: str, transport: str) -> DrafterHandle:
+        """Begin to attach a drafter. Raises InvalidRequestError naming the field, and as DrafterRouting.add."""
         endpoint = _endpoint(name, address, transport)
         return await self._to_the_end(self._attach(endpoint))
 
     async def detach(self, name: str) -> None:
-        """Detach a drafter for good. Raises as DrafterRoster.remove."""
+        """Detach a drafter for good. Raises as DrafterRouting.remove."""
         await self._to_the_end(self._detach(name))
 
     async def _to_the_end(self, change: Coroutine[Any, Any, Result]) -> Result:
         """A caller who goes away leaves no source behind that is neither in use nor closed."""
         return await asyncio.shield(asyncio.create_task(change))
 
-    async def _attach(self, endpoint: DrafterEndpoint) -> DraftLink:
+    async def _attach(self, endpoint: DrafterEndpoint) -> DrafterHandle:
         async with self._lock:
             source = self._make_source(endpoint)
             done: Future[None] = Future()

@@ -17,12 +17,11 @@ FADING = 0.0005
 
 
 class WaitBudget:
-    """Of one drafter. A wait longer than all of its tokens were worth is lost, whatever the acceptance; such losses
-    are paid from a budget that fills with time, and where it is empty nobody waits: the drafter is only scouted.
+    """What waiting for one drafter may cost.
 
-    A drafter on a GPU captures graphs, and compiles kernels, when it meets a kind of request for the first time: that
-    wait says nothing of the next ones. It costs nothing if the drafter answers, or was late and has answered something
-    else in time since: one that never does is late for another reason."""
+    A wait that took longer than all of its tokens were worth has lost the difference, whatever was accepted. A budget
+    that fills with time pays for such losses. While it is empty nobody waits: the drafter is only scouted.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         """``timeout_s``: the longest wait."""
@@ -30,66 +29,82 @@ class WaitBudget:
         self._left_s = self._most_s
         self._filled_at: float | None = None
         self._timeout_s = timeout_s
-        # Kinds of requests that the attachment was waited for, and what those cost that were late, with nothing that
-        # came in time since.
-        self._kinds: set[Hashable] = set()
-        self._lent_s = 0.0
         # When the drafter was last reported late, if nothing has come since.
         self._late_at: float | None = None
         # Smoothed seconds of a wait.
         self.wait_s = 0.0
 
     def has_some(self, now: float) -> bool:
-        """Whether waiting is affordable at ``now``, in seconds of any steady clock."""
+        """Return whether a wait is affordable at ``now``, in seconds of any steady clock."""
         if self._filled_at is not None:
             self._left_s = min(self._left_s + AFFORDABLE_SHARE * (now - self._filled_at), self._most_s)
         self._filled_at = now
         return self._left_s > 0.0
 
+    def spend(self, waited_s: float, lost_s: float) -> None:
+        """Record a wait, of which ``lost_s`` were lost."""
+        self.wait_s += WAIT_SMOOTHING * (waited_s - self.wait_s)
+        self._left_s -= lost_s
+
+    def give_back(self, seconds: float) -> None:
+        """Take back a loss that was none after all."""
+        self._left_s = min(self._left_s + seconds, self._most_s)
+
+    def time_out(self, now: float) -> None:
+        """Record that an awaited draft did not come."""
+        self._late_at = now
+
+    def answer(self) -> None:
+        """Record that something came."""
+        self._late_at = None
+
+    def times_out_again(self, now: float) -> bool:
+        """Return whether a scouted draft that has not come is one more timeout in a row.
+
+        The budget may be used up before a drafter that has stopped is found out.
+        """
+        if self._late_at is None or now - self._late_at < self._timeout_s:
+            return False
+        self._late_at = now
+        return True
+
+
+class FirstWaits:
+    """The waits of one attachment, and which kinds of requests it has answered.
+
+    A drafter on a GPU captures graphs and compiles kernels when it meets a kind of request for the first time. That
+    wait says nothing of the next ones. It costs nothing if the drafter answers, or if it was late and has answered
+    something else in time since: a drafter that never does is late for another reason.
+    """
+
+    def __init__(self, budget: WaitBudget) -> None:
+        self._budget = budget
+        self._kinds: set[Hashable] = set()
+        # What late first requests have cost since the last answer.
+        self._lent_s = 0.0
+
     def is_new(self, kind: Hashable) -> bool:
-        """Whether a request of this kind is the attachment's first one; the next one is not."""
+        """Return whether a request of this kind is the first one; the next one is not."""
         is_new = kind not in self._kinds
         self._kinds.add(kind)
         return is_new
-
-    def forget_kinds(self) -> None:
-        """Of a new attachment nothing is known, and it owes nothing back."""
-        self._kinds.clear()
-        self._lent_s = 0.0
 
     def observe(self, waited_s: float, worth_s: float, *, is_first: bool = False, is_answered: bool = True) -> None:
         """Learn from a wait.
 
         Args:
-            worth_s: the seconds that its drafts would have saved, had all been accepted.
-            is_first: of its kind.
+            worth_s: the seconds that its drafts would have saved if all had been accepted.
+            is_first: whether the request was the first of its kind.
         """
-        self.wait_s += WAIT_SMOOTHING * (waited_s - self.wait_s)
-        if is_answered:
-            self._left_s = min(self._left_s + self._lent_s, self._most_s)
-            self._lent_s = 0.0
-        if is_first and is_answered:
-            return
         lost_s = max(waited_s - worth_s, 0.0)
-        self._left_s -= lost_s
+        if is_answered:
+            self._budget.give_back(self._lent_s)
+            self._lent_s = 0.0
+            if is_first:
+                lost_s = 0.0
+        self._budget.spend(waited_s, lost_s)
         if is_first:
             self._lent_s += lost_s
-
-    def time_out(self, now: float) -> None:
-        """A draft that was waited for did not come."""
-        self._late_at = now
-
-    def answer(self) -> None:
-        """Something came."""
-        self._late_at = None
-
-    def times_out_again(self, now: float) -> bool:
-        """Whether a draft that nobody waited for and that has not come is one more time-out in a row: the budget may
-        be used up before a drafter that has stopped is found out."""
-        if self._late_at is None or now - self._late_at < self._timeout_s:
-            return False
-        self._late_at = now
-        return True
 
 
 class DraftTimes:

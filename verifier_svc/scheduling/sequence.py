@@ -38,13 +38,6 @@ class DecodeStep(NamedTuple):
         return sum(len(share.accepted_depths) for share in self.shares)
 
 
-class Told(NamedTuple):
-    """What one drafter knows: tokens [0, length), since it attached for the ``num_attaches``-th time."""
-
-    num_attaches: int
-    length: int
-
-
 class Sequence:
     """One choice of one request. Only the engine thread touches it."""
 
@@ -85,8 +78,7 @@ class Sequence:
         self.slot = NO_SLOT
         self.generation = 0
 
-        # Speculation: what drafters know, by name; the target's hidden rows that they want; what drafting came to.
-        self.told: dict[str, Told] = {}
+        # Speculation: the hidden states that drafters want, and what drafting came to.
         self.features = FeatureWindow()
         self.prediction_ids = submit.prediction_ids
         # Of drafters with a model, and of those without.
@@ -141,7 +133,6 @@ class Sequence:
         self.table = None
         self.num_computed = 0
         self.slot = NO_SLOT
-        self.told = {}
         self.features.clear()
         self.prompt_logprobs = []
 

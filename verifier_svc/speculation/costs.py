@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.scheduling.draft import Draft
 
@@ -65,16 +65,16 @@ class DraftCosts:
         # By drafters and batch size: when they were counted, and relative costs by reach.
         self._cost_lists: dict[tuple[str, int], tuple[int, list[float]]] = {}
 
-    def begin_step(self, links: Sequence[DraftLink], batch: int, num_steps: int = 1) -> None:
+    def begin_step(self, drafters: Sequence[DrafterHandle], batch: int, num_steps: int = 1) -> None:
         """Drafters are about to be asked for a step of ``batch`` rows, the last of ``num_steps`` since the last one."""
         self._num_steps += 1
-        self._waited_s = -_wait_seconds(links)
-        for link in links:
-            link.times.fade(batch, num_steps)
+        self._waited_s = -_wait_seconds(drafters)
+        for drafter in drafters:
+            drafter.record.times.fade(batch, num_steps)
 
-    def end_waits(self, links: Sequence[DraftLink]) -> None:
+    def end_waits(self, drafters: Sequence[DrafterHandle]) -> None:
         """All answers of the step have come, or nobody waits for them any more."""
-        self._waited_s += _wait_seconds(links)
+        self._waited_s += _wait_seconds(drafters)
 
     def plain_step_s(self, batch: int) -> float:
         """Seconds of the target's pass over one row of each of ``batch`` sequences."""
@@ -131,31 +131,31 @@ class DraftCosts:
         """Learn what a step without prefill cost."""
         self._costs.observe(num_rows, seconds)
 
-    def relative(self, links: Sequence[DraftLink], batch: int) -> list[float]:
+    def relative(self, drafters: Sequence[DrafterHandle], batch: int) -> list[float]:
         """Cost of a step in which each of ``batch`` rows verifies a draft of reach k over that of a plain one, by k."""
-        key = ",".join(link.name for link in links), batch
+        key = ",".join(drafter.name for drafter in drafters), batch
         counted_at, costs = self._cost_lists.get(key, (0, []))
         if not costs or self._num_steps - counted_at >= HOLD_FOR:
-            has_model = links[0].has_model
+            has_model = drafters[0].has_model
             plain = self._costs.estimate(batch) + self._overhead_s[False]
             costs = [1.0]
             for reach in range(1, self._shape.max_nodes):
-                nodes = max(self._shape.of_row(link.has_model, reach, reach).nodes for link in links)
+                nodes = max(self._shape.of_row(drafter.has_model, reach, reach).nodes for drafter in drafters)
                 seconds = self._costs.estimate(batch * nodes) + self._overhead_s[has_model]
-                costs.append((seconds + self.wait_s(links, reach, batch)) / plain)
+                costs.append((seconds + self.wait_s(drafters, reach, batch)) / plain)
             self._cost_lists[key] = (self._num_steps, costs)
         return costs
 
-    def wait_s(self, links: Sequence[DraftLink], reach: int, num_rows: int) -> float:
+    def wait_s(self, drafters: Sequence[DrafterHandle], reach: int, num_rows: int) -> float:
         """Seconds that a step waits for drafts of so many rows: the drafters work side by side."""
         return max(
-            link.times.estimate(self._shape.of_row(True, reach, reach).depth, num_rows)
-            if link.has_model
-            else link.patience.wait_s
-            for link in links
+            drafter.record.times.estimate(self._shape.of_row(True, reach, reach).depth, num_rows)
+            if drafter.has_model
+            else drafter.record.budget.wait_s
+            for drafter in drafters
         )
 
 
-def _wait_seconds(links: Sequence[DraftLink]) -> float:
+def _wait_seconds(drafters: Sequence[DrafterHandle]) -> float:
     """Of all waits so far."""
-    return sum(link.counters.wait_seconds for link in links)
+    return sum(drafter.counters.wait_seconds for drafter in drafters)

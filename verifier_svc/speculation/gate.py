@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# A row starts as a fair prospect; one refused draft does not shut it, a few do.
-PRIOR_TRIALS = 2.0
-PRIOR_ACCEPTANCE = 0.65
+from verifier_svc.drafters.acceptance_estimates import PRIOR_ACCEPTANCE, PRIOR_TRIALS
+
 # Weight that a step's outcome keeps per later drafted step.
 MEMORY = 0.9
 FIRST_PROBE_AFTER = 8

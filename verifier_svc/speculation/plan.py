@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.scheduling.sequence import Sequence
 
 
@@ -18,7 +18,7 @@ class DraftPlan(NamedTuple):
     """
 
     sequence: Sequence
-    links: list[DraftLink]
+    drafters: list[DrafterHandle]
     reach: int
     most: int
     awaited: bool

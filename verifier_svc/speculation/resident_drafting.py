@@ -1,4 +1,4 @@
-"""Who drafts for a run of steps that run ahead of the host, what is asked of it, and what it has been told."""
+"""Who drafts for a run of steps that run ahead of the host, what is asked of it, and what it was sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from foretoken.drafting import ResidentStep
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
-from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
 from verifier_svc.scheduling.draft import Draft, DrafterShare
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT
@@ -19,7 +19,7 @@ class ResidentDrafting:
     """One run's. Used by the engine's thread alone.
 
     Args:
-        link: the drafter; None: plain decode.
+        drafter: the drafter; None: plain decode.
         shapes: of the trees that sequences want, by slot; those of others are roots.
         drafts: trees for the first step, by slot.
         features: what the target is to capture.
@@ -28,19 +28,17 @@ class ResidentDrafting:
 
     def __init__(
         self,
-        link: DraftLink | None = None,
+        drafter: DrafterHandle | None = None,
         shapes: Mapping[int, Shape] | None = None,
         drafts: Mapping[int, Draft] | None = None,
         features: tuple[int, ...] = (),
         most_steps: int | None = None,
     ) -> None:
-        self.link = link
+        self.drafter = drafter
         self.features = features
         self.most_steps = most_steps
         self._shapes, self._drafts = shapes or {}, drafts or {}
-        # Before the transport: of a drafter that attaches just now the count is the old one then, and nothing is told.
-        self._num_attaches = link.num_attaches if link is not None else 0
-        self._transport = link.source.transport if link is not None else None
+        self.attachment = drafter.attachment if drafter is not None else None
         self._rows: list[Row] = []
         # Blocks of each row that the drafter knows.
         self._num_blocks: list[int] = []
@@ -49,26 +47,26 @@ class ResidentDrafting:
     @property
     def memory(self) -> ResidentMemory | None:
         """Where the drafter drafts; None: nobody does."""
-        return self._transport.resident if self._transport is not None else None
+        return self.attachment.transport.resident if self.attachment is not None else None
 
     @property
     def number(self) -> int:
         """Of the last step whose results were in that memory."""
-        return self.link.resident_number if self.link is not None else 0
+        return self.attachment.resident_number if self.attachment is not None else 0
 
     @property
     def order(self) -> StreamOrder:
-        return self._transport.order if self._transport is not None else StreamOrder()
+        return self.attachment.transport.order if self.attachment is not None else StreamOrder()
 
     @property
     def is_current(self) -> bool:
         """Whether the drafter is attached as it was when the run was planned."""
-        return self.link is None or (not self.link.is_detached and self.link.source.transport is self._transport)
+        return self.drafter is None or self.drafter.attachment is self.attachment
 
     @property
     def is_open(self) -> bool:
         """Whether the drafter is there, as far as can be seen at once."""
-        return self._transport is None or self._transport.is_open()
+        return self.attachment is None or self.attachment.transport.is_open()
 
     def shape(self, sequence: Sequence) -> Shape:
         """Of the trees that a sequence wants."""
@@ -85,27 +83,27 @@ class ResidentDrafting:
 
     def begin(self, sequences: Seq[Sequence]) -> None:
         """These are the run's seats."""
-        if self.link is None:
+        if self.attachment is None:
             return
-        told = [self.link.told_length(sequence) for sequence in sequences]
-        size = self.link.block_size
-        self._num_blocks = [-(-length // size) for length in told]
+        sent = [self.attachment.sent.length(sequence) for sequence in sequences]
+        size = self.attachment.sent.block_size
+        self._num_blocks = [-(-length // size) for length in sent]
         self._rows = [
             Row(s, s.slot, s.generation, length, [], [], [], (), self.shape(s), False)
-            for s, length in zip(sequences, told, strict=True)
+            for s, length in zip(sequences, sent, strict=True)
         ]
 
     def post(self, number: int, *, is_last: bool) -> None:
         """Ask for the trees behind step ``number``, which was launched. Where the drafter is gone nothing happens: the
         run is about to end. One that has attached anew meanwhile knows nothing of it."""
-        if self.link is None or not self.is_current:
+        if self.attachment is None or not self.is_current:
             return
         rows = []
         for index, row in enumerate(self._rows):
-            blocks = self._blocks(row.sequence, self.link.block_size)
+            blocks = self._blocks(row.sequence, self.attachment.sent.block_size)
             rows.append(row._replace(block_ids=blocks[self._num_blocks[index] :]))
             self._num_blocks[index] = max(self._num_blocks[index], len(blocks))
-        self.link.post_resident(rows, ResidentStep(number, not self._has_begun, is_last))
+        self.attachment.post_resident(rows, ResidentStep(number, not self._has_begun, is_last))
         self._has_begun = True
 
     def _blocks(self, sequence: Sequence, block_size: int) -> list[int]:
@@ -121,17 +119,17 @@ class ResidentDrafting:
     def observe(
         self, sequence: Sequence, num_nodes: int, num_matched: int, num_tokens: int
     ) -> tuple[DrafterShare, ...]:
-        """Learn from a step, before its tokens are appended: they count as told, since the next request is about
+        """Learn from a step, before its tokens are appended: they count as sent, since the next request is about
         them."""
-        link = self.link
-        if link is None or not self.is_for(sequence):
+        drafter = self.drafter
+        if drafter is None or self.attachment is None or not self.is_for(sequence):
             return ()
-        link.tell_resident(sequence, len(sequence.tokens) + num_tokens, self._num_attaches)
+        self.attachment.sent.mark(sequence.slot, sequence.generation, len(sequence.tokens) + num_tokens)
         if num_nodes <= 1:
             return ()
-        share = DrafterShare(link.number, num_nodes - 1, tuple(range(1, num_matched + 1)))
+        share = DrafterShare(drafter.number, num_nodes - 1, tuple(range(1, num_matched + 1)))
         depth = min(self.shape(sequence).depth, num_nodes - 1)
         sequence.gate.observe(num_matched, depth)
-        link.counters.add(share.num_drafted, share.accepted_depths)
-        link.observe_acceptance(num_matched, depth)
+        drafter.counters.add(share.num_drafted, share.accepted_depths)
+        drafter.record.acceptance.observe(num_matched, depth)
         return (share,)

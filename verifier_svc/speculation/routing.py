@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import DRAFTER_JOIN, MAX_DRAFTER_NAMES, MAX_DRAFTERS
-from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.scheduling.sequence import Sequence
 
@@ -19,37 +19,39 @@ AUTO = "auto"
 MODEL_TRIAL_EVERY = 32
 
 
-class DrafterRoster:
-    """Used by the engine thread alone, but for ``links``, which any may read.
+class DrafterRouting:
+    """Used by the engine thread alone, but for ``drafters``, which any may read.
 
     Args:
-        new_link: of a source, under a number.
+        new_handle: of a source, under a number.
         pays: whether the server would draft with this model where it chooses for itself.
     """
 
-    def __init__(self, new_link: Callable[[DraftSource, int], DraftLink], pays: Callable[[DraftLink], bool]) -> None:
-        self._new_link, self._pays = new_link, pays
-        self._links: list[DraftLink] = []
-        self._attached: list[DraftLink] = []
+    def __init__(
+        self, new_handle: Callable[[DraftSource, int], DrafterHandle], pays: Callable[[DrafterHandle], bool]
+    ) -> None:
+        self._new_handle, self._pays = new_handle, pays
+        self._drafters: list[DrafterHandle] = []
+        self._attached: list[DrafterHandle] = []
         # The row that tries a model, steps with such a row, and all steps.
         self._trial: Sequence | None = None
         self._num_trial_steps = 0
         self._num_steps = 0
 
     @property
-    def links(self) -> Seq[DraftLink]:
+    def drafters(self) -> Seq[DrafterHandle]:
         """All drafters that there were, by their numbers, which begin at 1."""
-        return self._links
+        return self._drafters
 
     @property
-    def attached(self) -> Seq[DraftLink]:
+    def attached(self) -> Seq[DrafterHandle]:
         """Those that take part in this step."""
         return self._attached
 
     @property
     def is_as_attached(self) -> bool:
         """Whether the same are attached as when this step began."""
-        return self._attached == [link for link in self._links if link.is_attached]
+        return self._attached == [drafter for drafter in self._drafters if drafter.is_attached]
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """Those that attach later take part from the next step on."""
@@ -57,7 +59,7 @@ class DrafterRoster:
         if self._trial is not None and not any(sequence is self._trial for sequence in running):
             self._trial = None
         self._num_trial_steps += self._trial is not None
-        self._attached = [link for link in self._links if link.is_attached]
+        self._attached = [drafter for drafter in self._drafters if drafter.is_attached]
 
     def add(self, source: DraftSource) -> None:
         """One more drafter, or another one under a name that was detached: that gets its number back.
@@ -65,46 +67,46 @@ class DrafterRoster:
         Numbers never change: tokens of running sequences bear them. Raises PreconditionError for a name or an address
         that is taken, and at the limits of drafters and names.
         """
-        for other in self._links:
+        for other in self._drafters:
             is_same = source.address and other.name != source.name and other.source.address == source.address
             if is_same and not other.is_detached:
                 # A drafter serves one attachment: two would take it from each other for ever.
                 raise PreconditionError(
                     f"the drafter at {source.address} is that of {other.name!r}: detach it first", field="address"
                 )
-        if sum(not link.is_detached for link in self._links) >= MAX_DRAFTERS:
+        if sum(not drafter.is_detached for drafter in self._drafters) >= MAX_DRAFTERS:
             raise PreconditionError(f"a verifier has at most {MAX_DRAFTERS} drafters: detach one", field="name")
-        link = self._link(source.name)
-        if link is None:
-            if len(self._links) >= MAX_DRAFTER_NAMES:
+        drafter = self._drafter(source.name)
+        if drafter is None:
+            if len(self._drafters) >= MAX_DRAFTER_NAMES:
                 raise PreconditionError(
                     f"this verifier has had drafters of {MAX_DRAFTER_NAMES} names: use one of them again",
                     field="name",
                 )
-            self._links.append(self._new_link(source, len(self._links) + 1))
-        elif link.is_detached:
-            link.replace_source(source)
+            self._drafters.append(self._new_handle(source, len(self._drafters) + 1))
+        elif drafter.is_detached:
+            drafter.replace_source(source)
         else:
             raise PreconditionError(f"there is a drafter {source.name!r}: detach it first", field="name")
 
-    def remove(self, name: str) -> DraftLink:
+    def remove(self, name: str) -> DrafterHandle:
         """Do without a drafter from now on; it keeps its number. Raises NotFoundError if there is none."""
-        link = self._link(name)
-        if link is None or link.is_detached:
-            what = f"there is no drafter {name!r}" if link is None else f"the drafter {name!r} is detached"
+        drafter = self._drafter(name)
+        if drafter is None or drafter.is_detached:
+            what = f"there is no drafter {name!r}" if drafter is None else f"the drafter {name!r} is detached"
             raise NotFoundError(what, field="name")
-        link.detach()
-        return link
+        drafter.detach()
+        return drafter
 
-    def _link(self, name: str) -> DraftLink | None:
-        return next((link for link in self._links if link.name == name), None)
+    def _drafter(self, name: str) -> DrafterHandle | None:
+        return next((drafter for drafter in self._drafters if drafter.name == name), None)
 
     def is_wanted(self, sequence: Sequence) -> bool:
         """Whether this request asked for speculation at all, and there is some."""
         options = sequence.speculation
-        return options.enabled and options.max_draft_tokens != 0 and bool(self._links)
+        return options.enabled and options.max_draft_tokens != 0 and bool(self._drafters)
 
-    def of(self, sequence: Sequence) -> Seq[DraftLink]:
+    def of(self, sequence: Sequence) -> Seq[DrafterHandle]:
         """The attached drafters of a row: those that it names, all, or those that the server chooses from: the first
         one, unless it is a model that does not pay, and beside a model the first one without, which costs next to
         nothing to ask."""
@@ -117,15 +119,15 @@ class DrafterRoster:
         if wanted == AUTO:
             if not attached or not attached[0].has_model:
                 return attached[:1]
-            quick = [link for link in attached[1:] if not link.has_model][:1]
+            quick = [drafter for drafter in attached[1:] if not drafter.has_model][:1]
             return [attached[0], *quick] if self._uses_model(sequence, attached[0]) else quick
         names = wanted.split(DRAFTER_JOIN)
-        return [link for link in attached if link.name in names]
+        return [drafter for drafter in attached if drafter.name in names]
 
-    def _uses_model(self, sequence: Sequence, link: DraftLink) -> bool:
+    def _uses_model(self, sequence: Sequence, drafter: DrafterHandle) -> bool:
         """Whether a row for which the server chooses drafts with the model; decided once, before it is told of any."""
         if sequence.uses_model is None:
-            sequence.uses_model = self._pays(link)
+            sequence.uses_model = self._pays(drafter)
             if not sequence.uses_model and self._is_trial_due:
                 sequence.uses_model = True
                 self._trial = sequence

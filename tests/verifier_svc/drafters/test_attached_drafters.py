@@ -172,9 +172,9 @@ def test_attached_again_it_has_its_number_and_its_counts(temperature: float) -> 
     assert_same(got, expected)
     assert set(got.sources) == {0, 2}
     assert accepted_after(got, 30, 2) > 3, "the new one was told the whole sequence"
-    link = run.speculator.links[1]
-    assert (link.number, link.num_attaches, link.source) == (2, 2, again)
-    assert link.counters is counters and counters.num_drafts > seen[0][0] > 0
+    drafter = run.speculator.drafters[1]
+    assert (drafter.number, drafter.num_attaches, drafter.source) == (2, 2, again)
+    assert drafter.counters is counters and counters.num_drafts > seen[0][0] > 0
     assert got.finished is not None and [part.name for part in got.finished.speculation.drafters] == ["two"]
     assert got.finished.speculation.num_accepted_tokens == counters.num_accepted_tokens
 
@@ -230,7 +230,7 @@ def test_many_sequences_while_drafters_come_and_go(temperature: float) -> None:
     for want, have in zip(expected, got, strict=True):
         assert_same(have, want)
     assert {number for result in got for number in result.sources} == {0, 1, 2}
-    assert len(run.speculator.links) == 2 and run.speculator.links[0].num_attaches >= 2
+    assert len(run.speculator.drafters) == 2 and run.speculator.drafters[0].num_attaches >= 2
 
 
 def test_names_and_limits() -> None:
@@ -242,7 +242,7 @@ def test_names_and_limits() -> None:
     assert isinstance(taken.exception(), PreconditionError) and taken.exception().field == "name"  # type: ignore[union-attr]
     assert isinstance(unknown.exception(), NotFoundError) and isinstance(twice.exception(), NotFoundError)
     assert gone.result() is run.sources[0] and not run.sources[0].is_closed, "closing is not the engine's work"
-    state = drafter_state(run.speculator.links[0])
+    state = drafter_state(run.speculator.drafters[0])
     assert (state.name, state.state, state.num_attaches, dict(state.gauges)) == ("one", "detached", 1, {})
 
     full = [attach(run, source(f"d{number}", ScriptedDrafter({}))) for number in range(MAX_DRAFTERS + 1)]
@@ -255,7 +255,7 @@ def test_names_and_limits() -> None:
     assert "use one of them again" in str(last.exception())
     back = attach(run, source("one", ScriptedDrafter({})))
     run.step()
-    assert back.exception() is None and run.speculator.links[0].num_attaches == 2
+    assert back.exception() is None and run.speculator.drafters[0].num_attaches == 2
     assert_same(run.run([one])[0], plain(one))
 
 
@@ -314,8 +314,8 @@ def test_what_was_asked_in_passing_is_not_read_any_more() -> None:
     one = request(0.0)
     run = harness(one=ScriptedDrafter({}))
     key = run.submit(one)
-    link = run.speculator.links[0]
-    while link._scout is None:
+    drafter = run.speculator.drafters[0]
+    while drafter.attachment is None or drafter.attachment._scout is None:
         run.step()
     detach(run, "one")
     run.sources[0].transport = Closed()  # type: ignore[assignment]

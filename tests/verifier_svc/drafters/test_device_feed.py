@@ -23,9 +23,10 @@ from tests.support.runs import BLOCK, NODES, VOCAB, Runs, greedy, oracle_of, pla
 from tests.support.scripted_drafter import ScriptedDrafter
 from tests.verifier_svc.drafters.test_device_offer import EPOCH, LAYOUT, LONG_S, attached, client_of, process_at, until
 from verifier_svc import overlap as run_ahead
-from verifier_svc.drafters import handle as draft_link
+from verifier_svc.drafters import attachment as attachments
+from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
-from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import Row, Shape
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.scheduling.hidden_states import FeatureRows, PassRows
@@ -48,7 +49,7 @@ def _no_runs_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def by_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From now on the host tells all."""
-    return lambda: monkeypatch.setattr(draft_link, "can_feed", lambda rows, layout: False)
+    return lambda: monkeypatch.setattr(attachments, "can_feed", lambda rows, layout: False)
 
 
 def facts(results: Sequence[Result]) -> list[object]:
@@ -144,7 +145,7 @@ def test_changes_between_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
             at[0] += 1
             return may and at[0] % 3 != 0 and can_feed(rows, layout)
 
-        monkeypatch.setattr(draft_link, "can_feed", sometimes)
+        monkeypatch.setattr(attachments, "can_feed", sometimes)
         oracle = oracle_of(every, expected)
         runs = Runs([oracle])
         keys = [runs.harness.submit(request) for request in requests]
@@ -184,7 +185,7 @@ def test_a_row_whose_gate_is_shut_is_told_beside_the_others() -> None:
     oracle = oracle_of(requests, expected)
     runs = Runs([oracle], num_steps=0)
     plan = runs.harness.speculator._plan
-    shut = lambda sequence, links, batch: None if sequence.slot == 1 else plan(sequence, links, batch)  # noqa: E731
+    shut = lambda sequence, drafters, batch: None if sequence.slot == 1 else plan(sequence, drafters, batch)  # noqa: E731
     runs.harness.speculator._plan = shut  # type: ignore[method-assign]
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
@@ -364,17 +365,18 @@ def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: P
         transport = attached(client)
         memory = transport.resident
         assert memory is not None
-        link = DraftLink(
-            client, 1, epoch=EPOCH, vocab_size=1000, block_size=4, timeout_s=LONG_S, clock=time.perf_counter
-        )
+        settings = AttachmentSettings(EPOCH, 1000, 4, LONG_S, time.perf_counter)
+        handle = DrafterHandle(client, 1, settings)
+        attachment = handle.attachment
+        assert attachment is not None
 
         def post(place: int) -> tuple[bool, list[list[int]]]:
             """Whether it went by device memory; the trees."""
             rows = [told.row(slot, 9, [7, 5 + slot], [0, place + slot]) for slot in range(3)]
-            link.post(rows, may_feed=True)
-            assert link._posted is not None
-            is_fed = link._posted.is_resident
-            return is_fed, [draft.tree.tokens.tolist() for _, draft in link.collect(lambda posted: 0.0)]
+            attachment.post(rows, may_feed=True)
+            assert attachment._posted is not None
+            is_fed = attachment._posted.is_resident
+            return is_fed, [draft.tree.tokens.tolist() for _, draft in attachment.collect(lambda posted: 0.0)]
 
         def stop() -> None:
             os.kill(process.pid, signal.SIGSTOP)
@@ -387,16 +389,16 @@ def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: P
         for place in (2, 9):
             assert post(place) == (True, expected(place))
         stop()
-        link._timeout_s = 0.05
+        attachment._settings = settings._replace(timeout_s=0.05)
         assert post(4) == (True, [])
         results = memory.results.clone()
         assert post(6) == (False, [])
         assert torch.equal(memory.results, results) and int(memory.stamp) == 3
         os.kill(process.pid, signal.SIGCONT)
         until(transport.is_idle)
-        link._timeout_s = LONG_S
+        attachment._settings = settings
         assert post(8) == (True, expected(8)) and int(memory.stamp) == 4
         stop()
         threading.Timer(0.2, process.kill).start()
         assert post(3) == (True, [])
-        until(lambda: not link.is_attached)
+        until(lambda: not handle.is_attached)

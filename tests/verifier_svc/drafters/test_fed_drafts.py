@@ -15,7 +15,7 @@ from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
 from tests.support.grammars import regex, vocabulary
 from tests.support.oracle_drafter import way_of
-from verifier_svc.drafters import handle as draft_link
+from verifier_svc.drafters import attachment as attachments
 from verifier_svc.sampling.grammar import compile_grammar
 
 # A row of a reply: tokens before the tree, tokens and parents of it.
@@ -69,7 +69,7 @@ def test_trees_are_those_of_a_drafter_that_the_host_tells(
     target = targets["llama"]
     plain = target.harness({}).run([request.plain() for request in requests_for(target)])
     results, ways, trees, harness = run(target, kind, device)
-    monkeypatch.setattr(draft_link, "can_feed", lambda rows, layout: False)
+    monkeypatch.setattr(attachments, "can_feed", lambda rows, layout: False)
     others, other_ways, other_trees, _ = run(target, kind, device)
     for result, other, want in zip(results, others, plain, strict=True):
         assert result.token_ids == other.token_ids == want.token_ids
@@ -79,4 +79,4 @@ def test_trees_are_those_of_a_drafter_that_the_host_tells(
     # The prompts, and what is told while nobody waits, are the host's; a draft model's last words too.
     assert ways.count("fed") >= 2 and "fed" not in other_ways
     assert ways[0] == "host" and ways[1:3] == ["fed", "fed"] and ways.count("host") <= 4
-    assert sum(link.counters.num_accepted_tokens for link in harness.speculator.links) > 0
+    assert sum(drafter.counters.num_accepted_tokens for drafter in harness.speculator.drafters) > 0

@@ -364,24 +364,24 @@ def test_a_drafter_that_stops_opens_the_circuit_within_the_first_time_outs(expec
     run.drain()
 
 
-def test_patience_is_spent_on_what_cannot_pay_and_comes_back_with_time() -> None:
-    patience = WaitBudget(0.2)
-    assert patience.has_some(0.0)
+def test_the_wait_budget_is_spent_on_what_cannot_pay_and_comes_back_with_time() -> None:
+    budget = WaitBudget(0.2)
+    assert budget.has_some(0.0)
     for _ in range(100):
-        patience.observe(0.002, 0.003)
-    assert patience.has_some(0.0)
+        budget.spend(0.002, 0.0)
+    assert budget.has_some(0.0)
     for _ in range(3):
-        patience.observe(0.21, 0.0)
-    assert not patience.has_some(0.0)
-    assert not patience.has_some(1.0)
-    assert patience.has_some(2.0)
+        budget.spend(0.21, 0.21)
+    assert not budget.has_some(0.0)
+    assert not budget.has_some(1.0)
+    assert budget.has_some(2.0)
 
 
 def test_late_scouts_are_time_outs_only_behind_one_that_was_waited_for() -> None:
-    patience = WaitBudget(0.2)
-    assert not patience.times_out_again(100.0)
-    patience.time_out(100.0)
-    assert not patience.times_out_again(100.1)
-    assert patience.times_out_again(100.2) and not patience.times_out_again(100.3)
-    patience.answer()
-    assert not patience.times_out_again(200.0)
+    budget = WaitBudget(0.2)
+    assert not budget.times_out_again(100.0)
+    budget.time_out(100.0)
+    assert not budget.times_out_again(100.1)
+    assert budget.times_out_again(100.2) and not budget.times_out_again(100.3)
+    budget.answer()
+    assert not budget.times_out_again(200.0)

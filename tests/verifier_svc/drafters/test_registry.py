@@ -130,7 +130,7 @@ async def verifier() -> AsyncIterator[Verifier]:
 
     corpora = DrafterCorpora(())
     keeping = asyncio.create_task(corpora.keep())
-    registry = DrafterRegistry(harness.engine.send, harness.engine.speculator.link, make_source, corpora)
+    registry = DrafterRegistry(harness.engine.send, harness.engine.speculator.drafter, make_source, corpora)
     server = rpc.async_server()
     service = VerifierService(harness.engine, info, corpora=corpora, drafters=registry)
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)

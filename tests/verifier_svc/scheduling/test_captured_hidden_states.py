@@ -16,7 +16,7 @@ from foretoken.transports.transport import InProcessTransport
 from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget, feature_of
-from verifier_svc.drafters.handle import CATCH_UP_TOKENS
+from verifier_svc.drafters.sent_tokens import CATCH_UP_TOKENS
 
 VOCAB = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)

@@ -12,7 +12,7 @@ from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from tests.verifier_svc.scheduling.test_captured_hidden_states import HeadLike
 from verifier_svc.drafters.waits import DraftTimes
 from verifier_svc.speculation.routing import MODEL_TRIAL_EVERY
-from verifier_svc.speculation.speculator import TELL_BEHIND
+from verifier_svc.speculation.speculator import SEND_BEHIND
 
 VOCAB = 12
 PROMPT = [1, 2, 3, 4, 5]
@@ -82,7 +82,7 @@ def test_a_model_is_never_far_behind() -> None:
 
     run({"model": Watched(), "quick": Knowing({(tuple(PROMPT), 0): plain})})
     # A step adds a whole tree at most.
-    assert 1 < longest < TELL_BEHIND + 8
+    assert 1 < longest < SEND_BEHIND + 8
 
 
 def test_a_named_drafter_is_the_only_one() -> None:
@@ -115,7 +115,7 @@ def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
     harness = new_harness(
         {"model": model, "quick": Knowing({(tuple(PROMPT), 0): run({})[1].token_ids})}, num_steps=num_steps
     )
-    sampling = SamplingParams(temperature=0.0, max_tokens=2 * TELL_BEHIND)
+    sampling = SamplingParams(temperature=0.0, max_tokens=2 * SEND_BEHIND)
     auto = Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="auto"))
     for _ in range(2 * MODEL_TRIAL_EVERY // size):
         harness.run([auto] * size)
@@ -128,7 +128,7 @@ def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
 def test_whether_a_model_pays_is_asked_of_the_batch_that_a_burst_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of the one that was there before it: nobody."""
     monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth, num_rows: 0.0 if num_rows == 1 else 1000.0)
-    sampling = SamplingParams(temperature=0.0, max_tokens=2 * TELL_BEHIND)
+    sampling = SamplingParams(temperature=0.0, max_tokens=2 * SEND_BEHIND)
     auto = Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="auto"))
     # A step computes all prompts, or one.
     for size, chunk_tokens, num_told in ((1, 64, 1), (8, 64, 0), (8, len(PROMPT), 0)):

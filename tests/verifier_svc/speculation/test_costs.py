@@ -45,11 +45,11 @@ def test_the_likeliest_nodes_are_taken_whosever_they_are() -> None:
 
 def test_what_a_step_has_waited_makes_more_of_it_worthwhile() -> None:
     costs = costs_of({1: 2.0, 64: 65.0})
-    link: Any = SimpleNamespace(counters=DrafterCounters(), times=DraftTimes())
+    drafter: Any = SimpleNamespace(counters=DrafterCounters(), record=SimpleNamespace(times=DraftTimes()))
     for waited_s, count in ((0.0, 1), (2.0, 2)):
-        costs.begin_step([link], batch=1)
-        link.counters.wait_seconds += waited_s
-        costs.end_waits([link])
+        costs.begin_step([drafter], batch=1)
+        drafter.counters.wait_seconds += waited_s
+        costs.end_waits([drafter])
         assert costs.best_counts([chain(0.4)], batch=1) == [count]
 
 

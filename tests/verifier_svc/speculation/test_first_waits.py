@@ -11,7 +11,8 @@ import pytest
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, ResidentStep
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.draft_requests import draft_batch
-from verifier_svc.drafters.handle import DraftLink
+from verifier_svc.drafters.attachment import Attachment, AttachmentSettings
+from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import Row, Shape
 from verifier_svc.drafters.source import MAX_CONSECUTIVE_FAILURES, CircuitBreaker
 from verifier_svc.drafters.waits import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS
@@ -25,7 +26,7 @@ SLOW_S = 0.15
 
 
 class Drafter:
-    """A source and its transport. ``takes``: seconds of the clock for the next answers; what takes longer than it is
+    """A source, and a drafter. ``takes``: seconds of the clock for the next answers; what takes longer than it is
     waited for comes once the clock has moved on."""
 
     name, address, algorithm, transport_name, reason = "gpu", "", "EAGLE3", "in-process", ""
@@ -36,12 +37,17 @@ class Drafter:
         self.needs = DrafterNeeds(blocks=True, device=device)
         self.now = 0.0
         self.takes: list[float] = []
-        self.num_attaches = 1
+        self.num_attaches = 0
         self.num_failures = 0
-        self.breaker = CircuitBreaker()
-        self.transport: Any = self
         self._asked: DraftRequest | None = None
-        self._done_at = 0.0
+        self.attach()
+
+    def attach(self) -> None:
+        """Attach, or attach again, with nothing left to do."""
+        self.num_attaches += 1
+        self.breaker = CircuitBreaker()
+        self.transport: Any = Connection(self)
+        self._done_at = self.now
 
     def post(self, request: DraftRequest) -> None:
         self._asked = request
@@ -68,16 +74,21 @@ class Drafter:
         self.breaker.success()
 
 
-def link_to(drafter: Drafter) -> DraftLink:
-    return DraftLink(
-        drafter,  # type: ignore[arg-type]
-        1,
-        epoch=1,
-        vocab_size=40,
-        block_size=4,
-        timeout_s=TIMEOUT_S,
-        clock=lambda: drafter.now,
-    )
+class Connection:
+    """The transport of one attachment."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.post, self.receive, self.is_idle = drafter.post, drafter.receive, drafter.is_idle
+
+
+def handle_of(drafter: Drafter) -> DrafterHandle:
+    settings = AttachmentSettings(epoch=1, vocab_size=40, block_size=4, timeout_s=TIMEOUT_S, clock=lambda: drafter.now)
+    return DrafterHandle(drafter, 1, settings)  # type: ignore[arg-type]
+
+
+def attachment_of(handle: DrafterHandle) -> Attachment:
+    assert handle.attachment is not None
+    return handle.attachment
 
 
 def rows(count: int, *, tokens: int = 1, shape: Shape = CHAIN) -> list[Row]:
@@ -92,15 +103,16 @@ def rows(count: int, *, tokens: int = 1, shape: Shape = CHAIN) -> list[Row]:
     return found
 
 
-def ask(link: DraftLink, asked: Sequence[Row]) -> None:
-    link.post(list(asked))
-    link.collect(lambda _: 0.0)
+def ask(handle: DrafterHandle, asked: Sequence[Row]) -> None:
+    attachment = attachment_of(handle)
+    attachment.post(list(asked))
+    attachment.collect(lambda _: 0.0)
 
 
-def left_s(link: DraftLink, drafter: Drafter) -> float:
-    """Of the budget. Time that passes here fills it, so that little of it is waited for."""
-    link.patience.has_some(drafter.now)
-    return link.patience._left_s
+def left_s(handle: DrafterHandle, drafter: Drafter) -> float:
+    """Return what is left of the budget. Time that passes fills it, so little is waited for here."""
+    handle.record.budget.has_some(drafter.now)
+    return handle.record.budget._left_s
 
 
 FULL_S = AFFORDABLE_TIMEOUTS * TIMEOUT_S
@@ -110,22 +122,22 @@ FILLED_S = 0.02
 
 def test_the_first_wait_of_a_kind_is_free_and_the_second_is_not() -> None:
     drafter = Drafter()
-    link = link_to(drafter)
+    handle = handle_of(drafter)
     drafter.takes = [SLOW_S] * 12
     # Rows, their new tokens, the tokens of the longest, and trees: each needs graphs of its own.
     kinds = [rows(1), rows(2), rows(2, tokens=3), rows(2, shape=Shape(3, 2, 1)), rows(2, shape=Shape(4, 3, 2))]
     for kind in kinds:
-        ask(link, kind)
-    assert left_s(link, drafter) == FULL_S and link.times.estimate(3, 1) == 0.0
-    ask(link, rows(2, tokens=3))
-    assert left_s(link, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)
-    assert link.times.estimate(3, 2) == pytest.approx(SLOW_S)
+        ask(handle, kind)
+    assert left_s(handle, drafter) == FULL_S and handle.record.times.estimate(3, 1) == 0.0
+    ask(handle, rows(2, tokens=3))
+    assert left_s(handle, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)
+    assert handle.record.times.estimate(3, 2) == pytest.approx(SLOW_S)
 
 
 def test_kinds_are_as_coarse_as_graphs() -> None:
     """A drafter has one graph for five to eight sequences, and another for a new token more."""
     drafter = Drafter()
-    link = link_to(drafter)
+    handle = handle_of(drafter)
 
     def told(*counts: int) -> list[Row]:
         """Rows with so many new tokens; trees are wanted for the first two."""
@@ -136,48 +148,46 @@ def test_kinds_are_as_coarse_as_graphs() -> None:
         ]
 
     drafter.takes = [SLOW_S] * 3
-    ask(link, told(4, 1, 1, 1, 1))
-    ask(link, told(3, 1, 1, 1, 1, 1))
-    assert left_s(link, drafter) == pytest.approx(FULL_S - SLOW_S)
-    ask(link, told(4, 1, 1, 1, 2))
-    assert left_s(link, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)
+    ask(handle, told(4, 1, 1, 1, 1))
+    ask(handle, told(3, 1, 1, 1, 1, 1))
+    assert left_s(handle, drafter) == pytest.approx(FULL_S - SLOW_S)
+    ask(handle, told(4, 1, 1, 1, 2))
+    assert left_s(handle, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)
 
 
 def test_a_first_draft_that_was_too_late_is_free_once_another_is_in_time() -> None:
     drafter = Drafter()
-    link = link_to(drafter)
+    handle = handle_of(drafter)
     drafter.takes = [3 * TIMEOUT_S]
-    ask(link, rows(3))
-    assert drafter.num_failures == 1 and link.is_catching_up()
-    assert left_s(link, drafter) == pytest.approx(FULL_S - TIMEOUT_S)
+    ask(handle, rows(3))
+    assert drafter.num_failures == 1 and attachment_of(handle).is_catching_up()
+    assert left_s(handle, drafter) == pytest.approx(FULL_S - TIMEOUT_S)
     drafter.now += 2 * TIMEOUT_S
-    assert not link.is_catching_up()
-    assert left_s(link, drafter) < FULL_S
-    ask(link, rows(1))
-    assert left_s(link, drafter) == FULL_S
+    assert not attachment_of(handle).is_catching_up()
+    assert left_s(handle, drafter) < FULL_S
+    ask(handle, rows(1))
+    assert left_s(handle, drafter) == FULL_S
     # It has met this kind.
     drafter.takes = [3 * TIMEOUT_S]
-    ask(link, rows(3))
+    ask(handle, rows(3))
     drafter.now += 2 * TIMEOUT_S
-    assert not link.is_catching_up()
-    assert left_s(link, drafter) == pytest.approx(FULL_S - TIMEOUT_S, abs=FILLED_S)
+    assert not attachment_of(handle).is_catching_up()
+    assert left_s(handle, drafter) == pytest.approx(FULL_S - TIMEOUT_S, abs=FILLED_S)
 
 
 def test_a_drafter_that_is_always_late_pays_like_any_other() -> None:
     """Its answers come, and it is attached anew after every third: that is no reason to wait for more of them."""
     drafter = Drafter()
-    link = link_to(drafter)
+    handle = handle_of(drafter)
     kinds = [rows(1), rows(2), rows(2, tokens=3), rows(3), rows(3, tokens=2)]
     waited_s, num_asked = 0.0, 0
     while drafter.now < 300.0:
         drafter.now += 0.01
         if drafter.transport is None:
-            drafter.transport, drafter.breaker = drafter, CircuitBreaker()
-            drafter.num_attaches += 1
-            drafter._done_at = drafter.now
-        if not link.is_catching_up() and link.patience.has_some(drafter.now):
+            drafter.attach()
+        if not attachment_of(handle).is_catching_up() and handle.record.budget.has_some(drafter.now):
             drafter.takes = [1.2 * TIMEOUT_S]
-            ask(link, kinds[num_asked % len(kinds)])
+            ask(handle, kinds[num_asked % len(kinds)])
             num_asked, waited_s = num_asked + 1, waited_s + TIMEOUT_S
     assert drafter.num_attaches > 3
     assert waited_s <= FULL_S + AFFORDABLE_SHARE * drafter.now + TIMEOUT_S
@@ -185,43 +195,43 @@ def test_a_drafter_that_is_always_late_pays_like_any_other() -> None:
 
 def test_a_drafter_that_hangs_pays_and_is_detached_after_as_many_failures() -> None:
     drafter = Drafter()
-    link = link_to(drafter)
+    handle = handle_of(drafter)
     drafter.takes = [3600.0]
-    ask(link, rows(1))
-    assert left_s(link, drafter) == pytest.approx(FULL_S - TIMEOUT_S)
+    ask(handle, rows(1))
+    assert left_s(handle, drafter) == pytest.approx(FULL_S - TIMEOUT_S)
     while drafter.transport is not None:
-        assert link.is_catching_up()
+        assert attachment_of(handle).is_catching_up()
         drafter.now += TIMEOUT_S / 2
     assert drafter.num_failures == MAX_CONSECUTIVE_FAILURES
     # Attached again it has captured nothing, and owes what it never answered.
-    before_s = left_s(link, drafter)
-    drafter.transport, drafter.num_attaches = drafter, 2
+    before_s = left_s(handle, drafter)
     drafter.now += 3600.0
-    drafter._done_at = drafter.now
-    assert before_s < FULL_S and not link.is_catching_up() and link.patience._lent_s == 0.0
-    assert link.patience._left_s == before_s
+    drafter.attach()
+    again = attachment_of(handle)
+    assert before_s < FULL_S and not again.is_catching_up() and again._first_waits._lent_s == 0.0
+    assert handle.record.budget._left_s == before_s
     drafter.takes = [SLOW_S]
-    ask(link, rows(1))
-    assert link.patience._left_s == before_s
+    ask(handle, rows(1))
+    assert handle.record.budget._left_s == before_s
 
 
 @pytest.mark.parametrize("is_model", [False, True])
 def test_without_a_gpu_there_is_nothing_to_capture(is_model: bool) -> None:
     drafter = Drafter(device="")
     drafter.needs = DrafterNeeds(blocks=is_model, device="")
-    link = link_to(drafter)
+    handle = handle_of(drafter)
     drafter.takes = [SLOW_S]
-    ask(link, rows(1))
-    assert left_s(link, drafter) == pytest.approx(FULL_S - SLOW_S)
+    ask(handle, rows(1))
+    assert left_s(handle, drafter) == pytest.approx(FULL_S - SLOW_S)
 
 
 def test_the_last_draft_of_a_run_is_a_kind_of_its_own() -> None:
     """A run has graphs that ordinary requests have not."""
     drafter = Drafter()
-    link = link_to(drafter)
-    ask(link, rows(1))
+    handle = handle_of(drafter)
+    ask(handle, rows(1))
     drafter.takes = [SLOW_S] * 2
     for _ in range(2):
-        link.post_resident(rows(1), ResidentStep(1, True, True))
-        link.collect(lambda _: 0.0)
-    assert left_s(link, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)
+        attachment_of(handle).post_resident(rows(1), ResidentStep(1, True, True))
+        attachment_of(handle).collect(lambda _: 0.0)
+    assert left_s(handle, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)

@@ -1,0 +1,315 @@
+"""One attachment of a drafter: everything that is true only while that drafter stays attached.
+
+When the drafter attaches again, a new attachment takes its place, and nothing has been sent over that one. The
+speculator decides whom to ask, for how much, and whether to wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, ResidentStep
+from foretoken.transports.transport import DraftTransport, TransportClosedError
+from verifier_svc.drafters.counters import DrafterCounters
+from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
+from verifier_svc.drafters.final_updates import FinalUpdates
+from verifier_svc.drafters.request import NO_DRAFT, RequestKind, Row, request_of
+from verifier_svc.drafters.sent_tokens import SentTokens
+from verifier_svc.drafters.source_record import SourceRecord
+from verifier_svc.drafters.waits import FirstWaits
+from verifier_svc.scheduling.draft import Draft
+from verifier_svc.scheduling.sequence import Sequence
+
+# Draft timeouts that catching up may take before it counts as one.
+CATCH_UP_TIMEOUTS = 10
+
+
+class AttachmentSettings(NamedTuple):
+    """What all attachments of one engine share.
+
+    Attributes:
+        epoch: the verifier's.
+        timeout_s: the longest wait for a draft.
+        clock: seconds, by which waits are measured.
+    """
+
+    epoch: int
+    vocab_size: int
+    block_size: int
+    timeout_s: float
+    clock: Callable[[], float]
+
+    @property
+    def late_reason(self) -> str:
+        return f"no sound draft within {self.timeout_s * 1e3:.0f} ms"
+
+
+class Posted(NamedTuple):
+    """A request that is on its way."""
+
+    step_id: int
+    rows: list[Row]
+    is_resident: bool = False
+
+    @property
+    def is_awaited(self) -> bool:
+        return any(row.awaited for row in self.rows)
+
+    @property
+    def num_drafted(self) -> int:
+        """Rows that want a tree."""
+        return sum(row.shape.nodes > 1 for row in self.rows)
+
+    @property
+    def depth(self) -> int:
+        return max(row.shape.depth for row in self.rows)
+
+
+class Attachment:
+    """Used by the engine thread alone.
+
+    Args:
+        number: the drafter's, which its nodes name as their source.
+        record: of the source; it outlives the attachment, as do the counters.
+    """
+
+    def __init__(
+        self,
+        transport: DraftTransport,
+        number: int,
+        record: SourceRecord,
+        counters: DrafterCounters,
+        settings: AttachmentSettings,
+    ) -> None:
+        self.transport = transport
+        self.needs: DrafterNeeds = record.source.needs
+        self.sent = SentTokens(self.needs, settings.block_size)
+        self.final_updates = FinalUpdates()
+        # The last step whose results the drafter found in device memory. Numbers only grow.
+        self.resident_number = 0
+        self._number = number
+        self._record = record
+        self._counters = counters
+        self._settings = settings
+        self._first_waits = FirstWaits(record.budget)
+        self._feed: ResidentFeed | None = None
+        self._step_id = 0
+        self._posted: Posted | None = None
+        # A request of the last step that nobody waited for.
+        self._scout: Posted | None = None
+        # When the drafter began to work on a long request, until it has answered that.
+        self._catching_up_since: float | None = None
+
+    @property
+    def has_resident(self) -> bool:
+        """Whether the drafter can read the results of steps from device memory."""
+        return self.transport.resident is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether ``collect`` will wait."""
+        return self._posted is not None and self._posted.is_awaited
+
+    def can_afford_wait(self) -> bool:
+        """Return whether the wait budget has something left."""
+        return self._record.budget.has_some(self._settings.clock())
+
+    def is_catching_up(self) -> bool:
+        """Return whether the drafter still works on a long request, so that a new one would wait too long."""
+        if self._catching_up_since is None:
+            return False
+        try:
+            is_idle = self.transport.is_idle()
+        except TransportClosedError as error:
+            self._record.source.report_failure(str(error))
+            return True
+        now = self._settings.clock()
+        if is_idle:
+            self._catching_up_since = None
+        elif now - self._catching_up_since > CATCH_UP_TIMEOUTS * self._settings.timeout_s:
+            self._catching_up_since = now
+            self._record.source.report_failure(self._settings.late_reason)
+        return not is_idle
+
+    def has_answered(self) -> bool:
+        """Return whether the drafter has answered everything; until then it may still read what it was sent."""
+        try:
+            return self.transport.is_idle()
+        except TransportClosedError as error:
+            self._record.source.report_failure(str(error))
+            return False
+
+    def leave_alone(self) -> None:
+        """Ask a late model nothing until it has answered: it may be capturing graphs for a batch that is new to it."""
+        if self.needs.blocks and self._catching_up_since is None:
+            self._catching_up_since = self._settings.clock()
+
+    def finish(self, sequence: Sequence, captured: tuple[int, ...]) -> None:
+        """Queue the final update of a sequence that is about to give its batch slot back."""
+        row = self.sent.final_row(sequence, captured)
+        if row is not None:
+            self.final_updates.add(row)
+
+    def post(self, rows: list[Row], *, may_feed: bool = False) -> None:
+        """Send rows, after the final updates of ended sequences, whose batch slots they may have.
+
+        ``may_feed``: go by device memory if there is some, if it can take the rows, and if a tree is awaited.
+        """
+        rows, released = self.final_updates.merge(rows)
+        if not rows:
+            return
+        self._step_id += 1
+        try:
+            is_fed = may_feed and self._can_feed(rows)
+            if released:
+                self.transport.release(released)
+            request = self._fed_request(rows) if is_fed else request_of(self._settings.epoch, self._step_id, rows)
+            self.transport.post(request)
+        except TransportClosedError as error:
+            self._record.source.report_failure(str(error))
+            return
+        for row in rows:
+            self.sent.mark(row.slot, row.generation, row.length)
+        if self._catching_up_since is None and any(self.sent.takes_long(len(row.new_tokens)) for row in rows):
+            self._catching_up_since = self._settings.clock()
+        self._posted = Posted(self._step_id, rows, is_resident=is_fed)
+
+    def _can_feed(self, rows: list[Row]) -> bool:
+        """Return whether device memory can take the rows. An idle drafter reads nothing there."""
+        return (
+            self.transport.resident is not None
+            and any(row.awaited for row in rows)
+            and can_feed(rows, self.transport.resident.layout)
+            and self.transport.is_idle()
+        )
+
+    def _fed_request(self, rows: list[Row]) -> DraftRequest:
+        """Copy what the rows send to device memory, and return the request that says so: a run of one step."""
+        memory = self.transport.resident
+        assert memory is not None
+        self.resident_number += 1
+        if self._feed is None:
+            self._feed = ResidentFeed(memory.layout, memory.stamp.device)
+        self._feed.place(rows, memory, self.resident_number)
+        self.transport.order.signal_step(self.resident_number)
+        request = request_of(self._settings.epoch, self._step_id, as_seats(rows, self._settings.block_size))
+        return replace(request, resident=ResidentStep(self.resident_number, begins=True, is_last=True))
+
+    def post_resident(self, rows: list[Row], step: ResidentStep) -> None:
+        """Ask for the trees after a step whose results are in device memory. The rows name only blocks.
+
+        If the step ``is_last``, it has been read, and ``collect`` returns the trees of sequences that still run.
+        """
+        self._step_id += 1
+        self.resident_number = step.number
+        try:
+            self.transport.post(replace(request_of(self._settings.epoch, self._step_id, rows), resident=step))
+        except TransportClosedError as error:
+            self._record.source.report_failure(str(error))
+            return
+        if step.is_last:
+            self._posted = Posted(
+                self._step_id,
+                [
+                    row._replace(shape=NO_DRAFT)
+                    if row.has_ended
+                    else row._replace(new_tokens=row.sequence.tokens[-1:], awaited=row.shape.nodes > 1)
+                    for row in rows
+                ],
+                is_resident=True,
+            )
+
+    def collect(self, worth_s: Callable[[Posted], float]) -> list[tuple[Row, Draft]]:
+        """Wait for the trees that are worth it; return the sound ones, those that are only a root included.
+
+        ``worth_s``: seconds that a request's drafts would save if all were accepted.
+        """
+        posted, self._posted = self._posted, None
+        if posted is None:
+            return []
+        if not posted.is_awaited:
+            self._scout = posted
+            return []
+        batch = self._wait(posted, worth_s(posted))
+        return [] if batch is None else self._accept(posted, batch)
+
+    def read_scout(self) -> list[tuple[Sequence, bool]]:
+        """Read the answer to a request that nobody waited for. It is too late for a tree and in time for the gates.
+
+        Returns the sequence of each row that wanted a tree, and whether the drafter had one.
+        """
+        posted, self._scout = self._scout, None
+        if posted is None or posted.num_drafted == 0:
+            return []
+        source, budget = self._record.source, self._record.budget
+        try:
+            batch = self.transport.receive(0.0)
+        except TransportClosedError as error:
+            source.report_failure(str(error))
+            return []
+        if batch is None:
+            if budget.times_out_again(self._settings.clock()):
+                source.report_failure(self._settings.late_reason)
+            return []
+        budget.answer()
+        if batch.num_rows != len(posted.rows):
+            return []
+        return [
+            (row.sequence, batch.tree(index).num_nodes > 1)
+            for index, row in enumerate(posted.rows)
+            if row.shape.nodes > 1
+        ]
+
+    def _wait(self, posted: Posted, worth_s: float) -> DraftBatch | None:
+        clock, record = self._settings.clock, self._record
+        began = clock()
+        try:
+            batch = self.transport.receive(self._settings.timeout_s)
+        except TransportClosedError as error:
+            record.source.report_failure(str(error))
+            return None
+        now = clock()
+        # On a GPU the first request of a kind may take long.
+        captures_graphs = self.needs.blocks and bool(self.needs.device)
+        is_first = captures_graphs and self._first_waits.is_new(
+            RequestKind.of(posted.rows, is_resident=posted.is_resident)
+        )
+        self._first_waits.observe(now - began, worth_s, is_first=is_first, is_answered=batch is not None)
+        self._counters.num_awaited += 1
+        self._counters.wait_seconds += now - began
+        if batch is None:
+            record.budget.time_out(now)
+            self.leave_alone()
+            record.source.report_failure(self._settings.late_reason)
+        else:
+            if not is_first:
+                record.times.observe(posted.depth, posted.num_drafted, now - began)
+            record.budget.answer()
+        return batch
+
+    def _accept(self, posted: Posted, batch: DraftBatch) -> list[tuple[Row, Draft]]:
+        """Return the sound trees of a reply. A stale, short or malformed one is dropped and counted."""
+        stamp = self._settings.epoch, posted.step_id
+        if (batch.epoch, batch.step_id) != stamp or batch.num_rows != len(posted.rows):
+            self._reject("a draft with another step's stamp or number of rows")
+            return []
+        drafts: list[tuple[Row, Draft]] = []
+        for index, row in enumerate(posted.rows):
+            if row.shape.nodes == 1:
+                continue
+            tree, scores = batch.tree(index), batch.row_scores(index).tolist()
+            is_valid = tree.is_valid(row.root, self._settings.vocab_size, row.shape.nodes)
+            if not is_valid or any(map(math.isnan, scores)):
+                self._reject("a malformed draft tree")
+                return drafts
+            sources = [0] + [self._number] * (len(scores) - 1)
+            drafts.append((row, Draft(tree, sources, scores, self._record.estimates.chances(scores))))
+        self._record.source.report_success()
+        return drafts
+
+    def _reject(self, reason: str) -> None:
+        self._counters.num_rejected_drafts += 1
+        self._record.source.report_failure(reason)

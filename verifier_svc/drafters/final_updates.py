@@ -1,0 +1,44 @@
+"""The last tokens of ended sequences, which the drafter's next request carries."""
+
+from __future__ import annotations
+
+from verifier_svc.drafters.request import Row
+
+
+class FinalUpdates:
+    """Final rows of one attachment, and the batch slots that it may forget after them."""
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+        self._to_release: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, row: Row) -> None:
+        """Queue the final row of a sequence."""
+        self._rows.append(row)
+
+    def fetch(self) -> None:
+        """Copy the hidden states of queued rows to the host: the next pass overwrites them on the device."""
+        for row in self._rows:
+            for part in row.hidden:
+                part.values()
+
+    def merge(self, rows: list[Row]) -> tuple[list[Row], list[int]]:
+        """Put the queued rows before the ones of the next request; return them, and the slots to release first.
+
+        A slot is released one request after its final row and before its new owner's first row. If the new owner is in
+        the same request, its generation makes the drafter forget the old one.
+        """
+        ended, self._rows = self._rows, []
+        owned = {row.slot for row in rows}
+        slots = [row.slot for row in ended if row.slot not in owned]
+        # If a sequence ended within a run in device memory, the drafter knows all of it. A row without tokens would let
+        # it write KV entries that it still owes into blocks that the run may have given to others.
+        rows = [row for row in ended if row.new_tokens] + rows
+        if not rows:
+            self._to_release += slots
+            return [], []
+        released, self._to_release = self._to_release, slots
+        return rows, released

@@ -1,0 +1,96 @@
+"""What one attached drafter was sent of each running sequence, and what to send it next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from foretoken.drafting import DrafterNeeds
+from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
+from verifier_svc.scheduling.hidden_states import FeatureRows, columns_of
+from verifier_svc.scheduling.sequence import Sequence
+
+# A model that gets more new tokens than this must first write their KV entries. Nobody waits for that: rows decode
+# plainly until it has.
+CATCH_UP_TOKENS = 48
+
+
+class SentTokens:
+    """Builds the rows of requests. Belongs to one attachment: a drafter that attaches again has been sent nothing."""
+
+    def __init__(self, needs: DrafterNeeds, block_size: int) -> None:
+        self._needs = needs
+        self.block_size = block_size
+        # By batch slot: the generation of the sequence in it, and how many of its tokens were sent.
+        self._lengths: dict[int, tuple[int, int]] = {}
+
+    def length(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence were sent."""
+        generation, length = self._lengths.get(sequence.slot, (sequence.generation, 0))
+        return length if generation == sequence.generation else 0
+
+    def mark(self, slot: int, generation: int, length: int) -> None:
+        """Record that the first ``length`` tokens of a sequence were sent."""
+        self._lengths[slot] = generation, length
+
+    def row(self, sequence: Sequence, shape: Shape, *, awaited: bool, captured: tuple[int, ...]) -> Row | None:
+        """Return the row that sends what is new of a sequence, or None if nothing is.
+
+        ``captured``: the layers whose hidden states the target captures.
+        """
+        sent, length = self.length(sequence), self._sendable(sequence)
+        if sent > length or (sent == length and shape.nodes == 1):
+            return None
+        # No draft follows a root that cannot be sent yet.
+        if length < len(sequence.tokens) or length == sent or self.takes_long(length - sent):
+            shape, awaited = NO_DRAFT, False
+        return Row(
+            sequence,
+            sequence.slot,
+            sequence.generation,
+            length,
+            sequence.tokens[sent:length],
+            self._hidden(sequence, sent, length, captured),
+            self._blocks(sequence, sent, length),
+            sequence.prediction_ids if sent == 0 else (),
+            shape,
+            awaited,
+        )
+
+    def final_row(self, sequence: Sequence, captured: tuple[int, ...]) -> Row | None:
+        """Return the last row of a sequence that is about to end, or None if nothing was ever sent of it."""
+        if self.length(sequence) == 0:
+            return None
+        row = self.row(sequence, NO_DRAFT, awaited=False, captured=captured)
+        if row is None:
+            length = len(sequence.tokens)
+            row = Row(sequence, sequence.slot, sequence.generation, length, [], [], [], (), NO_DRAFT, False)
+        return row
+
+    def takes_long(self, num_tokens: int) -> bool:
+        """Return whether the drafter works on so many new tokens for longer than anybody should wait."""
+        return self._needs.blocks and num_tokens > CATCH_UP_TOKENS
+
+    def _sendable(self, sequence: Sequence) -> int:
+        """Return how many committed tokens can be sent now; the rest waits for blocks or hidden states."""
+        length = len(sequence.tokens)
+        if self._needs.blocks:
+            length = min(length, len(sequence.block_ids) * self.block_size)
+        if self._needs.features:
+            length = min(length, sequence.num_computed + 1)
+        return length
+
+    def _hidden(self, sequence: Sequence, sent: int, length: int, captured: tuple[int, ...]) -> list[FeatureRows]:
+        wanted = self._needs.features
+        # If the drafter attached in the middle of a step, that step may not have captured what it wants.
+        if not wanted or not set(wanted).issubset(captured):
+            return []
+        parts = sequence.features.rows(max(sent - 1, 0), length - 1)
+        if not parts:
+            return []
+        columns = columns_of(wanted, captured, parts[0].source.width // len(captured))
+        return parts if columns is None else [replace(part, columns=columns) for part in parts]
+
+    def _blocks(self, sequence: Sequence, sent: int, length: int) -> list[int]:
+        if not self._needs.blocks or sent == length:
+            return []
+        return sequence.block_ids[sent // self.block_size : (length - 1) // self.block_size + 1]
