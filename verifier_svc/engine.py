@@ -159,7 +159,7 @@ class Engine:
     def _run_target(self, scheduled: list[Scheduled], times: StepTimes) -> None:
         """Compute the scheduled parts, sample, and commit."""
         new = [part.sequence for part in scheduled if not part.was_decoding]
-        self.speculator.tell(new, self.scheduler.num_soon)
+        self.speculator.send_prompts(new, self.scheduler.num_soon)
         self._target.run(scheduled, times)
         self.counters.num_steps += 1
         if all(part.was_decoding for part in scheduled):

@@ -32,7 +32,7 @@ from verifier_svc.messages import (
 from verifier_svc.sampling.verify import WalkResult
 from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.scheduler import Scheduler
-from verifier_svc.scheduling.sequence import NO_SLOT, DecodeStep, Sequence
+from verifier_svc.scheduling.sequence import DecodeStep, Sequence
 from verifier_svc.sessions import Sessions
 from verifier_svc.speculation.speculator import Speculator
 
@@ -186,7 +186,7 @@ class Lifecycle:
         for phase in ("resident", "step"):
             self._counters.add_time(phase, seconds)
         if is_plain:
-            self._speculator.observe_plain_step(num_rows, seconds)
+            self._speculator.costs.observe_step(num_rows, seconds)
         self.sessions.publish()
 
     # Ends.
@@ -234,8 +234,7 @@ class Lifecycle:
 
     def _remove(self, sequence: Sequence) -> None:
         del self._sequences[sequence.key]
-        if sequence.slot != NO_SLOT:
-            self._speculator.finish(sequence)
+        self._speculator.finish(sequence)
         self._scheduler.remove(sequence)
 
 

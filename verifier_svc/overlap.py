@@ -37,6 +37,7 @@ from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResul
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts
+from verifier_svc.speculation.overlap_policy import OverlapBlock
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.speculator import Speculator
 
@@ -95,8 +96,8 @@ class RunAhead:
         if not (may_go_on() and _is_steady(scheduler)):
             return
         self._forget_memory(speculator.drafters)
-        drafting = speculator.resident_drafting(sequences)
-        if drafting is None:
+        drafting = speculator.overlap.drafting(sequences)
+        if isinstance(drafting, OverlapBlock):
             return
         step = self._step_of(drafting)
         number = drafting.drafter.number if drafting.drafter is not None else 0
@@ -113,7 +114,7 @@ class RunAhead:
                 may_go_on()
                 and _is_steady(scheduler)
                 and (drafting.most_steps is None or num_read < drafting.most_steps)
-                and speculator.still_drafts(drafting, scheduler.running)
+                and speculator.overlap.still_drafts(drafting, scheduler.running)
                 and _is_large_enough(seats, speculator.costs)
                 and _reserve(scheduler, seats, step.num_in_flight, step.max_tokens)
                 and all(step.has_room(len(sequence.block_ids)) for sequence in scheduler.running)
@@ -130,12 +131,12 @@ class RunAhead:
                 # Those of the pass, which is as large for seats that are left.
                 num_rows = sum(seat.width for seat in seats)
                 committer.end_step(num_rows, now - read_at, is_plain=drafting.drafter is None)
-                speculator.count_batch(len(scheduler.running))
+                speculator.limit.count(len(scheduler.running))
                 read_at = now
         for sequence in scheduler.running:
             # What the steps captured has never been on the host.
             sequence.features.clear()
-        speculator.end_resident(drafting, step.number, num_read, scheduler.running)
+        speculator.end_overlap(drafting, step.number, num_read, scheduler.running)
 
     def _step_of(self, drafting: ResidentDrafting) -> ResidentStep:
         drafter, memory = drafting.drafter, drafting.memory

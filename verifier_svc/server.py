@@ -29,6 +29,7 @@ from foretoken.tracing import make_tracer
 from protos import verifier_pb2_grpc
 from verifier_svc.assembly import load_target
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
+from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.corpora import DrafterCorpora
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.in_process import InProcessClient
@@ -142,8 +143,8 @@ def build(
         most_rows=max(max_nodes * 2, settings.max_running_requests),
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
-    shape = TreeBounds(max_nodes, settings.speculative_num_steps, settings.speculative_eagle_topk)
-    resident = ResidentOffer.of_backend(backend, shape.max_depth, runner.dtype)
+    bounds = TreeBounds(max_nodes, settings.speculative_num_steps, settings.speculative_eagle_topk)
+    resident = ResidentOffer.of_backend(backend, bounds.max_depth, runner.dtype)
     make_source = partial(DrafterClient, target=target, epoch=epoch, weights=shared, resident=resident)
     inside = [
         InProcessClient(name, drafter, target, epoch, weights=runner.target_weights, resident=resident)
@@ -162,12 +163,11 @@ def build(
     speculator = Speculator(
         sources,
         StepCosts(costs),
-        epoch=epoch,
-        vocab_size=runner.config.vocab_size,
-        block_size=settings.block_size,
-        shape=shape,
+        AttachmentSettings(
+            epoch, runner.config.vocab_size, settings.block_size, timeout_s=settings.draft_timeout_ms / 1e3
+        ),
+        bounds,
         max_batch_size=settings.speculative_max_batch_size,
-        timeout_s=settings.draft_timeout_ms / 1e3,
     )
     eos_ids = frozenset(runner.config.eos_token_ids)
     token_limit = num_token_ids(settings.model, runner.config.vocab_size)

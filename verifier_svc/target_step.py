@@ -50,20 +50,20 @@ class TargetStep:
         """Fetch what drafters have not got yet: the next pass overwrites this one's hidden states."""
         if self._kept is None:
             return
-        self._speculator.fetch_features(running)
+        self._speculator.hidden_states.fetch(running)
         self._kept.retire()
         self._kept = None
 
     def _choose_rows(self, part: Scheduled) -> None:
         """Add a part's tree, or the positions that are run again for their hidden states."""
-        part.has_features = self._speculator.wants_features(part.sequence)
+        part.has_features = self._speculator.hidden_states.is_wanted(part.sequence)
         if part.was_decoding:
             draft = self._speculator.draft_of(part.sequence)
             if draft is not None and draft.tree.num_nodes <= part.max_nodes:
                 part.draft = draft
         elif part.sequence.num_computed != part.sequence.features.end:
             # The token after a prefix hit is drafted from the hidden states of the prefix's end, which nobody has.
-            part.num_rerun = self._speculator.num_rerun(part.sequence)
+            part.num_rerun = self._speculator.hidden_states.num_rerun(part.sequence)
 
     def _verify(self, scheduled: list[Scheduled], batch: StepBatch, logits: torch.Tensor) -> None:
         """Sample and walk each sequence's rows, then commit."""

@@ -12,6 +12,7 @@ from foretoken.models.target_weights import TargetWeights
 from foretoken.results import TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import InProcessTransport, TransportCounters
+from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.source import DraftSource
@@ -198,13 +199,9 @@ class Harness:
         self.speculator = Speculator(
             [*self.sources, *sources],
             StepCosts(dict(costs or FLAT_COSTS)),
-            epoch=EPOCH,
-            vocab_size=vocab_size,
-            block_size=block_size,
-            shape=TreeBounds(max_nodes, num_steps, branches),
+            AttachmentSettings(EPOCH, vocab_size, block_size, timeout_s, clock),
+            TreeBounds(max_nodes, num_steps, branches),
             max_batch_size=max_batch_size,
-            timeout_s=timeout_s,
-            clock=clock,
         )
         # Steps of a test take microseconds or milliseconds as the machine pleases: what the gate decides must not.
         self.speculator.costs.observe_step = lambda num_rows, seconds: None  # type: ignore[method-assign]
@@ -278,12 +275,13 @@ class Harness:
         return [self.results[key] for key in keys]
 
     def drain(self) -> None:
-        """Step until nothing runs and last words are told, then check the books."""
+        """Step until nothing runs and final updates are sent, then check the books."""
         while not self.engine.is_idle:
             self.step()
         self.step()
         self.blocks.check_integrity()
-        assert self.blocks.num_free_blocks == self.blocks.num_blocks, "pages leaked"
+        assert self.blocks.num_free_blocks == self.blocks.num_blocks, "blocks leaked"
+        assert len(self.speculator.rows) == 0, "states of ended rows leaked"
 
 
 def assert_bits(expected: Result, got: Result, case: str = "") -> None:

@@ -7,6 +7,7 @@ speculator decides whom to ask, for how much, and whether to wait.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -40,7 +41,7 @@ class AttachmentSettings(NamedTuple):
     vocab_size: int
     block_size: int
     timeout_s: float
-    clock: Callable[[], float]
+    clock: Callable[[], float] = time.perf_counter
 
     @property
     def late_reason(self) -> str:

@@ -15,7 +15,6 @@ from verifier_svc.sampling.verify import SamplingState
 from verifier_svc.scheduling.block_manager import BlockTable
 from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.hidden_states import FeatureWindow
-from verifier_svc.speculation.gate import Gate
 
 NO_SLOT = -1
 
@@ -81,14 +80,6 @@ class Sequence:
         # Speculation: the hidden states that drafters want, and what drafting came to.
         self.features = FeatureWindow()
         self.prediction_ids = submit.prediction_ids
-        # Of drafters with a model, and of those without.
-        self.gate = Gate()
-        self.quick_gate = Gate()
-        # Whether the model that the server would choose takes part; None: not decided.
-        self.uses_model: bool | None = None
-        if submit.prediction_ids:
-            # There is something to propose from the first token on: nothing to scout for.
-            self.quick_gate.observe_find()
         self.steps: list[DecodeStep] = []
 
         self.prompt_logprobs: list[TokenLogprobs] = []

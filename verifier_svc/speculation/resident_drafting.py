@@ -13,12 +13,14 @@ from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
 from verifier_svc.scheduling.draft import Draft, DrafterShare
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT
 from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.row_state import RowStates
 
 
 class ResidentDrafting:
     """One run's. Used by the engine's thread alone.
 
     Args:
+        rows: states of all rows.
         drafter: the drafter; None: plain decode.
         shapes: of the trees that sequences want, by slot; those of others are roots.
         drafts: trees for the first step, by slot.
@@ -28,12 +30,14 @@ class ResidentDrafting:
 
     def __init__(
         self,
+        rows: RowStates,
         drafter: DrafterHandle | None = None,
         shapes: Mapping[int, Shape] | None = None,
         drafts: Mapping[int, Draft] | None = None,
         features: tuple[int, ...] = (),
         most_steps: int | None = None,
     ) -> None:
+        self._states = rows
         self.drafter = drafter
         self.features = features
         self.most_steps = most_steps
@@ -129,7 +133,7 @@ class ResidentDrafting:
             return ()
         share = DrafterShare(drafter.number, num_nodes - 1, tuple(range(1, num_matched + 1)))
         depth = min(self.shape(sequence).depth, num_nodes - 1)
-        sequence.gate.observe(num_matched, depth)
+        self._states.of(sequence).model_gate.observe(num_matched, depth)
         drafter.counters.add(share.num_drafted, share.accepted_depths)
         drafter.record.acceptance.observe(num_matched, depth)
         return (share,)

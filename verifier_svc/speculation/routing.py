@@ -10,6 +10,7 @@ from foretoken.limits import DRAFTER_JOIN, MAX_DRAFTER_NAMES, MAX_DRAFTERS
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.row_state import RowStates
 
 # The name by which a request asks for the trees of all attached drafters in one.
 MERGE = "merge"
@@ -28,9 +29,12 @@ class DrafterRouting:
     """
 
     def __init__(
-        self, new_handle: Callable[[DraftSource, int], DrafterHandle], pays: Callable[[DrafterHandle], bool]
+        self,
+        new_handle: Callable[[DraftSource, int], DrafterHandle],
+        pays: Callable[[DrafterHandle], bool],
+        rows: RowStates,
     ) -> None:
-        self._new_handle, self._pays = new_handle, pays
+        self._new_handle, self._pays, self._rows = new_handle, pays, rows
         self._drafters: list[DrafterHandle] = []
         self._attached: list[DrafterHandle] = []
         # The row that tries a model, steps with such a row, and all steps.
@@ -126,12 +130,13 @@ class DrafterRouting:
 
     def _uses_model(self, sequence: Sequence, drafter: DrafterHandle) -> bool:
         """Whether a row for which the server chooses drafts with the model; decided once, before it is told of any."""
-        if sequence.uses_model is None:
-            sequence.uses_model = self._pays(drafter)
-            if not sequence.uses_model and self._is_trial_due:
-                sequence.uses_model = True
+        state = self._rows.of(sequence)
+        if state.uses_model is None:
+            state.uses_model = self._pays(drafter)
+            if not state.uses_model and self._is_trial_due:
+                state.uses_model = True
                 self._trial = sequence
-        return sequence.uses_model
+        return state.uses_model
 
     @property
     def _is_trial_due(self) -> bool:

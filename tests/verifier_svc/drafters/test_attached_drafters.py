@@ -144,7 +144,7 @@ def test_a_tree_that_waits_is_dropped_with_its_drafter() -> None:
     drafter = script(one, expected)
     run = harness(one=drafter)
     key = run.submit(one)
-    while run.speculator._drafts == {}:
+    while not run.speculator.trees:
         run.step()
     before = len(run.results[key].token_ids)
     detach(run, "one")

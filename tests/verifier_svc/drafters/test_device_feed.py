@@ -184,9 +184,10 @@ def test_a_row_whose_gate_is_shut_is_told_beside_the_others() -> None:
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
     runs = Runs([oracle], num_steps=0)
-    plan = runs.harness.speculator._plan
+    models = runs.harness.speculator.model_round
+    plan = models.plan_row
     shut = lambda sequence, drafters, batch: None if sequence.slot == 1 else plan(sequence, drafters, batch)  # noqa: E731
-    runs.harness.speculator._plan = shut  # type: ignore[method-assign]
+    models.plan_row = shut  # type: ignore[method-assign]
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
     assert oracle.ways.count("fed") > 5 and oracle.ways.count("host") <= 3

@@ -11,8 +11,8 @@ from tests.support.hash_target import HIDDEN_SIZE, HashTarget
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from tests.verifier_svc.scheduling.test_captured_hidden_states import HeadLike
 from verifier_svc.drafters.waits import DraftTimes
+from verifier_svc.speculation.draft_round import SEND_BEHIND
 from verifier_svc.speculation.routing import MODEL_TRIAL_EVERY
-from verifier_svc.speculation.speculator import SEND_BEHIND
 
 VOCAB = 12
 PROMPT = [1, 2, 3, 4, 5]

@@ -13,11 +13,11 @@ from tests.support.engine_harness import Request, Result, TestSource
 from tests.support.runs import BLOCK, NODES, VOCAB, Runs, oracle_of, plain, prompt
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT
-from verifier_svc.speculation.speculator import QUICK_RESTS
+from verifier_svc.speculation.overlap_policy import LOOKUP_RESTS
 
 NUM_TOKENS = 300
 # Steps from one request to the next: those of a run, and an ordinary one.
-REST = QUICK_RESTS + MAX_IN_FLIGHT
+REST = LOOKUP_RESTS + MAX_IN_FLIGHT
 MODEL, QUICK = 1, 2
 INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
 

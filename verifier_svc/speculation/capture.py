@@ -1,0 +1,57 @@
+"""Which hidden states of the target a step captures for its drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.routing import DrafterRouting
+
+
+class Capture:
+    """Used by the engine thread alone."""
+
+    def __init__(self, routing: DrafterRouting) -> None:
+        self._routing = routing
+        # The layers that this step captures.
+        self.layers: tuple[int, ...] = ()
+
+    def begin_step(self, sequences: Seq[Sequence]) -> tuple[int, ...]:
+        """Return the layers that attached drafters want of this step.
+
+        Hidden states of other layers are of no use any more. A drafter that attaches later takes part from the next
+        step on.
+        """
+        wanted = tuple(dict.fromkeys(layer for drafter in self._routing.attached for layer in drafter.features))
+        if wanted != self.layers:
+            self.layers = wanted
+            for sequence in sequences:
+                sequence.features.clear()
+        return wanted
+
+    def is_wanted(self, sequence: Sequence) -> bool:
+        """Return whether a drafter of this sequence wants hidden states."""
+        return bool(self.layers) and any(drafter.features for drafter in self._routing.of(sequence))
+
+    def num_rerun(self, sequence: Sequence) -> int:
+        """Return how many positions before the first computed one must run again for their hidden states."""
+        if not self.layers:
+            return 0
+        wanted = max((drafter.source.needs.num_rerun for drafter in self._routing.of(sequence)), default=0)
+        return min(wanted, sequence.num_computed)
+
+    def forget_sent(self, sequence: Sequence) -> None:
+        """Drop the hidden states of a sequence that all its drafters were sent."""
+        attachments = [drafter.attachment for drafter in self._routing.of(sequence)]
+        sent = [a.sent.length(sequence) for a in attachments if a is not None and a.needs.features]
+        if sent:
+            # The hidden state at position sent - 1 belongs to the first token that was not sent.
+            sequence.features.forget_before(min(sent) - 1)
+
+    def fetch(self, sequences: Seq[Sequence]) -> None:
+        """Copy to the host what was not sent: the next pass overwrites it on the device."""
+        for sequence in sequences:
+            sequence.features.fetch()
+        for drafter in self._routing.drafters:
+            if drafter.attachment is not None:
+                drafter.attachment.final_updates.fetch()

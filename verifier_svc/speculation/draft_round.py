@@ -1,0 +1,194 @@
+"""One round of drafting: the drafters of one kind, asked side by side for the trees of the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import ClassVar
+
+from verifier_svc.drafters.attachment import Attachment, Posted
+from verifier_svc.drafters.handle import DrafterHandle
+from verifier_svc.drafters.request import NO_DRAFT, Row, TreeBounds
+from verifier_svc.scheduling.draft import Draft
+from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.capture import Capture
+from verifier_svc.speculation.costs import DraftCosts
+from verifier_svc.speculation.gate import Gate, best_reach
+from verifier_svc.speculation.plan import DraftPlan
+from verifier_svc.speculation.routing import DrafterRouting
+from verifier_svc.speculation.row_state import RowStates
+
+# Tokens that a model may be behind on a row that drafts without it, before it is sent them.
+SEND_BEHIND = 32
+# Tokens a second that a model's own steps must promise, over plain decode's, for the server to choose it by itself:
+# less is lost again in the prompt's KV entries and in sending it what others drafted.
+MODEL_PAYS_FROM = 1.3
+
+# Drafts that came for a row, by batch slot and generation.
+Found = dict[tuple[int, int], list[Draft]]
+
+
+class DraftRound:
+    """What both rounds share: who takes part, what each row asks for, and what came of it."""
+
+    has_model: ClassVar[bool]
+
+    def __init__(
+        self, routing: DrafterRouting, rows: RowStates, capture: Capture, costs: DraftCosts, bounds: TreeBounds
+    ) -> None:
+        self._routing = routing
+        self._rows = rows
+        self._capture = capture
+        self._costs = costs
+        self._bounds = bounds
+
+    def gate(self, sequence: Sequence) -> Gate:
+        """Return the gate of a row under the drafters of this round."""
+        raise NotImplementedError
+
+    def attached(self) -> list[tuple[DrafterHandle, Attachment]]:
+        """Return the drafters of this round that are attached now."""
+        return [
+            (drafter, attachment)
+            for drafter in self._routing.drafters
+            if (attachment := drafter.attachment) is not None and drafter.has_model == self.has_model
+        ]
+
+    def read_scouts(self) -> None:
+        """Learn what drafters found to the requests of the last step that nobody waited for."""
+        for _, attachment in self.attached():
+            for sequence, is_found in attachment.read_scout():
+                if self._rows.has(sequence):
+                    gate = self.gate(sequence)
+                    gate.observe_find() if is_found else gate.observe_miss()
+
+    def plan(self, decoding: Seq[Sequence], batch: int) -> list[DraftPlan]:
+        """Return what rows ask of this round's drafters in a step of ``batch`` rows."""
+        plans = []
+        for sequence in decoding:
+            drafters = [drafter for drafter in self._routing.of(sequence) if drafter.has_model == self.has_model]
+            plan = self.plan_row(sequence, drafters, batch) if drafters else None
+            if plan is not None:
+                plans.append(plan)
+        return plans
+
+    def plan_row(self, sequence: Sequence, drafters: list[DrafterHandle], batch: int) -> DraftPlan | None:
+        """Return what one row asks of these drafters, or None if it asks nothing."""
+        # No draft is needed after the last token that may be emitted.
+        most = min(self._bounds.max_nodes, sequence.max_new_tokens) - 1
+        if sequence.speculation.max_draft_tokens is not None:
+            most = min(most, sequence.speculation.max_draft_tokens)
+        gate = self._expecting_gate(sequence, drafters)
+        most_reach = min(most, self._bounds.most_reach(self.has_model))
+        reach = gate.num_tokens(most_reach, self._costs.relative(drafters, batch))
+        if self._bounds.is_fixed:
+            reach = most
+        return DraftPlan(sequence, drafters, reach, most, not gate.is_scouting, gate.rate) if reach > 0 else None
+
+    def _expecting_gate(self, sequence: Sequence, drafters: list[DrafterHandle]) -> Gate:
+        """Return the gate of a row, which knows what these drafters make one expect."""
+        return self.gate(sequence)
+
+    def rows_to_send(self, drafter: DrafterHandle, attachment: Attachment, sequences: Seq[Sequence]) -> list[Row]:
+        """Return the rows that send a drafter what is new of sequences, and ask for nothing."""
+        rows = []
+        for sequence in sequences:
+            if drafter in self._routing.of(sequence):
+                row = attachment.sent.row(sequence, NO_DRAFT, awaited=False, captured=self._capture.layers)
+                if row is not None:
+                    rows.append(row)
+        return rows
+
+    def rows_to_draft(self, drafter: DrafterHandle, attachment: Attachment, plans: list[DraftPlan]) -> list[Row]:
+        """Return the rows that ask a drafter for what was planned."""
+        rows = []
+        for plan in plans:
+            if drafter in plan.drafters:
+                shape = self._bounds.of_row(self.has_model, plan.reach, plan.most)
+                awaited = plan.awaited and attachment.can_afford_wait()
+                row = attachment.sent.row(plan.sequence, shape, awaited=awaited, captured=self._capture.layers)
+                if row is not None:
+                    rows.append(row)
+        return rows
+
+    def collect(self, attachment: Attachment, found: Found) -> None:
+        """Add the drafts that a drafter was waited for to those that were found."""
+        for row, draft in attachment.collect(self._worth_s):
+            found.setdefault((row.slot, row.generation), []).append(draft)
+
+    def _worth_s(self, posted: Posted) -> float:
+        """Return the most seconds that a request's drafts can save.
+
+        Each row gains at most its drafted tokens, and each token saves all rows a plain step.
+        """
+        return max(row.shape.nodes - 1 for row in posted.rows) * self._costs.plain_step_s(len(posted.rows))
+
+
+class LookupRound(DraftRound):
+    """The round of look-up drafters, which have no model: they answer in microseconds, so it ends where it begins."""
+
+    has_model = False
+
+    def gate(self, sequence: Sequence) -> Gate:
+        return self._rows.of(sequence).lookup_gate
+
+    def run(self, plans: list[DraftPlan]) -> Found:
+        """Ask for what was planned, and wait for what the drafters have."""
+        found: Found = {}
+        for drafter, attachment in self.attached():
+            attachment.post(self.rows_to_draft(drafter, attachment, plans))
+            self.collect(attachment, found)
+        for plan in plans:
+            if plan.key in found and all(draft.tree.num_nodes == 1 for draft in found[plan.key]):
+                self.gate(plan.sequence).observe_miss()
+        return found
+
+
+class ModelRound(DraftRound):
+    """The round of drafters with a model, which take milliseconds: they are asked now, and collected later."""
+
+    has_model = True
+
+    def gate(self, sequence: Sequence) -> Gate:
+        return self._rows.of(sequence).model_gate
+
+    def _expecting_gate(self, sequence: Sequence, drafters: list[DrafterHandle]) -> Gate:
+        gate = self.gate(sequence)
+        # A model always has something to propose.
+        gate.expect_drafts(max(drafter.record.acceptance.value for drafter in drafters))
+        return gate
+
+    def pays(self, drafter: DrafterHandle, batch: int) -> bool:
+        """Return whether a model makes more of a step than it costs. A tree of a fixed shape always does."""
+        if self._bounds.is_fixed:
+            return True
+        costs = self._costs.relative([drafter], batch)
+        most = self._bounds.most_reach(self.has_model)
+        return best_reach(drafter.record.acceptance.value, most, costs)[1] >= MODEL_PAYS_FROM
+
+    def post(
+        self,
+        plans: list[DraftPlan],
+        decoding: Seq[Sequence],
+        prefilling: Seq[Sequence],
+        undrafted: set[tuple[int, int]],
+    ) -> None:
+        """Ask for what was planned, and send models what they are behind on.
+
+        ``undrafted``: rows that got only their root in the last step.
+        """
+        for drafter, attachment in self.attached():
+            rows = self.rows_to_send(drafter, attachment, prefilling) if attachment.needs.features else []
+            drafted: list[Row] = []
+            if not attachment.is_catching_up():
+                drafted = self.rows_to_draft(drafter, attachment, plans)
+                rows += drafted
+                asked = {row.slot for row in rows}
+                # Sending what is on the GPU now costs no more than this; later it would be on the host.
+                least = 1 if drafted and attachment.has_resident else SEND_BEHIND
+                behind = [
+                    s for s in decoding if s.slot not in asked and len(s.tokens) - attachment.sent.length(s) >= least
+                ]
+                rows += self.rows_to_send(drafter, attachment, behind)
+            # A model writes the KV entries that it still owes of a sequence only with ordinary requests.
+            may_feed = all((row.slot, row.generation) not in undrafted for row in drafted)
+            attachment.post(rows, may_feed=may_feed)

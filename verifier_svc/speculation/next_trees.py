@@ -1,0 +1,51 @@
+"""The trees that the next step verifies, and the plans by which they were asked for."""
+
+from __future__ import annotations
+
+from verifier_svc.drafters.request import TreeBounds
+from verifier_svc.scheduling.draft import Draft, merge
+from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.costs import DraftCosts
+from verifier_svc.speculation.draft_round import Found
+from verifier_svc.speculation.plan import DraftPlan
+
+
+class NextTrees:
+    """By batch slot and generation."""
+
+    def __init__(self, costs: DraftCosts, bounds: TreeBounds) -> None:
+        self._costs = costs
+        self._bounds = bounds
+        self.plans: list[DraftPlan] = []
+        self._drafts: dict[tuple[int, int], Draft] = {}
+        # Rows that wanted a tree and got their root.
+        self.undrafted: set[tuple[int, int]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._drafts)
+
+    def of(self, sequence: Sequence) -> Draft | None:
+        """Return the tree of a sequence; None means the root alone."""
+        return self._drafts.get((sequence.slot, sequence.generation))
+
+    def clear(self) -> None:
+        """Forget trees and plans: the step was made."""
+        self._drafts, self.plans = {}, []
+
+    def drop(self, drafter: int) -> None:
+        """Drop the trees that have nodes of this drafter."""
+        self._drafts = {key: draft for key, draft in self._drafts.items() if drafter not in draft.sources}
+
+    def choose(self, found: Found, batch: int) -> None:
+        """Merge the drafts of each row and keep the nodes with which ``batch`` rows make the most tokens a second."""
+        plans: dict[tuple[int, int], list[DraftPlan]] = {}
+        for plan in self.plans:
+            plans.setdefault(plan.key, []).append(plan)
+        self.undrafted = {key for key, drafts in found.items() if all(draft.tree.num_nodes == 1 for draft in drafts)}
+        drafts = {key: merge(drafts) for key, drafts in found.items() if key not in self.undrafted}
+        most = {key: max(plan.most for plan in plans[key]) for key in drafts if key in plans}
+        drafts = {key: draft.best(1 + most[key]) if key in most else draft for key, draft in drafts.items()}
+        if not self._bounds.is_fixed and drafts:
+            counts = self._costs.best_counts(list(drafts.values()), batch)
+            drafts = {key: draft.best(count) for (key, draft), count in zip(drafts.items(), counts, strict=True)}
+        self._drafts = {key: draft for key, draft in drafts.items() if draft.tree.num_nodes > 1}
