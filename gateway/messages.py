@@ -149,6 +149,7 @@ class VerifierInfo:
     num_fallback_steps: int
     speculative_max_batch_size: int
     step_time_us: Mapping[str, int]
+    overlap_blocked_steps: Mapping[str, int]
     drafters: tuple[DrafterInfo, ...]
 
     @property

@@ -63,7 +63,12 @@ class VerifierMetrics:
             "plain_batch_steps", "Steps above the batch limit of speculation.", of(lambda i: i.num_plain_batch_steps)
         )
         counter("fallback_steps", "Root-only rows that wanted drafts.", of(lambda i: i.num_fallback_steps))
-        counter("step_time_us", "Microseconds in steps, by phase.", self._step_times)
+        counter("step_time_us", "Microseconds in steps, by phase.", self._by("phase", lambda i: i.step_time_us))
+        counter(
+            "overlap_blocked_steps",
+            "Steps on a GPU after which the next one could not overlap with the host's work, by reason.",
+            self._by("reason", lambda i: i.overlap_blocked_steps),
+        )
 
     def _declare_speculation(self) -> None:
         gauge, counter, each = self._registry.observed_gauge, self._registry.observed_counter, self._per_drafter
@@ -132,11 +137,11 @@ class VerifierMetrics:
             for d, labels in self._drafters()
         ]
 
-    def _step_times(self) -> Samples:
-        return [
-            (microseconds, {VERIFIER_LABEL: address, "phase": phase})
+    def _by(self, label: str, values: Callable[[VerifierInfo], Mapping[str, float]]) -> Callable[[], Samples]:
+        return lambda: [
+            (value, {VERIFIER_LABEL: address, label: key})
             for address, info in self._known()
-            for phase, microseconds in info.step_time_us.items()
+            for key, value in values(info).items()
         ]
 
 

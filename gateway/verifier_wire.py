@@ -85,6 +85,7 @@ def info_from_proto(info: verifier_pb2.GetInfoResponse) -> VerifierInfo:
     return VerifierInfo(
         **{name: getattr(info, name) for name in _INFO_NUMBERS_AND_TEXTS},
         step_time_us=dict(info.step_time_us),
+        overlap_blocked_steps=dict(info.overlap_blocked_steps),
         drafters=tuple(drafter_from_proto(drafter) for drafter in info.drafters),
     )
 

@@ -144,7 +144,7 @@ class Engine:
             self.speculator.costs.observe_overhead(times.elapsed_s() - computed_s, has_model=waits_for_model)
         self.counters.add_step(times)
         if self._run_ahead is not None:
-            self._run_ahead.run(self.scheduler, self.speculator, self.lifecycle, self._is_undisturbed)
+            self._run_overlapped(self._run_ahead)
 
     def _schedule(self) -> list[Scheduled]:
         """Take in messages, end what is overdue, and choose the parts of this step."""
@@ -172,6 +172,12 @@ class Engine:
             [s for s in running if s.is_decoding], [s for s in running if not s.is_decoding and s.num_computed > 0]
         )
         self._target.fetch_hidden_states(running)
+
+    def _run_overlapped(self, run_ahead: RunAhead) -> None:
+        """Make overlapped steps as long as possible, or count why there are none."""
+        blocked = run_ahead.run(self.scheduler, self.speculator, self.lifecycle, self._is_undisturbed)
+        if blocked is not None:
+            self.counters.count_blocked_overlap(blocked.value)
 
     def _is_undisturbed(self) -> bool:
         """Whether nobody wants anything of the engine but tokens."""

@@ -37,10 +37,16 @@ class EngineCounters:
     num_generated_tokens: int = 0
     num_prompt_tokens: int = 0
     num_fallback_steps: int = 0
+    # Steps that the next one could not overlap, by reason.
+    overlap_blocked_steps: dict[str, int] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
     def add_time(self, phase: str, seconds: float) -> None:
         self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
+
+    def count_blocked_overlap(self, reason: str) -> None:
+        """Count a step after which the next one could not overlap with the host's work."""
+        self.overlap_blocked_steps[reason] = self.overlap_blocked_steps.get(reason, 0) + 1
 
     def add_step(self, times: StepTimes) -> None:
         """Add the phases of a step that is over; ``step`` is all of it."""

@@ -59,6 +59,7 @@ class VerifierInfo:
             num_plain_batch_steps=engine.speculator.num_plain_batch_steps,
             num_fallback_steps=counters.num_fallback_steps,
             step_time_us={phase: int(seconds * 1e6) for phase, seconds in dict(counters.phase_seconds).items()},
+            overlap_blocked_steps=dict(counters.overlap_blocked_steps),
             speculative_max_batch_size=self.speculative_max_batch_size,
         )
 

@@ -90,20 +90,24 @@ class RunAhead:
 
     def run(
         self, scheduler: Scheduler, speculator: Speculator, committer: Committer, may_go_on: Callable[[], bool]
-    ) -> None:
-        """Make steps until ``may_go_on`` or anything else ends the run; none if there is nothing to run ahead of."""
+    ) -> OverlapBlock | None:
+        """Make steps until ``may_go_on`` or anything else ends the run. Return what prevented it, if sequences run."""
         sequences = list(scheduler.running)
-        if not (may_go_on() and _is_steady(scheduler)):
-            return
+        if not sequences:
+            return None
+        if not may_go_on():
+            return OverlapBlock.DISTURBED
+        if not _is_steady(scheduler):
+            return OverlapBlock.NOT_STEADY
         self._forget_memory(speculator.drafters)
         drafting = speculator.overlap.drafting(sequences)
         if isinstance(drafting, OverlapBlock):
-            return
+            return drafting
         step = self._step_of(drafting)
         number = drafting.drafter.number if drafting.drafter is not None else 0
         seats = [Seat(s, drafting.shape(s).nodes, drafting.tree(s), number) for s in sequences]
         if not _reserve(scheduler, seats, 0, step.max_tokens):
-            return
+            return OverlapBlock.NO_FREE_BLOCKS
         step.begin(seats, drafting.features, drafting.number)
         drafting.begin(sequences)
         self._launch(step, drafting, is_first=True)
@@ -137,6 +141,7 @@ class RunAhead:
             # What the steps captured has never been on the host.
             sequence.features.clear()
         speculator.end_overlap(drafting, step.number, num_read, scheduler.running)
+        return None
 
     def _step_of(self, drafting: ResidentDrafting) -> ResidentStep:
         drafter, memory = drafting.drafter, drafting.memory

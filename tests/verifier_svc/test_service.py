@@ -296,12 +296,13 @@ def test_get_info_has_the_figures_of_the_moment() -> None:
             last = event
         assert last.finished.prefill_ms > 0 and last.finished.decode_ms > 0
         harness.engine.counters.num_resident_steps = 3
+        harness.engine.counters.count_blocked_overlap("catching_up")
         info = await stub.GetInfo(verifier_pb2.GetInfoRequest())
         assert (info.model_name, info.vocab_size, info.max_model_len) == ("hash", VOCAB, CONTEXT)
         assert info.num_generated_tokens == 8
         assert info.num_free_blocks == info.num_blocks == 200
         assert info.num_steps >= 8 and info.num_resident_steps == 3
-        assert info.step_time_us["step"] > 0
+        assert info.step_time_us["step"] > 0 and info.overlap_blocked_steps == {"catching_up": 1}
 
     run(scenario)
 
