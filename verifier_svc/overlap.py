@@ -139,7 +139,7 @@ class RunAhead:
                 read_at = now
         for sequence in scheduler.running:
             # What the steps captured has never been on the host.
-            sequence.features.clear()
+            sequence.hidden_states.clear()
         speculator.end_overlap(drafting, step.number, num_read, scheduler.running)
         return None
 

@@ -16,7 +16,7 @@ from verifier_svc.sampling.verify import WalkResult, broken_logits
 from verifier_svc.sampling.walker import Walk, Walker
 from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
 from verifier_svc.scheduling.draft import DrafterShare
-from verifier_svc.scheduling.hidden_states import FeatureRows, PassRows
+from verifier_svc.scheduling.hidden_states import HiddenSlice, PassHiddenStates
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.speculator import Speculator
 
@@ -31,7 +31,7 @@ class TargetStep:
         # Hidden states of the target that the next pass captures.
         self.captured: tuple[int, ...] = ()
         # The rows among them that drafters get.
-        self._kept: PassRows | None = None
+        self._kept: PassHiddenStates | None = None
 
     def run(self, scheduled: list[Scheduled], times: StepTimes) -> None:
         """Compute the parts of a step and commit what they emit."""
@@ -41,7 +41,7 @@ class TargetStep:
             blocks = self._blocks
             batch = build_batch(scheduled, blocks.block_size, blocks.num_blocks * blocks.block_size)
             # Rows whose drafters want no hidden states, or that have none, do not pay for them.
-            captured = self.captured if any(part.has_features for part in scheduled) else ()
+            captured = self.captured if any(part.wants_hidden_states for part in scheduled) else ()
             logits = self._runner.forward(batch.forward, captured)
         with times.phase("verify"):
             self._verify(scheduled, batch, logits)
@@ -56,12 +56,12 @@ class TargetStep:
 
     def _choose_rows(self, part: Scheduled) -> None:
         """Add a part's tree, or the positions that are run again for their hidden states."""
-        part.has_features = self._speculator.hidden_states.is_wanted(part.sequence)
+        part.wants_hidden_states = self._speculator.hidden_states.is_wanted(part.sequence)
         if part.was_decoding:
             draft = self._speculator.draft_of(part.sequence)
             if draft is not None and draft.tree.num_nodes <= part.max_nodes:
                 part.draft = draft
-        elif part.sequence.num_computed != part.sequence.features.end:
+        elif part.sequence.num_computed != part.sequence.hidden_states.end:
             # The token after a prefix hit is drafted from the hidden states of the prefix's end, which nobody has.
             part.num_rerun = self._speculator.hidden_states.num_rerun(part.sequence)
 
@@ -100,7 +100,7 @@ class TargetStep:
         kept: list[tuple[Scheduled, int]] = []
         rows: list[int] = []
         for part, row_start, result in zip(scheduled, batch.row_starts, results, strict=True):
-            if part.has_features:
+            if part.wants_hidden_states:
                 end = row_start + part.num_rerun + part.num_tokens
                 # Nodes come after the tokens, of which the root is the last one.
                 nodes = [end - 1 + node for node in result.accepted_nodes] if result is not None else []
@@ -108,11 +108,11 @@ class TargetStep:
                 rows += [*range(row_start, end), *nodes]
         if not kept:
             return
-        self._kept = PassRows(rows, self._runner.features, self._runner.feature_rows)
+        self._kept = PassHiddenStates(rows, self._runner.features, self._runner.feature_rows)
         ends = [first for _, first in kept[1:]] + [len(rows)]
         for (part, first), end in zip(kept, ends, strict=True):
-            found = FeatureRows(self._kept, first, end)
-            part.sequence.features.append(part.sequence.num_computed - part.num_rerun, found)
+            found = HiddenSlice(self._kept, first, end)
+            part.sequence.hidden_states.append(part.sequence.num_computed - part.num_rerun, found)
 
     def _commit_all(self, scheduled: list[Scheduled], results: list[WalkResult | None]) -> None:
         """Commit each part's walk; then move the accepted nodes' cache entries, all at once."""

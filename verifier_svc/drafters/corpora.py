@@ -1,7 +1,7 @@
-"""The corpora of this verifier's drafters: passed on, and told again to a drafter that lost them by its death.
+"""The corpora of this verifier's drafters: passed on, and sent again to a drafter that lost them when it died.
 
-A drafter's own list is the truth of what it drafts from. What was added through this verifier is held here too, four
-bytes a token, for as long as the verifier lives: a drafter is disposable, and comes back with what it had.
+A drafter's own list says what it drafts from. The verifier also keeps what was added through it, four bytes a token, as
+long as it lives. So a drafter is disposable and gets back what it had.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Remote:
         return tuple(CorpusInfo(corpus.name, corpus.num_tokens) for corpus in response.corpora)
 
     async def restore(self) -> int:
-        """Tell the drafter again what it lost: how many corpora."""
+        """Send the drafter what it lost; return how many corpora."""
         held = {info.name: info.num_tokens for info in await self.list()}
         lost = [name for name, texts in self._texts.items() if held.get(name, -1) < sum(map(len, texts))]
         for name in lost:
@@ -125,11 +125,11 @@ class DrafterCorpora:
         }
         self._in_process = dict(in_process or {})
         self._locks = {name: asyncio.Lock() for name in self._sources}
-        # Attachments for which nothing has to be told again.
+        # By drafter: the attachment that has everything.
         self._kept = dict.fromkeys(self._remotes, 0)
 
     def attach(self, source: DraftSource, address: str) -> None:
-        """One more drafter in another process; under a name that was detached it is told what that one held."""
+        """Add a drafter in another process. Under a name that was detached it gets what that drafter held."""
         name = source.name
         self._sources[name] = source
         self._in_process.pop(name, None)
@@ -138,7 +138,7 @@ class DrafterCorpora:
         self._kept[name] = 0
 
     def detach(self, name: str) -> None:
-        """One drafter less. What it held is kept for another one of that name."""
+        """Remove a drafter. What it held is kept for the next drafter of that name."""
         self._sources.pop(name, None)
 
     async def add(self, drafter: str, name: str, token_ids: Int32, *, append: bool) -> tuple[str, CorpusInfo]:
@@ -172,7 +172,7 @@ class DrafterCorpora:
         return found
 
     async def keep(self) -> None:
-        """Tell drafters that were attached anew what they lost, until cancelled."""
+        """Send drafters that have attached again what they lost, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for name, remote in tuple(self._remotes.items()):
@@ -186,14 +186,14 @@ class DrafterCorpora:
             return
         try:
             async with self._locks[name]:
-                num_told = await remote.restore()
+                num_sent = await remote.restore()
         except ForetokenError as error:
             logger.warning("drafter %s has not got its corpora back: %s; trying again", name, error)
             return
         if self._sources.get(name) is source:
             self._kept[name] = num_attaches
-        if num_told:
-            logger.info("drafter %s has got %d corpora back", name, num_told)
+        if num_sent:
+            logger.info("drafter %s has got %d corpora back", name, num_sent)
 
     def _holder(self, drafter: str) -> tuple[str, _Holder]:
         """The drafter of that name, or the first that holds corpora, as far as is known."""

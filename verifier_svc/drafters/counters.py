@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class DrafterCounters:
-    """What one drafter's trees came to."""
+    """Counts of one drafter's trees and waits."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rejected_drafts: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
-    # Requests that a step waited for, and seconds of these waits.
+    # Requests that a step waited for, and the seconds of those waits.
     num_awaited: int = 0
     wait_seconds: float = 0.0
 
     def add(self, num_drafted: int, accepted_depths: Sequence[int]) -> None:
-        """One row's verified tree: its nodes of this drafter, and the depths of those that were accepted."""
+        """Add one row's verified tree: the nodes of this drafter, and the depths of the accepted ones."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += len(accepted_depths)

@@ -1,7 +1,8 @@
-"""An ordinary step's results, put where a drafter on this GPU finds those of steps that run ahead of the host.
+"""Puts an ordinary step's results where a drafter on this GPU finds the results of overlapped steps.
 
-To the drafter such a step is a run of one. Its tokens the host knows, and copies; hidden rows go from where the target
-computed them to where the drafter reads them, and never to the host. Knows neither handles nor transports.
+To the drafter such a step is a run of one step. The host knows its tokens and copies them. Hidden states go from where
+the target computed them to where the drafter reads them, and never to the host. This module knows neither handles nor
+transports.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from verifier_svc.drafters.request import Row
 
 
 def can_feed(rows: Items[Row], layout: ResidentLayout) -> bool:
-    """Whether a memory can take all that these rows have to say: each the few last tokens of a sequence that the
-    drafter knows, with hidden rows that are where the last pass left them, and one row a slot."""
+    """Return whether a memory can take all that these rows send.
+
+    Each row must have the last few tokens of a sequence that the drafter knows, and hidden states that are where the
+    last pass left them. A batch slot may have only one row.
+    """
     return len(rows) == len({row.slot for row in rows}) <= layout.seats and all(_fits(row, layout) for row in rows)
 
 
@@ -27,7 +31,7 @@ def _fits(row: Row, layout: ResidentLayout) -> bool:
     if not 0 < count <= min(layout.tokens, row.length - 1):
         return False
     if not layout.hidden_width:
-        # One that ended before the last pass may have written its last entries to blocks that are others' by now.
+        # A sequence that ended before the last pass may have its last KV entries in blocks that are others' by now.
         return not row.has_ended
     return sum(map(len, row.hidden)) == count and all(
         part.columns is None and part.source.on_device is not None and part.source.width == layout.hidden_width
@@ -36,22 +40,23 @@ def _fits(row: Row, layout: ResidentLayout) -> bool:
 
 
 def as_seats(rows: Items[Row], block_size: int) -> list[Row]:
-    """The rows of a run's first request: what the drafter was told of before, and the blocks that it does not know."""
+    """Return the rows of a run's first request: what the drafter was sent before, and the blocks that are new to it."""
     return [_as_seat(row, block_size) for row in rows]
 
 
 def _as_seat(row: Row, block_size: int) -> Row:
-    told = row.length - len(row.new_tokens)
-    # The first one is known if the sequence has begun it.
-    blocks = row.block_ids[1:] if told % block_size else row.block_ids
-    return row._replace(length=told, new_tokens=[], hidden=[], block_ids=blocks)
+    sent = row.length - len(row.new_tokens)
+    # The drafter knows the first block if the sequence has begun it.
+    blocks = row.block_ids[1:] if sent % block_size else row.block_ids
+    return row._replace(length=sent, new_tokens=[], hidden=[], block_ids=blocks)
 
 
 class ResidentFeed:
-    """Not for two threads at once. Keeps nothing of a memory.
+    """Copies steps to device memory. Not for two threads at once; keeps no reference to a memory.
 
     Args:
-        layout: of the memories; device: of them, and of the hidden rows.
+        layout: the layout of the memories.
+        device: where they and the hidden states are.
     """
 
     def __init__(self, layout: ResidentLayout, device: torch.device) -> None:
@@ -66,9 +71,9 @@ class ResidentFeed:
 
     @torch.inference_mode()
     def place(self, rows: Items[Row], memory: ResidentMemory, number: int) -> None:
-        """Enqueue all copies of step ``number``: row ``i``, which ``can_feed``, sits in seat ``i``.
+        """Enqueue all copies of step ``number``. Row ``i``, which passed ``can_feed``, gets seat ``i``.
 
-        Nothing else may be reading or writing the memory's results, or be about to.
+        Nobody else may read or write the memory's results now or soon.
         """
         if self._sent is not None:
             self._sent.synchronize()
@@ -84,16 +89,16 @@ class ResidentFeed:
             new_tokens[seat, :count] = row.new_tokens
             if self.layout.hidden_width:
                 places[first : first + count] = [place for part in row.hidden for place in part.places]
-                # Rows that nobody reads: any of the pass.
+                # Nobody reads these rows: any row of the pass will do.
                 places[first + count : first + tokens] = places[first]
         memory.results.copy_(self._host.results, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
         if self.layout.hidden_width:
-            features = rows[0].hidden[0].source.on_device
-            assert features is not None
+            hidden_states = rows[0].hidden[0].source.on_device
+            assert hidden_states is not None
             self._places.send()
             taken = len(rows) * tokens
-            torch.index_select(features, 0, self._places.device["rows"][:taken], out=memory.hidden[:taken])
-        # Behind all that it stands for.
+            torch.index_select(hidden_states, 0, self._places.device["rows"][:taken], out=memory.hidden[:taken])
+        # After everything that it stands for.
         memory.stamp.fill_(number)

@@ -1,4 +1,4 @@
-"""What a verifier on a GPU offers to drafters that run there too: memory for steps whose results no host waits for."""
+"""The device memory that a verifier on a GPU offers to drafters on the same GPU, for steps that overlap."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 
 
 class ResidentOffer(NamedTuple):
-    """
+    """What is offered.
+
     Attributes:
-        device: of the target.
-        uuid: of it (foretoken.models.backend.device_uuid).
-        tokens: that one step commits for one sequence at most: one more than the levels of a tree.
-        hidden_dtype: of the target's hidden states.
+        device: the target's device.
+        uuid: names that device (foretoken.models.backend.device_uuid).
+        tokens: the most tokens that one step commits for one sequence: one more than the levels of a tree.
+        hidden_dtype: the element type of the target's hidden states.
     """
 
     device: torch.device
@@ -29,22 +30,22 @@ class ResidentOffer(NamedTuple):
 
     @staticmethod
     def of_backend(backend: Backend, max_depth: int, hidden_dtype: torch.dtype) -> ResidentOffer | None:
-        """None without GPU kernels."""
+        """Return the offer of a target on this backend; None without GPU kernels."""
         uuid = device_uuid(backend)
         return ResidentOffer(backend.device, uuid, 1 + max_depth, hidden_dtype) if uuid else None
 
     def layout(self, target: TargetInfo, needs: DrafterNeeds) -> ResidentLayout | None:
-        """Of the memory for a drafter with these needs; None for one that is not on this device, or wants none."""
+        """Return the layout of the memory for a drafter; None if it is on another device or wants no memory."""
         if not needs.resident or needs.device != self.uuid:
             return None
         width = len(needs.features) * target.hidden_size
         return ResidentLayout(target.max_slots, self.tokens, target.max_nodes, width, self.hidden_dtype)
 
     def in_process(self, drafter: Drafter, target: TargetInfo, needs: DrafterNeeds) -> ResidentMemory | None:
-        """Memory for a drafter in this process, whose work shares the verifier's stream; the drafter has it already.
+        """Give memory to a drafter in this process, whose work shares the verifier's stream, and return it.
 
-        Called behind its ``attach``. None as ``layout``. Raises PreconditionError for a drafter that names this device
-        and takes no memory there.
+        Called after the drafter's ``attach``. Returns None as ``layout`` does. Raises PreconditionError if the drafter
+        names this device and takes no memory there.
         """
         layout = self.layout(target, needs)
         if layout is None:

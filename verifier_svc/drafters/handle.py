@@ -59,8 +59,8 @@ class DrafterHandle:
         return self.source.needs.blocks
 
     @property
-    def features(self) -> tuple[int, ...]:
-        """The hidden states of the target that requests carry now."""
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states requests carry now."""
         attachment = self.attachment
         return () if attachment is None else attachment.needs.features
 

@@ -96,7 +96,7 @@ class InProcessClient:
 
     @property
     def gauges(self) -> Mapping[str, float]:
-        """Looked at by the engine thread, behind drafts: without any they stay as they are."""
+        """As the engine thread saw them after a draft; without drafts they stay as they are."""
         return self._gauges
 
     def start(self) -> None:

@@ -56,7 +56,7 @@ class DrafterRegistry:
         await self._to_the_end(self._detach(name))
 
     async def _to_the_end(self, change: Coroutine[Any, Any, Result]) -> Result:
-        """A caller who goes away leaves no source behind that is neither in use nor closed."""
+        """Finish a change even if its caller goes away, so that no source is left that is neither used nor closed."""
         return await asyncio.shield(asyncio.create_task(change))
 
     async def _attach(self, endpoint: DrafterEndpoint) -> DrafterHandle:

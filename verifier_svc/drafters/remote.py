@@ -227,11 +227,11 @@ class DrafterClient:
                 return
 
     def _look_at_gauges(self, stub: Any) -> None:
-        """What the drafter does not tell in time stays as it was: whether it is of use is judged by its drafts."""
+        """Ask for the drafter's gauges. Old ones stay if it does not answer: its drafts decide whether it is of use."""
         try:
             info = self._result(stub.GetInfo.future(drafter_pb2.GetInfoRequest(), timeout=GAUGES_TIMEOUT_S))
         except ForetokenError as error:
-            logger.debug("drafter %s does not tell its gauges: %s", self.name, error)
+            logger.debug("drafter %s does not answer for its gauges: %s", self.name, error)
         else:
             self._gauges = checked_gauges(info.gauges)
 

@@ -1,4 +1,4 @@
-"""One row of a draft request: which tree is wanted for a sequence, and what its drafter has not been told yet."""
+"""Draft requests: their rows, the shapes of the trees they ask for, and the kinds that need their own CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from foretoken.drafting import ROW_DTYPE, DraftRequest, starts_of
 from foretoken.models.device_batch import bucket, seq_bucket
 from foretoken.sampling import MIN_TEMPERATURE, SamplingParams
-from verifier_svc.scheduling.hidden_states import FeatureRows, joined
+from verifier_svc.scheduling.hidden_states import HiddenSlice, joined
 from verifier_svc.scheduling.sequence import Sequence
 
 # Where the flags are silent: levels of a tree at most, and children of a node.
@@ -21,7 +21,7 @@ _NO_HIDDEN = np.zeros((0, 0), np.float32)
 
 
 class Shape(NamedTuple):
-    """Of a tree: nodes at most with the root, edges from the root, children of one node."""
+    """The most that one row's tree may have: nodes with the root, edges from the root, children of one node."""
 
     nodes: int
     depth: int
@@ -35,12 +35,12 @@ NO_DRAFT = Shape(1, 1, 1)
 class TreeBounds:
     """Bounds of all trees.
 
-    A row's *reach* is one number from 1 up, by which the policy chooses: drafted tokens of a drafter that has no
-    model, levels of the tree of one that has.
+    The policy chooses by a row's *reach*, a number from 1 up: for a look-up drafter the drafted tokens, for a drafter
+    with a model the levels of the tree.
 
     Attributes:
-        max_nodes: of one tree, the root counted.
-        num_steps: levels; 0: as many as pay, up to DEFAULT_STEPS.
+        max_nodes: nodes of one tree, including the root.
+        num_steps: levels; 0 means as many as pay, up to DEFAULT_STEPS.
         branches: children of one node.
     """
 
@@ -50,20 +50,20 @@ class TreeBounds:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether trees are drafted and verified as the flags say, whatever a smaller one, or none, would save."""
+        """Whether trees have the shape that the flags give, even if a smaller tree or none would be faster."""
         return self.num_steps > 0
 
     @property
     def max_depth(self) -> int:
-        """Levels of a tree at most, of drafters that have a model."""
+        """The most levels of a tree, for drafters with a model."""
         return min(self.num_steps or DEFAULT_STEPS, self.max_nodes - 1)
 
     def most_reach(self, has_model: bool) -> int:
-        """Beyond which no more tokens can be accepted."""
+        """Return the largest useful reach: beyond it no more tokens can be accepted."""
         return self.max_depth if has_model else self.max_nodes - 1
 
     def of_row(self, has_model: bool, reach: int, most: int) -> Shape:
-        """The shape of one row's tree with at most ``most`` drafted tokens."""
+        """Return the shape of one row's tree with at most ``most`` drafted tokens."""
         if not has_model:
             return Shape(1 + min(reach, most), min(reach, most), self.max_nodes)
         depth = self.max_depth if self.is_fixed else min(reach, self.max_depth)
@@ -72,18 +72,18 @@ class TreeBounds:
 
 
 class Row(NamedTuple):
-    """One row of a request with all that it says: its sequence may have ended or moved when the reply comes."""
+    """One row of a request. It keeps all it says: its sequence may have ended or moved when the reply comes."""
 
     sequence: Sequence
     slot: int
     generation: int
     length: int
     new_tokens: list[int]
-    hidden: list[FeatureRows]
+    hidden: list[HiddenSlice]
     block_ids: list[int]
     prediction: tuple[int, ...]
     shape: Shape
-    # Whether the answer is worth waiting for.
+    # Whether the step waits for the answer.
     awaited: bool
 
     @property
@@ -92,12 +92,12 @@ class Row(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its sequence has given its slot back."""
+        """Whether the sequence has given its batch slot back."""
         return (self.sequence.slot, self.sequence.generation) != (self.slot, self.generation)
 
 
 def request_of(epoch: int, step_id: int, rows: Items[Row]) -> DraftRequest:
-    """The request with these rows."""
+    """Return the request with these rows."""
     hidden = [part.values() for row in rows for part in row.hidden]
     return DraftRequest(
         epoch,
@@ -117,7 +117,7 @@ def request_of(epoch: int, step_id: int, rows: Items[Row]) -> DraftRequest:
 
 
 def _record(row: Row) -> tuple[float, ...]:
-    """What ROW_DTYPE holds, in its order."""
+    """Return the values of ROW_DTYPE in its order."""
     sequence, shape = row.sequence, row.shape
     params = sequence.sampling
     return (
@@ -139,12 +139,14 @@ def _record(row: Row) -> tuple[float, ...]:
 
 
 class RequestKind(NamedTuple):
-    """Sizes as they are captured, so that there are few kinds.
+    """Decides which CUDA graphs a request needs: the first request of a kind waits until they are captured.
+
+    Sizes are rounded as they are for capture, so that there are few kinds.
 
     Attributes:
-        rows: of the request.
+        rows: all rows of the request.
         trees: rows that want more than their root.
-        tokens, longest: new ones, of all rows and of one at most.
+        tokens, longest: new tokens of all rows, and of the longest row.
         depth, branches: of the largest tree.
         is_filtered: whether a tree's candidates are cut by top-k, top-p or min-p.
         is_resident: whether the tokens were in device memory.

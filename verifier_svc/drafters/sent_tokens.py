@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from foretoken.drafting import DrafterNeeds
 from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
-from verifier_svc.scheduling.hidden_states import FeatureRows, columns_of
+from verifier_svc.scheduling.hidden_states import HiddenSlice, columns_of
 from verifier_svc.scheduling.sequence import Sequence
 
 # A model that gets more new tokens than this must first write their KV entries. Nobody waits for that: rows decode
@@ -79,12 +79,12 @@ class SentTokens:
             length = min(length, sequence.num_computed + 1)
         return length
 
-    def _hidden(self, sequence: Sequence, sent: int, length: int, captured: tuple[int, ...]) -> list[FeatureRows]:
+    def _hidden(self, sequence: Sequence, sent: int, length: int, captured: tuple[int, ...]) -> list[HiddenSlice]:
         wanted = self._needs.features
         # If the drafter attached in the middle of a step, that step may not have captured what it wants.
         if not wanted or not set(wanted).issubset(captured):
             return []
-        parts = sequence.features.rows(max(sent - 1, 0), length - 1)
+        parts = sequence.hidden_states.rows(max(sent - 1, 0), length - 1)
         if not parts:
             return []
         columns = columns_of(wanted, captured, parts[0].source.width // len(captured))

@@ -1,4 +1,4 @@
-"""What the speculator needs of a drafter, wherever it runs, and when a drafter that fails is left alone for a while."""
+"""What the speculator needs of a drafter wherever it runs, and how long a failing drafter is left alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TransportName = Literal["shared-memory", "grpc", "in-process"]
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
-# To find that nobody is there costs next to nothing, and where one starts again every moment is one without drafts.
+# It costs next to nothing to find that nobody is there, and while a drafter restarts there are no drafts.
 MAX_ABSENT_BACKOFF_S = 0.5
 # Failures in a row that open the circuit: the drafter is detached, and attached again after the backoff.
 MAX_CONSECUTIVE_FAILURES = 3
@@ -76,7 +76,7 @@ class DraftSource(Protocol):
 
     @property
     def num_rejected(self) -> int:
-        """Drafts that were late, malformed, or never asked for because the drafter was too far behind."""
+        """Drafts that were late or malformed, or never asked for because the drafter was too late with others."""
         ...
 
     @property
@@ -100,7 +100,7 @@ class DraftSource(Protocol):
 
 
 def checked_gauges(gauges: Mapping[str, float]) -> dict[str, float]:
-    """Those that can be metrics, MAX_GAUGES at most, whatever a drafter says."""
+    """Return the gauges that can be metrics, at most MAX_GAUGES."""
     named = [(name, float(value)) for name, value in gauges.items() if _GAUGE_NAME.fullmatch(name)]
     return dict(named[:MAX_GAUGES])
 
@@ -114,7 +114,7 @@ class CircuitBreaker:
         self._backoff_s = FIRST_BACKOFF_S
 
     def failure(self) -> bool:
-        """Whether the circuit is to be opened."""
+        """Count a failure; return whether the circuit opens."""
         self._num_consecutive += 1
         return self._num_consecutive >= MAX_CONSECUTIVE_FAILURES
 
@@ -123,9 +123,9 @@ class CircuitBreaker:
         self._num_good += 1
 
     def next_backoff_s(self, *, is_absent: bool = False) -> float:
-        """Seconds to wait before the next attempt; doubles from one to the next without a success between.
+        """Return the seconds before the next attempt. They double with each attempt until one succeeds.
 
-        ``is_absent``: the drafter could not be reached, or is not ready yet, which is no fault of its attachments.
+        ``is_absent``: the drafter could not be reached or is not ready yet, which is no fault of its attachments.
         """
         if self._num_good >= MIN_DRAFTS_OF_SUCCESS:
             self._backoff_s = FIRST_BACKOFF_S

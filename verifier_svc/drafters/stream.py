@@ -1,7 +1,7 @@
-"""The gRPC transport: a drafter on another host, behind one long-lived bidi stream.
+"""The gRPC transport: one long-lived bidirectional stream to a drafter on another host.
 
-Two threads of gRPC's own kind stand between the engine and the stream: one writes what the engine queues, one reads
-replies. The engine thread itself never waits for the network but in ``receive``.
+Two threads stand between the engine and the stream: one writes what the engine queues, one reads replies. The engine
+thread waits for the network only in ``receive``.
 """
 
 from __future__ import annotations

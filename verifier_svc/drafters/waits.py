@@ -12,7 +12,7 @@ AFFORDABLE_SHARE = 0.02
 AFFORDABLE_TIMEOUTS = 3
 # Weight of a new wait in the estimate by depth and rows.
 SMOOTHING = 0.05
-# Share that a step of so many rows takes off what is believed of a wait for them: after 1,400 without one it is half.
+# What a step without a wait takes off the belief in the last wait: after 1,400 steps half is left.
 FADING = 0.0005
 
 
@@ -108,26 +108,29 @@ class FirstWaits:
 
 
 class DraftTimes:
-    """Seconds of a wait, for each power of two of rows as a line over the depth."""
+    """Estimates the seconds of a wait: for each power of two of rows, as a line over the depth.
+
+    A draft head takes one pass for each level, an n-gram trie takes none.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[int, _Line] = {}
 
     def observe(self, depth: int, num_rows: int, seconds: float) -> None:
-        """Learn from a wait for drafts of at most ``depth`` edges. One that took thrice as long was disturbed."""
+        """Learn from a wait for drafts of at most ``depth`` edges. A wait of three times the estimate was disturbed."""
         self._lines.setdefault(_exponent(num_rows), _Line()).observe(depth, seconds)
 
     def fade(self, num_rows: int, num_steps: int) -> None:
-        """Steps of so many rows went by: a wait that was disturbed must not end all others for good."""
+        """Believe a wait less after steps of so many rows: one disturbed wait must not end all others for good."""
         line = self._lines.get(_exponent(num_rows))
         if line is not None:
             line.belief *= (1 - FADING) ** num_steps
 
     def estimate(self, depth: int, num_rows: int) -> float:
-        """Seconds for drafts of ``depth`` edges; 0 before the first wait.
+        """Return the seconds for drafts of ``depth`` edges; 0 before the first wait.
 
-        A number of rows that was never waited for is believed to be as fast as it may be, no faster than fewer rows:
-        then it is tried, and known.
+        A number of rows that was never waited for counts as fast as it can be, but not faster than fewer rows. So it is
+        tried, and then known.
         """
         exponent = _exponent(num_rows)
         fewer = [line.estimate(depth) for known, line in self._lines.items() if known <= exponent]
@@ -138,7 +141,7 @@ class DraftTimes:
 
 
 class _Line:
-    """Fitted with older waits fading."""
+    """A line over the depth, in which older waits fade."""
 
     def __init__(self) -> None:
         self.belief = 1.0
@@ -166,5 +169,5 @@ class _Line:
 
 
 def _exponent(num_rows: int) -> int:
-    """Of the least power of two that is not below so many rows."""
+    """Return the exponent of the smallest power of two that is at least ``num_rows``."""
     return max(num_rows - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""One step's plan as the flat rows that the target runs over (foretoken.models.batch), and the way back."""
+"""Lays out one step as the flat rows that the target runs over (foretoken.models.batch), and maps results back."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from verifier_svc.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class Scheduled:
-    """A sequence's part of a step: the next ``num_tokens`` of its tokens, then its tree if those reach the last one."""
+    """A sequence's part of a step: its next ``num_tokens`` tokens, then its tree if they reach the last token."""
 
     sequence: Sequence
     num_tokens: int
-    # Nodes that there is room for, the root counted.
+    # Nodes that there is room for, including the root.
     max_nodes: int
     draft: Draft | None = None
-    # Positions before the first one that are run again for their hidden states alone.
+    # Positions before the first one that run again only for their hidden states.
     num_rerun: int = 0
-    # Whether the pass captures hidden states for its drafters. They may come and go meanwhile.
-    has_features: bool = False
-    # Whether this is a decode step of the sequence, as of when it was scheduled.
+    # Whether its drafters want hidden states of this pass. Drafters may come and go meanwhile.
+    wants_hidden_states: bool = False
+    # Whether this was a decode step of the sequence when it was scheduled.
     was_decoding: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,10 +48,10 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The rows, and where each scheduled sequence's lie.
+    """The rows of a step.
 
-    Its logits are ``logit_starts[i]:logit_starts[i + 1]``; its rows begin at ``row_starts[i]``: first those that are
-    run again, then its tokens, then the tree's nodes but the root.
+    Sequence ``i`` has the logits ``logit_starts[i]:logit_starts[i + 1]``. Its rows begin at ``row_starts[i]``: first
+    the ones that run again, then its tokens, then the tree's nodes without the root.
     """
 
     forward: ForwardBatch
@@ -60,11 +60,11 @@ class StepBatch:
 
 
 def build_batch(scheduled: list[Scheduled], block_size: int, scratch_slot: int) -> StepBatch:
-    """Lay a step's sequences out as rows.
+    """Lay out a step's sequences as rows.
 
-    Rows that are run again see their own entries, which may be shared, and write theirs to ``scratch_slot``.
+    Rows that run again read their own KV entries, which may be shared, and write new ones to ``scratch_slot``.
 
-    A tree's nodes take the logical slots behind the root in index order, whatever their depth; nodes of a chain see
+    A tree's nodes take the logical KV slots after the root in index order, whatever their depth. Nodes of a chain see
     one contiguous run, so they need no mask.
     """
     num_rows = sum(part.num_rows for part in scheduled)
@@ -154,7 +154,7 @@ def _place_nodes(
 
 
 def _block_tables(scheduled: list[Scheduled]) -> Int32:
-    """int32 [seqs, most blocks of one]."""
+    """Return the block tables as int32 [seqs, most blocks of one sequence]."""
     tables = [part.sequence.block_ids for part in scheduled]
     width = max(len(blocks) for blocks in tables)
     if len(tables) == 1:
@@ -166,9 +166,9 @@ def _block_tables(scheduled: list[Scheduled]) -> Int32:
 
 
 def commit_slots(sequence: Sequence, accepted: list[int], block_size: int) -> tuple[list[int], list[int]]:
-    """Cache slots (from, to) that make the accepted nodes' entries contiguous behind the root.
+    """Return the KV slots (from, to) by which the accepted nodes' entries become contiguous after the root.
 
-    ``accepted`` are node indices along the path. Nodes that lie right already are left out.
+    ``accepted``: node indices along the path. Nodes that already are in place are left out.
     """
     root = len(sequence.tokens) - 1
     blocks = sequence.block_ids

@@ -1,4 +1,4 @@
-"""A tree with what the policy knows of its nodes: which drafter proposed each, and what it said of its chances."""
+"""A draft tree with what the policy knows of each node: which drafter proposed it, and how likely it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foretoken.tree import DraftTree
 
 
 class DrafterShare(NamedTuple):
-    """One drafter's part of a verified tree: its nodes, and the depths of those on the walked path."""
+    """One drafter's part of a verified tree: how many nodes, and the depths of the accepted ones."""
 
     # Index of the drafter + 1.
     drafter: int
@@ -24,9 +24,9 @@ class Draft(NamedTuple):
 
     Attributes:
         tree: what is verified.
-        sources: per node index + 1 of the drafter that it is from, 0 for the root.
-        scores: per node that drafter's own.
-        chances: per node the estimated chance that the text runs through it, 1 for the root.
+        sources: for each node the number of its drafter (index + 1); 0 for the root.
+        scores: for each node the score that its drafter gave it.
+        chances: for each node the estimated chance that the text runs through it; 1 for the root.
     """
 
     tree: DraftTree
@@ -35,7 +35,7 @@ class Draft(NamedTuple):
     chances: list[float]
 
     def shares(self, matched: Sequence[int]) -> tuple[DrafterShare, ...]:
-        """Each drafter's part, where the walk went through the nodes ``matched``, one a level."""
+        """Return each drafter's part. The walk went through the nodes ``matched``, one for each level."""
         return tuple(
             DrafterShare(
                 number,
@@ -46,20 +46,20 @@ class Draft(NamedTuple):
         )
 
     def path_chances(self) -> list[float]:
-        """``chances``, none above its parent's: a node is on the path only if its parent is."""
+        """Return ``chances`` capped by the parent's: a node is on the path only if its parent is."""
         out = self.chances[:1]
         for chance, parent in zip(self.chances[1:], self.tree.parents[1:].tolist(), strict=True):
             out.append(min(chance, out[parent]))
         return out
 
     def best(self, count: int) -> Draft:
-        """The ``count`` most likely nodes, ancestors of each included: the root and no more at least."""
+        """Return the draft cut to its ``count`` most likely nodes and at least the root."""
         num_nodes = self.tree.num_nodes
         if count >= num_nodes:
             return self
         tokens, parents = self.tree.tokens.tolist(), self.tree.parents.tolist()
         chances = self.path_chances()
-        # A child is never before its parent: its chance is no larger, and of equal ones the lower index comes first.
+        # A parent comes before its child: its chance is at least as large, and equal chances keep their order.
         kept = sorted(sorted(range(num_nodes), key=lambda node: -chances[node])[:count])
         places = {node: place for place, node in enumerate(kept)}
         tree = DraftTree(
@@ -75,7 +75,7 @@ class Draft(NamedTuple):
 
 
 def merge(drafts: Sequence[Draft]) -> Draft:
-    """The drafts of one root united: a path that several propose is one, with the best of its chances."""
+    """Merge the drafts of one root. A path that several drafters propose becomes one, with the best chance."""
     if len(drafts) == 1:
         return drafts[0]
     tokens = [int(drafts[0].tree.tokens[0])]

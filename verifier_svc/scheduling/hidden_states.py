@@ -1,6 +1,6 @@
-"""The target's hidden rows of one sequence that drafters have not been told yet.
+"""The target's hidden states of one sequence that its drafters have not been sent yet.
 
-They stay where the target computed them until somebody wants them on the host: a drafter on the same GPU never does.
+They stay where the target computed them until somebody wants them on the host. A drafter on the same GPU never does.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from numpy.typing import NDArray
 
 from foretoken.drafting import Float32
 
-# Rows kept at most: a drafter that is told of more tokens at once gets features of the last ones only.
+# Positions kept at most: a drafter that is sent more tokens at once gets hidden states of the last ones only.
 MAX_ROWS = 2048
 
 
-class PassRows:
-    """The hidden rows that are kept of one pass. The pass's buffer has them until the next one: whoever wants them
-    later fetches them before.
+class PassHiddenStates:
+    """The hidden states kept of one pass. The next pass overwrites its buffer, so fetch them before that.
 
     Attributes:
-        places: of each its row in the buffer.
-        on_device: [rows of the pass, width]; the buffer. None once it may hold another pass's.
+        places: for each kept row its row in the buffer.
+        on_device: the buffer, [rows of the pass, width]. None as soon as another pass may write to it.
     """
 
     def __init__(self, places: list[int], on_device: torch.Tensor, fetch: Callable[[list[int]], Float32]) -> None:
-        """``fetch``: rows of the buffer, on the host."""
+        """``fetch`` copies rows of the buffer to the host."""
         self.places = places
         self.on_device: torch.Tensor | None = on_device
         self.width = on_device.shape[1]
@@ -37,22 +36,22 @@ class PassRows:
         self._fetched: Float32 | None = None
 
     def fetched(self) -> Float32:
-        """All of them, [len(places), width]: whoever wants some is seldom alone."""
+        """Return all kept rows on the host, [len(places), width]. Whoever wants some rows is seldom alone."""
         if self._fetched is None:
-            assert self.on_device is not None, "hidden rows that nobody fetched in time"
+            assert self.on_device is not None, "hidden states that nobody fetched in time"
             self._fetched = self._fetch(self.places)
         return self._fetched
 
     def retire(self) -> None:
-        """The buffer is about to be written to."""
+        """Let go of the buffer, which the next pass overwrites."""
         self.on_device = None
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureRows:
-    """Rows [start, stop) of those of a pass; of each the ``columns``, or all."""
+class HiddenSlice:
+    """Rows [start, stop) of the kept ones of a pass, with all their columns or only some."""
 
-    source: PassRows
+    source: PassHiddenStates
     start: int
     stop: int
     columns: slice | NDArray[np.intp] | None = None
@@ -60,41 +59,41 @@ class FeatureRows:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def part(self, low: int, high: int) -> FeatureRows:
-        return FeatureRows(self.source, self.start + low, self.start + high, self.columns)
+    def part(self, low: int, high: int) -> HiddenSlice:
+        return HiddenSlice(self.source, self.start + low, self.start + high, self.columns)
 
     def values(self) -> Float32:
-        """On the host: a view of what was fetched."""
+        """Return the rows on the host: a view of what was fetched."""
         rows: Float32 = self.source.fetched()[self.start : self.stop]
         return rows if self.columns is None else rows[:, self.columns]
 
     @property
     def places(self) -> list[int]:
-        """In the pass's buffer."""
+        """Their rows in the pass's buffer."""
         return self.source.places[self.start : self.stop]
 
 
-class FeatureWindow:
-    """Rows of consecutive positions, [``start``, ``end``). All of one width; another one starts it anew."""
+class HiddenStates:
+    """Hidden states of the positions [``start``, ``end``), all of one width. Another width starts anew."""
 
     def __init__(self) -> None:
-        self._parts: list[FeatureRows] = []
+        self._parts: list[HiddenSlice] = []
         self.start = 0
         self.end = 0
 
-    def append(self, position: int, rows: FeatureRows) -> None:
-        """Take over ``rows`` of the positions from ``position`` on. A gap forgets what is before it."""
+    def append(self, position: int, rows: HiddenSlice) -> None:
+        """Append the rows of the positions from ``position`` on. A gap drops everything before it."""
         if not self._parts or position > self.end or self._parts[-1].source.width != rows.source.width:
             self._parts, self.start, self.end = [], position, position
-        # Positions that were run again are known already.
+        # Positions that ran again are here already.
         rows = rows.part(min(self.end - position, len(rows)), len(rows))
         if len(rows):
             self._parts.append(rows)
             self.end += len(rows)
             self.forget_before(self.end - MAX_ROWS)
 
-    def rows(self, start: int, end: int) -> list[FeatureRows]:
-        """What is there of the positions [start, end) without a gap before ``end``, in parts."""
+    def rows(self, start: int, end: int) -> list[HiddenSlice]:
+        """Return what is here of the positions [start, end) without a gap before ``end``, in parts."""
         if end > self.end:
             return []
         start = min(max(start, self.start), end)
@@ -108,7 +107,7 @@ class FeatureWindow:
         return parts
 
     def forget_before(self, position: int) -> None:
-        """Drop rows that nobody will ask for."""
+        """Drop what nobody will ask for."""
         while self._parts and self.start < position:
             count = min(len(self._parts[0]), position - self.start)
             self.start += count
@@ -118,17 +117,17 @@ class FeatureWindow:
                 self._parts[0] = self._parts[0].part(count, len(self._parts[0]))
 
     def fetch(self) -> None:
-        """Have on the host what is left: the next pass is about to begin."""
+        """Copy to the host what is left: the next pass is about to begin."""
         for part in self._parts:
             part.source.fetched()
 
     def clear(self) -> None:
-        """Forget all: the next rows may be of any position."""
+        """Drop everything. The next rows may be of any position."""
         self._parts, self.start, self.end = [], 0, 0
 
 
 def joined(parts: Sequence[Float32]) -> Float32:
-    """The rows of all parts; a view where they lie one behind the other in one array, as those of one step do."""
+    """Concatenate parts. The result is a view if they follow each other in one array, as the rows of one step do."""
     whole = parts[0].base
     if not isinstance(whole, np.ndarray) or whole.dtype != np.float32 or not whole.flags.c_contiguous:
         return np.concatenate(parts)
@@ -146,11 +145,13 @@ def joined(parts: Sequence[Float32]) -> Float32:
 
 @lru_cache(maxsize=64)
 def columns_of(wanted: tuple[int, ...], captured: tuple[int, ...], hidden_size: int) -> slice | NDArray[np.intp] | None:
-    """Where the features ``wanted`` stand in rows of the features ``captured``: a slice where they lie side by side;
-    None: they are these rows."""
+    """Return the columns of the layers ``wanted`` in rows that have the layers ``captured``.
+
+    A slice if the layers lie side by side, None if both are the same.
+    """
     if wanted == captured:
         return None
-    places = [captured.index(feature) for feature in wanted]
+    places = [captured.index(layer) for layer in wanted]
     if places == list(range(places[0], places[0] + len(places))):
         return slice(places[0] * hidden_size, (places[0] + len(places)) * hidden_size)
     return np.concatenate([np.arange(place * hidden_size, (place + 1) * hidden_size) for place in places])

@@ -1,6 +1,7 @@
-"""Who runs in the next step: decode rows first, then prefill chunks, oldest first; pages run out for the youngest.
+"""Chooses who runs in the next step: decode rows first, then prefill chunks, oldest first.
 
-It moves sequences between waiting and running and reserves their pages. It knows no tensors and no drafters.
+It moves sequences between waiting and running and reserves their blocks. If blocks run out, the youngest sequence gives
+its blocks up. It knows no tensors and no drafters.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """How many more sequences the queue takes; those that the next step can start do not wait.
+        """How many more sequences the queue takes. Sequences that the next step can start do not count as waiting.
 
         Any thread may ask: the answer is of about now. Resumed sequences may make it negative.
         """
@@ -54,26 +55,26 @@ class Scheduler:
 
     @property
     def can_admit(self) -> bool:
-        """Whether a sequence waits and there is a slot for it, if not the pages."""
+        """Whether a sequence waits and there is a batch slot for it, though maybe no blocks."""
         return bool(self.waiting and self._free_slots)
 
     def reserve_ahead(self, sequence: Sequence, least: int, wanted: int) -> bool:
-        """Reserve pages for ``wanted`` tokens of a running sequence, or else for ``least``; whether there were some."""
+        """Reserve blocks for ``wanted`` tokens of a running sequence, or for ``least``. Return whether it worked."""
         return self._reserve(sequence, wanted) or self._reserve(sequence, least)
 
     def has_reserved(self, sequence: Sequence, num_slots: int) -> bool:
-        """Whether a running sequence has pages for so many tokens."""
+        """Return whether a running sequence has blocks for so many tokens."""
         return len(sequence.block_ids) * self.blocks.block_size >= num_slots
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; whether the queue takes it is the caller's decision. Resumed ones stand before new ones."""
+        """Queue a sequence, resumed ones before new ones. The caller decides whether the queue takes it."""
         index = len(self.waiting)
         if sequence.attempt:
             index = sum(waiting.attempt > 0 or waiting.started_at is not None for waiting in self.waiting)
         self.waiting.insert(index, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its pages."""
+        """Take a sequence out, wherever it is, and free its blocks."""
         if sequence.slot == NO_SLOT:
             self.waiting.remove(sequence)
             return
@@ -81,7 +82,7 @@ class Scheduler:
         self._release(sequence)
 
     def schedule(self, num_nodes: Callable[[Sequence], int], now: float) -> list[Scheduled]:
-        """The next step's parts, pages reserved. ``num_nodes``: of a decode row's tree, root counted."""
+        """Return the next step's parts, with blocks reserved. ``num_nodes``: nodes of a row's tree with its root."""
         scheduled: list[Scheduled] = []
         for sequence in [s for s in self.running if s.is_decoding]:
             if sequence.slot == NO_SLOT:
@@ -102,9 +103,9 @@ class Scheduler:
         return scheduled
 
     def _reserve_nodes(self, sequence: Sequence, nodes: int) -> int:
-        """Reserve pages for a decode row; returns the nodes there is room for, 0 if it was preempted itself.
+        """Reserve blocks for a decode row. Return the nodes there is room for, or 0 if it was preempted itself.
 
-        One slot more, where there is room: a drafter keeps an entry for the next root before the target does.
+        Where there is room, one KV slot more: a drafter keeps an entry for the next root before the target does.
         """
         least = sequence.num_computed + nodes
         if self.reserve_ahead(sequence, least, least + 1):
@@ -117,11 +118,11 @@ class Scheduler:
         return 1
 
     def _schedule_chunk(self, sequence: Sequence, budget: int, scheduled: list[Scheduled]) -> int:
-        """Schedule the next chunk of a sequence in prefill; returns its tokens (0: no pages now)."""
+        """Schedule the next prefill chunk of a sequence. Return its tokens; 0 if there are no blocks now."""
         num_tokens = min(sequence.num_uncomputed, budget)
         self._reserve(sequence, sequence.num_computed + num_tokens + 1)
         if not self._reserve(sequence, sequence.num_computed + num_tokens):
-            # Older ones go on and will free pages; if there is no older one, the younger ones give theirs.
+            # Older sequences go on and will free blocks. If there is none, the younger ones give theirs up.
             if scheduled or sequence is not self.running[0]:
                 return 0
             while not self._reserve(sequence, sequence.num_computed + num_tokens):
@@ -146,7 +147,7 @@ class Scheduler:
                 continue
             tokens = sequence.tokens if not sequence.wants_prompt_logprobs else []
             table = self.blocks.match_prefix(tokens, sequence.cache_salt)
-            # Room for all that is to be computed: what starts also gets through its prefill.
+            # There must be room for the whole prefill, so that what starts also gets through it.
             if self.running and not self.blocks.can_reserve(table, len(sequence.tokens) + 1):
                 self.blocks.free(table)
                 return None
@@ -166,7 +167,7 @@ class Scheduler:
         return None
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """Whether another choice of the same request is in prefill: its pages will be this one's prefix."""
+        """Return whether another choice of the same request is in prefill: its blocks will be this one's prefix."""
         return any(
             other.key[:2] == sequence.key[:2] and not other.is_decoding and other.num_output_tokens == 0
             for other in self.running
@@ -179,7 +180,7 @@ class Scheduler:
         self.running.insert(index, sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give a sequence's pages back; it waits in front, to be computed again. No token is lost."""
+        """Take a sequence's blocks away. It waits in front, to be computed again; no token is lost."""
         self.num_preemptions += 1
         self.running.remove(sequence)
         self._release(sequence)

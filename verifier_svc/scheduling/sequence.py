@@ -1,6 +1,6 @@
-"""A sequence: one choice of one request while it runs, and what may be derived from it.
+"""A sequence: one choice of one request while it runs, and what follows from it.
 
-It knows its tokens, its place in the cache and its statistics; it decides nothing.
+It holds its tokens, its place in the cache and its statistics; it decides nothing.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.sampling.verify import SamplingState
 from verifier_svc.scheduling.block_manager import BlockTable
 from verifier_svc.scheduling.draft import DrafterShare
-from verifier_svc.scheduling.hidden_states import FeatureWindow
+from verifier_svc.scheduling.hidden_states import HiddenStates
 
 NO_SLOT = -1
 
 
 class DecodeStep(NamedTuple):
-    """What one decode step did for one sequence; ``num_emitted`` is counted before trimming."""
+    """What one decode step did for one sequence. ``num_emitted`` is counted before trimming."""
 
     num_emitted: int
-    # Per drafter that had nodes in the tree.
+    # One for each drafter that had nodes in the tree.
     shares: tuple[DrafterShare, ...]
     # Whether drafts were wanted.
     wanted: bool
@@ -54,7 +54,7 @@ class Sequence:
         # Committed tokens: prompt, then output. The last one is the root of the next tree.
         self.tokens: list[int] = [*submit.prompt_ids, *submit.output_ids]
         self.num_prompt_tokens = len(submit.prompt_ids)
-        # Output tokens that earlier attempts emitted: not emitted again, not decoded again.
+        # Output tokens that earlier attempts emitted. They are neither decoded nor emitted again.
         self.num_resumed_tokens = len(submit.output_ids)
         self.max_len = min(self.num_prompt_tokens + submit.sampling.max_tokens, max_model_len)
         self.sampler = SamplingState(
@@ -74,11 +74,12 @@ class Sequence:
         self.table: BlockTable | None = None
         self.num_computed = 0
         self.num_cached_tokens: int | None = None
+        # The batch slot, and how many sequences it has had.
         self.slot = NO_SLOT
         self.generation = 0
 
         # Speculation: the hidden states that drafters want, and what drafting came to.
-        self.features = FeatureWindow()
+        self.hidden_states = HiddenStates()
         self.prediction_ids = submit.prediction_ids
         self.steps: list[DecodeStep] = []
 
@@ -88,7 +89,7 @@ class Sequence:
 
     @property
     def block_ids(self) -> list[int]:
-        """Cache blocks, in logical order. Only while running."""
+        """KV blocks in logical order. Only while the sequence runs."""
         assert self.table is not None
         return self.table.block_ids
 
@@ -102,7 +103,7 @@ class Sequence:
 
     @property
     def max_new_tokens(self) -> int:
-        """Output tokens that may still come, by ``max_tokens`` and the context's end."""
+        """Output tokens that may still come before ``max_tokens`` or the end of the context."""
         return self.max_len - len(self.tokens)
 
     @property
@@ -112,7 +113,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the next step of this sequence is a decode step, which may verify a tree."""
+        """Whether the next step of this sequence is a decode step, so that it may verify a tree."""
         return self.num_uncomputed == 1 and self.num_output_tokens > self.num_resumed_tokens
 
     @property
@@ -120,15 +121,15 @@ class Sequence:
         return self.sampling.prompt_logprobs is not None and not self.prompt_logprobs_sent
 
     def forget_cache(self) -> None:
-        """After preemption: everything is to be computed again."""
+        """Compute everything again, after a preemption."""
         self.table = None
         self.num_computed = 0
         self.slot = NO_SLOT
-        self.features.clear()
+        self.hidden_states.clear()
         self.prompt_logprobs = []
 
     def stats(self, drafter_names: tuple[str, ...], kept_tokens: int | None = None) -> SpeculationStats:
-        """Statistics of the decode steps up to output token ``kept_tokens`` (all if None)."""
+        """Return the statistics of the decode steps up to output token ``kept_tokens`` (all if None)."""
         steps = self.steps
         if kept_tokens is not None:
             # The token that prefill sampled belongs to no decode step.
@@ -158,7 +159,7 @@ class Sequence:
 
 
 def _by_drafter(steps: list[DecodeStep], names: tuple[str, ...]) -> tuple[DrafterStats, ...]:
-    """What each drafter's nodes came to, in the order of the drafters."""
+    """Return what became of each drafter's nodes, in the order of the drafters."""
     drafted: dict[int, int] = {}
     positions: dict[int, list[int]] = {}
     for step in steps:
@@ -175,7 +176,7 @@ def _by_drafter(steps: list[DecodeStep], names: tuple[str, ...]) -> tuple[Drafte
 
 
 def digest_of_salt(salt: str | None) -> int:
-    """64 bits that stand for a tenant at the drafters; 0 is the default tenant."""
+    """Return 64 bits by which drafters know a tenant; 0 is the default tenant."""
     if salt is None:
         return 0
     return int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8], "little") or 1

@@ -22,16 +22,16 @@ class Capture:
         Hidden states of other layers are of no use any more. A drafter that attaches later takes part from the next
         step on.
         """
-        wanted = tuple(dict.fromkeys(layer for drafter in self._routing.attached for layer in drafter.features))
+        wanted = tuple(dict.fromkeys(layer for drafter in self._routing.attached for layer in drafter.layers))
         if wanted != self.layers:
             self.layers = wanted
             for sequence in sequences:
-                sequence.features.clear()
+                sequence.hidden_states.clear()
         return wanted
 
     def is_wanted(self, sequence: Sequence) -> bool:
         """Return whether a drafter of this sequence wants hidden states."""
-        return bool(self.layers) and any(drafter.features for drafter in self._routing.of(sequence))
+        return bool(self.layers) and any(drafter.layers for drafter in self._routing.of(sequence))
 
     def num_rerun(self, sequence: Sequence) -> int:
         """Return how many positions before the first computed one must run again for their hidden states."""
@@ -46,12 +46,12 @@ class Capture:
         sent = [a.sent.length(sequence) for a in attachments if a is not None and a.needs.features]
         if sent:
             # The hidden state at position sent - 1 belongs to the first token that was not sent.
-            sequence.features.forget_before(min(sent) - 1)
+            sequence.hidden_states.forget_before(min(sent) - 1)
 
     def fetch(self, sequences: Seq[Sequence]) -> None:
         """Copy to the host what was not sent: the next pass overwrites it on the device."""
         for sequence in sequences:
-            sequence.features.fetch()
+            sequence.hidden_states.fetch()
         for drafter in self._routing.drafters:
             if drafter.attachment is not None:
                 drafter.attachment.final_updates.fetch()

@@ -1,4 +1,4 @@
-"""What a step with drafts costs, over a plain one: the target's pass by its rows, the wait for drafters, the rest."""
+"""What steps cost: a plain one by its rows, and one with drafts, which adds waits for drafters and other work."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ HOLD_FOR = 16
 
 
 class StepCosts:
-    """Seconds of a step without prefill, by total rows; between measured counts, and past them, by straight lines."""
+    """Estimates the seconds of a step without prefill by its rows: straight lines between and past measured counts."""
 
     def __init__(self, measured: dict[int, float]) -> None:
-        """``measured``: rows -> seconds, at least one entry."""
+        """``measured``: seconds by rows; at least one entry."""
         if not measured:
             raise ValueError("step costs need at least one measured row count")
         self._rows = sorted(measured)
         self._seconds = [measured[rows] for rows in self._rows]
 
     def estimate(self, num_rows: int) -> float:
-        """Seconds of a step of ``num_rows`` rows."""
+        """Return the seconds of a step of ``num_rows`` rows."""
         rows, seconds = self._rows, self._seconds
         if len(rows) == 1:
             return seconds[0]
@@ -38,9 +38,9 @@ class StepCosts:
         return max(seconds[left] + share * (seconds[right] - seconds[left]), seconds[0] * 0.5)
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Move the curve towards a step that ran: the nearest measured counts take most of the correction."""
+        """Move the curve towards a step that ran. The nearest measured counts move most."""
         ratio = seconds / self.estimate(num_rows)
-        # A step that took thrice as long was disturbed from outside; it says little of the next one.
+        # A step of three times the estimate was disturbed from outside; it says little of the next one.
         ratio = min(max(ratio, 1 / 3), 3.0)
         index = bisect.bisect_left(self._rows, num_rows)
         for i in range(len(self._rows)):
@@ -49,39 +49,39 @@ class StepCosts:
 
 
 class DraftCosts:
-    """Measured while steps run. Used by the engine thread alone."""
+    """Costs of steps with drafts, measured while they run. Used by the engine thread alone."""
 
-    def __init__(self, costs: StepCosts, shape: TreeBounds) -> None:
+    def __init__(self, costs: StepCosts, bounds: TreeBounds) -> None:
         self._costs = costs
-        self._shape = shape
+        self._bounds = bounds
         self._num_steps = 0
-        # Seconds of a step beside the target's pass and the waits, asking, taking over and publishing: by whether it
+        # Seconds of a step outside the target's pass and the waits (asking, taking over, publishing), by whether it
         # waits for a model.
         self._overhead_s = {False: 0.0, True: 0.0}
         self._waited_s = 0.0
-        # Seconds of a step by its rows, waits excluded, and when they were counted.
+        # Seconds of a step by its rows, without waits, and the step at which they were estimated.
         self._seconds: dict[int, float] = {}
         self._seconds_from = 0
-        # By drafters and batch size: when they were counted, and relative costs by reach.
+        # By drafters and batch size: the step at which they were estimated, and relative costs by reach.
         self._cost_lists: dict[tuple[str, int], tuple[int, list[float]]] = {}
 
     def begin_step(self, drafters: Sequence[DrafterHandle], batch: int, num_steps: int = 1) -> None:
-        """Drafters are about to be asked for a step of ``batch`` rows, the last of ``num_steps`` since the last one."""
+        """Begin a step of ``batch`` rows, ``num_steps`` after the last call."""
         self._num_steps += 1
         self._waited_s = -_wait_seconds(drafters)
         for drafter in drafters:
             drafter.record.times.fade(batch, num_steps)
 
     def end_waits(self, drafters: Sequence[DrafterHandle]) -> None:
-        """All answers of the step have come, or nobody waits for them any more."""
+        """End the waits of this step."""
         self._waited_s += _wait_seconds(drafters)
 
     def plain_step_s(self, batch: int) -> float:
-        """Seconds of the target's pass over one row of each of ``batch`` sequences."""
+        """Return the seconds of the target's pass over one row of each of ``batch`` sequences."""
         return self._costs.estimate(batch)
 
     def best_rate(self, draft: Draft, batch: int) -> float:
-        """Tokens a second of a draft's best part, over plain decode's, if each of ``batch`` rows has one like it."""
+        """Return the speed of a draft's best part over plain decode, if each of ``batch`` rows has one like it."""
         plain_s = self._step_s(batch)
         best, expected = 0.0, 0.0
         for count, chance in enumerate(sorted(draft.path_chances(), reverse=True), start=1):
@@ -90,11 +90,10 @@ class DraftCosts:
         return best
 
     def best_counts(self, drafts: Sequence[Draft], batch: int) -> list[int]:
-        """Nodes of each draft, the root counted, with which a step of ``batch`` rows makes the most tokens a second.
+        """Return how many nodes of each draft, with its root, make a step of ``batch`` rows fastest in tokens a second.
 
-        Counted with what the step has waited for drafts. Rows of the batch that have no draft verify their root. A node
-        is worth what it costs the whole batch: the likeliest ones are taken, whosever they are, as long as the step
-        gains by them.
+        What the step has waited for drafts counts. Rows without a draft verify their root. The likeliest nodes of all
+        rows are taken first, as long as the step gains by them: a node must be worth what it costs the whole batch.
         """
         nodes = [(chance, row) for row, draft in enumerate(drafts) for chance in draft.path_chances()[1:]]
         nodes.sort(reverse=True)
@@ -111,7 +110,7 @@ class DraftCosts:
         return counts
 
     def _step_s(self, num_rows: int) -> float:
-        """Of a step that verifies so many rows, waits excluded."""
+        """Return the seconds of a step that verifies so many rows, without waits."""
         if self._num_steps - self._seconds_from >= HOLD_FOR:
             self._seconds, self._seconds_from = {}, self._num_steps
         seconds = self._seconds.get(num_rows)
@@ -120,36 +119,39 @@ class DraftCosts:
         return seconds
 
     def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
-        """Learn what a step took behind the target's pass, and whether it waited for a model meanwhile."""
+        """Learn what a step took after the target's pass, and whether it waited for a model meanwhile."""
         overhead_s = max(seconds - self._waited_s, 0.0)
         known = self._overhead_s[has_model]
-        # One that took many times as long was disturbed from outside.
+        # A step that took many times as long was disturbed from outside.
         overhead_s = min(overhead_s, 4 * known) if known else overhead_s
         self._overhead_s[has_model] += OVERHEAD_SMOOTHING * (overhead_s - known) if known else overhead_s
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
-        """Learn what a step without prefill cost."""
+        """Learn the cost of a step without prefill."""
         self._costs.observe(num_rows, seconds)
 
     def relative(self, drafters: Sequence[DrafterHandle], batch: int) -> list[float]:
-        """Cost of a step in which each of ``batch`` rows verifies a draft of reach k over that of a plain one, by k."""
+        """Return costs by reach: a step in which ``batch`` rows verify drafts of that reach, over a plain step.
+
+        ``drafters``: of one kind.
+        """
         key = ",".join(drafter.name for drafter in drafters), batch
         counted_at, costs = self._cost_lists.get(key, (0, []))
         if not costs or self._num_steps - counted_at >= HOLD_FOR:
             has_model = drafters[0].has_model
             plain = self._costs.estimate(batch) + self._overhead_s[False]
             costs = [1.0]
-            for reach in range(1, self._shape.max_nodes):
-                nodes = max(self._shape.of_row(drafter.has_model, reach, reach).nodes for drafter in drafters)
+            for reach in range(1, self._bounds.max_nodes):
+                nodes = self._bounds.of_row(has_model, reach, reach).nodes
                 seconds = self._costs.estimate(batch * nodes) + self._overhead_s[has_model]
                 costs.append((seconds + self.wait_s(drafters, reach, batch)) / plain)
             self._cost_lists[key] = (self._num_steps, costs)
         return costs
 
     def wait_s(self, drafters: Sequence[DrafterHandle], reach: int, num_rows: int) -> float:
-        """Seconds that a step waits for drafts of so many rows: the drafters work side by side."""
+        """Return the seconds that a step waits for drafts of so many rows, from drafters that work side by side."""
         return max(
-            drafter.record.times.estimate(self._shape.of_row(True, reach, reach).depth, num_rows)
+            drafter.record.times.estimate(self._bounds.of_row(True, reach, reach).depth, num_rows)
             if drafter.has_model
             else drafter.record.budget.wait_s
             for drafter in drafters
@@ -157,5 +159,5 @@ class DraftCosts:
 
 
 def _wait_seconds(drafters: Sequence[DrafterHandle]) -> float:
-    """Of all waits so far."""
+    """Return the seconds of all waits so far."""
     return sum(drafter.counters.wait_seconds for drafter in drafters)

@@ -1,10 +1,11 @@
-"""How many tokens to draft for one row: what its own acceptance so far makes worthwhile, which may be none.
+"""Decides how many tokens to draft for one row, which may be none.
 
-The chance that a drafted token is accepted given that its parent was is estimated per row by smoothed counts. With
-that chance ``a`` a chain of k tokens yields 1 + a + ... + a^k tokens a step; the gate picks the k with the most tokens
-per second. Where plain decode wins the gate is shut, and opens now and then for one probe, ever more rarely while
-probes fail. A drafter that has nothing to propose costs a round trip: while that goes on it is asked less often, and
-only scouted: nobody waits for the answer, which tells whether asking in earnest is worth it again.
+Smoothed counts estimate for each row the chance ``a`` that a drafted token is accepted if its parent was. A chain of
+k tokens then yields 1 + a + ... + a^k tokens a step, and the gate picks the k with the most tokens per second. Where
+plain decode wins, the gate is shut. It opens now and then for one probe, ever more rarely while probes fail.
+
+A drafter that has nothing to propose costs a round trip. While that goes on it is asked less often and only scouted:
+nobody waits for the answer, which shows whether asking in earnest is worth it again.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from collections.abc import Sequence
 
 from verifier_svc.drafters.acceptance_estimates import PRIOR_ACCEPTANCE, PRIOR_TRIALS
 
-# Weight that a step's outcome keeps per later drafted step.
+# What a step's outcome still weighs after one more drafted step.
 MEMORY = 0.9
 FIRST_PROBE_AFTER = 8
 RAREST_PROBE_AFTER = 128
 PROBE_TOKENS = 3
-# Replies without a draft in a row after which asking pauses, and the steps that it pauses at most.
+# Replies without a draft in a row after which asking pauses, and the longest pause in steps.
 PATIENT_MISSES = 2
 LONGEST_PAUSE = 16
 
 
 def best_reach(acceptance: float, most: int, relative_costs: Sequence[float]) -> tuple[int, float]:
-    """The length of a chain, at most ``most``, that makes the most tokens a second, and how many, over plain decode's.
+    """Return the chain length, at most ``most``, with the most tokens a second, and its speed over plain decode.
 
-    (0, 1.0) where plain decode makes more than any. ``relative_costs``: as ``Gate.num_tokens``.
+    Returns (0, 1.0) where plain decode is faster than any. ``relative_costs``: as ``Gate.num_tokens``.
     """
     best, best_rate, expected, power = 0, 1.0, 1.0, 1.0
     for k in range(1, most + 1):
@@ -39,7 +40,7 @@ def best_reach(acceptance: float, most: int, relative_costs: Sequence[float]) ->
 
 
 class Gate:
-    """The draft width of one row under one drafter."""
+    """The gate of one row under drafters of one kind."""
 
     def __init__(self) -> None:
         self._accepted = PRIOR_TRIALS * PRIOR_ACCEPTANCE
@@ -47,13 +48,13 @@ class Gate:
         self._probe_after = FIRST_PROBE_AFTER
         self._shut_steps = 0
         self._probing = False
-        # A row begins scouted: text that repeats nothing, as most does at first, pays for no wait.
+        # A row begins with scouting: at first most text repeats nothing, and that pays for no wait.
         self._misses = PATIENT_MISSES + 1
         self._pause = 0
         self._pause_length = 0
         self._in_earnest = False
         self._has_begun = False
-        # Tokens a second that the last choice of ``num_tokens`` promised, over plain decode's.
+        # The speed over plain decode that the last choice of ``num_tokens`` promised.
         self.rate = 1.0
 
     @property
@@ -72,10 +73,9 @@ class Gate:
         return self._in_earnest and not self._shut_steps
 
     def num_tokens(self, most: int, relative_costs: Sequence[float]) -> int:
-        """Tokens to draft in the next step, at most ``most``. Called once a step.
+        """Return the tokens to draft in the next step, at most ``most``. Called once a step.
 
-        ``relative_costs[k]``: the cost of a step with k drafted tokens a row over that of a plain one, for k up to
-        ``most``.
+        ``relative_costs[k]``: the cost of a step with k drafted tokens a row over a plain step, for k up to ``most``.
         """
         if most <= 0:
             return 0
@@ -91,7 +91,7 @@ class Gate:
         self._shut_steps += 1
         if self._shut_steps < self._probe_after:
             return 0
-        # Where not even drafts that were always right would pay, costs would have to change, not the text.
+        # If not even perfect drafts would pay, costs must change and not the text.
         if self._shut_steps < RAREST_PROBE_AFTER and not best_reach(1.0, most, relative_costs)[0]:
             return 0
         self._shut_steps = 0
@@ -105,17 +105,17 @@ class Gate:
         # The token after the last accepted one was tried too, unless the draft ended there.
         self._trials = self._trials * MEMORY + min(num_accepted + 1, depth)
         if self._probing:
-            # Also one that was accepted has failed, unless the gate opens on it.
+            # An accepted probe has failed too, unless the gate opens on it.
             self._probe_after = min(self._probe_after * 2, RAREST_PROBE_AFTER)
         if num_accepted:
             self._misses = self._pause = self._pause_length = 0
             self._in_earnest = True
         elif self._misses > PATIENT_MISSES:
-            # What a scout had found was worth nothing.
+            # What scouting found was worth nothing.
             self._scout()
 
     def pass_steps(self, count: int) -> None:
-        """Steps went by without a call of ``num_tokens``: a pause, and the time to the next probe, are of steps."""
+        """Count steps without a call of ``num_tokens``: pauses, and the time to the next probe, are in steps."""
         paused = min(self._pause, count)
         self._pause -= paused
         self._shut_steps += count - paused
@@ -127,9 +127,9 @@ class Gate:
             self._scout()
 
     def expect_drafts(self, acceptance: float) -> None:
-        """The drafter is a model, which proposes something whenever it is asked: nothing to scout for.
+        """Ask in earnest from now on: a model proposes something whenever it is asked.
 
-        ``acceptance``: what its drafts came to elsewhere, which a row that has not drafted yet begins with.
+        ``acceptance``: that of its drafts in other rows, with which a row begins that has not drafted yet.
         """
         self._in_earnest = True
         self._pause = 0

@@ -1,4 +1,4 @@
-"""What one row does in the next step: whom it asks for a draft, and for how much."""
+"""What one row asks of drafters for the next step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class DraftPlan(NamedTuple):
     """The row asks these drafters for drafts of ``reach`` (TreeBounds).
 
     Attributes:
-        most: drafted tokens at most.
-        awaited: whether the answer is waited for.
-        rate: tokens a second that the drafts promise, over plain decode's, where every row of the batch drafts like it.
+        most: the most drafted tokens.
+        awaited: whether the step waits for the answer.
+        rate: the speed over plain decode that the drafts promise if every row of the batch drafts like this one.
     """
 
     sequence: Sequence

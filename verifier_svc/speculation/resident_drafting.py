@@ -1,4 +1,4 @@
-"""Who drafts for a run of steps that run ahead of the host, what is asked of it, and what it was sent."""
+"""Who drafts during a run of overlapped steps, what is asked of it, and what it was sent."""
 
 from __future__ import annotations
 

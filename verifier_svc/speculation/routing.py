@@ -1,4 +1,4 @@
-"""The drafters that a verifier has and has had, and which of them a request gets."""
+"""Decides which of the verifier's drafters each request gets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from verifier_svc.speculation.row_state import RowStates
 # The name by which a request asks for the trees of all attached drafters in one.
 MERGE = "merge"
 AUTO = "auto"
-# A model that does not pay is tried all the same, by one row at a time, in one step of so many: of steps, not of rows,
-# since all rows of a batch wait for the one's drafts.
+# A model that does not pay is still tried, by one row at a time, in one of so many steps. Steps are counted and not
+# rows, since all rows of a batch wait for that row's drafts.
 MODEL_TRIAL_EVERY = 32
 
 
@@ -37,28 +37,28 @@ class DrafterRouting:
         self._new_handle, self._pays, self._rows = new_handle, pays, rows
         self._drafters: list[DrafterHandle] = []
         self._attached: list[DrafterHandle] = []
-        # The row that tries a model, steps with such a row, and all steps.
+        # The row that tries a model; steps with such a row; all steps.
         self._trial: Sequence | None = None
         self._num_trial_steps = 0
         self._num_steps = 0
 
     @property
     def drafters(self) -> Seq[DrafterHandle]:
-        """All drafters that there were, by their numbers, which begin at 1."""
+        """All drafters that there were, by number. Numbers begin at 1."""
         return self._drafters
 
     @property
     def attached(self) -> Seq[DrafterHandle]:
-        """Those that take part in this step."""
+        """The drafters that take part in this step."""
         return self._attached
 
     @property
     def is_as_attached(self) -> bool:
-        """Whether the same are attached as when this step began."""
+        """Whether the same drafters are attached as when this step began."""
         return self._attached == [drafter for drafter in self._drafters if drafter.is_attached]
 
     def begin_step(self, running: Seq[Sequence]) -> None:
-        """Those that attach later take part from the next step on."""
+        """Fix who takes part in this step. Drafters that attach later take part from the next step on."""
         self._num_steps += bool(running)
         if self._trial is not None and not any(sequence is self._trial for sequence in running):
             self._trial = None
@@ -66,15 +66,15 @@ class DrafterRouting:
         self._attached = [drafter for drafter in self._drafters if drafter.is_attached]
 
     def add(self, source: DraftSource) -> None:
-        """One more drafter, or another one under a name that was detached: that gets its number back.
+        """Add a drafter. Under a name that was detached it gets that name's number back.
 
-        Numbers never change: tokens of running sequences bear them. Raises PreconditionError for a name or an address
-        that is taken, and at the limits of drafters and names.
+        Numbers never change, since tokens of running sequences carry them. Raises PreconditionError for a name or an
+        address that is taken, and at the limits of drafters and names.
         """
         for other in self._drafters:
             is_same = source.address and other.name != source.name and other.source.address == source.address
             if is_same and not other.is_detached:
-                # A drafter serves one attachment: two would take it from each other for ever.
+                # A drafter serves one attachment. Two names would take it from each other for ever.
                 raise PreconditionError(
                     f"the drafter at {source.address} is that of {other.name!r}: detach it first", field="address"
                 )
@@ -94,7 +94,7 @@ class DrafterRouting:
             raise PreconditionError(f"there is a drafter {source.name!r}: detach it first", field="name")
 
     def remove(self, name: str) -> DrafterHandle:
-        """Do without a drafter from now on; it keeps its number. Raises NotFoundError if there is none."""
+        """Detach a drafter, which keeps its number. Raises NotFoundError if there is none."""
         drafter = self._drafter(name)
         if drafter is None or drafter.is_detached:
             what = f"there is no drafter {name!r}" if drafter is None else f"the drafter {name!r} is detached"
@@ -106,14 +106,17 @@ class DrafterRouting:
         return next((drafter for drafter in self._drafters if drafter.name == name), None)
 
     def is_wanted(self, sequence: Sequence) -> bool:
-        """Whether this request asked for speculation at all, and there is some."""
+        """Return whether this request asked for speculation at all, and there is some."""
         options = sequence.speculation
         return options.enabled and options.max_draft_tokens != 0 and bool(self._drafters)
 
     def of(self, sequence: Sequence) -> Seq[DrafterHandle]:
-        """The attached drafters of a row: those that it names, all, or those that the server chooses from: the first
-        one, unless it is a model that does not pay, and beside a model the first one without, which costs next to
-        nothing to ask."""
+        """Return the attached drafters of a row.
+
+        A row gets the drafters that it names, or all of them, or those that the server chooses from. The server chooses
+        from the first drafter, unless that is a model that does not pay. Beside a model it takes the first look-up
+        drafter, which costs next to nothing to ask.
+        """
         if not self.is_wanted(sequence):
             return []
         wanted = sequence.speculation.drafter
@@ -123,13 +126,13 @@ class DrafterRouting:
         if wanted == AUTO:
             if not attached or not attached[0].has_model:
                 return attached[:1]
-            quick = [drafter for drafter in attached[1:] if not drafter.has_model][:1]
-            return [attached[0], *quick] if self._uses_model(sequence, attached[0]) else quick
+            lookup = [drafter for drafter in attached[1:] if not drafter.has_model][:1]
+            return [attached[0], *lookup] if self._uses_model(sequence, attached[0]) else lookup
         names = wanted.split(DRAFTER_JOIN)
         return [drafter for drafter in attached if drafter.name in names]
 
     def _uses_model(self, sequence: Sequence, drafter: DrafterHandle) -> bool:
-        """Whether a row for which the server chooses drafts with the model; decided once, before it is told of any."""
+        """Return whether a row for which the server chooses drafts with the model. Decided once, before it is sent."""
         state = self._rows.of(sequence)
         if state.uses_model is None:
             state.uses_model = self._pays(drafter)

@@ -29,7 +29,7 @@ from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import Row, Shape
 from verifier_svc.messages import SequenceKey, Submit
-from verifier_svc.scheduling.hidden_states import FeatureRows, PassRows
+from verifier_svc.scheduling.hidden_states import HiddenSlice, PassHiddenStates
 from verifier_svc.scheduling.sequence import Sequence as Running
 
 INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
@@ -293,9 +293,9 @@ class Told:
         sequence = Running(submit, max_model_len=64, eos_ids=frozenset(), token_limit=VOCAB, now=0.0)
         sequence.tokens = list(range(length))
         sequence.slot = slot
-        whole = PassRows(places, self.buffer, lambda rows: self.buffer[rows].float().numpy())
-        hidden = [FeatureRows(whole, 0, 1), FeatureRows(whole, 1, len(places))] if len(places) > 1 else []
-        hidden = hidden or [FeatureRows(whole, 0, len(places))]
+        whole = PassHiddenStates(places, self.buffer, lambda rows: self.buffer[rows].float().numpy())
+        hidden = [HiddenSlice(whole, 0, 1), HiddenSlice(whole, 1, len(places))] if len(places) > 1 else []
+        hidden = hidden or [HiddenSlice(whole, 0, len(places))]
         row = Row(sequence, slot, 0, length, new, hidden, [], (), Shape(4, 2, 1), True)
         return row._replace(**fields)
 

@@ -8,18 +8,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_svc.scheduling.hidden_states import MAX_ROWS, FeatureRows, FeatureWindow, PassRows, columns_of, joined
+from verifier_svc.scheduling.hidden_states import (
+    MAX_ROWS,
+    HiddenSlice,
+    HiddenStates,
+    PassHiddenStates,
+    columns_of,
+    joined,
+)
 
 
-def rows_of(start: int, count: int, width: int = 2) -> FeatureRows:
+def rows_of(start: int, count: int, width: int = 2) -> HiddenSlice:
     """A row says which position it is of; the pass had another one before each, and one behind all."""
     places = list(range(1, 2 * count, 2))
     buffer = torch.full((2 * count + 1, width), -1.0)
     buffer[places] = torch.arange(start, start + count, dtype=torch.float32)[:, None]
-    return FeatureRows(PassRows(places, buffer, lambda rows: buffer[rows].numpy()), 0, count)
+    return HiddenSlice(PassHiddenStates(places, buffer, lambda rows: buffer[rows].numpy()), 0, count)
 
 
-def told(window: FeatureWindow, start: int, end: int) -> list[int]:
+def told(window: HiddenStates, start: int, end: int) -> list[int]:
     parts = window.rows(start, end)
     values = [int(value) for part in parts for value in part.values()[:, 0]]
     if all(part.source.on_device is not None for part in parts):
@@ -30,7 +37,7 @@ def told(window: FeatureWindow, start: int, end: int) -> list[int]:
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12))
 def test_what_is_there_are_the_last_positions_without_a_gap(steps: list[tuple[int, int, int]]) -> None:
     """Each step appends rows, begins earlier by those that run again, or leaves a gap."""
-    window = FeatureWindow()
+    window = HiddenStates()
     first, end = 0, 0
     for count, again, gap in steps:
         start = max(end - again, first) if not gap else end + gap
@@ -46,7 +53,7 @@ def test_what_is_there_are_the_last_positions_without_a_gap(steps: list[tuple[in
 
 
 def test_told_rows_are_dropped_and_memory_is_bounded() -> None:
-    window = FeatureWindow()
+    window = HiddenStates()
     window.append(0, rows_of(0, 10))
     window.append(10, rows_of(10, 5))
     window.forget_before(12)
@@ -59,7 +66,7 @@ def test_told_rows_are_dropped_and_memory_is_bounded() -> None:
 
 
 def test_rows_of_another_width_begin_anew() -> None:
-    window = FeatureWindow()
+    window = HiddenStates()
     window.append(3, rows_of(3, 4))
     window.append(7, rows_of(7, 2, width=6))
     assert (window.start, window.end) == (7, 9)
@@ -80,10 +87,10 @@ def test_rows_are_fetched_once_and_before_the_next_pass() -> None:
         fetched.append(rows)
         return buffer[rows].numpy()
 
-    window, other = FeatureWindow(), FeatureWindow()
-    of_pass = PassRows([2, 3, 5, 7], buffer, fetch)
-    window.append(4, FeatureRows(of_pass, 0, 2))
-    other.append(9, FeatureRows(of_pass, 2, 4))
+    window, other = HiddenStates(), HiddenStates()
+    of_pass = PassHiddenStates([2, 3, 5, 7], buffer, fetch)
+    window.append(4, HiddenSlice(of_pass, 0, 2))
+    other.append(9, HiddenSlice(of_pass, 2, 4))
     window.forget_before(6)
     window.fetch()
     assert not fetched, "what was told is not fetched"
@@ -91,10 +98,10 @@ def test_rows_are_fetched_once_and_before_the_next_pass() -> None:
     of_pass.retire()
     buffer.zero_()
     assert fetched == [[2, 3, 5, 7]] and told(other, 9, 11) == [5, 7]
-    late = PassRows([0], buffer, fetch)
+    late = PassHiddenStates([0], buffer, fetch)
     late.retire()
     with pytest.raises(AssertionError, match="nobody fetched in time"):
-        FeatureRows(late, 0, 1).values()
+        HiddenSlice(late, 0, 1).values()
 
 
 def test_rows_of_one_array_are_joined_without_a_copy() -> None:
