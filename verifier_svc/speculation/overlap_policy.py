@@ -82,7 +82,7 @@ class OverlapPolicy:
         shapes = self._shapes(drafter, drafted)
         drafts = {s.slot: draft for s in drafted if (draft := self._trees.of(s)) is not None}
         most_steps = LOOKUP_RESTS if rests else None if self._bounds.is_fixed else PLAN_HOLDS
-        return ResidentDrafting(self._rows, drafter, shapes, drafts, self._capture.layers, most_steps)
+        return ResidentDrafting(self._rows, drafter, attachment, shapes, drafts, self._capture.layers, most_steps)
 
     def _block(self, drafter: DrafterHandle, attachment: Attachment, drafted: Seq[Sequence]) -> OverlapBlock | None:
         """Return what keeps the one drafter of these sequences from drafting ahead, or None."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from foretoken.drafting import ResidentStep
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
+from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
 from verifier_svc.scheduling.draft import Draft, DrafterShare
@@ -22,6 +23,7 @@ class ResidentDrafting:
     Args:
         rows: states of all rows.
         drafter: the drafter; None: plain decode.
+        attachment: that drafter's when the run was planned.
         shapes: of the trees that sequences want, by slot; those of others are roots.
         drafts: trees for the first step, by slot.
         features: what the target is to capture.
@@ -32,17 +34,17 @@ class ResidentDrafting:
         self,
         rows: RowStates,
         drafter: DrafterHandle | None = None,
+        attachment: Attachment | None = None,
         shapes: Mapping[int, Shape] | None = None,
         drafts: Mapping[int, Draft] | None = None,
         features: tuple[int, ...] = (),
         most_steps: int | None = None,
     ) -> None:
         self._states = rows
-        self.drafter = drafter
+        self.drafter, self.attachment = drafter, attachment
         self.features = features
         self.most_steps = most_steps
         self._shapes, self._drafts = shapes or {}, drafts or {}
-        self.attachment = drafter.attachment if drafter is not None else None
         self._rows: list[Row] = []
         # Blocks of each row that the drafter knows.
         self._num_blocks: list[int] = []
