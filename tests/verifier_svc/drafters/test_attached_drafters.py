@@ -171,7 +171,7 @@ def test_attached_again_it_has_its_number_and_its_counts(temperature: float) -> 
     got = run_with(run, [one], {15: away, 25: lambda: attach(run, again)})[0]
     assert_same(got, expected)
     assert set(got.sources) == {0, 2}
-    assert accepted_after(got, 30, 2) > 3, "the new one was told the whole sequence"
+    assert accepted_after(got, 30, 2) > 3, "the new one was sent the whole sequence"
     drafter = run.speculator.drafters[1]
     assert (drafter.number, drafter.num_attaches, drafter.source) == (2, 2, again)
     assert drafter.counters is counters and counters.num_drafts > seen[0][0] > 0

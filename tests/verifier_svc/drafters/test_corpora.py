@@ -122,7 +122,7 @@ async def test_a_drafter_that_died_gets_its_corpora_back(tmp_path: Path) -> None
     keeping.cancel()
 
 
-async def test_a_drafter_that_lost_nothing_is_told_nothing(tmp_path: Path) -> None:
+async def test_a_drafter_that_lost_nothing_is_sent_nothing(tmp_path: Path) -> None:
     drafter, corpora = ngram(), desk(tmp_path / "d")
     async with serving(drafter, tmp_path / "d"):
         await corpora.add("", "a", ids(1, 2, 3), append=False)

@@ -1,4 +1,4 @@
-"""Ordinary steps that tell a drafter by device memory: when they do, and that all is as if the host had told it."""
+"""Ordinary steps that reach a drafter by device memory: when they do, and that all is as if the host had sent it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _no_runs_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def by_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From now on the host tells all."""
+    """From now on the host sends all."""
     return lambda: monkeypatch.setattr(attachments, "can_feed", lambda rows, layout: False)
 
 
@@ -64,7 +64,7 @@ def facts(results: Sequence[Result]) -> list[object]:
 
 
 def run(requests: Sequence[Request], **options: Any) -> tuple[list[Result], OracleDrafter, Runs]:
-    """With a drafter that knows the texts and checks what it is told, and one without a model."""
+    """With a drafter that knows the texts and checks what it is sent, and one without a model."""
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
     sources: list[Any] = [oracle, TestSource("quick", ScriptedDrafter({}), INFO)]
@@ -83,8 +83,8 @@ def batch_with(odd: str) -> list[Request]:
 
 
 @pytest.mark.parametrize("odd", list(ODD))
-def test_a_batch_that_cannot_run_ahead_is_told_by_device_memory(odd: str, by_host: Callable[[], None]) -> None:
-    """With the same trees and hidden rows as by the host. What ended tells its last words there too."""
+def test_a_batch_that_cannot_run_ahead_is_sent_by_device_memory(odd: str, by_host: Callable[[], None]) -> None:
+    """With the same trees and hidden states as by the host. Final updates go there too."""
     requests = batch_with(odd)
     results, oracle, runs = run(requests)
     by_host()
@@ -93,10 +93,10 @@ def test_a_batch_that_cannot_run_ahead_is_told_by_device_memory(odd: str, by_hos
     assert "fed" not in other.ways and other.hidden.keys() == oracle.hidden.keys()
     for place, row in oracle.hidden.items():
         assert (row == other.hidden[place]).all(), place
-    # The prompts are the host's to tell, and last words behind which nobody waits for a tree.
+    # The prompts are for the host to send, and final updates behind which nobody waits for a tree.
     assert oracle.ways[0] == "host" and set(oracle.ways[1:-2]) == {"fed"}
     assert runs.num_ahead == 0
-    # One end after another, each forgotten once its last words are told.
+    # One end after another, each forgotten once its final updates are sent.
     assert len(oracle.forgotten) >= 3
 
 
@@ -113,7 +113,7 @@ def test_no_hidden_row_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runner, "feature_rows", lambda rows: fetched.append(len(rows)) or fetch(rows))
     runs.harness.run(requests)
     assert fetched[0] == sum(len(request.prompt) for request in requests[: 5 - (odd == "n-grams")])
-    # What the last sequence ends with is told while nobody waits for a tree.
+    # What the last sequence ends with is sent while nobody waits for a tree.
     assert len(fetched) <= 3 and max(fetched[1:]) <= 4 and oracle.ways.count("fed") > 8
 
 
@@ -131,7 +131,7 @@ def disturbances(runs: Runs, late: Sequence[Request], keys: list[SequenceKey]) -
 
 
 def test_changes_between_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs, steps by device memory and steps by the host in turn: each token is told once, with its hidden row, and
+    """Runs, steps by device memory and steps by the host in turn: each token is sent once, with its hidden state, and
     trees are accepted as if there were one way."""
     requests = [greedy(1, 6, 120, speculation=ORACLE), greedy(2, 9, 120, speculation=ORACLE)]
     late = [ODD["logprobs"](greedy(3 + i, 5, 14, speculation=ORACLE)) for i in range(3)]
@@ -175,8 +175,8 @@ def test_changes_between_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accepted[0] == accepted[1] and steps[0] == steps[1]
 
 
-def test_a_row_whose_gate_is_shut_is_told_beside_the_others() -> None:
-    """It wants no tree, and its hidden rows are not fetched for later."""
+def test_a_row_whose_gate_is_shut_is_sent_beside_the_others() -> None:
+    """It wants no tree, and its hidden states are not fetched for later."""
     requests = [
         ODD["logprobs"](greedy(1, 6, 60, speculation=ORACLE)),
         greedy(2, 6, 60, speculation=SpeculationOptions(drafter="oracle", max_draft_tokens=1)),
@@ -211,7 +211,7 @@ def test_a_step_that_says_more_than_a_seat_holds_goes_by_the_host(monkeypatch: p
 
 
 def test_a_drafter_that_has_not_answered_is_not_written_to(by_host: Callable[[], None]) -> None:
-    """Its stream may still read the memory of the step that it was late for. Once it has answered, the host tells it
+    """Its stream may still read the memory of the step that it was late for. Once it has answered, the host sends it
     what it missed, and then the device does again."""
     requests = [ODD["logprobs"](greedy(1, 6, 60, speculation=ORACLE))]
     expected = plain(requests)
@@ -271,7 +271,7 @@ def test_a_drafter_that_dies_in_a_step(when: str) -> None:
         attachment.order.signal_step = signal_and_die  # type: ignore[method-assign]
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    # The new attachment is told all by the host, and goes on from there.
+    # The new attachment is sent all by the host, and goes on from there.
     after = oracle.ways[len(before) :]
     assert oracle.num_attaches == 2 and after[0] == "host" and after.count("fed") > 3
 
@@ -279,7 +279,7 @@ def test_a_drafter_that_dies_in_a_step(when: str) -> None:
 SEATS_OF_THREE = ResidentLayout(seats=4, tokens=3, nodes=4, hidden_width=3, hidden_dtype=torch.float32)
 
 
-class Told:
+class SentRows:
     """Rows of sequences that a drafter knows some tokens of."""
 
     def __init__(self, layout: ResidentLayout = SEATS_OF_THREE) -> None:
@@ -301,17 +301,17 @@ class Told:
 
 
 def test_what_a_step_leaves_in_the_memory(device: str) -> None:
-    told = Told()
-    told.buffer = told.buffer.to(device)
+    sent = SentRows()
+    sent.buffer = sent.buffer.to(device)
     memory = ResidentMemory.over(
-        torch.full((told.layout.num_bytes,), 255, dtype=torch.uint8, device=device), told.layout
+        torch.full((sent.layout.num_bytes,), 255, dtype=torch.uint8, device=device), sent.layout
     )
     rows = [
-        told.row(2, 10, [5, 6, 7], [4, 9, 6], left=5),
-        told.row(0, 8, [3], [2], left=1),
-        told.row(1, 9, [1, 2], [11, 12], generation=7),
+        sent.row(2, 10, [5, 6, 7], [4, 9, 6], left=5),
+        sent.row(0, 8, [3], [2], left=1),
+        sent.row(1, 9, [1, 2], [11, 12], generation=7),
     ]
-    feed = ResidentFeed(told.layout, torch.device(device))
+    feed = ResidentFeed(sent.layout, torch.device(device))
     for number in (1, 2):
         feed.place(rows, memory, number)
         assert memory.stamp.tolist() == [number]
@@ -320,48 +320,48 @@ def test_what_a_step_leaves_in_the_memory(device: str) -> None:
         assert memory.lengths[:3].tolist() == [10, 8, 9]
         tokens = memory.new_tokens.tolist()
         assert (tokens[0], tokens[1][:1], tokens[2][:2]) == ([5, 6, 7], [3], [1, 2])
-        expected = told.buffer[[4, 9, 6, 2, 11, 12]]
+        expected = sent.buffer[[4, 9, 6, 2, 11, 12]]
         assert torch.equal(memory.hidden[[0, 1, 2, 3, 6, 7]], expected)
 
 
 def test_what_a_memory_cannot_take() -> None:
-    told = Told()
-    good = told.row(0, 10, [5, 6], [4, 5])
-    assert can_feed([good, told.row(1, 9, [1, 2, 3], [7, 8, 9])], told.layout)
-    fetched = told.row(1, 9, [1], [3])
+    sent = SentRows()
+    good = sent.row(0, 10, [5, 6], [4, 5])
+    assert can_feed([good, sent.row(1, 9, [1, 2, 3], [7, 8, 9])], sent.layout)
+    fetched = sent.row(1, 9, [1], [3])
     fetched.hidden[0].source.retire()
     part = replace(good.hidden[0], columns=slice(0, 2))
     for bad in (
-        told.row(1, 9, [1, 2, 3, 4], [7, 8, 9, 3]),
-        told.row(1, 9, [], []),
+        sent.row(1, 9, [1, 2, 3, 4], [7, 8, 9, 3]),
+        sent.row(1, 9, [], []),
         # The first token of all: a prompt that nothing is known of.
-        told.row(1, 2, [1, 2], [7, 8]),
-        told.row(1, 9, [1, 2], [7]),
-        told.row(0, 9, [1], [3]),
+        sent.row(1, 2, [1, 2], [7, 8]),
+        sent.row(1, 9, [1, 2], [7]),
+        sent.row(0, 9, [1], [3]),
         fetched,
         good._replace(slot=1, hidden=[part, good.hidden[1]]),
     ):
-        assert not can_feed([good, bad], told.layout), bad
-    assert not can_feed([told.row(slot, 9, [1], [3]) for slot in range(5)], told.layout)
-    # Without hidden rows nothing says that the blocks of one that has ended are not others' by now.
-    bare = told.layout._replace(hidden_width=0)
+        assert not can_feed([good, bad], sent.layout), bad
+    assert not can_feed([sent.row(slot, 9, [1], [3]) for slot in range(5)], sent.layout)
+    # Without hidden states nothing says that the blocks of one that has ended are not others' by now.
+    bare = sent.layout._replace(hidden_width=0)
     ended = good._replace(hidden=[], generation=5)
     assert can_feed([good._replace(hidden=[])], bare) and not can_feed([ended], bare)
-    assert can_feed([good._replace(generation=5)], told.layout)
+    assert can_feed([good._replace(generation=5)], sent.layout)
 
 
-@pytest.mark.parametrize(("told", "blocks", "named"), [(8, [2, 3], [2, 3]), (9, [2, 3], [3]), (11, [2], [])])
-def test_a_request_names_the_blocks_that_are_not_known(told: int, blocks: list[int], named: list[int]) -> None:
-    row = Told().row(0, told + 2, [1, 2], [0, 1], block_ids=blocks)
+@pytest.mark.parametrize(("sent", "blocks", "named"), [(8, [2, 3], [2, 3]), (9, [2, 3], [3]), (11, [2], [])])
+def test_a_request_names_the_blocks_that_are_not_known(sent: int, blocks: list[int], named: list[int]) -> None:
+    row = SentRows().row(0, sent + 2, [1, 2], [0, 1], block_ids=blocks)
     (seat,) = as_seats([row], 4)
-    assert (seat.length, seat.new_tokens, seat.hidden, seat.block_ids) == (told, [], [], named)
+    assert (seat.length, seat.new_tokens, seat.hidden, seat.block_ids) == (sent, [], [], named)
     assert seat.shape == row.shape
 
 
 def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: Path) -> None:
     """Nobody waits longer than a draft may take, and the memory is left alone until all is answered."""
     address = f"unix:{tmp_path}/d.sock"
-    told = Told(LAYOUT)
+    sent = SentRows(LAYOUT)
     with client_of(address) as client, process_at(address) as process:
         transport = attached(client)
         memory = transport.resident
@@ -373,7 +373,7 @@ def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: P
 
         def post(place: int) -> tuple[bool, list[list[int]]]:
             """Whether it went by device memory; the trees."""
-            rows = [told.row(slot, 9, [7, 5 + slot], [0, place + slot]) for slot in range(3)]
+            rows = [sent.row(slot, 9, [7, 5 + slot], [0, place + slot]) for slot in range(3)]
             attachment.post(rows, may_feed=True)
             assert attachment._posted is not None
             is_fed = attachment._posted.is_resident
@@ -384,7 +384,7 @@ def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: P
             os.waitpid(process.pid, os.WUNTRACED)
 
         def expected(place: int) -> list[list[int]]:
-            sums = [int(told.buffer[place + slot].sum()) for slot in range(3)]
+            sums = [int(sent.buffer[place + slot].sum()) for slot in range(3)]
             return [[5 + slot + node * sums[slot] for node in range(4)] for slot in range(3)]
 
         for place in (2, 9):

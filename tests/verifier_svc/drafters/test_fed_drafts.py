@@ -1,5 +1,8 @@
-"""A batch of which one row has a grammar and one logprobs, with a model on the target's device: hidden rows never leave
-it, and trees are those of a drafter that the host tells. On a GPU, or in Triton's interpreter."""
+"""A batch with a model on the target's device, of which one row has a grammar and one logprobs.
+
+Hidden states never leave the device, and trees are those of a drafter that the host sends to. On a GPU, or in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def test_trees_are_those_of_a_drafter_that_the_host_tells(
         assert result.finished is not None and other.finished is not None
         assert result.finished.speculation == other.finished.speculation
     assert trees == other_trees
-    # The prompts, and what is told while nobody waits, are the host's; a draft model's last words too.
+    # The prompts, and what is sent while nobody waits, are the host's; a draft model's final updates too.
     assert ways.count("fed") >= 2 and "fed" not in other_ways
     assert ways[0] == "host" and ways[1:3] == ["fed", "fed"] and ways.count("host") <= 4
     assert sum(drafter.counters.num_accepted_tokens for drafter in harness.speculator.drafters) > 0

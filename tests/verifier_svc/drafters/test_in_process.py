@@ -47,7 +47,7 @@ def test_a_drafter_attaches_at_start_and_once() -> None:
 
 
 class Gauging(MirrorDrafter):
-    """Says how many requests it saw; raises where it is told to."""
+    """Says how many requests it saw; raises where it is asked to."""
 
     def __init__(self) -> None:
         super().__init__()

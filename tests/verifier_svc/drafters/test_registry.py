@@ -298,7 +298,7 @@ async def test_corpora_follow_a_name_to_its_next_drafter(verifier: Verifier, tmp
         with pytest.raises(grpc.aio.AioRpcError) as gone:
             await held("a")
         assert gone.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        # One that holds no corpora is told of none.
+        # One that holds no corpora is sent none.
         await verifier.attach("a", other)
         await verifier.until("a", "attached", num_attaches=2)
         await verifier.detach("a")

@@ -38,7 +38,7 @@ def test_trees_with_cuts_are_a_kind_of_their_own(sampling: SamplingParams, is_fi
         assert not RequestKind.of([plain, row(NO_DRAFT, sampling)], is_resident=is_resident).is_filtered
 
 
-def test_new_tokens_count_where_the_host_tells_them() -> None:
+def test_new_tokens_count_where_the_host_sends_them() -> None:
     few, many = ([row(CHAIN, SamplingParams(), count)] for count in (1, 9))
     assert RequestKind.of(few, is_resident=False) != RequestKind.of(many, is_resident=False)
     assert RequestKind.of(few, is_resident=True) == RequestKind.of(many, is_resident=True)

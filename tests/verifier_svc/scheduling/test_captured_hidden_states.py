@@ -1,4 +1,4 @@
-"""What drafters with a head are told: each token once, with the target's hidden states of the position before it."""
+"""What drafters with a head are sent: each token once, with the target's hidden states of the position before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
 
 class HeadLike:
-    """Checks what a head is told; drafts the tokens that followed the last one before, so that some are accepted."""
+    """Checks what a head is sent; drafts the tokens that followed the last one before, so that some are accepted."""
 
     algorithm = "EAGLE3"
 
@@ -31,7 +31,7 @@ class HeadLike:
         self._needs = DrafterNeeds(features, num_rerun, blocks=True)
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.blocks: dict[tuple[int, int], dict[int, int]] = {}
-        # By row: positions whose features were told.
+        # By row: positions whose hidden states were sent.
         self.known: dict[tuple[int, int], list[int]] = {}
         self.block_size = 0
 
@@ -69,22 +69,22 @@ class HeadLike:
         hidden = request.hidden[slice(*request.hidden_starts[row : row + 2])]
         blocks = request.block_ids[slice(*request.block_starts[row : row + 2])].tolist()
         tokens = self.tokens.setdefault(key, [])
-        told, length = len(tokens), len(tokens) + len(new)
-        assert length == request.lengths[row], "a token was told twice, or never"
+        sent, length = len(tokens), len(tokens) + len(new)
+        assert length == request.lengths[row], "a token was sent twice, or never"
         tokens += new
         for index, features in enumerate(hidden, start=length - len(hidden)):
             expected = [value for state in self._needs.features for value in feature_of(tokens[:index], state)]
             assert features.tolist() == expected, f"features of another position beside token {index}"
             self.known.setdefault(key, []).append(index)
         table = self.blocks.setdefault(key, {})
-        for place, block in enumerate(blocks, start=told // self.block_size):
+        for place, block in enumerate(blocks, start=sent // self.block_size):
             assert table.setdefault(place, block) == block
         assert set(table) == set(range((length - 1) // self.block_size + 1))
         return tokens
 
 
 def ask(prompt: list[int]) -> Request:
-    """Of the head by its name: what it is told of must not depend on what it is worth."""
+    """Of the head by its name: what it is sent must not depend on what it is worth."""
     return Request(prompt, GREEDY, speculation=SpeculationOptions(drafter="head"))
 
 
@@ -104,7 +104,7 @@ def harness(drafter: HeadLike, target: HashTarget | None = None, **options: obje
 
 @pytest.mark.parametrize("features", [(2, 1), (FINAL_NORM,), (0, 2, FINAL_NORM)])
 @pytest.mark.parametrize("chunk_tokens", [3, 64])
-def test_each_token_is_told_with_the_features_of_the_position_before_it(
+def test_each_token_is_sent_with_the_hidden_states_of_the_position_before_it(
     features: tuple[int, ...], chunk_tokens: int
 ) -> None:
     drafter = HeadLike(features)
@@ -112,8 +112,8 @@ def test_each_token_is_told_with_the_features_of_the_position_before_it(
     prompts = [list(range(1, 11)), [3, 1, 4, 1, 5, 9, 2, 6], [7]]
     results = run.run(ask(prompt) for prompt in prompts)
     run.drain()
-    told = sorted(drafter.tokens.values())
-    assert told == sorted(prompt + result.token_ids for prompt, result in zip(prompts, results, strict=True))
+    sent = sorted(drafter.tokens.values())
+    assert sent == sorted(prompt + result.token_ids for prompt, result in zip(prompts, results, strict=True))
     for key, tokens in drafter.tokens.items():
         assert drafter.known[key] == list(range(1, len(tokens))), "a token without features, or out of order"
     assert run.speculator.counters["head"].num_accepted_tokens > 0
@@ -159,7 +159,7 @@ def test_preempted_sequences_begin_anew_with_features() -> None:
     assert all(len(result.token_ids) == 40 for result in results)
 
 
-def test_a_drafter_that_comes_back_is_told_all_tokens_and_the_features_from_then_on() -> None:
+def test_a_drafter_that_comes_back_is_sent_all_tokens_and_the_hidden_states_from_then_on() -> None:
     drafter = HeadLike()
     run = harness(drafter)
     (source,) = run.sources
@@ -238,7 +238,7 @@ def test_two_drafters_with_other_features_get_their_own_columns() -> None:
 
 
 def test_a_model_that_writes_a_prompts_entries_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows decode plainly until it has, and then it is told of what came meanwhile and asked for drafts."""
+    """Rows decode plainly until it has, and then it is sent what came meanwhile and asked for drafts."""
     looks = iter([False] * 5)
     monkeypatch.setattr(InProcessTransport, "is_idle", lambda _: next(looks, True))
     requests: list[DraftRequest] = []
@@ -251,9 +251,9 @@ def test_a_model_that_writes_a_prompts_entries_is_not_waited_for(monkeypatch: py
     run = harness(Watched())
     prompt = [n % 10 for n in range(CATCH_UP_TOKENS + 12)]
     run.run([ask(prompt)])
-    told = [(len(request.new_tokens), int(request.max_nodes[0])) for request in requests]
-    assert told[0] == (len(prompt) + 1, 1), "the prompt and the first token, to be learnt"
-    assert told[1][0] == 6 and told[1][1] > 1, "the five steps that nobody waited in, and the next one"
+    sent = [(len(request.new_tokens), int(request.max_nodes[0])) for request in requests]
+    assert sent[0] == (len(prompt) + 1, 1), "the prompt and the first token, to be learnt"
+    assert sent[1][0] == 6 and sent[1][1] > 1, "the five steps that nobody waited in, and the next one"
 
 
 def test_a_model_that_never_catches_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Hidden rows of consecutive positions, kept until drafters were told."""
+"""Hidden states of consecutive positions, kept until drafters were sent them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows_of(start: int, count: int, width: int = 2) -> HiddenSlice:
     return HiddenSlice(PassHiddenStates(places, buffer, lambda rows: buffer[rows].numpy()), 0, count)
 
 
-def told(window: HiddenStates, start: int, end: int) -> list[int]:
+def sent(window: HiddenStates, start: int, end: int) -> list[int]:
     parts = window.rows(start, end)
     values = [int(value) for part in parts for value in part.values()[:, 0]]
     if all(part.source.on_device is not None for part in parts):
@@ -48,18 +48,18 @@ def test_what_is_there_are_the_last_positions_without_a_gap(steps: list[tuple[in
         assert (window.start, window.end) == (first, end)
         for low in range(max(first - 2, 0), end + 1):
             for high in range(low, end + 1):
-                assert told(window, low, high) == list(range(max(low, first), high))
-        assert told(window, first, end + 1) == []
+                assert sent(window, low, high) == list(range(max(low, first), high))
+        assert sent(window, first, end + 1) == []
 
 
-def test_told_rows_are_dropped_and_memory_is_bounded() -> None:
+def test_sent_rows_are_dropped_and_memory_is_bounded() -> None:
     window = HiddenStates()
     window.append(0, rows_of(0, 10))
     window.append(10, rows_of(10, 5))
     window.forget_before(12)
-    assert (window.start, window.end) == (12, 15) and told(window, 0, 15) == [12, 13, 14]
+    assert (window.start, window.end) == (12, 15) and sent(window, 0, 15) == [12, 13, 14]
     window.forget_before(99)
-    assert (window.start, window.end) == (15, 15) and told(window, 12, 15) == []
+    assert (window.start, window.end) == (15, 15) and sent(window, 12, 15) == []
     for start in range(15, 15 + 3 * MAX_ROWS, 64):
         window.append(start, rows_of(start, 64))
     assert window.end - window.start == MAX_ROWS
@@ -93,11 +93,11 @@ def test_rows_are_fetched_once_and_before_the_next_pass() -> None:
     other.append(9, HiddenSlice(of_pass, 2, 4))
     window.forget_before(6)
     window.fetch()
-    assert not fetched, "what was told is not fetched"
+    assert not fetched, "what was sent is not fetched"
     other.fetch()
     of_pass.retire()
     buffer.zero_()
-    assert fetched == [[2, 3, 5, 7]] and told(other, 9, 11) == [5, 7]
+    assert fetched == [[2, 3, 5, 7]] and sent(other, 9, 11) == [5, 7]
     late = PassHiddenStates([0], buffer, fetch)
     late.retire()
     with pytest.raises(AssertionError, match="nobody fetched in time"):

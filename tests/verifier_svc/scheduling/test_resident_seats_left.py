@@ -1,4 +1,4 @@
-"""Sequences that end within a run of steps that run ahead: who goes on, in whose blocks, and what a drafter is told."""
+"""Sequences that end within a run of steps that run ahead: who goes on, in whose blocks, and what a drafter is sent."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_blocks_of_one_that_ended_are_given_to_others_of_the_run(drafts: bool, m
     runs.harness.drain()
 
 
-def test_a_drafter_is_told_to_forget_behind_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the slot's next owner is told. It learnt all within the run: no row is about nothing."""
+def test_a_drafter_must_forget_behind_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the slot's next owner is sent. It learnt all within the run: no row is about nothing."""
     requests = [greedy(1, 6, 8), greedy(2, 6, 40), greedy(3, 6, 20), greedy(4, 6, 20)]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)

@@ -104,10 +104,10 @@ def test_merged_rows_have_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "size", "num_told"), [(0, 1, 2), (0, 4, 1), (0, 64, 1), (3, 1, 2 * MODEL_TRIAL_EVERY)]
+    ("num_steps", "size", "num_sent"), [(0, 1, 2), (0, 4, 1), (0, 64, 1), (3, 1, 2 * MODEL_TRIAL_EVERY)]
 )
 def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
-    num_steps: int, size: int, num_told: int, monkeypatch: pytest.MonkeyPatch
+    num_steps: int, size: int, num_sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless the flags say what trees must be like. Who names it has it."""
     monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth, num_rows: 1000.0)
@@ -120,9 +120,9 @@ def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
     for _ in range(2 * MODEL_TRIAL_EVERY // size):
         harness.run([auto] * size)
     harness.drain()
-    assert len(model.tokens) == num_told
+    assert len(model.tokens) == num_sent
     harness.run([Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="model"))])
-    assert len(model.tokens) == num_told + 1
+    assert len(model.tokens) == num_sent + 1
 
 
 def test_whether_a_model_pays_is_asked_of_the_batch_that_a_burst_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +131,9 @@ def test_whether_a_model_pays_is_asked_of_the_batch_that_a_burst_will_be(monkeyp
     sampling = SamplingParams(temperature=0.0, max_tokens=2 * SEND_BEHIND)
     auto = Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="auto"))
     # A step computes all prompts, or one.
-    for size, chunk_tokens, num_told in ((1, 64, 1), (8, 64, 0), (8, len(PROMPT), 0)):
+    for size, chunk_tokens, num_sent in ((1, 64, 1), (8, 64, 0), (8, len(PROMPT), 0)):
         model = HeadLike()
         harness = new_harness({"model": model}, chunk_tokens=chunk_tokens)
         harness.run([auto] * size)
         harness.drain()
-        assert len(model.tokens) == num_told
+        assert len(model.tokens) == num_sent

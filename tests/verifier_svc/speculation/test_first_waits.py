@@ -139,7 +139,7 @@ def test_kinds_are_as_coarse_as_graphs() -> None:
     drafter = Drafter()
     handle = handle_of(drafter)
 
-    def told(*counts: int) -> list[Row]:
+    def sent(*counts: int) -> list[Row]:
         """Rows with so many new tokens; trees are wanted for the first two."""
         shapes = [CHAIN] * 2 + [Shape(1, 1, 1)] * (len(counts) - 2)
         return [
@@ -148,10 +148,10 @@ def test_kinds_are_as_coarse_as_graphs() -> None:
         ]
 
     drafter.takes = [SLOW_S] * 3
-    ask(handle, told(4, 1, 1, 1, 1))
-    ask(handle, told(3, 1, 1, 1, 1, 1))
+    ask(handle, sent(4, 1, 1, 1, 1))
+    ask(handle, sent(3, 1, 1, 1, 1, 1))
     assert left_s(handle, drafter) == pytest.approx(FULL_S - SLOW_S)
-    ask(handle, told(4, 1, 1, 1, 2))
+    ask(handle, sent(4, 1, 1, 1, 2))
     assert left_s(handle, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)
 
 

@@ -1,4 +1,4 @@
-"""The speculator's traffic with a drafter: what is asked, waited for, scouted, told at the end and forgotten."""
+"""The speculator's traffic with a drafter: what is asked, waited for, scouted, sent at the end and forgotten."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def run(drafter: Notebook, num_tokens: int = 60) -> Harness:
     return harness
 
 
-def told(drafter: Notebook) -> list[int]:
+def sent(drafter: Notebook) -> list[int]:
     return [int(token) for request in drafter.requests for token in request.new_tokens]
 
 
-def test_every_token_is_told_once_and_in_order_also_those_of_paused_steps_and_the_last() -> None:
+def test_every_token_is_sent_once_and_in_order_also_those_of_paused_steps_and_the_last() -> None:
     drafter = Notebook(first_find=10_000)
     harness = run(drafter)
     result = next(iter(harness.results.values()))
-    assert told(drafter) == PROMPT + result.token_ids
+    assert sent(drafter) == PROMPT + result.token_ids
     assert drafter.requests[-1].max_nodes.tolist() == [1]
     assert len(drafter.requests) < 25, "a drafter with nothing to propose is not asked in each step"
 
@@ -130,7 +130,7 @@ def test_a_slot_is_forgotten_after_its_last_tokens() -> None:
     assert drafter.released == [int(drafter.requests[0].slots[0])]
 
 
-def test_a_request_that_wants_no_drafts_is_not_told() -> None:
+def test_a_request_that_wants_no_drafts_is_not_sent() -> None:
     drafter = Notebook(first_find=1)
     harness = Harness(
         HashTarget(VOCAB, 100, 4), vocab_size=VOCAB, num_blocks=100, block_size=4, drafters={"notebook": drafter}
@@ -140,7 +140,7 @@ def test_a_request_that_wants_no_drafts_is_not_told() -> None:
     assert drafter.requests == []
 
 
-def test_a_prompt_is_told_ahead_of_the_first_ask() -> None:
+def test_a_prompt_is_sent_ahead_of_the_first_ask() -> None:
     drafter = Notebook(first_find=1)
     run(drafter)
     first, second = drafter.requests[:2]
@@ -153,32 +153,32 @@ def test_waits_are_counted_for_the_drafter_that_was_waited_for() -> None:
     harness = run(drafter)
     counters = harness.speculator.counters["notebook"]
     asked = [request for request in drafter.requests if request.max_nodes.max() > 1]
-    # The last tokens of a sequence and those of scouts are told, and not waited for.
+    # The last tokens of a sequence and those of scouts are sent, and not waited for.
     assert 0 < counters.num_awaited <= len(asked)
     assert counters.wait_seconds > 0
 
 
-def test_a_slot_is_forgotten_before_its_next_owner_is_told() -> None:
+def test_a_slot_is_forgotten_before_its_next_owner_is_sent() -> None:
     """A bug once: the release came behind the new owner's prompt, and wiped it."""
 
     class Strict(Notebook):
-        told: set[int]
+        sent: set[int]
 
         def needs(self, target: TargetInfo) -> DrafterNeeds:
             return DrafterNeeds()
 
         def attach(self, target: TargetInfo, weights: object) -> None:
-            self.told = set()
+            self.sent = set()
 
         def release(self, slots: Sequence[int]) -> None:
             super().release(slots)
-            self.told -= set(slots)
+            self.sent -= set(slots)
 
         def draft(self, request: DraftRequest) -> DraftBatch:
             for row, slot in enumerate(request.slots.tolist()):
                 whole = request.new_token_starts[row + 1] - request.new_token_starts[row] == request.lengths[row]
-                assert whole or slot in self.told, "a slot with a past that was forgotten"
-                self.told.add(slot)
+                assert whole or slot in self.sent, "a slot with a past that was forgotten"
+                self.sent.add(slot)
             return super().draft(request)
 
     drafter = Strict(first_find=3)
@@ -190,7 +190,7 @@ def test_a_slot_is_forgotten_before_its_next_owner_is_told() -> None:
     assert drafter.released
 
 
-def test_a_slot_that_changes_hands_within_a_step_is_told_in_order() -> None:
+def test_a_slot_that_changes_hands_within_a_step_is_sent_in_order() -> None:
     """A bug once: an aborted owner's last tokens came behind the prompt of the next one, and wiped it."""
     drafter = Notebook(first_find=1)
     harness = Harness(
