@@ -1,42 +1,35 @@
-"""The verifier's rim: gRPC in, engine messages out. Protobuf types stop here.
+"""The verifier's gRPC service. Protobuf types stop here and in submissions.py.
 
-Requests are checked against the limits table whatever the gateway did; an error of one sequence is an event of the
-session, the same code and field that a status would carry.
+Requests are checked against the limits table whatever the gateway did. An error of one sequence is an event of its
+session, with the code and field that a status would carry.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from foretoken import limits, rpc, tracing
+from foretoken import limits, rpc
 from foretoken.corpora import CorpusInfo, token_ids_from
 from foretoken.errors import (
-    ForetokenError,
-    InvalidRequestError,
     PreconditionError,
-    QueueFullError,
     UnavailableError,
     error_from_code,
 )
-from foretoken.limits import ModelLimits
-from foretoken.sampling import SpeculationOptions
 from foretoken.tracing import Tracer
-from foretoken.wire import sampling_from_proto, speculation_from_proto
 from protos import verifier_pb2, verifier_pb2_grpc
 from verifier_svc import events
 from verifier_svc.drafters.corpora import DrafterCorpora
 from verifier_svc.drafters.registry import DrafterRegistry
 from verifier_svc.engine import Engine
 from verifier_svc.info import VerifierInfo, drafter_state
-from verifier_svc.messages import Abort, ErrorEvent, Event, FinishedEvent, SequenceKey, Submit, TokensEvent
-from verifier_svc.outbox import Outbox
+from verifier_svc.messages import ErrorEvent, FinishedEvent, TokensEvent
+from verifier_svc.open_session import OpenSession
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
-from verifier_svc.sequence_spans import SequenceSpans
+from verifier_svc.submissions import Submissions
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +53,11 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._info = info
         self._tracer = tracer
         self._corpora = corpora or DrafterCorpora(())
-        self._grammars = grammars
         self._drafters = drafters
-        # Sequences whose grammars are being compiled: the engine does not know of them yet.
-        self._num_compiling = 0
+        self._submissions = Submissions(engine, info, grammars)
         self._draining = False
         self._closed = False
-        self._sessions: set[_OpenSession] = set()
+        self._sessions: set[OpenSession] = set()
 
     def drain(self) -> None:
         """Refuse new sequences from now on and tell every session so; running ones go on."""
@@ -87,8 +78,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self, request_iterator: AsyncIterator[verifier_pb2.SessionRequest], context: Any
     ) -> AsyncGenerator[verifier_pb2.SessionResponse, None]:
         """Submissions and aborts up, one message a step down. Ends with the caller's half, or by ``close``."""
-        async with _OpenSession(self._engine, self._tracer) as session:
-            reader = asyncio.create_task(self._read(session, request_iterator))
+        async with OpenSession(self._engine, self._tracer) as session:
+            reader = asyncio.create_task(self._submissions.read(session, request_iterator))
             self._sessions.add(session)
             try:
                 told_draining = self._draining
@@ -125,10 +116,12 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self, request: verifier_pb2.GenerateRequest, context: Any
     ) -> AsyncGenerator[verifier_pb2.GenerateResponse, None]:
         """One sequence, one stream; its error is the call's status."""
-        async with _OpenSession(self._engine, self._tracer) as session:
+        async with OpenSession(self._engine, self._tracer) as session:
             _take_trace_context(request.sequence, context)
-            submit = self._admit(session, request.sequence)
-            self._engine.send(submit if submit.sampling.grammar is None else await self._with_matcher(submit))
+            submit = self._submissions.admit(session, request.sequence)
+            self._engine.send(
+                submit if submit.sampling.grammar is None else await self._submissions.with_matcher(submit)
+            )
             while True:
                 for event in await session.events(HEARTBEAT_S):
                     match event:
@@ -178,18 +171,6 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             raise PreconditionError("the drafters of this verifier do not change")
         return self._drafters
 
-    def _limits(self, attempt: int, options: SpeculationOptions) -> ModelLimits:
-        """What requests are checked against now: drafters that were detached may be named still.
-
-        A resumed sequence may name one that this verifier never had: it was admitted where there was one.
-        """
-        drafters = self._engine.speculator.drafters
-        names = [drafter.name for drafter in drafters]
-        if attempt:
-            names += limits.named_drafters(options)
-        detached = tuple(drafter.name for drafter in drafters if drafter.is_detached)
-        return dataclasses.replace(self._info.limits, drafter_names=tuple(names), detached_drafters=detached)
-
     async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:
         """What runs here and how it fares."""
         self._check_alive()
@@ -201,170 +182,6 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     def _check_alive(self) -> None:
         if not self._engine.is_alive():
             raise UnavailableError("the engine is down")
-
-    async def _read(self, session: _OpenSession, requests: AsyncIterator[verifier_pb2.SessionRequest]) -> None:
-        async for request in requests:
-            match request.WhichOneof("event"):
-                case "submit":
-                    self._submit(session, request.submit)
-                case "abort":
-                    key = SequenceKey(session.id, request.abort.request_id, request.abort.choice_index)
-                    kept = request.abort.kept_tokens if request.abort.HasField("kept_tokens") else None
-                    if kept is not None and session.spans is not None:
-                        session.spans.satisfied(key)
-                    self._abort(session, Abort(key, kept))
-                case _:
-                    raise InvalidRequestError("a session request without an event", field="event")
-        session.wake()
-
-    def _submit(self, session: _OpenSession, message: verifier_pb2.Sequence) -> None:
-        try:
-            if session.outbox.is_full:
-                raise QueueFullError("this session does not read its results")
-            submit = self._admit(session, message)
-            if submit.sampling.grammar is None:
-                self._engine.send(submit)
-            else:
-                session.compile(submit.key, self._compile(session, submit))
-        except ForetokenError as error:
-            # Bounded for the answer too: the identity of a hostile message need not be sane.
-            key = SequenceKey(session.id, message.request_id[: limits.MAX_REQUEST_ID_CHARS], message.choice_index)
-            session.outbox.put([ErrorEvent(key, message.attempt, error.code, error.message, error.field)])
-
-    def _admit(self, session: _OpenSession, message: verifier_pb2.Sequence) -> Submit:
-        """Raises as ``_check`` does, and QueueFullError now where the engine would say so after the step that runs."""
-        submit = self._check(session.id, message)
-        # A resumed sequence was admitted once.
-        if submit.attempt == 0 and self._engine.queue_room <= self._num_compiling:
-            raise QueueFullError("the queue is full")
-        session.trace(message, submit.key)
-        return submit
-
-    async def _compile(self, session: _OpenSession, submit: Submit) -> None:
-        """Send a sequence on as soon as its grammar is compiled; other messages are read meanwhile."""
-        try:
-            self._engine.send(await self._with_matcher(submit))
-        except Exception as error:
-            known = error if isinstance(error, ForetokenError) else ForetokenError("the grammar could not be compiled")
-            if known is not error:
-                logger.exception("compiling a grammar failed")
-            session.outbox.put([ErrorEvent(submit.key, submit.attempt, known.code, known.message, known.field)])
-        finally:
-            for abort in session.waiting_aborts.pop(submit.key, ()):
-                self._engine.send(abort)
-
-    async def _with_matcher(self, submit: Submit) -> Submit:
-        """The submission with its grammar compiled. Raises as GrammarCompiler.matcher does."""
-        grammar = submit.sampling.grammar
-        assert grammar is not None
-        if self._grammars is None:
-            raise InvalidRequestError("structured output is not served here", field=grammar.kind)
-        self._num_compiling += 1
-        try:
-            matcher = await self._grammars.matcher(grammar, submit.output_ids)
-        finally:
-            self._num_compiling -= 1
-        return dataclasses.replace(submit, matcher=matcher)
-
-    def _abort(self, session: _OpenSession, abort: Abort) -> None:
-        """Abort a sequence, behind its submission."""
-        if (waiting := session.waiting_aborts.get(abort.key)) is not None:
-            waiting.append(abort)
-        else:
-            self._engine.send(abort)
-
-    def _check(self, session_id: int, message: verifier_pb2.Sequence) -> Submit:
-        """The checked submission. Raises InvalidRequestError naming the field, or PreconditionError."""
-        limits.check_text("request_id", message.request_id, limits.MAX_REQUEST_ID_CHARS, min_chars=1)
-        limits.check_number("choice_index", message.choice_index, limits.Range(0, limits.MAX_CHOICE_INDEX))
-        limits.check_number("attempt", message.attempt, limits.Range(0, limits.MAX_ATTEMPTS))
-        limits.check_text("cache_salt", message.cache_salt, limits.MAX_CACHE_SALT_CHARS)
-        sampling = sampling_from_proto(message.sampling)
-        speculation = speculation_from_proto(message.speculation)
-        model = self._limits(message.attempt, speculation)
-        limits.check_sampling(sampling, model)
-        limits.check_speculation(speculation, model)
-        limits.check_prompt(message.prompt_token_ids, model)
-        limits.check_token_ids("output_token_ids", message.output_token_ids, model.vocab_size)
-        if len(message.prompt_token_ids) + len(message.output_token_ids) >= model.max_model_len:
-            raise InvalidRequestError("prompt and output fill the context", field="output_token_ids")
-        limits.check_prediction(message.prediction_token_ids, model, field="prediction_token_ids")
-        if message.HasField("model_fingerprint") and message.model_fingerprint != self._info.model_fingerprint:
-            raise PreconditionError("another model runs here", field="model_fingerprint")
-        deadline = None
-        if message.HasField("timeout_ms"):
-            limits.check_number("timeout_ms", message.timeout_ms, limits.Range(1, limits.MAX_TIMEOUT_MS))
-            deadline = time.monotonic() + message.timeout_ms / 1e3
-        return Submit(
-            key=SequenceKey(session_id, message.request_id, message.choice_index),
-            attempt=message.attempt,
-            prompt_ids=tuple(message.prompt_token_ids),
-            output_ids=tuple(message.output_token_ids),
-            sampling=sampling,
-            speculation=speculation,
-            cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
-            deadline=deadline,
-            prediction_ids=tuple(message.prediction_token_ids),
-        )
-
-
-class _OpenSession:
-    """One session with the engine: its outbox, and the wait for what comes."""
-
-    def __init__(self, engine: Engine, tracer: Tracer | None) -> None:
-        self._engine = engine
-        # None: nothing is traced.
-        self.spans = SequenceSpans(tracer) if tracer is not None else None
-        self._loop = asyncio.get_running_loop()
-        self._ready = asyncio.Event()
-        self.outbox = Outbox(self._wake_from_engine)
-        # Sequences that wait for their grammars, and the aborts that wait behind them.
-        self.waiting_aborts: dict[SequenceKey, list[Abort]] = {}
-        self._compiling: set[asyncio.Task[None]] = set()
-        self.id = 0
-
-    async def __aenter__(self) -> _OpenSession:
-        self.id = self._engine.open_session(self.outbox)
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        for task in self._compiling:
-            task.cancel()
-        self._engine.close_session(self.id)
-        if self.spans is not None:
-            self.spans.close()
-
-    def compile(self, key: SequenceKey, work: Coroutine[Any, Any, None]) -> None:
-        """Run what compiles a sequence's grammar and submits it, until the session ends."""
-        self.waiting_aborts[key] = []
-        task = asyncio.create_task(work)
-        self._compiling.add(task)
-        task.add_done_callback(self._compiling.discard)
-
-    def trace(self, message: verifier_pb2.Sequence, key: SequenceKey) -> None:
-        """Begin a sequence's span, if there is to be one."""
-        if self.spans is not None:
-            parent = tracing.trace_context(message.traceparent, message.tracestate)
-            self.spans.start(key, message.attempt, parent)
-
-    def wake(self) -> None:
-        """End the wait in ``events``."""
-        self._ready.set()
-
-    async def events(self, timeout_s: float) -> list[Event]:
-        """What the engine put since the last call; waits for it up to ``timeout_s``."""
-        if not self._ready.is_set():
-            handle = self._loop.call_later(timeout_s, self._ready.set)
-            await self._ready.wait()
-            handle.cancel()
-        self._ready.clear()
-        batch = self.outbox.take()
-        if self.spans is not None:
-            self.spans.end(batch)
-        return batch
-
-    def _wake_from_engine(self) -> None:
-        self._loop.call_soon_threadsafe(self._ready.set)
 
 
 def _corpus_to_proto(drafter: str, info: CorpusInfo) -> verifier_pb2.Corpus:

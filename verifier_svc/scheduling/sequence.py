@@ -37,7 +37,7 @@ class DecodeStep(NamedTuple):
         return sum(len(share.accepted_depths) for share in self.shares)
 
 
-class Sequence:
+class Sequence:  # large: all the state of one sequence; it decides nothing
     """One choice of one request. Only the engine thread touches it."""
 
     def __init__(
