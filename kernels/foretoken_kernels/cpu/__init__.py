@@ -1,1 +1,1 @@
-"""The CPU kernels: compiled by numba, one order of arithmetic for every row whatever batch it runs in."""
+"""CPU kernels, compiled by numba: each row's arithmetic has one order, whatever batch it is in."""

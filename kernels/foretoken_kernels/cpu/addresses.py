@@ -1,4 +1,4 @@
-"""Arrays at addresses: what a compiled pass finds in its tables of numbers."""
+"""View memory at an address as an array: compiled passes store array addresses in int64 tables."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def _pointer_like(_typing: Any, _address: Any, template: Any) -> Any:
 
 @inlined
 def array_like(address: int, template: Any) -> Any:
-    """An array of the element type of ``template``."""
+    """Return an array at ``address`` with the element type of ``template``."""
     return carray(_pointer_like(address, template), _FAR)
 
 
 @emitted
 def as_int64(_typing: Any, _pointer: Any) -> Any:
-    """The ``void *`` of a callback as a pointer to a table of int64."""
+    """Cast a callback's ``void *`` to a pointer to int64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], context.get_value_type(signature.return_type))
@@ -77,7 +77,7 @@ def as_int64(_typing: Any, _pointer: Any) -> Any:
 
 @emitted
 def call_at(_typing: Any, _function: Any, _argument: Any) -> Any:
-    """Call the ``void f(void *)`` at an address with an address."""
+    """Call the ``void f(void *)`` at one address with another address as its argument."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         function = builder.inttoptr(args[0], ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t]).as_pointer())

@@ -1,6 +1,6 @@
-"""The two inner products of attention for a block of queries that go over the same sixteen positions.
+"""Inner products of attention: a block of queries against the same sixteen positions.
 
-Keys and values are loaded once for a block; each query's own sums are the same in a block of any size.
+A block loads each key and value once. The block size does not change any query's sums.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from foretoken_kernels.cpu.simd import (
     emit_store,
 )
 
-# Queries of the largest block.
+# Queries in the largest block.
 QUERY_BLOCK = 4
 # Partial sums of a block: sixteen lanes for sixteen positions of each query.
 PARTIAL_FLOATS = QUERY_BLOCK * LANES * LANES
-# Vectors of a head taken together at most; those that are left over are taken one by one.
+# Most vectors of a head processed together; the remaining ones are processed one at a time.
 _WIDEST = 4
 
 
 def _for_dims(builder: Any, head_dim: Any, wide: int, emit: Callable[[Any, int], None]) -> None:
-    """Emit ``emit(first dimension, number of vectors)`` over a whole head, ``wide`` vectors at a time."""
+    """Emit ``emit(first dimension, number of vectors)`` over a head, ``wide`` vectors at a time."""
     width = ir.Constant(head_dim.type, wide * LANES)
     wide_end = builder.mul(builder.udiv(head_dim, width), width)
     with cgutils.for_range_slice(builder, ir.Constant(head_dim.type, 0), wide_end, width) as (dim, _):
@@ -44,7 +44,11 @@ def _load_vectors(builder: Any, data: Any, start: Any, num_vectors: int) -> list
 
 
 def _dot_block(num_queries: int) -> Any:
-    """``partial[q, p, l]`` = the sum of ``query[q, d] * key[p, d]`` over the d that are l modulo 16, ascending."""
+    """Return an operation that writes ``partial[q, p, l]``.
+
+    That is the sum of ``query[q, d] * key[p, d]`` over the d equal to l modulo 16, in ascending
+    order.
+    """
 
     def typed(
         _typing: Any, query: Any, _at: Any, _head_dim: Any, keys: Any, offsets: Any, _start: Any, out: Any
@@ -78,7 +82,7 @@ def _dot_block(num_queries: int) -> Any:
                     with otherwise:
                         emit_lanes(dim, num_vectors, False)
 
-            # What is held is the queries.
+            # The queries stay in registers.
             _for_dims(builder, head_dim, min(_WIDEST, REGISTERS // num_queries), emit_dims)
             return context.get_dummy_value()
 
@@ -88,7 +92,10 @@ def _dot_block(num_queries: int) -> Any:
 
 
 def _value_block(num_queries: int) -> Any:
-    """``out[q, d] += weight[q, p] * value[p, d]`` for p = 0 to 15, ascending."""
+    """Return an operation: ``out[q, d] += weight[q, p] * value[p, d]``.
+
+    It adds p = 0 to 15 in ascending order.
+    """
 
     def typed(
         _typing: Any, out: Any, _at: Any, _dim: Any, values: Any, offsets: Any, _start: Any, weights: Any,
@@ -123,7 +130,7 @@ def _value_block(num_queries: int) -> Any:
                     for vector, total in enumerate(totals):
                         emit_store(builder, out_data, emit_plus(builder, place, LANES * vector), builder.load(total))
 
-            # What is held is the sums, beside values and weights.
+            # The sums stay in registers, beside values and weights.
             _for_dims(builder, head_dim, min(_WIDEST, REGISTERS // 2 // num_queries), emit_dims)
             return context.get_dummy_value()
 
@@ -139,7 +146,7 @@ _value_block_1, _value_block_2, _value_block_4 = _value_block(1), _value_block(2
 
 @inlined
 def block_size(num_queries: int) -> int:
-    """The largest block that ``num_queries`` queries fill: 4, 2 or 1."""
+    """Return the size of the largest block that ``num_queries`` queries fill: 4, 2 or 1."""
     return 4 if num_queries >= 4 else min(num_queries, 2)
 
 
@@ -147,11 +154,13 @@ def block_size(num_queries: int) -> int:
 def score_block(
     size: int, query: Any, at: int, head_dim: int, keys: Any, offsets: Any, start: int, partial: Any
 ) -> None:
-    """The partial sums of ``size`` queries, ``head_dim`` apart from ``query[at]`` on, with sixteen keys.
+    """Compute partial sums of ``size`` queries with sixteen keys.
 
     Args:
+        query: float32, flat; query q starts at ``at + q * head_dim``.
         keys: flat, float32 or bfloat16 bits; key p starts at ``offsets[start + p]``.
-        partial: float32 [4 * 256]; sum_rows of query q's 256 are its scores.
+        partial: float32 [4 * 256]; written. ``sum_rows`` over a query's 256 numbers gives its
+            scores.
     """
     if size == 4:
         _dot_block_4(query, at, head_dim, keys, offsets, start, partial)
@@ -166,11 +175,12 @@ def value_block(
     size: int, out: Any, at: int, head_dim: int, values: Any, offsets: Any, start: int,
     weights: Any, weights_at: int, stride: int,
 ) -> None:  # fmt: skip
-    """Add sixteen positions' weighted values to ``size`` rows of ``out``, ``head_dim`` apart from ``at`` on.
+    """Add sixteen weighted values to each of ``size`` rows of ``out``.
 
     Args:
+        out: float32, flat; row q starts at ``at + q * head_dim``.
         values: flat, float32 or bfloat16 bits; value p starts at ``offsets[start + p]``.
-        weights: row q's sixteen start at ``weights_at + q * stride``.
+        weights: float32, flat; row q's sixteen weights start at ``weights_at + q * stride``.
     """
     if size == 4:
         _value_block_4(out, at, head_dim, values, offsets, start, weights, weights_at, stride)

@@ -1,4 +1,4 @@
-"""A look at every index of a batch before compiled code trusts it."""
+"""Check every index of a batch before compiled code uses it as an address."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ def longest_path(
     context_starts: NDArray[np.int32],
     limits: tuple[int, int, int, int],
 ) -> int:
-    """The most positions that one row attends to, or ``-1 - r`` if row r holds an index out of range;
-    -1 also for a logit row that is not there.
+    """Return the most positions that one row attends to, or a negative number for a bad index.
+
+    The arrays are the fields of a ForwardBatch.
 
     Args:
-        context_starts: as long as ``tree_starts`` and ``block_tables``.
-        limits: (vocab_size, max_positions, num_blocks, block_size). The arrays are those of a ForwardBatch.
+        context_starts: int32 [seqs]; as long as ``tree_starts`` and ``block_tables``.
+        limits: (vocab_size, max_positions, num_blocks, block_size).
+
+    Returns:
+        ``-1 - r`` if an index of row r is out of range; -1 also if a logit row does not exist.
     """
     vocab_size, max_positions, num_blocks, block_size = limits
     num_rows = len(token_ids)

@@ -1,7 +1,8 @@
-"""How this package's functions are compiled, and where the result is kept between runs.
+"""Compile this package's functions with numba, and keep the results on disk between runs.
 
-Only what Python calls is cached on disk. numba looks at the file of the cached function alone, so a change in a file
-that it inlines would go unseen; here the digest of the whole package decides whether a cached function is used.
+Only functions that Python calls are cached. numba's own cache watches one source file, so it would
+miss a change in a file whose functions are inlined. Here the digest of the whole package decides
+whether a cached function is valid.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numba.extending
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The library's modules that build code: typed in part only, so they are taken as untyped as a whole.
+# These modules are only partly typed, so mypy gets all of them as Any.
 ir: Any = llvmlite.ir
 _binding: Any = llvmlite.binding
 _numba: Any = numba
@@ -33,29 +34,32 @@ _caching: Any = numba.core.caching
 
 
 def cpu_has(feature: str) -> bool:
-    """Whether this machine's CPU has a feature, by LLVM's name for it."""
+    """Return whether this machine's CPU has a feature, by LLVM's name for it."""
     return bool(_binding.get_host_cpu_features().get(feature, False))
 
 
 def emitted(typed: Callable[..., Any]) -> Any:
-    """An operation of compiled code whose instructions ``typed`` builds (numba's ``intrinsic``)."""
+    """Make an operation whose instructions ``typed`` builds (numba's ``intrinsic``)."""
     return numba.extending.intrinsic(typed)
 
 
 def inlined(function: Function) -> Function:
-    """A function that only other compiled functions call."""
+    """Compile a function that only other compiled functions call."""
     return cast(Function, _numba.njit(error_model="numpy")(function))
 
 
 def compiled(function: Function) -> Function:
-    """A function that Python calls: arrays in, no interpreter lock while it runs, kept on disk."""
+    """Compile a function that Python calls: it releases the GIL and is cached on disk."""
     dispatcher = _numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = _PackageCache(function)
     return cast(Function, dispatcher)
 
 
 def callback(function: Callable[..., Any]) -> Any:
-    """``function`` as a C function ``void f(void *)``, kept on disk; its ``address`` holds while the result lives."""
+    """Compile ``function`` as a C function ``void f(void *)``, and cache it on disk.
+
+    The result's ``address`` is valid while the result lives.
+    """
     signature = _numba.void(types.voidptr)
     parts = (signature.args, signature.return_type)
     compiled_callback: Any = numba.core.ccallback.CFunc(function, parts, {}, {"error_model": "numpy"})
@@ -73,7 +77,7 @@ def _package_digest() -> str:
 
 
 class _PackageCache(numba.core.caching.FunctionCache):
-    """numba's own cache of a function, stamped with the digest of the package instead of one file's date."""
+    """numba's function cache, stamped with the digest of the package instead of one file's date."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         parent: Any = super()

@@ -1,8 +1,9 @@
-"""One forward pass of a decoder or a draft head: a short program that all threads of a team run together.
+"""Run one forward pass of a decoder or a draft head as one call on all threads of a team.
 
-One compiled call a step: at one token a step, the calls into an operator library would cost as much as the arithmetic.
-A program is a table of operations, each over whole rows, with a barrier between two; foretoken/models/program.py
-writes it. The other table holds the batch and the buffers, which operations name by their field there.
+With one token a step, calls into an operator library would cost as much as the arithmetic. So a
+pass is a program: a table of operations over whole rows, with a barrier between two operations.
+foretoken/models/program.py writes it. A second table holds the batch and the buffers; operations
+name a buffer by its field in that table.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from foretoken_kernels.cpu.simd import LANES, load, splat, store
 from foretoken_kernels.cpu.thread_team import barrier, load_symbols, num_threads, thread_num
 from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
 
-# The int64 table of a pass: what is fixed for a model, the program, the batch, then buffers and scratch.
+# Fields of a pass's int64 table: model constants, the program, the batch, then buffers and scratch.
 (
     NUM_HEADS,
     NUM_KV_HEADS,
@@ -75,29 +76,33 @@ from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
     NUM_FIELDS,
 ) = range(40)
 
-# The int64 table of an operation. X and OUT are buffers: fields of the table above. Row r of one is the SIZE elements
-# from its offset + r * its stride on.
+# Fields of an operation's int64 table. X and OUT name buffers: fields of the table above. Row r of
+# a buffer is the SIZE elements from its offset + r * its stride on.
 (CODE, X, X_STRIDE, X_OFFSET, OUT, OUT_STRIDE, OUT_OFFSET, SIZE, ROWS, WEIGHT, BFLOAT16, MODE, NUM_OPERATION_FIELDS) = (
     range(13)
 )
 
-# Codes. What an operation reads beside X:
-# EMBED: WEIGHT, the [vocabulary, SIZE] embedding, or a head's panels (MODE 1); rows at position ROWS become zeros.
-# COPY: nothing. FILL: WEIGHT, one float32 row for all.
+# Operation codes. What each reads besides X:
+# EMBED: WEIGHT, the [vocabulary, SIZE] embedding, or a head's panels (MODE 1). Rows at position
+# ROWS become zeros.
+# COPY: nothing. FILL: WEIGHT, one float32 row for all rows.
 # NORM: WEIGHT, float32 [SIZE].
-# LINEAR: WEIGHT, panels, from SIZE features to OUT_STRIDE ones; MODE is that of the kernel. X has no gaps.
-# ROPE, ATTEND: WEIGHT, a table of the attention; on QKV_OUT and ATTENTION_OUT.
+# LINEAR: WEIGHT, panels, from SIZE features to OUT_STRIDE features; MODE as in linear.py.
+# X has no gaps.
+# ROPE, ATTEND: WEIGHT, the table of an attention layer; on QKV_OUT and ATTENTION_OUT.
 EMBED, COPY, FILL, NORM, LINEAR, ROPE, ATTEND = range(7)
 
-# Which rows: all; or from X those that logits are wanted of, side by side in OUT; or in both buffers side by side.
+# Which rows an operation processes. EVERY_ROW: all. GATHERED: the rows of X whose logits are
+# needed; OUT holds them side by side. WANTED: the same, side by side in both buffers.
 EVERY_ROW, GATHERED, WANTED = range(3)
 
-# The int64 table of one attention: addresses; 0 where there is no bias or norm.
+# Fields of an attention layer's int64 table: addresses; 0 where there is no bias or norm.
 (QKV_BIAS, QUERY_NORM, KEY_NORM, KEYS, VALUES, NUM_ATTENTION_FIELDS) = range(6)
 
-# One thread's small scratch, in float32 elements: sums of a panel, partial sums of scores, lengths (as int64).
+# One thread's small scratch, in float32 elements: sums of a panel, partial sums of scores, and
+# lengths (as int64).
 THREAD_SCRATCH_FLOATS = SUM_FLOATS + PARTIAL_FLOATS + 2 * ROW_TILE
-# Rows of one attention tile: what scores and offsets are sized by.
+# Rows of one attention tile; it determines the size of scores and offsets.
 ATTENTION_ROW_TILE = ROW_TILE
 
 
@@ -115,9 +120,10 @@ def set_batch(
     logit_rows: NDArray[np.int32],
     context_starts: NDArray[np.int32],
 ) -> None:
-    """Put sizes and addresses of a batch's arrays, which must have no gaps, into the table of a pass.
+    """Write the sizes and addresses of a batch's arrays to the table of a pass.
 
-    Compiled, because asking numpy for eleven addresses takes as long as a small head's matrices.
+    The arrays must have no gaps. Compiled, because asking numpy for eleven addresses takes as long
+    as a small head's matrices.
     """
     args[NUM_ROWS], args[NUM_LOGIT_ROWS] = len(token_ids), len(logit_rows)
     args[MASK_WORDS], args[MAX_BLOCKS] = masks.shape[1], block_tables.shape[1]
@@ -130,7 +136,7 @@ def set_batch(
 
 @inlined
 def _forward(args: Any, cache: Any) -> None:
-    """The pass. ``cache`` is any array of the cache's element type."""
+    """Run the pass. ``cache`` is any array of the KV cache's element type."""
     team = (np.int64(thread_num()), np.int64(num_threads()))
     operations = int64_at(args[OPERATIONS])
     sums = float32_at(args[THREAD_SCRATCH] + 4 * THREAD_SCRATCH_FLOATS * team[0])
@@ -169,7 +175,7 @@ def _linear(args: Any, operation: Any, weight: Any, sums: Any, team: Any) -> Non
     num_rows = args[NUM_ROWS] if operation[ROWS] == EVERY_ROW else args[NUM_LOGIT_ROWS]
     x, out = float32_at(args[operation[X]]), float32_at(args[operation[OUT]])
     in_features, out_features, mode = operation[SIZE], operation[OUT_STRIDE], operation[MODE]
-    # With the mode known to the compiler: it is asked once an operation, not once a row of a panel.
+    # A constant mode lets the compiler test it once an operation instead of once a row of a panel.
     if mode == STORE:
         linear(x, num_rows, in_features, weight, out, out_features, STORE, team, sums)
     elif mode == ADD:
@@ -189,7 +195,7 @@ def _norm(args: Any, operation: Any, team: Any) -> None:
 
 @inlined
 def _copy(args: Any, operation: Any, team: Any) -> None:
-    """COPY and FILL."""
+    """Run COPY or FILL."""
     num_rows = args[NUM_ROWS] if operation[ROWS] == EVERY_ROW else args[NUM_LOGIT_ROWS]
     rows = int32_at(args[LOGIT_ROWS] if operation[ROWS] == GATHERED else args[ALL_ROWS])
     x = float32_at(operation[WEIGHT] if operation[CODE] == FILL else args[operation[X]])
@@ -203,7 +209,7 @@ def _copy(args: Any, operation: Any, team: Any) -> None:
 
 @inlined
 def _embed(args: Any, operation: Any, table: Any, team: Any) -> None:
-    """Rows of the embedding; of a tied one they are columns of the head's panels."""
+    """Write rows of the embedding. With tied weights they are columns of the head's panels."""
     token_ids, positions = int32_at(args[TOKEN_IDS]), int32_at(args[POSITIONS])
     out = float32_at(args[operation[OUT]])
     size, num_rows = operation[SIZE], args[NUM_ROWS]
@@ -224,7 +230,7 @@ def _embed(args: Any, operation: Any, table: Any, team: Any) -> None:
 
 @emitted
 def _widen(_typing: Any, value: Any) -> Any:
-    """float32 as it is, uint16 as the bits of a bfloat16."""
+    """Return a float32 as it is; convert a uint16 from bfloat16 bits to float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[0] == types.float32:
@@ -298,6 +304,9 @@ def _forward_bfloat16(data: Any) -> None:
 
 @cache
 def forward_function(bfloat16_cache: bool) -> Any:
-    """The compiled pass for a cache of this element type; each matrix says its own."""
+    """Return the compiled pass for a KV cache of this element type.
+
+    The matrices' element types may differ: each operation states its own.
+    """
     load_symbols()
     return callback(_forward_bfloat16 if bfloat16_cache else _forward_float32)

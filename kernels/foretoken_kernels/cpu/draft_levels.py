@@ -1,6 +1,7 @@
-"""All levels of a batch of draft trees in one call: beams, a pass of the draft model over them, their children.
+"""Grow all levels of a batch of draft trees in one call.
 
-A pass over a few rows of a small head takes a tenth of a millisecond; with Python between the levels a draft took
+For each level: choose the beams, run the draft model over them, offer their children. A pass over a
+few rows of a small head takes a tenth of a millisecond; with Python between the levels a draft took
 twice as long.
 """
 
@@ -28,21 +29,21 @@ from foretoken_kernels.cpu.draft_tree import (
 )
 from foretoken_kernels.cpu.thread_team import load_symbols, parallel
 
-# LevelPass.output_field of a model that is fed tokens only.
+# LevelPass.output_field of a model whose only input is tokens.
 NO_OUTPUT = -1
 
 
 class LevelPass(NamedTuple):
-    """A draft model's pass over beams: its table is set up for as many rows as there may be.
+    """A draft model's pass over beams; its table has room for ``max_rows`` rows.
 
     Attributes:
-        args: int64; the table of foretoken_kernels.cpu.decoder.
-        programs: int64 [modules, 2]; address and operations of each module's program.
+        args: int64; the table of a pass, see foretoken_kernels.cpu.decoder.
+        programs: int64 [modules, 2]; address and number of operations of each module's program.
         function, num_threads: what runs a program, and on how many threads.
-        output_field: the field of ``args`` whose buffer holds the state that a pass leaves, or NO_OUTPUT.
-        hidden_size: of that state; 0: none.
-        max_rows: of one pass.
-        limits: as foretoken_kernels.cpu.batch_check's.
+        output_field: the field of ``args`` whose buffer holds a pass's hidden states, or NO_OUTPUT.
+        hidden_size: elements of a hidden state; 0: none.
+        max_rows: most rows of one pass.
+        limits: (vocab_size, max_positions, num_blocks, block_size), as for batch_check.
     """
 
     args: NDArray[np.int64]
@@ -56,13 +57,13 @@ class LevelPass(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the trees stand in the draft model's cache; ``rows`` are those of the request.
+    """Positions of the trees in the draft model's KV cache. ``rows`` are the rows of the request.
 
     Attributes:
         block_tables: int32 [rows, blocks].
         tree_starts: int32 [rows].
-        context_starts: int32 [modules, rows]; of each module.
-        block_size: slots of a block.
+        context_starts: int32 [modules, rows].
+        block_size: KV slots in a block.
     """
 
     block_tables: Int32
@@ -72,7 +73,13 @@ class Places(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """What may be drafted: ``size`` logits a row, ids below ``limit``, ``target_ids`` as offer_children's."""
+    """The tokens that may be drafted.
+
+    Attributes:
+        size: logits in a row.
+        limit: draft ids below this may be drafted.
+        target_ids: int32; as for offer_children.
+    """
 
     size: int
     limit: int
@@ -92,17 +99,17 @@ def _grow_levels(
     all_rows: Int32,
     scale: float,
 ) -> int:
-    """What ``growth_function`` gives: grow the trees of ``rows``, whose roots have offered their children.
+    """Grow the trees of ``rows`` level by level; the roots must have offered their children.
 
     Args:
-        root_hidden: float32 [len(rows), hidden_size]; what the first level is fed.
+        root_hidden: float32 [len(rows), hidden_size]; hidden states for the first level.
         beam_hidden: float32 [beams, hidden_size]; scratch.
         all_rows: int32; 0, 1, ... up to the beams of a pass.
-        scale: as offer_children's.
+        scale: as for offer_children.
 
     Returns:
-        Passes that ran; -1 if one would have had an index out of range or too many rows: then nothing more was
-        written.
+        The number of passes that ran. -1 if a pass would have had an index out of range or too many
+        rows; nothing was written after that point.
     """
     deepest = 1
     for i in range(len(rows)):
@@ -159,6 +166,6 @@ def _grow_levels(
 
 @cache
 def growth_function() -> Any:
-    """``_grow_levels``, which is linked with the threads' functions by name."""
+    """Return ``_grow_levels``, linked with the thread team's functions by name."""
     load_symbols()
     return _grow_levels

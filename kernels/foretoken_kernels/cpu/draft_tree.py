@@ -1,13 +1,14 @@
-"""Growth of draft trees over a batch: children of the beams, the next beams, and the best nodes of all.
+"""Grow a batch of draft trees: children of the beams, the next beams, and the best nodes of all.
 
-The trees of EAGLE-2 (Li et al., arXiv 2406.16858): at each depth every beam offers its most likely children; the best
-of them by cumulative log-probability are the next beams; at the end the best of all that were offered become the tree.
-A beam that cannot have a child in the final tree, because enough better candidates exist already, is not run: a
-child's score is never above its parent's, so this changes no tree.
+These are the trees of EAGLE-2 (Li et al., arXiv 2406.16858). At each depth every beam offers its
+most likely children. The best of them by cumulative log-probability become the next beams. At the
+end the best of all offered candidates become the tree. A beam whose children cannot be in the final
+tree, because enough better candidates exist already, is not run. A child's score is never above its
+parent's, so this changes no tree.
 
-At a temperature above zero a child's value is its logit over temperature plus the noise of the sampler itself, keyed
-by seed, position, choice and target token id (foretoken/noise.py), and its score the log-softmax of these values over
-a scale: the chance that this very noise picks it.
+With a temperature above zero, a child's value is its logit over temperature plus the sampler's own
+noise, keyed by seed, position, choice index and target token id (foretoken/noise.py). Its score is
+the log-softmax of these values over a scale: the chance that this very noise picks it.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ MAX_BEAM_NODES = 64
 LENGTH, MAX_NODES, MAX_DEPTH, MAX_BRANCHES, CHOICE_INDEX, TOP_K = range(6)
 TEMPERATURE, TOP_P, MIN_P = range(3)
 NUM_CANDIDATES, NUM_FED, LEVEL_START, FIRST_SLOT = range(4)
-# Columns of Trees.nodes: target token id, parent (a candidate, or -1: the root), depth, the row of the last pass that
-# offered it, and its place among the tree's beams, or -1.
+# Columns of Trees.nodes: target token id; parent (a candidate, or -1 for the root); depth; the row
+# of the last pass that offered it; its index among the tree's beams, or -1.
 TOKEN, PARENT, DEPTH, SOURCE, FED = range(5)
-# With the sampler's noise, tokens whose chance is below e**-MARGIN of the best one's are left out, so that few of a
-# vocabulary's logarithms are taken.
+# With the sampler's noise, tokens whose chance is below e**-MARGIN of the best one's are left out.
+# This avoids most of a vocabulary's logarithms.
 MARGIN = 6.0
 
 _NEVER = np.float32(-np.inf)
@@ -48,7 +49,7 @@ _LOWEST = np.float32(-3.0e38)
 
 
 class Trees(NamedTuple):
-    """State of a batch of growing trees, allocated once. ``rows`` are those of the request.
+    """State of a batch of growing trees, allocated once. ``rows`` are the rows of the request.
 
     Attributes:
         shapes: int32 [rows, 6].
@@ -56,15 +57,16 @@ class Trees(NamedTuple):
         seeds: uint64 [rows].
         counts: int32 [rows, 4].
         nodes: int32 [rows, candidates, 5].
-        scores: float64 [rows, candidates]; cumulative.
-        masks: uint64 [rows, MAX_BEAM_NODES]; ancestors among the tree's beams, its own bit among them.
-        heap: int32 [candidates].
+        scores: float64 [rows, candidates]; cumulative log-probabilities.
+        masks: uint64 [rows, MAX_BEAM_NODES]; each beam's bit and the bits of its ancestors.
+        heap: int32 [candidates]; scratch.
         chosen: int32 [candidates]; node index + 1 in the final tree, 0 for none.
-        values: float32 [draft vocabulary].
-        words: uint64 [draft vocabulary]; random words of the row and position of the moment.
-        stamps: int64 [draft vocabulary + 1]; which words are those; the last entry counts up.
-        best: int32 [branches].
-        best_values: float32 [branches].
+        values: float32 [draft vocabulary]; scratch.
+        words: uint64 [draft vocabulary]; random words of the current row and position.
+        stamps: int64 [draft vocabulary + 1]; a word is current if its stamp equals the last entry,
+            which counts up.
+        best: int32 [branches]; scratch.
+        best_values: float32 [branches]; scratch.
     """
 
     shapes: Int32
@@ -84,12 +86,12 @@ class Trees(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """Rows of the next pass, in the arrays of a ForwardBatch, and the row of the last pass that offered each.
+    """Rows of the next pass, in the arrays of a ForwardBatch, and the row that offered each.
 
     Attributes:
         rows, nodes: int32 [beams]; tree and candidate.
-        sources: int32 [beams].
-        token_ids, positions, slots, context_lens: int32 [beams].
+        sources: int32 [beams]; the row of the last pass that offered the node.
+        token_ids, positions, slots, context_lens: int32 [beams]; ``slots`` are KV slots.
         masks: uint64 [beams, 1].
     """
 
@@ -104,7 +106,12 @@ class Beams(NamedTuple):
 
 
 def new_trees(max_rows: int, max_nodes: int, draft_vocab_size: int) -> Trees:
-    """``max_nodes``: of one tree, root included; no node has more children than the tree has other nodes."""
+    """Return empty trees for ``max_rows`` rows.
+
+    Args:
+        max_nodes: nodes of one tree, root included. No node has more children than the tree has
+            other nodes.
+    """
     branches = max(max_nodes - 1, 1)
     candidates = (1 + MAX_BEAM_NODES) * branches
     return Trees(
@@ -133,7 +140,7 @@ def new_beams(max_rows: int) -> Beams:
 
 @inlined
 def _sum_of_exps(x: Any, at: int, size: int, largest: np.float32, factor: np.float32) -> float:
-    """Sum of exp((x - largest) * factor); NaN counts as nothing."""
+    """Return the sum of exp((x - largest) * factor); NaN adds nothing."""
     whole = size // LANES * LANES
     lanes = splat(_ZERO)
     for i in range(0, whole, LANES):
@@ -147,7 +154,10 @@ def _sum_of_exps(x: Any, at: int, size: int, largest: np.float32, factor: np.flo
 
 @inlined
 def _take_best(x: Any, at: int, size: int, most: int, best: Any, best_values: Any) -> int:
-    """Ids of the ``most`` largest values, best first, of equal ones the lower id: how many there are above -inf."""
+    """Write the ids of the ``most`` largest values to ``best``, best first; return their number.
+
+    Of equal values the lower id comes first. Values of -inf do not count.
+    """
     count = 0
     least = _NEVER
     for low in range(0, size, LANES):
@@ -173,26 +183,19 @@ def _take_best(x: Any, at: int, size: int, most: int, best: Any, best_values: An
 
 @inlined
 def _filter_logits(trees: Any, row: int, logits: Any, at: int, size: int) -> None:
-    """Put logits over temperature, less what top-k, top-p and min-p take away, into ``values``: as the sampler does."""
+    """Write logits over temperature to ``trees.values``, filtered as in the sampler."""
     values = trees.values[:size]
     temperature = trees.filters[row, TEMPERATURE]
     for i in range(size):
         logit = logits[at + i]
         values[i] = _NEVER if math.isnan(logit) else logit / temperature
-    if 0 < trees.shapes[row, TOP_K] < size:
-        sample._keep_top_k(values, trees.shapes[row, TOP_K])
-    if trees.filters[row, TOP_P] < _ONE:
-        sample._keep_top_p(values, sample._weights(values), np.float64(trees.filters[row, TOP_P]))
-    if trees.filters[row, MIN_P] > _ZERO:
-        weights = sample._weights(values)
-        for i in range(size):
-            if weights[i] < np.float64(trees.filters[row, MIN_P]):
-                values[i] = _NEVER
+    top_p, min_p = np.float64(trees.filters[row, TOP_P]), np.float64(trees.filters[row, MIN_P])
+    sample.keep_likely(values, trees.shapes[row, TOP_K], top_p, min_p)
 
 
 @inlined
 def _draw_words(words: Any, stamps: Any, target_ids: Any, i: int, key: Any) -> None:
-    """The sampler's random word of draft id ``i``, and of those that come from the same counter.
+    """Draw the sampler's random word of draft id ``i``, and the other words of the same counter.
 
     Args:
         key: (seed, position of the token being sampled, choice index).
@@ -219,9 +222,10 @@ def _draw_words(words: Any, stamps: Any, target_ids: Any, i: int, key: Any) -> N
 
 @inlined
 def _add_noise(values: Any, words: Any, stamps: Any, target_ids: Any, key: Any, margin: np.float32) -> None:
-    """Add the noise to ``values``; what stays more than ``margin`` below the best is -inf, and costs no logarithm.
+    """Add noise to ``values``; set values more than ``margin`` below the best to -inf.
 
-    Arrays one by one: handing on all of Trees for each token took ten times as long.
+    This skips most logarithms. The arrays are separate arguments: passing all of Trees for each
+    token took ten times as long.
     """
     bounds, stamp = sample._GUMBEL_BOUNDS, stamps[len(words)]
     first = sample.argmax_row(values, len(values))
@@ -288,7 +292,7 @@ def _offer(
 
 @inlined
 def _is_kept(trees: Any, row: int, candidate: int) -> bool:
-    """Whether it is among the best candidates so far that the tree has room for."""
+    """Return whether a candidate is among the best so far that the tree has room for."""
     scores = trees.scores[row]
     room = trees.shapes[row, MAX_NODES] - 1
     ahead = 0
@@ -299,7 +303,7 @@ def _is_kept(trees: Any, row: int, candidate: int) -> bool:
 
 @inlined
 def _next_beams(trees: Any, row: int, depth: int, block_tables: Any, block_size: int, beams: Any, count: int) -> int:
-    """Append the best new candidates of one tree to ``beams``: how many rows there are then."""
+    """Append the best new candidates of one tree to ``beams``; return the new number of rows."""
     shape, counts = trees.shapes[row], trees.counts[row]
     low, high = counts[LEVEL_START], counts[NUM_CANDIDATES]
     counts[LEVEL_START] = high
@@ -349,10 +353,12 @@ def offer_children(
     Args:
         logits: float32, flat [len(rows), draft_vocab_size].
         vocab_limit: draft ids below this may be drafted.
-        target_ids: int32 [draft_vocab_size]; the target's id of each draft id, or empty: the same.
+        target_ids: int32 [draft_vocab_size]; the target's id of each draft id; empty if they are
+            equal.
         rows, nodes: int32; tree and candidate of each row of logits; candidate -1 is the root.
-        first_source: what the first row of logits is called as the SOURCE of its children.
-        scale: of the values in the coupled score, in units of logits; 0: draft without the sampler's noise.
+        first_source: SOURCE of the first row's children; later rows count up from it.
+        scale: scale of the values in the coupled score, in units of logits; 0: draft without the
+            sampler's noise.
     """
     last_row, last_depth = -1, -1
     for i in range(len(rows)):
@@ -366,10 +372,10 @@ def offer_children(
 
 @inlined
 def choose_beams(trees: Trees, rows: Int32, depth: int, block_tables: Int32, block_size: int, beams: Beams) -> int:
-    """Fill ``beams`` with the nodes of ``depth`` that are to be run, for the trees ``rows``: how many there are.
+    """Fill ``beams`` with the nodes of ``depth`` to run in the trees ``rows``; return their number.
 
-    ``Trees.counts[:, FIRST_SLOT]``: logical slot of a tree's first beam; the table's blocks hold MAX_BEAM_NODES slots
-    from there on.
+    ``Trees.counts[:, FIRST_SLOT]`` is the logical KV slot of a tree's first beam. The block table
+    must cover MAX_BEAM_NODES KV slots from there on.
     """
     count = 0
     for i in range(len(rows)):
@@ -379,7 +385,10 @@ def choose_beams(trees: Trees, rows: Int32, depth: int, block_tables: Int32, blo
 
 @inlined
 def keep_module_ancestors(trees: Trees, beams: Beams, count: int, first_depth: int) -> None:
-    """Take those out of the beams' masks that stand above ``first_depth``: another module's keys and values."""
+    """Remove ancestors above ``first_depth`` from the beams' masks.
+
+    Another module computed their keys and values.
+    """
     for i in range(count):
         row, node = beams.rows[i], np.int64(beams.nodes[i])
         mask = np.uint64(0)
@@ -412,7 +421,7 @@ def _sift_down(heap: Any, size: int, place: int, scores: Any) -> None:
 
 @inlined
 def _emit_tree(trees: Any, row: int, low: int, tokens: Any, parents: Any, scores: Any) -> int:
-    """Write the best candidates behind the root at ``low``: where the next tree begins."""
+    """Write a tree's root and best candidates from ``low`` on; return the next tree's start."""
     total = trees.counts[row, NUM_CANDIDATES]
     heap, ranks, chosen = trees.heap, trees.scores[row], trees.chosen
     for candidate in range(total):
@@ -443,7 +452,9 @@ def emit_trees(trees: Trees, roots: Int32, node_starts: Int32, tokens: Int32, pa
 
     Args:
         roots: int32 [rows]; each row's last committed token.
-        node_starts: int32 [rows + 1]; written, as are the others, which hold as many nodes as all rows may have.
+        node_starts: int32 [rows + 1]; written: the first node of each tree.
+        tokens, parents, scores: int32, int32, float32 [nodes]; written. They must have room for the
+            nodes of all rows.
     """
     node_starts[0] = 0
     for row in range(len(roots)):

@@ -1,4 +1,4 @@
-"""Accepted nodes' keys and values move to where the committed path is contiguous."""
+"""Move keys and values of accepted nodes, so that the committed path is contiguous."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from foretoken_kernels.cpu.compile import compiled
 
 @compiled
 def kv_commit(cache: NDArray[Any], src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
-    """Copy slot ``src_slots[i]`` to ``dst_slots[i]`` in every plane, in ascending i.
+    """Copy KV slot ``src_slots[i]`` to ``dst_slots[i]`` in every plane, in ascending i.
 
     Args:
-        cache: [planes, slots, slot_size], contiguous; a plane is the keys or the values of one layer.
+        cache: [planes, slots, slot_size], contiguous; a plane is the keys or the values of one
+            layer.
         src_slots, dst_slots: int32 [moves].
     """
     for plane in range(cache.shape[0]):

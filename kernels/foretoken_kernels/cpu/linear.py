@@ -1,8 +1,8 @@
-"""y = x W^T with every output summed over the input features in ascending order, one fma each.
+"""Compute x W^T; each output sums over the input features in ascending order, one fma each.
 
-A row's result therefore does not depend on how many rows run beside it, on the number of threads, nor on the CPU.
-Weights are packed into panels of 32 outputs, ``[panels, in_features, 32]``, in float32 or as bfloat16 bits; the last
-panel is filled up with zeros. Threads share the panels.
+So a row's result does not depend on the other rows, on the number of threads, or on the CPU.
+Weights are packed into panels of 32 outputs, ``[panels, in_features, 32]``, as float32 or bfloat16
+bits. The last panel is padded with zeros. Threads share the panels.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from foretoken_kernels.cpu.simd import (
 from foretoken_kernels.cpu.vector_math import silu
 
 PANEL = 2 * LANES
-# Rows that share a pass over a panel: all of their sums stay in registers, beside weights and factors.
+# Rows that share one pass over a panel: all of their sums stay in registers, beside weights and
+# factors.
 ROW_TILE = 8 if REGISTERS >= 32 else 6
-# One thread's scratch: enough on any CPU.
+# One thread's scratch, in float32 elements: enough on any CPU.
 SUM_FLOATS = 8 * PANEL
-# Input features that a panel is asked for ahead of its use: the hardware's own guess stops at each page.
+# How many input features ahead a panel is prefetched: the hardware prefetcher stops at each page.
 PREFETCH_DISTANCE = 64
 
 STORE = 0
@@ -45,7 +46,14 @@ SILU_AND_MULTIPLY = 2
 
 
 def pack(weight: NDArray[Any]) -> NDArray[Any]:
-    """Panels of a [out_features, in_features] matrix (float32, or uint16 holding bfloat16), flat."""
+    """Pack a [out_features, in_features] matrix into panels.
+
+    Args:
+        weight: float32, or uint16 holding bfloat16 bits.
+
+    Returns:
+        The panels, flat, of the same dtype.
+    """
     out_features, in_features = weight.shape
     panels = -(-out_features // PANEL)
     packed = np.zeros((panels, in_features, PANEL), weight.dtype)
@@ -56,7 +64,7 @@ def pack(weight: NDArray[Any]) -> NDArray[Any]:
 
 
 def pack_gate_up(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:
-    """Panels with 16 outputs of ``gate`` beside the same 16 of ``up``, for SILU_AND_MULTIPLY."""
+    """Pack two matrices for SILU_AND_MULTIPLY: 16 outputs of ``gate``, then these of ``up``."""
     out_features, in_features = gate.shape
     paired = np.stack([gate.reshape(-1, LANES, in_features), up.reshape(-1, LANES, in_features)], axis=1)
     return pack(paired.reshape(2 * out_features, in_features))
@@ -65,7 +73,7 @@ def pack_gate_up(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:
 def _emit_sums(
     builder: Any, rows: list[Any], depth: Any, w_data: Any, w_start: Any, halves: range, out_data: Any
 ) -> None:
-    """One pass over the given halves of a panel; the sums of all ``rows`` with them stay in registers."""
+    """Emit one pass over some halves of a panel; the sums of all ``rows`` stay in registers."""
     stride = ir.Constant(depth.type, PANEL)
     vector = ir.VectorType(ir.FloatType(), LANES)
     zero = ir.Constant(vector, [0.0] * LANES)
@@ -74,7 +82,8 @@ def _emit_sums(
     with cgutils.for_range(builder, depth) as loop:
         at = builder.add(w_start, builder.mul(loop.index, stride))
         weights = {half: emit_load(builder, w_data, emit_plus(builder, at, half * LANES)) for half in halves}
-        # A second half is in a cache: in the lines of the first, or (float32) fetched a panel ago, as the next is now.
+        # The second half is cached already: it shares the first half's cache lines, or (float32) it
+        # was fetched one panel ago, as the next panel's is now.
         next_panel = builder.mul(depth, stride)
         ahead = emit_plus(builder, at, PREFETCH_DISTANCE * PANEL) if 0 in halves else builder.add(at, next_panel)
         # A cache line holds 32 outputs of bfloat16, or 16 of float32.
@@ -90,9 +99,9 @@ def _emit_sums(
 
 
 def panel_product(registers: int, row_tile: int) -> Any:
-    """``out[r, o]``, [rows, 32]: one panel with 1 to ``row_tile`` rows of ``x``, which are ``in_features`` apart.
+    """Return an operation that writes ``out`` [rows, 32]: a panel times 1 to ``row_tile`` rows.
 
-    The bits are the same whatever ``registers`` it is made for.
+    The rows of ``x`` are ``in_features`` apart. ``registers`` does not change the bits.
     """
 
     def typed(_typing: Any, x: Any, _start: Any, _in_features: Any, _rows: Any, w: Any, _w_start: Any, out: Any) -> Any:
@@ -106,7 +115,8 @@ def panel_product(registers: int, row_tile: int) -> Any:
                 switch.add_case(ir.Constant(num_rows.type, count), case)
                 builder.position_at_end(case)
                 rows = [builder.gep(x_data, [at]) for at in emit_row_starts(builder, start, depth, count)]
-                # Sums of whole panels take half of the registers at most; more rows go over one half after the other.
+                # Sums of whole panels take at most half of the registers; with more rows, the
+                # halves of a panel are summed one after the other.
                 for halves in [range(2)] if 2 * count <= registers // 2 else [range(1), range(1, 2)]:
                     _emit_sums(builder, rows, depth, w_data, w_start, halves, out_data)
                 builder.branch(end)
@@ -125,13 +135,15 @@ _panel_product = panel_product(REGISTERS, ROW_TILE)
 def linear(
     x: Any, num_rows: int, in_features: int, weight: Any, out: Any, out_features: int, mode: int, team: Any, sums: Any
 ) -> None:
-    """This thread's share of the panels.
+    """Compute this thread's share of the panels of x W^T.
 
     Args:
         x: float32, flat [num_rows, in_features].
         weight: flat panels as packed above.
-        out: float32, flat [num_rows, out_features]; for SILU_AND_MULTIPLY out_features counts the products.
-        mode: STORE the result, ADD it to ``out``, or SILU_AND_MULTIPLY: silu of a panel's first half times the second.
+        out: float32, flat [num_rows, out_features]; for SILU_AND_MULTIPLY out_features counts the
+            products.
+        mode: STORE the result, ADD it to ``out``, or SILU_AND_MULTIPLY: silu of a panel's first
+            half times the second.
         team: (thread, num_threads).
         sums: float32 [SUM_FLOATS], this thread's scratch.
     """
@@ -151,7 +163,7 @@ def linear(
 
 @inlined
 def _finish(sums: Any, at: int, out: Any, row_start: int, column: int, out_features: int, mode: int) -> None:
-    """Bring one row's sums of one panel to ``out``."""
+    """Write one row's sums of one panel to ``out``."""
     if mode == SILU_AND_MULTIPLY:
         store(out, row_start + column, multiply(silu(load(sums, at)), load(sums, at + LANES)))
         return

@@ -15,7 +15,7 @@ _ONE = np.float32(1.0)
 
 @inlined
 def normalize(x: Any, at: int, size: int, weight: Any, epsilon: np.float32, out: Any, out_at: int) -> None:
-    """One vector of ``size`` elements, a multiple of 16; ``out`` may be ``x``."""
+    """Normalize one vector of ``size`` elements, a multiple of 16; ``out`` may be ``x``."""
     squares = splat(_ZERO)
     for i in range(0, size, LANES):
         value = load(x, at + i)
@@ -30,13 +30,14 @@ def normalize(x: Any, at: int, size: int, weight: Any, epsilon: np.float32, out:
 def rms_norm(
     x: Any, rows: Any, num_rows: int, size: int, weight: Any, epsilon: np.float32, out: Any, team: Any
 ) -> None:
-    """This thread's share of ``out[i] = norm(x[rows[i]]) * weight``.
+    """Compute this thread's share of ``out[i] = norm(x[rows[i]]) * weight``.
 
     Args:
-        x: (float32 flat array, stride, offset in elements); row r is the ``size`` elements from offset + r * stride on.
+        x: (float32 flat array, stride, offset in elements); row r is the ``size`` elements from
+            offset + r * stride on.
         rows: int32 [num_rows].
         weight: float32 [size].
-        out: as ``x``; written. May be ``x`` where ``rows[i] == i``.
+        out: a tuple like ``x``; written. May be ``x`` where ``rows[i] == i``.
         team: (thread, num_threads).
     """
     thread, num_threads = team

@@ -1,4 +1,7 @@
-"""Bias, per-head norm, rotary embedding and the write to the paged cache. Threads share (row, head) pairs."""
+"""Apply bias, per-head norm and rotary embedding, and write keys and values to the paged KV cache.
+
+Threads share the (row, head) pairs.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from foretoken_kernels.cpu.simd import LANES, add, load, store
 def rope_kv_write(
     shape: Any, batch: Any, qkv: Any, weights: Any, cos_sin: Any, keys: Any, values: Any, team: Any
 ) -> None:
-    """This thread's share. Queries are turned in place; keys and values go to their slots.
+    """Rotate this thread's share of queries in place; write keys and values to their KV slots.
 
     Args:
         shape: (num_heads, num_kv_heads, head_dim); head_dim is a multiple of 16.
         batch: (num_rows, positions, slot_mapping), int32.
         qkv: float32, flat [num_rows, num_heads + 2 * num_kv_heads, head_dim].
-        weights: (bias or empty, query norm or empty, key norm or empty, has_bias, has_norm, epsilon).
+        weights: (bias or empty, query norm or empty, key norm or empty, has_bias, has_norm,
+            epsilon).
         cos_sin: float32, flat [positions, 2, head_dim / 2]: cosines, then sines.
         keys, values: flat [slots, num_kv_heads, head_dim], float32 or bfloat16 bits.
         team: (thread, num_threads).
@@ -55,7 +59,7 @@ def rope_kv_write(
 
 @inlined
 def _rotate(x: Any, at: int, head_dim: int, cos_sin: Any, angle_at: int) -> None:
-    """Turn the pairs (x[i], x[i + head_dim / 2]) in place."""
+    """Rotate the pairs (x[i], x[i + head_dim / 2]) in place."""
     half = head_dim // 2
     for i in range(half):
         low, high = x[at + i], x[at + half + i]

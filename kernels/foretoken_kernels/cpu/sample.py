@@ -1,9 +1,9 @@
-"""The sampler for one row of logits, compiled: to the bit what foretoken/logits.py and foretoken/noise.py define.
+"""Sample a token from one row of logits, bit for bit as foretoken/logits.py and noise.py define it.
 
-One row at a time and scalar arithmetic in a fixed order, so that a token never depends on the batch it is sampled in.
-Where the definition wants float64, values are widened by np.float64: numba's float() leaves a float32 as it is.
-All compiled functions are in this one file, because numba's cache looks at the time stamp of the file that defines a
-function, not of those that it calls.
+Each row is sampled alone, by scalar arithmetic in a fixed order, so a token never depends on the
+batch. Where the definition uses float64, values are widened by np.float64: numba's float() leaves a
+float32 unchanged. All compiled functions are in this file, because numba's cache checks only the
+time stamp of the file that defines a function.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ _INFINITY = np.float32(np.inf)
 _ZERO = np.float32(0.0)
 
 
-# The "token" of a row that gives none; as foretoken/logits.py.
+# Returned instead of a token for a row that cannot be sampled; same value as in
+# foretoken/logits.py.
 NO_SAMPLE = -2
 
 
 class RowRules(NamedTuple):
-    """What one request asks of the sampler, in the form that compiled code takes. Built once a request.
+    """One request's sampling rules in the form that compiled code takes. Built once per request.
 
     Attributes:
         vocab_limit: ids below this may be sampled.
         bias_ids, bias_values: int32, float32 [biases]; distinct ids below ``vocab_limit``.
-        stop_ids: int32 [stop ids]; below ``vocab_limit``; masked while too few tokens are out.
+        stop_ids: int32 [stop ids]; below ``vocab_limit``; masked until min_tokens tokens are out.
         repetition, frequency, presence: float32 penalties.
         temperature: float32; 0 for greedy.
         top_k: 0 for off.
@@ -68,7 +69,7 @@ class RowRules(NamedTuple):
 
 
 def _gumbel_bounds() -> Float32:
-    """float32 [256]: for each value of a word's first byte, more than any noise that such a word can give."""
+    """Return float32 [256]: an upper bound of the noise for each value of a word's first byte."""
     largest = ((np.arange(256, dtype=np.int64) << 15) | 0x7FFF) + 0.5
     bounds: Float32 = (-np.log(-np.log(largest / 2**23)) + 1e-5).astype(np.float32)
     bounds.setflags(write=False)
@@ -82,7 +83,7 @@ _GUMBEL_BOUNDS = _gumbel_bounds()
 def philox4x32(
     c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-    """Four 32-bit words of a counter and a key, all held in uint64."""
+    """Return four 32-bit words of a counter and a key, all held in uint64."""
     for _ in range(_ROUNDS):
         even = c0 * _MULTIPLIER_0
         odd = c2 * _MULTIPLIER_1
@@ -97,7 +98,7 @@ def philox4x32(
 
 @njit(cache=True, nogil=True)
 def gumbel_from_word(word: np.uint64) -> np.float32:
-    """Noise of a 32-bit word."""
+    """Return the Gumbel noise of a 32-bit word."""
     uniform = (np.float64(word >> np.uint64(9)) + 0.5) / 8388608.0
     return np.float32(-math.log(-math.log(uniform)))
 
@@ -106,7 +107,7 @@ def gumbel_from_word(word: np.uint64) -> np.float32:
 def gumbel_row(
     key_low: np.uint64, key_high: np.uint64, position: int, choice_index: int, stream: int, num_tokens: int
 ) -> Float32:
-    """float32 [num_tokens]: the noise of token ids 0 .. num_tokens - 1 at a position."""
+    """Return float32 [num_tokens]: the noise of token ids 0 .. num_tokens - 1 at a position."""
     out = np.empty(num_tokens, np.float32)
     c1, c2, c3 = np.uint64(position), np.uint64(choice_index), np.uint64(stream)
     for block in range((num_tokens + 3) // 4):
@@ -118,7 +119,7 @@ def gumbel_row(
 
 @njit(cache=True, nogil=True)
 def argmax_row(logits: Float32, vocab_limit: int) -> int:
-    """The lowest id of the largest logit below ``vocab_limit``; NaN counts as -inf."""
+    """Return the lowest id of the largest logit below ``vocab_limit``; NaN counts as -inf."""
     best_id = 0
     best = _NEVER
     for token_id in range(vocab_limit):
@@ -130,12 +131,15 @@ def argmax_row(logits: Float32, vocab_limit: int) -> int:
 
 @njit(cache=True, nogil=True)
 def greedy_row(logits: Float32, vocab_limit: int) -> int:
-    """argmax_row, or NO_SAMPLE if a logit below ``vocab_limit`` is NaN or +inf, or all are -inf."""
+    """Return argmax_row, or NO_SAMPLE for broken logits.
+
+    Logits are broken if one below ``vocab_limit`` is NaN or +inf, or if all are -inf.
+    """
     best_id = NO_SAMPLE
     best = _NEVER
     for token_id in range(vocab_limit):
         logit = logits[token_id]
-        # Also true of NaN, which is so found without a comparison more for each logit.
+        # Also true for NaN, so NaN needs no extra comparison for each logit.
         if not logit <= best:
             if not logit < _INFINITY:
                 return NO_SAMPLE
@@ -157,7 +161,7 @@ def _penalize(row: Float32, rules: RowRules, output_counts: Int32, seen: NDArray
 
 @njit(cache=True, nogil=True)
 def _mask_bits(row: Float32, allowed: NDArray[np.uint8]) -> None:
-    """Keep the tokens whose bit is set. Byte by byte: a grammar allows few tokens, so most bytes are 0."""
+    """Set tokens whose bit is not set to -inf, byte by byte."""
     for byte_index in range(len(allowed)):
         bits = allowed[byte_index]
         first = 8 * byte_index
@@ -168,7 +172,10 @@ def _mask_bits(row: Float32, allowed: NDArray[np.uint8]) -> None:
 
 @njit(cache=True, nogil=True)
 def _sift_down(heap: Int64, size: int, place: int, row: Float32) -> None:
-    """Let the id at ``place`` sink until no child is ahead of it: larger in ``row``, or equal and a lower id."""
+    """Move the id at ``place`` down until no child comes first.
+
+    The id with the larger number in ``row`` comes first; of equal ones the lower id.
+    """
     token_id = heap[place]
     while True:
         child = 2 * place + 1
@@ -188,14 +195,17 @@ def _sift_down(heap: Int64, size: int, place: int, row: Float32) -> None:
 
 @njit(cache=True, nogil=True)
 def _heapify(ids: Int64, row: Float32) -> None:
-    """Make ids a heap whose first is the most likely. A heap: numba's own sorts take long to compile."""
+    """Make ``ids`` a heap whose first id is the most likely.
+
+    A heap, because numba's own sorts take long to compile.
+    """
     for place in range(len(ids) // 2 - 1, -1, -1):
         _sift_down(ids, len(ids), place, row)
 
 
 @njit(cache=True, nogil=True)
 def _pop(heap: Int64, size: int, row: Float32) -> int:
-    """Take the first id off a heap of ``size``; it is put behind the others."""
+    """Pop the first id of a heap of ``size`` ids and put it after the remaining ones."""
     first = int(heap[0])
     heap[0] = heap[size - 1]
     _sift_down(heap, size - 1, 0, row)
@@ -229,7 +239,7 @@ def _weights(row: Float32) -> Float64:
 
 @njit(cache=True, nogil=True)
 def _candidates(weights: Float64, least: float) -> Int64:
-    """Ids whose weight is more than ``least``, ascending."""
+    """Return the ids whose weight is more than ``least``, ascending."""
     count = 0
     for token_id in range(len(weights)):
         count += weights[token_id] > least
@@ -247,8 +257,8 @@ def _keep_top_p(row: Float32, weights: Float64, top_p: float) -> None:
     total = 0.0
     for token_id in range(len(row)):
         total += weights[token_id]
-    # Tokens below this share hold less than half of what may be cut, so the others hold the mass: only those are
-    # sorted. Should rounding ever say otherwise, all are.
+    # Tokens below this share hold less than half of the mass that may be cut, so the others hold
+    # enough: only those are sorted. If rounding ever breaks this, all are sorted.
     least = 0.5 * (1.0 - top_p) * total / len(row)
     while True:
         heap = _candidates(weights, least)
@@ -261,7 +271,7 @@ def _keep_top_p(row: Float32, weights: Float64, top_p: float) -> None:
         if size > 0 or least < 0.0:
             break
         least = -1.0
-    # A token's weight is not needed any more: it says from here on whether the token stays.
+    # The weights are no longer needed; from here on they mark the tokens to keep.
     for token_id in range(len(row)):
         weights[token_id] = -1.0
     for place in range(size, len(heap)):
@@ -272,8 +282,25 @@ def _keep_top_p(row: Float32, weights: Float64, top_p: float) -> None:
 
 
 @njit(cache=True, nogil=True)
+def keep_likely(row: Float32, top_k: int, top_p: float, min_p: float) -> None:
+    """Set tokens that top-k, top-p or min-p cut to -inf, in this order."""
+    if 0 < top_k < len(row):
+        _keep_top_k(row, top_k)
+    if top_p < 1.0:
+        _keep_top_p(row, _weights(row), top_p)
+    if min_p > 0.0:
+        weights = _weights(row)
+        for token_id in range(len(row)):
+            if weights[token_id] < min_p:
+                row[token_id] = _NEVER
+
+
+@njit(cache=True, nogil=True)
 def _noised_argmax(row: Float32, rules: RowRules, position: int) -> int:
-    """argmax of row + noise; words and logarithms only for tokens that could still win, so the result is exact."""
+    """Return the argmax of row + noise.
+
+    Draws words and takes logarithms only for tokens that could still win, so the result is exact.
+    """
     c1, c2, c3 = np.uint64(position), np.uint64(rules.choice_index), np.uint64(rules.stream)
     first = argmax_row(row, len(row))
     words = philox4x32(np.uint64(first // 4), c1, c2, c3, rules.key_low, rules.key_high)
@@ -307,14 +334,15 @@ def sample_row(
     mask_stops: bool,
     position: int,
 ) -> int:
-    """The token sampled from one row of raw logits, or NO_SAMPLE.
+    """Return the token sampled from one row of raw logits, or NO_SAMPLE.
 
     Args:
         logits: float32 [vocab].
-        output_counts: int32 [vocab]; how often each token stands in the output so far, or empty: no penalties.
-        seen: bool [vocab]; tokens of prompt and output, or empty: no penalties.
-        allowed: uint8 [vocab_limit / 8, rounded up]; bit ``id % 8`` of byte ``id // 8``: the grammar allows the token;
-            or empty: no grammar.
+        output_counts: int32 [vocab]; how often each token stands in the output so far; empty: no
+            penalties.
+        seen: bool [vocab]; tokens of prompt and output; empty: no penalties.
+        allowed: uint8 [vocab_limit / 8, rounded up]; bit ``id % 8`` of byte ``id // 8`` is set if
+            the grammar allows the token; empty: no grammar.
         mask_stops: whether too few tokens are out for a stop token.
         position: index of the sampled token in prompt + output.
     """
@@ -341,24 +369,16 @@ def sample_row(
         row[token_id] /= rules.temperature
     if greedy_row(row, len(row)) == NO_SAMPLE:
         return NO_SAMPLE
-    if 0 < rules.top_k < len(row):
-        _keep_top_k(row, rules.top_k)
-    if rules.top_p < 1.0:
-        _keep_top_p(row, _weights(row), rules.top_p)
-    if rules.min_p > 0.0:
-        weights = _weights(row)
-        for token_id in range(len(row)):
-            if weights[token_id] < rules.min_p:
-                row[token_id] = _NEVER
+    keep_likely(row, rules.top_k, rules.top_p, rules.min_p)
     return _noised_argmax(row, rules, position)
 
 
 @njit(cache=True, nogil=True)
 def logprob_and_rank(logits: Float32, token_id: int) -> tuple[float, float, int]:
-    """Of one row: log of the sum of exp, the token's log-probability, and its rank.
+    """Return a row's log of the sum of exp, the token's log-probability, and the token's rank.
 
-    Sums run in float64 in id order. Rank 1 is the most likely token; of equal logits the lower id comes first. Both
-    logarithms are NaN for a row that has NaN or +inf in it, or nothing but -inf.
+    Sums run in float64 in id order. Rank 1 is the most likely token; of equal logits the lower id
+    comes first. Both logarithms are NaN for a row that contains NaN or +inf, or only -inf.
     """
     best_id = greedy_row(logits, len(logits))
     if best_id == NO_SAMPLE:
@@ -377,7 +397,7 @@ def logprob_and_rank(logits: Float32, token_id: int) -> tuple[float, float, int]
 
 @njit(cache=True, nogil=True)
 def top_ids(logits: Float32, count: int) -> Int64:
-    """int64 [count]: the ids of the largest logits, best first; of equal ones the lower id comes first."""
+    """Return int64 [count]: ids of the largest logits, best first; of equal ones the lower id."""
     ids = np.empty(count, np.int64)
     filled = 0
     for token_id in range(len(logits)):

@@ -1,8 +1,9 @@
-"""Sixteen float32 lanes as one value inside numba functions, so that the order of every sum is written down.
+"""Operations on sixteen float32 lanes inside numba functions: every sum's order is written down.
 
-An auto-vectorised reduction leaves its order to the compiler; here each operation is one LLVM instruction on
-``<16 x float>``, which every CPU runs with the same result (narrower machines split it). Products that are summed
-use ``fma``, which rounds once. Lanes never meet but in ``reduce_add`` and ``reduce_max``.
+A compiler that vectorises a reduction chooses its order. Here each operation is one LLVM
+instruction on ``<16 x float>``, which gives the same result on every CPU (narrower machines split
+it). Sums of products use ``fma``, which rounds once. Only ``reduce_add``, ``reduce_max`` and
+``sum_rows`` combine lanes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from numba.extending import models, register_model
 from foretoken_kernels.cpu.compile import cgutils, cpu_has, emitted, ir, types
 
 LANES = 16
-# Vectors that this CPU's registers hold: 32 of 16 lanes each with AVX-512; 16 of 8 with AVX2 and 32 of 4 on ARM are 8.
+# Vectors that fit in this CPU's registers. AVX-512: 32 registers of 16 lanes hold 32. AVX2 (16 of 8
+# lanes) and ARM (32 of 4 lanes) hold 8.
 REGISTERS = 32 if cpu_has("avx512f") else 8
 
 _F32 = ir.FloatType()
@@ -48,7 +50,7 @@ def _is_flat(array_type: Any, *dtypes: Any) -> bool:
 
 @emitted
 def load(_typing: Any, array: Any, index: Any) -> Any:
-    """Lanes ``array[index : index + 16]`` of a flat array, unchecked; uint16 elements are bfloat16 bits, widened."""
+    """Load ``array[index : index + 16]`` of a flat array, unchecked; uint16 means bfloat16 bits."""
     if not _is_flat(array, types.float32, types.uint16):
         return None
 
@@ -67,7 +69,7 @@ def emit_plus(builder: Any, start: Any, offset: int) -> Any:
 
 
 def emit_row_starts(builder: Any, start: Any, stride: Any, num_rows: int) -> list[Any]:
-    """Where rows begin that are ``stride`` apart."""
+    """Emit the starts of rows that are ``stride`` apart."""
     return [builder.add(start, builder.mul(stride, ir.Constant(stride.type, row))) for row in range(num_rows)]
 
 
@@ -85,7 +87,10 @@ def _every(number: int) -> Any:
 
 @emitted
 def store(_typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """Write the lanes to ``array[index : index + 16]``, unchecked; into uint16 as bfloat16 bits, ties to even."""
+    """Store the lanes to ``array[index : index + 16]``, unchecked.
+
+    uint16 elements get bfloat16 bits, rounded with ties to even.
+    """
     if not _is_flat(array, types.float32, types.uint16):
         return None
 
@@ -105,7 +110,7 @@ def _bfloat16_bits(builder: Any, vector: Any) -> Any:
     bits = builder.bitcast(vector, _IVECTOR)
     odd = builder.and_(builder.lshr(bits, _every(16)), _every(1))
     rounded = builder.lshr(builder.add(builder.add(bits, _every(0x7FFF)), odd), _every(16))
-    # A NaN's payload could carry over into an infinity or a zero.
+    # Rounding could turn a NaN's payload into an infinity or a zero.
     is_nan = builder.fcmp_unordered("uno", vector, vector)
     return builder.trunc(builder.select(is_nan, _every(0x7FC0), rounded), _HALVES)
 
@@ -118,25 +123,12 @@ def emit_splat(builder: Any, scalar: Any) -> Any:
 
 @emitted
 def splat(_typing: Any, _scalar: Any) -> Any:
-    """The same number in every lane."""
+    """Return a vector with the same number in every lane."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return emit_splat(builder, args[0])
 
     return f32x16(types.float32), codegen
-
-
-@emitted
-def load_splat(_typing: Any, array: Any, index: Any) -> Any:
-    """``array[index]`` in every lane; unchecked."""
-    if not _is_flat(array, types.float32):
-        return None
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = data_pointer(context, builder, signature.args[0], args[0])
-        return emit_splat(builder, builder.load(builder.gep(data, [args[1]])))
-
-    return f32x16(array, types.intp), codegen
 
 
 def _binary(emit: Callable[[Any, Any, Any], Any]) -> Any:
@@ -163,7 +155,7 @@ def _minimum(builder: Any, left: Any, right: Any) -> Any:
     return builder.select(builder.fcmp_ordered("<", left, right), left, right)
 
 
-# A NaN on the left gives the right operand.
+# With a NaN on the left, the result is the right operand.
 maximum = _binary(_maximum)
 minimum = _binary(_minimum)
 
@@ -179,7 +171,7 @@ def emit_fma(builder: Any, left: Any, right: Any, addend: Any) -> Any:
 
 @emitted
 def fma(_typing: Any, _left: Any, _right: Any, _addend: Any) -> Any:
-    """``left * right + addend`` with one rounding."""
+    """Return ``left * right + addend`` with one rounding."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return emit_fma(builder, *args)
@@ -189,7 +181,7 @@ def fma(_typing: Any, _left: Any, _right: Any, _addend: Any) -> Any:
 
 @emitted
 def round_even(_typing: Any, _value: Any) -> Any:
-    """The nearest whole numbers, ties to even."""
+    """Round each lane to the nearest whole number, ties to even."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return _call(builder, "llvm.rint.v16f32", args)
@@ -199,7 +191,7 @@ def round_even(_typing: Any, _value: Any) -> Any:
 
 @emitted
 def power_of_two(_typing: Any, _exponent: Any) -> Any:
-    """2 to the power of each lane, which must hold a whole number in [-126, 127]."""
+    """Return 2 to the power of each lane, which must hold a whole number in [-126, 127]."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         exponent = builder.add(builder.fptosi(args[0], _IVECTOR), _every(127))
@@ -222,7 +214,7 @@ def _reduce(builder: Any, vector: Any, emit: Callable[[Any, Any, Any], Any]) -> 
 
 @emitted
 def reduce_add(_typing: Any, _value: Any) -> Any:
-    """The sum of the lanes: halves are added to halves, 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
+    """Return the sum of the lanes: halves are added to halves, 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return _reduce(builder, args[0], lambda b, lower, upper: b.fadd(lower, upper))
@@ -232,7 +224,7 @@ def reduce_add(_typing: Any, _value: Any) -> Any:
 
 @emitted
 def reduce_max(_typing: Any, _value: Any) -> Any:
-    """The largest lane."""
+    """Return the largest lane."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return _reduce(builder, args[0], _maximum)
@@ -242,7 +234,10 @@ def reduce_max(_typing: Any, _value: Any) -> Any:
 
 @emitted
 def sum_rows(_typing: Any, array: Any, index: Any) -> Any:
-    """Lane l sums ``array[index + 16 * l : index + 16 * l + 16]``: neighbours, then pairs, fours and eights."""
+    """Return a vector whose lane l is the sum of ``array[index + 16 * l : index + 16 * l + 16]``.
+
+    Neighbours are added first, then pairs, fours and eights.
+    """
     if not _is_flat(array, types.float32):
         return None
 
@@ -257,22 +252,22 @@ def sum_rows(_typing: Any, array: Any, index: Any) -> Any:
 
 
 def _add_pairs(builder: Any, left: Any, right: Any) -> Any:
-    """Sums of neighbouring lanes: those of ``left`` in the lower half, those of ``right`` in the upper one."""
+    """Add neighbouring lanes: ``left``'s sums in the lower half, ``right``'s in the upper half."""
     even = ir.Constant(_IVECTOR, list(range(0, 2 * LANES, 2)))
     odd = ir.Constant(_IVECTOR, list(range(1, 2 * LANES, 2)))
     return builder.fadd(builder.shuffle_vector(left, right, even), builder.shuffle_vector(left, right, odd))
 
 
 def emit_prefetch(builder: Any, data: Any, index: Any) -> None:
-    """Ask for the cache line of ``data[index]``, which may lie past the end of the memory."""
+    """Prefetch the cache line of ``data[index]``, which may lie past the end of the memory."""
     byte_pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-    # A read, to all levels of the cache, of data.
+    # The arguments mean: for reading, into all cache levels, data.
     line = builder.bitcast(builder.gep(data, [index]), byte_pointer)
     builder.call(function, [line, _I32(0), _I32(3), _I32(1)])
 
 
 def emit_store(builder: Any, data: Any, index: Any, vector: Any) -> None:
-    """Write the lanes to the float32 array ``data`` from ``index`` on."""
+    """Store the lanes to the float32 array ``data`` from ``index`` on."""
     builder.store(vector, builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer()), align=4)

@@ -1,6 +1,7 @@
-"""Threads that run one compiled function together: the OpenMP pool that PyTorch has already loaded.
+"""Threads that run one compiled function together, from the OpenMP pool that PyTorch has loaded.
 
-A second pool beside PyTorch's would fight it for the cores. Without GNU OpenMP (not Linux) a team is one thread.
+A second pool beside PyTorch's would compete with it for the cores. Without GNU OpenMP (not Linux) a
+team is one thread.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ _THREADS = "foretoken_num_threads"
 _BARRIER = "foretoken_barrier"
 _PARALLEL = "foretoken_parallel"
 
-# Called from compiled functions; linked by name when they are loaded, so ``load_symbols`` comes first.
+# Compiled functions call these. They are linked by name at load time, so call ``load_symbols``
+# first.
 thread_num = types.ExternalFunction(_THREAD, numba.int32())
 num_threads = types.ExternalFunction(_THREADS, numba.int32())
 barrier = types.ExternalFunction(_BARRIER, numba.void())
-# Runs a callback by its address, with the address of its arguments, on so many threads; the last number is 0.
+# Runs a callback on a number of threads: its address, the address of its arguments, the number, 0.
 _PARALLEL_TYPE = numba.void(types.int64, types.int64, types.uint32, types.uint32)
 parallel = types.ExternalFunction(_PARALLEL, _PARALLEL_TYPE)
 
@@ -59,7 +61,11 @@ def _find_openmp() -> ctypes.CDLL | None:
 
 @cache
 def load_symbols() -> ctypes.CDLL | None:
-    """Make the functions above known to the linker. Returns the OpenMP library, or None where a team is one thread."""
+    """Register the functions above with the linker.
+
+    Returns:
+        The OpenMP library, or None where a team is one thread.
+    """
     library = _find_openmp()
     if library is None:
         for name, function, signature in (
@@ -92,9 +98,9 @@ def _single_thread_function(function: Any, signature: Any) -> int:
 
 
 class ThreadTeam:
-    """``num_threads`` threads of which the caller is one.
+    """A team of ``num_threads`` threads, the caller included.
 
-    Idle threads spin for some milliseconds and then sleep, as OpenMP's settings say.
+    Idle threads spin for some milliseconds and then sleep, according to OpenMP's settings.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -106,7 +112,11 @@ class ThreadTeam:
             self._parallel.restype = None
 
     def run(self, function: Any, arguments: int, num_threads: int) -> None:
-        """Run a callback (see compile.callback) on ``num_threads`` of the team with the address ``arguments``."""
+        """Run a callback (see compile.callback) on ``num_threads`` of the team.
+
+        Args:
+            arguments: the address that each thread's call gets.
+        """
         if self._parallel is None:
             function.ctypes(arguments)
         else:

@@ -1,8 +1,9 @@
-"""Attention of ragged token rows over paged keys and values, tree nodes included.
+"""Attention of ragged token rows, tree nodes included, over paged keys and values.
 
-The positions on a row's path are taken 16 at a time by logical position, whatever the block size, the chunk of a
-prefill or the boundary between prefix and tree: a row's bits depend on its own path alone. Rows of one sequence that
-stand side by side share their trips to memory, not their arithmetic. Threads share (tile of rows, key head) pairs.
+A row's path is processed 16 positions at a time by logical position. Block size, prefill chunks and
+the boundary between prefix and tree make no difference, so a row's bits depend on its own path
+alone. Adjacent rows of one sequence share loads, but not arithmetic. Threads share (tile of rows,
+key head) pairs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from foretoken_kernels.cpu.simd import (
 )
 from foretoken_kernels.cpu.vector_math import exp
 
-# Rows of one sequence that go over its keys together.
+# Rows of one sequence that share loads of its keys.
 ROW_TILE = 8
 _MASK_BITS = 64
 _ZERO = np.float32(0.0)
@@ -41,18 +42,19 @@ _LOWEST = np.float32(-3.0e38)
 def tree_attention(
     shape: Any, batch: Any, query: Any, keys: Any, values: Any, out: Any, scratch: Any, team: Any
 ) -> None:
-    """This thread's share.
+    """Compute this thread's share of the attention.
 
     Args:
-        shape: (num_heads, num_kv_heads, head_dim, block_size, score_stride); head_dim is a multiple of 16 and
-            score_stride one that no path is longer than.
-        batch: (num_rows, row_seqs, context_lens, masks, mask_words, tree_starts, block_tables, max_blocks,
-            context_starts), flat arrays as in the reference.
+        shape: (num_heads, num_kv_heads, head_dim, block_size, score_stride); head_dim is a multiple
+            of 16, and no path is longer than score_stride, itself a multiple of 16.
+        batch: (num_rows, row_seqs, context_lens, masks, mask_words, tree_starts, block_tables,
+            max_blocks, context_starts), flat arrays as in the reference.
         query: (float32 flat array, row stride in elements); row r's heads start at r * stride.
         keys, values: flat [slots, num_kv_heads, head_dim], float32 or bfloat16 bits.
-        out: float32, flat [num_rows, num_heads, head_dim].
-        scratch: this thread's (scores float32 [8 * group * score_stride], offsets int64 [8 * score_stride],
-            lengths int64 [8], partial float32 [1024], queries and sums float32 [8 * group * head_dim] each).
+        out: float32, flat [num_rows, num_heads, head_dim]; written.
+        scratch: this thread's (scores float32 [8 * group * score_stride], offsets int64 [8 *
+            score_stride], lengths int64 [8], partial float32 [1024], queries and sums float32 [8 *
+            group * head_dim] each).
         team: (thread, num_threads).
     """
     num_rows, row_seqs, context_lens, context_starts = batch[0], batch[1], batch[2], batch[8]
@@ -75,9 +77,10 @@ def tree_attention(
 
 @inlined
 def _attend_tile(shape: Any, batch: Any, query: Any, keys: Any, values: Any, out: Any, scratch: Any, tile: Any) -> None:
-    """Rows ``first`` to ``end`` with one key head; the first ``shared`` positions are the same for all of them.
+    """Attend rows ``first`` to ``end`` with one key head.
 
-    A query is a (row, head of the group) pair, rows first.
+    The first ``shared`` positions are the same for all of these rows. A query is a (row, head of
+    the group) pair, rows first.
     """
     first, end, shared, kv_head = tile
     group = shape[0] // shape[1]
@@ -107,7 +110,10 @@ def _attend_tile(shape: Any, batch: Any, query: Any, keys: Any, values: Any, out
 
 @inlined
 def _find_slots(shape: Any, batch: Any, first: int, end: int, kv_head: int, scratch: Any) -> None:
-    """Where in the cache each position of each row's path lies; a last chunk is filled up with its last slot."""
+    """Write the cache offset of each position on each row's path.
+
+    The last chunk is padded with its last offset.
+    """
     _, num_kv_heads, head_dim, block_size, stride = shape
     _, row_seqs, context_lens, masks, mask_words, tree_starts, block_tables, max_blocks, context_starts = batch
     offsets, lengths = scratch[1], scratch[2]
@@ -156,7 +162,7 @@ def _longest(lengths: Any, rows: int) -> int:
 
 @inlined
 def _gather_queries(shape: Any, query: Any, first: int, end: int, kv_head: int, scratch: Any) -> None:
-    """The tile's queries side by side, times head_dim ** -0.5; clears their sums."""
+    """Copy the tile's queries side by side, times head_dim ** -0.5, and clear their sums."""
     num_heads, num_kv_heads, head_dim = shape[0], shape[1], shape[2]
     query_data, query_stride = query
     queries, sums = scratch[4], scratch[5]
@@ -181,7 +187,7 @@ def _scatter_sums(shape: Any, out: Any, first: int, end: int, kv_head: int, scra
 
 @inlined
 def _score_queries(shape: Any, keys: Any, chunk: int, offsets_at: int, query: int, count: int, scratch: Any) -> None:
-    """Scores of ``count`` queries from ``query`` on with the sixteen positions at ``offsets_at``."""
+    """Score ``count`` queries, from ``query`` on, with the sixteen positions at ``offsets_at``."""
     scores, offsets, _, partial, queries, _ = scratch
     head_dim, stride = shape[2], shape[4]
     while count > 0:
@@ -195,7 +201,7 @@ def _score_queries(shape: Any, keys: Any, chunk: int, offsets_at: int, query: in
 
 @inlined
 def _sum_values(shape: Any, values: Any, chunk: int, offsets_at: int, query: int, count: int, scratch: Any) -> None:
-    """Add the sixteen positions' weighted values to the sums of ``count`` queries from ``query`` on."""
+    """Add sixteen weighted values to the sums of ``count`` queries, from ``query`` on."""
     scores, offsets, _, _, _, sums = scratch
     head_dim, stride = shape[2], shape[4]
     while count > 0:
@@ -208,10 +214,10 @@ def _sum_values(shape: Any, values: Any, chunk: int, offsets_at: int, query: int
 
 @inlined
 def _softmax(scores: Any, at: int, length: int) -> None:
-    """Scores become weights that sum to one; those behind the path's end, up to a whole chunk, become zero."""
+    """Turn scores into weights that sum to one; zero the rest of the last chunk."""
     largest = splat(_LOWEST)
     for chunk in range(0, length, LANES):
-        # A filled-up lane repeats the last score, which leaves the maximum as it is.
+        # A padded lane repeats the last score, so it does not change the maximum.
         largest = maximum(load(scores, at + chunk), largest)
     shift = splat(reduce_max(largest))
     total = splat(_ZERO)

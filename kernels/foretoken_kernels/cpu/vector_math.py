@@ -1,4 +1,4 @@
-"""exp and silu of sixteen lanes, and sums over vectors in one fixed order."""
+"""exp and silu of sixteen lanes, made of single IEEE operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from foretoken_kernels.cpu.simd import (
 )
 
 _LOG2_E = np.float32(math.log2(math.e))
-# ln 2 in two parts: the first has 9 significant bits, so its product with a whole exponent is exact.
+# ln 2 in two parts. The first has 9 significant bits, so its product with a whole exponent is
+# exact.
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(math.log(2.0) - 0.693359375)
 _LOWEST = np.float32(-87.0)
@@ -35,7 +36,10 @@ _C5, _C6, _C7 = np.float32(1 / 120), np.float32(1 / 720), np.float32(1 / 5040)
 
 @inlined
 def exp(x: Any) -> Any:
-    """e to the power of each lane, clamped to [-87, 88]: Taylor's polynomial after taking out powers of two."""
+    """Return e to the power of each lane, clamped to [-87, 88].
+
+    Takes out powers of two, then evaluates Taylor's polynomial.
+    """
     x = minimum(maximum(x, splat(_LOWEST)), splat(_HIGHEST))
     exponent = round_even(multiply(x, splat(_LOG2_E)))
     rest = fma(exponent, splat(-_LN2_HIGH), x)
@@ -52,5 +56,5 @@ def exp(x: Any) -> Any:
 
 @inlined
 def silu(x: Any) -> Any:
-    """x / (1 + exp(-x)) of each lane."""
+    """Return x / (1 + exp(-x)) for each lane."""
     return divide(x, add(splat(_ONE), exp(subtract(splat(_ZERO), x))))
