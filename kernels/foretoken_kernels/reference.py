@@ -1,7 +1,7 @@
-"""What every kernel means, in plain PyTorch. Slow, runs anywhere, and defines the rest.
+"""Define every operation in plain PyTorch. Slow, but runs anywhere; kernels are tested against it.
 
-Arguments are flat tensors whose lengths are shapes, so that the same signatures do for a GPU. ``slots`` counts the
-cache's slots over all blocks; slot ``b * block_size + i`` is entry i of block b.
+Arguments are flat tensors whose lengths give the sizes, so the same signatures work on a GPU.
+``slots`` counts the KV slots of all blocks; KV slot ``b * block_size + i`` is entry i of block b.
 """
 
 from __future__ import annotations
@@ -12,22 +12,31 @@ _MASK_BITS = 64
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[rows, out_features] of x [rows, in_features] and weight [out_features, in_features]."""
+    """Return x W^T, [rows, out_features].
+
+    Args:
+        x: [rows, in_features].
+        weight: [out_features, in_features].
+    """
     return x @ weight.T
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; weight is [size] (arXiv 1910.07467)."""
+    """Return ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension (arXiv 1910.07467).
+
+    Args:
+        weight: [size].
+    """
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
 
 
 def silu_and_multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``gate * sigmoid(gate) * up``, element by element (SwiGLU, arXiv 2002.05202)."""
+    """Return ``gate * sigmoid(gate) * up``, element by element (SwiGLU, arXiv 2002.05202)."""
     return gate * torch.sigmoid(gate) * up
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [rows, heads, head_dim], first half against second half (arXiv 2104.09864).
+    """Rotate x [rows, heads, head_dim], first half against second half (RoPE, arXiv 2104.09864).
 
     Args:
         cos_sin: [positions, 2, head_dim / 2]: cosines, then sines.
@@ -50,17 +59,18 @@ def rope_kv_write(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Bias, norm of each head, rotation; keys and values go to their slots. Returns the queries.
+    """Apply bias, per-head norm and rotation; write keys and values to their KV slots.
 
     Args:
         qkv: [rows, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
         bias: [num_heads + 2 * num_kv_heads, head_dim] or None.
         query_norm, key_norm: [head_dim] or None.
-        positions, slot_mapping: int32 [rows].
+        cos_sin: as for rotate.
+        positions, slot_mapping: int32 [rows]; ``slot_mapping`` holds KV slots.
         keys, values: [slots, num_kv_heads, head_dim]; written in place.
 
     Returns:
-        [rows, num_heads, head_dim].
+        The rotated queries, [rows, num_heads, head_dim].
     """
     num_kv_heads = keys.shape[1]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -82,10 +92,10 @@ def path_slots(
     block_table: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """int64 [length]: the cache slots that one row attends to, in order of logical position.
+    """Return int64 [length]: the KV slots that one row attends to, in order of logical position.
 
-    Logical slots from ``context_start`` up to ``context_len``, that one excluded, then ``tree_start + i`` for every set
-    bit i of ``mask`` (uint64 [words]).
+    These are the logical slots from ``context_start`` to before ``context_len``, then ``tree_start
+    + i`` for every set bit i of ``mask`` (uint64 [words]).
     """
     bits = [(word >> i) & 1 for word in mask.view(torch.int64).tolist() for i in range(_MASK_BITS)]
     logical = [*range(context_start, context_len), *(tree_start + i for i, bit in enumerate(bits) if bit)]
@@ -104,7 +114,7 @@ def tree_attention(
     block_size: int,
     context_starts: torch.Tensor,
 ) -> torch.Tensor:
-    """Softmax attention of each row over the positions of its own path, scaled by head_dim ** -0.5.
+    """Return the softmax attention of each row over its own path, scaled by head_dim ** -0.5.
 
     Args:
         query: [rows, num_heads, head_dim]; consecutive heads share a key head.
@@ -132,7 +142,7 @@ def tree_attention(
 
 
 def kv_commit(cache: torch.Tensor, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
-    """Copy slot ``src_slots[i]`` to ``dst_slots[i]`` in every plane, one after the other in ascending i, in place.
+    """Copy KV slot ``src_slots[i]`` to ``dst_slots[i]`` in every plane in place, in ascending i.
 
     Args:
         cache: [planes, slots, slot_size]; a plane is the keys or the values of one layer.

@@ -1,6 +1,7 @@
-"""What the intake of a draft means, seat by seat in plain Python: it defines gpu/draft_intake.
+"""Define gpu/draft_intake in plain Python, one batch row (seat) at a time.
 
-The same functions over the same tensors (gpu/draft_intake_state, which needs no Triton), on any device, slowly.
+The functions have the same names and tensors (gpu/draft_intake_state, which does not import
+Triton). They run on any device, slowly.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def take_step(
     block_size: int,
     num_slots: int,
 ) -> None:
-    """gpu.draft_intake.take_step."""
+    """Define gpu.draft_intake.take_step."""
     most = results.new_tokens.shape[1]
     for tensor in (rows.token_ids, rows.positions, rows.context_lens, *taken):
         tensor.zero_()
@@ -55,6 +56,6 @@ def take_step(
 
 
 def stamp_draft(number: torch.Tensor, draft_stamp: torch.Tensor) -> None:
-    """gpu.draft_intake.stamp_draft."""
+    """Define gpu.draft_intake.stamp_draft."""
     draft_stamp.copy_(number)
     number += 1

@@ -1,6 +1,7 @@
-"""What growing a draft tree on a device means, node by node in plain Python: it defines gpu/draft_tree.
+"""Define gpu/draft_tree in plain Python, one node at a time.
 
-The same functions over the same tensors (gpu/draft_tree_state, which needs no Triton), on any device, slowly.
+The functions have the same names and tensors (gpu/draft_tree_state, which does not import Triton).
+They run on any device, slowly.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def _float32(bits: int) -> float:
 
 
 def _filter(values: torch.Tensor, request: _Request) -> torch.Tensor:
-    """-inf for what top-k, top-p and min-p take away of a row's logits over temperature; equal values stay or go."""
+    """Apply top-k, top-p and min-p to a row's logits over temperature: cut values become -inf.
+
+    Equal values are all kept or all cut.
+    """
     largest = float(values.max())
     if not math.isfinite(largest):
         return values
@@ -78,12 +82,16 @@ def _filter(values: torch.Tensor, request: _Request) -> torch.Tensor:
 
 
 def token_noise(token_ids: torch.Tensor, position: int, choice_index: int, seed_words: tuple[int, int]) -> torch.Tensor:
-    """float32 Gumbel noise of int64 token ids: Philox4x32-10 of (id // 4, position, choice, 0) and the seed."""
+    """Return float32 Gumbel noise of int64 token ids.
+
+    The words are Philox4x32-10 of the counter (id // 4, position, choice index, 0), keyed by the
+    seed.
+    """
     c0, c1 = token_ids // 4, torch.full_like(token_ids, position)
     c2, c3 = torch.full_like(token_ids, choice_index), torch.zeros_like(token_ids)
     k0, k1 = seed_words
     for _ in range(10):
-        # int64 products wrap, which leaves all bits right; the arithmetic shift is undone by the mask.
+        # int64 products wrap, but all 64 bits are right; the mask undoes the arithmetic shift.
         even, odd = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1 = ((odd >> 32) & _WORD) ^ c1 ^ k0, odd & _WORD
         c2, c3 = ((even >> 32) & _WORD) ^ c3 ^ k1, even & _WORD
@@ -95,7 +103,7 @@ def token_noise(token_ids: torch.Tensor, position: int, choice_index: int, seed_
 
 
 def _order(values: torch.Tensor) -> list[int]:
-    """Indices of values above -inf, the largest first, of equal ones the lower index."""
+    """Return the indices of values above -inf, the largest first, of equal ones the lower index."""
     order = values.sort(descending=True, stable=True).indices
     return [int(i) for i in order[values[order] > -math.inf]]
 
@@ -119,7 +127,7 @@ def offer_children(
     scale: float = 0.0,
     filtered: bool = True,
 ) -> None:
-    """Each row's best children take their places among the candidates: gpu.draft_tree.offer_children."""
+    """Define gpu.draft_children.offer_children: each row's best children become candidates."""
     branches = trees.max_branches
     beams_per_tree = 1 if level == 0 else branches
     for tree in range(len(trees.requests)):
@@ -164,7 +172,7 @@ def choose_beams(
     scratch_slot: int,
     first_depth: int = 0,
 ) -> None:
-    """The best candidates of depth ``level`` that a tree has room for are run: gpu.draft_tree.choose_beams."""
+    """Define gpu.draft_tree.choose_beams: run the best candidates that a tree has room for."""
     branches = trees.max_branches
     low, high = _first_child(trees, level - 1, 0), state.num_candidates(branches, level)
     for tree in range(len(trees.requests)):
@@ -207,7 +215,7 @@ def _signed(word: int) -> int:
 
 
 def emit_trees(trees: DraftTrees, out: DraftOutput) -> None:
-    """The best candidates that a tree has room for, in their order, behind the root: gpu.draft_tree.emit_trees."""
+    """Define gpu.draft_tree.emit_trees: write the root, then the best candidates in their order."""
     branches = trees.max_branches
     for tree in range(len(trees.requests)):
         request = _request(trees, tree)

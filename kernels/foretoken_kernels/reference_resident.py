@@ -1,4 +1,4 @@
-"""Definitions of the operations between passes of steps that run ahead of the host, in plain PyTorch."""
+"""Define the operations between the passes of overlapped steps, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def lay_out_rows_reference(
     vocab_size: int,
     max_depth: int,
 ) -> None:
-    """gpu.resident_rows.lay_out_rows: each seat's root and tree as rows."""
+    """Define gpu.resident_rows.lay_out_rows: lay out each seat's root and tree as rows."""
     num_seats = len(rows.tree_starts)
     is_drafted = int(trees.stamp[0]) == int(seats.step[0])
     for seat in range(num_seats):
@@ -64,7 +64,10 @@ def lay_out_rows_reference(
 
 
 def force_walk_reference(rows: StepRows, walk: WalkResult, owed: torch.Tensor, mean: float) -> None:
-    """gpu.forced_walk.force_walk: each tree's walk goes down its deepest path, ``mean`` tokens a step on average."""
+    """Define gpu.forced_walk.force_walk: each tree's walk takes its deepest path.
+
+    On average a step emits ``mean`` tokens.
+    """
     for seat in range(len(rows.num_nodes)):
         start, count = int(rows.row_starts[seat]), int(rows.num_nodes[seat])
         if count <= 1 or int(walk.finish[seat]) == FINISH_BROKEN:
@@ -92,7 +95,7 @@ def force_walk_reference(rows: StepRows, walk: WalkResult, owed: torch.Tensor, m
 
 
 def advance_seats_reference(seats: Seats, rows: StepRows, walk: WalkResult, results: StepResults) -> None:
-    """gpu.resident_results.advance_seats: what the walk emitted is committed."""
+    """Define gpu.resident_results.advance_seats: commit what the walk emitted."""
     most = results.new_tokens.shape[1]
     for seat in range(len(rows.num_nodes)):
         if int(rows.num_nodes[seat]) == 0:
@@ -113,7 +116,7 @@ def advance_seats_reference(seats: Seats, rows: StepRows, walk: WalkResult, resu
 
 
 def gather_hidden_reference(features: torch.Tensor, rows: StepRows, walk: WalkResult, results: StepResults) -> None:
-    """gpu.resident_results.gather_hidden: the hidden states that gave the committed tokens."""
+    """Define gpu.resident_results.gather_hidden: copy the committed tokens' hidden states."""
     most = results.new_tokens.shape[1]
     for seat in range(len(rows.num_nodes)):
         for i in range(int(results.counts[seat])):
@@ -122,6 +125,6 @@ def gather_hidden_reference(features: torch.Tensor, rows: StepRows, walk: WalkRe
 
 
 def finish_step_reference(seats: Seats, results: StepResults) -> None:
-    """gpu.resident_results.finish_step: the step counts, and its results are stamped with its number."""
+    """Define gpu.resident_results.finish_step: count the step and stamp its results."""
     seats.step.add_(1)
     results.stamp.copy_(seats.step)

@@ -1,12 +1,15 @@
-"""The sampler and the walk of a batch of draft trees, in plain PyTorch. Slow, runs anywhere, defines the GPU kernels.
+"""Define the sampler and the walk of a batch of draft trees in plain PyTorch.
 
-Each row's logits go through these operations, in this order: bias, penalties, mask of stop tokens, mask of the ids
-beyond the vocabulary, temperature, top-k, top-p, min-p, keyed noise, argmax. Logits are float32 and each operation
-rounds to float32; probabilities are float64. A row gives NO_SAMPLE instead of a token if one of its logits within the
-vocabulary is NaN or +inf, before or after these operations, or if all of them are -inf after them.
+Slow, but runs anywhere; the GPU kernels are tested against it. Each row's logits go through these
+operations, in this order: bias, penalties, mask of stop tokens, mask of ids beyond the vocabulary,
+temperature, top-k, top-p, min-p, keyed noise, argmax. Logits are float32 and each operation rounds
+to float32; probabilities are float64. A row returns NO_SAMPLE instead of a token if one of its
+logits within the vocabulary is NaN or +inf, before or after these operations, or if all of them are
+-inf after them.
 
-The noise of a token is the Gumbel noise of a word of Philox4x32-10 (Salmon et al., SC 2011): the key is the seed, the
-counter is (token id // 4, position, choice index, 0), token id % 4 picks the word.
+A token's noise is the Gumbel noise of a word of Philox4x32-10 (Salmon et al., SC 2011). The key is
+the seed, the counter is (token id // 4, position, choice index, 0), and token id % 4 picks the
+word.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ _INFINITY = float("inf")
 
 
 def token_words(token_ids: torch.Tensor, position: int, choice: int, key_low: int, key_high: int) -> torch.Tensor:
-    """int64 words in [0, 2**32) of int64 token ids at a position of prompt + output."""
+    """Return int64 words in [0, 2**32) of int64 token ids at a position of prompt + output."""
     zeros = torch.zeros_like(token_ids)
     c0, c1, c2, c3 = token_ids // 4, zeros + position, zeros + choice, zeros
     for _ in range(_ROUNDS):
-        # int64 products wrap, which leaves all 64 bits right; the mask undoes the arithmetic shift.
+        # int64 products wrap, but all 64 bits are right; the mask undoes the arithmetic shift.
         even, odd = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1 = ((odd >> 32) & _WORD) ^ c1 ^ key_low, odd & _WORD
         c2, c3 = ((even >> 32) & _WORD) ^ c3 ^ key_high, even & _WORD
@@ -47,13 +50,13 @@ def token_words(token_ids: torch.Tensor, position: int, choice: int, key_low: in
 
 
 def gumbel_from_words(words: torch.Tensor) -> torch.Tensor:
-    """float32 noise: -log(-log u) in float64 of u = (the word's top 23 bits + 0.5) / 2**23."""
+    """Return float32 noise: -log(-log u) in float64, u = (the word's top 23 bits + 0.5) / 2**23."""
     uniform = ((words >> 9).double() + 0.5) / 2**23
     return (-(-uniform.log()).log()).float()
 
 
 def row_parents(batch: SampleBatch, row: int) -> tuple[int, list[int]]:
-    """First row of the row's tree, and the nodes from the row's own up to the root, which is left out."""
+    """Return the first row of the row's tree, and the nodes from its own up to below the root."""
     start = int(batch.row_starts[batch.row_seqs[row]])
     path = []
     node = row - start
@@ -64,7 +67,10 @@ def row_parents(batch: SampleBatch, row: int) -> tuple[int, list[int]]:
 
 
 def row_logits(batch: SampleBatch, state: SamplerState, row: int) -> torch.Tensor:
-    """float32 [vocab]: a row's logits after every operation up to the temperature; what is masked or NaN is -inf."""
+    """Return float32 [vocab]: a row's logits after all operations up to the temperature.
+
+    Masked tokens and NaN become -inf.
+    """
     seq = int(batch.row_seqs[row])
     slot = int(batch.slots[seq])
     start, path = row_parents(batch, row)
@@ -90,16 +96,18 @@ def row_logits(batch: SampleBatch, state: SamplerState, row: int) -> torch.Tenso
 
 
 def relative_weights(values: torch.Tensor) -> torch.Tensor:
-    """float64 probabilities, unnormalised: 1 for the largest value, 0 for -inf."""
+    """Return float64 probabilities, unnormalised: 1 for the largest value, 0 for -inf."""
     largest = values.max().double()
     return torch.where(values > _NEVER, (values.double() - largest).exp(), 0.0)
 
 
 def row_cut(values: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[float, int]:
-    """The least likely token that top-k, top-p and min-p keep, as its value and id; -inf and the last id: all stay.
+    """Return value and id of the least likely token that top-k, top-p and min-p keep.
 
-    Top-k keeps the k largest values and all that equal the k-th; top-p of what is left the shortest run of the most
-    likely tokens that holds the mass, of equal values the lower id first; min-p what has this share of the best one.
+    Top-k keeps the k largest values and all values equal to the k-th. From these, top-p keeps the
+    shortest run of the most likely tokens that holds the mass, of equal values the lower id first.
+    Min-p keeps tokens with at least this share of the best token's probability. (-inf, last id)
+    means that all tokens stay.
     """
     cut, cut_id = _NEVER, len(values) - 1
     if values.max() == _NEVER:
@@ -124,7 +132,7 @@ def row_cut(values: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tup
 
 
 def sample_row(batch: SampleBatch, state: SamplerState, row: int) -> int:
-    """The token sampled at one node, or NO_SAMPLE."""
+    """Return the token sampled at one node, or NO_SAMPLE."""
     seq = int(batch.row_seqs[row])
     slot = int(batch.slots[seq])
     values = row_logits(batch, state, row)
@@ -143,7 +151,11 @@ def sample_row(batch: SampleBatch, state: SamplerState, row: int) -> int:
 
 
 def sample_rows_reference(batch: SampleBatch, state: SamplerState, sampled: torch.Tensor) -> None:
-    """Sample every row; int32 [rows], -1 for rows that belong to no sequence."""
+    """Sample every row.
+
+    Args:
+        sampled: int32 [rows]; written; -1 for rows that belong to no sequence.
+    """
     for row, seq in enumerate(batch.row_seqs.tolist()):
         sampled[row] = sample_row(batch, state, row) if 0 <= seq < len(batch.slots) else -1
 
@@ -151,11 +163,12 @@ def sample_rows_reference(batch: SampleBatch, state: SamplerState, sampled: torc
 def walk_reference(
     batch: SampleBatch, sampled: torch.Tensor, state: SamplerState, result: WalkResult, update_state: bool = True
 ) -> None:
-    """From each root to the child that holds the sampled token, of equal siblings the first, until there is none.
+    """Walk each tree from its root to the child with the sampled token, until there is none.
 
-    A stop token ends the walk. It is not emitted, nor is what lies past ``max_new``; LENGTH is the end where the
-    tokens before a stop token fill ``max_new``. NO_SAMPLE ends the walk too, and BROKEN is the end unless the tokens
-    before it fill ``max_new``.
+    Of equal siblings the first is taken. A stop token ends the walk and is not emitted. At most
+    ``max_new`` tokens are emitted; the result is LENGTH if the tokens before a stop token fill
+    ``max_new``. NO_SAMPLE ends the walk too; the result is BROKEN unless the tokens before it fill
+    ``max_new``.
     """
     starts, slots = batch.row_starts.tolist(), batch.slots.clamp(0, len(state.counts) - 1).tolist()
     for seq, slot in enumerate(slots):
@@ -201,13 +214,17 @@ def walk_reference(
 def row_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each row: the log of the sum of exp, the token's log-probability (float64 [n]) and its rank (int32 [n]).
+    """Return each row's log of the sum of exp, and its token's log-probability and rank.
 
-    Rank 1 is the most likely token; of equal logits the lower id comes first. On any device, without synchronising.
+    Rank 1 is the most likely token; of equal logits the lower id comes first. Runs on any device,
+    without synchronising.
 
     Args:
         logits: float32 or bfloat16 [num_rows, vocab], raw.
         rows, tokens: int32 or int64 [n].
+
+    Returns:
+        float64 [n], float64 [n], int32 [n].
     """
     values = logits[rows.long()].float()
     values = torch.where(values.isnan(), _NEVER, values)
@@ -221,15 +238,19 @@ def row_logprobs(
 def top_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, log_sums: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids (int32 [n, count]) and log-probabilities (float64) of each row's best tokens; of equal logits the lower id.
+    """Return each row's most likely tokens, best first; of equal logits the lower id.
 
-    Sorts whole rows, because ``torch.topk`` says nothing about the order of equal values.
+    Sorts whole rows, because ``torch.topk`` does not define the order of equal values.
 
     Args:
-        log_sums: float64 [n], of ``row_logprobs``.
+        logits, rows: as for row_logprobs.
+        log_sums: float64 [n], from row_logprobs.
+
+    Returns:
+        Ids, int32 [n, count], and log-probabilities, float64 [n, count].
     """
     values = logits[rows.long()].float()
-    # Adding 0 makes -0.0 equal to 0.0 for a sort that looks at bits.
+    # Adding 0 makes -0.0 equal to 0.0, for a sort that compares bits.
     values = torch.where(values.isnan(), _NEVER, values) + 0.0
     best, ids = values.sort(dim=-1, descending=True, stable=True)
     return ids[:, :count].int(), best[:, :count].double() - log_sums[:, None]

@@ -1,6 +1,7 @@
-"""What a step that runs ahead of the host keeps on the device: its sequences, their trees, what they came to.
+"""Tensors that an overlapped step keeps on the device: its sequences, their trees, their results.
 
-A *seat* is a sequence's place in a run of such steps. The operations are defined in reference_resident.py.
+A *seat* is a sequence's batch row in a run of such steps. reference_resident.py defines the
+operations.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from typing import NamedTuple
 
 import torch
 
-# Of a row that writes no entry; token and parent of a row that holds no node, which nothing sampled equals.
+# NO_SLOT: a row that writes no KV entry. NO_NODE: token and parent of a row without a node; no
+# sampled token equals it.
 NO_SLOT = -1
 NO_NODE = -2
 
 
 class Seats(NamedTuple):
-    """The sequences, as the last step left them. int32 [seats], but ``step``.
+    """The sequences as the last step left them. int32 [seats], except ``step``.
 
     Attributes:
         slots: rows of the SamplerState.
         lengths: committed tokens; the last one is the root.
-        num_left: tokens that may still be emitted; 0: the sequence has ended, or nobody sits here.
+        num_left: tokens that may still be emitted; 0: the sequence has ended, or the seat is empty.
         num_outputs: output tokens.
         last_tokens: the roots.
         step: int32 [1]; number of the last step.
@@ -35,11 +37,11 @@ class Seats(NamedTuple):
 
 
 class DraftedTrees(NamedTuple):
-    """What a drafter left; not to be trusted.
+    """Trees that a drafter wrote; their contents are not trusted.
 
     Attributes:
-        stamp: int32 [1]; the trees are there if it is the seats' ``step``.
-        num_nodes: int32 [seats]; the root counted.
+        stamp: int32 [1]; the trees are complete if it equals the seats' ``step``.
+        num_nodes: int32 [seats]; root included.
         tokens, parents: int32 [seats, nodes]; a parent's index is below its child's.
     """
 
@@ -52,20 +54,20 @@ class DraftedTrees(NamedTuple):
 class StepRows(NamedTuple):
     """The rows of one step, for the target's pass and for sampler and walk (SampleBatch). int32.
 
-    A seat's rows are those from ``row_starts[seat]`` to the next seat's; what of them holds no node is a row without
-    a slot, sequence or context.
+    A seat's rows go from ``row_starts[seat]`` to the next seat's start. A row without a node has no
+    KV slot, sequence or context.
 
     Attributes:
         row_starts: [seats + 1]; read.
         token_ids, positions, slot_mapping, context_lens: [rows].
-        masks: int64 [rows, words]; bits of the node and its ancestors but the root.
-        tree_starts: [seats]; the root's logical slot: node i has the i-th behind it.
+        masks: int64 [rows, words]; bits of the node and its ancestors, without the root.
+        tree_starts: [seats]; the root's logical KV slot; node i has the i-th slot after it.
         row_seqs: [rows]; the seat, or -1.
-        tokens, parents: [rows]; -2 where there is no node: no token that is sampled.
-        sample_positions: [seats]; of the token that is sampled at the root.
+        tokens, parents: [rows]; NO_NODE (-2) where there is no node; no sampled token equals it.
+        sample_positions: [seats]; position of the token that is sampled at the root.
         num_outputs: [seats].
         max_new: [seats]; at least 1.
-        num_nodes: [seats]; of the tree; 0 where nobody sits.
+        num_nodes: [seats]; nodes of the tree; 0 in an empty seat.
     """
 
     row_starts: torch.Tensor
@@ -85,14 +87,15 @@ class StepRows(NamedTuple):
 
 
 class StepResults(NamedTuple):
-    """What a step came to, for who drafts behind it, and trusts nothing of it.
+    """Results of a step for the drafter that drafts after it.
 
     Attributes:
-        stamp: int32 [1]; the step's number, written behind all others.
+        stamp: int32 [1]; the step's number, written after all other fields.
         counts: int32 [seats]; committed tokens.
-        lengths, num_left: int32 [seats]; as of Seats, behind the step.
+        lengths, num_left: int32 [seats]; as in Seats, after the step.
         new_tokens: int32 [seats, tokens]; the first ``counts`` of each.
-        hidden: [seats * tokens, width]; row ``seat * tokens + j``: the hidden state that gave token j.
+        hidden: [seats * tokens, width]; row ``seat * tokens + j``: the hidden state that gave token
+            j.
     """
 
     stamp: torch.Tensor
@@ -104,7 +107,7 @@ class StepResults(NamedTuple):
 
 
 def new_seats(num_seats: int, device: torch.device | str) -> Seats:
-    """Nobody sits anywhere; no step was made."""
+    """Return empty seats; no step has run."""
 
     def zeros(size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""What the device sampler and the walk read and write: one request's rules a slot, one step's rows, one step's result.
+"""Tensors of the device sampler and the walk: rules of requests, rows of a step, result of a step.
 
-All of it lives on the device and is allocated once, so that a step can be captured as a graph. The operations are
-defined in reference_sampling.py.
+All of them live on the device and are allocated once, so that a step can be captured as a graph.
+reference_sampling.py defines the operations.
 """
 
 from __future__ import annotations
@@ -12,26 +12,31 @@ import torch
 
 # WalkResult.finish
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_BROKEN = 0, 1, 2, 3
-# The "token" of a row whose logits give none: one of them is NaN or +inf, or none of them may be sampled.
+# Returned instead of a token for a row whose logits are broken: one is NaN or +inf, or none may be
+# sampled.
 NO_SAMPLE = -2
 
 
 class SamplerState(NamedTuple):
-    """The rules of the requests in their slots, and the counts that penalties need.
+    """The sampling rules of the request in each batch slot, and the token counts for penalties.
+
+    ``slots`` is the number of batch slots.
 
     Attributes:
         temperature: float32 [slots]; 0 is greedy.
         top_k: int32 [slots]; 0 is off.
-        top_p: float64 [slots]; 1 is off. Not float32: what is compared with it is a sum in float64.
+        top_p: float64 [slots]; 1 is off. Not float32, because it is compared with a float64 sum.
         min_p: float64 [slots]; 0 is off.
         repetition, frequency, presence: float32 [slots]; 1, 0 and 0 together switch the counts off.
         seed_low, seed_high: int64 [slots]; the noise key's words, in [0, 2**32).
         choice: int32 [slots]; the choice index.
-        min_tokens: int32 [slots].
+        min_tokens: int32 [slots]; stop tokens are masked until so many tokens are out.
         num_bias: int32 [slots].
-        bias_ids, bias_values: int32, float32 [slots, max_bias]; the first ``num_bias`` of distinct ids count.
+        bias_ids, bias_values: int32, float32 [slots, max_bias]; distinct ids; only the first
+            ``num_bias`` count.
         num_stops: int32 [slots].
-        stop_ids: int32 [slots, max_stops]; the model's stop tokens among them, unless the request ignores those.
+        stop_ids: int32 [slots, max_stops]; includes the model's stop tokens, unless the request
+            ignores them.
         counts: int32 [slots, vocab]; how often a token stands in the output.
         seen: int8 [slots, vocab]; 1 for the tokens of prompt and output.
     """
@@ -61,15 +66,16 @@ class SampleBatch(NamedTuple):
 
     Attributes:
         logits: float32 or bfloat16 [rows, vocab], raw; a row is contiguous.
-        row_seqs: int32 [rows]; the row's sequence in this step, -1 for a row to be skipped.
+        row_seqs: int32 [rows]; the row's sequence in this step; -1: skip the row.
         row_starts: int32 [seqs + 1]; a sequence without rows is skipped.
-        tokens: int32 [rows]; each node's token, the root's is the last committed one.
-        parents: int32 [rows]; node index within the sequence, less than the node's own; the root's is -1.
-        slots: int32 [seqs]; row of the SamplerState.
+        tokens: int32 [rows]; each node's token; the root's is the last committed one.
+        parents: int32 [rows]; node index within the sequence, less than the node's own; the root's
+            is -1.
+        slots: int32 [seqs]; batch slot: the sequence's row of the SamplerState.
         positions: int32 [seqs]; index in prompt + output of the token that is sampled at the root.
         num_outputs: int32 [seqs]; output tokens before that one.
         max_new: int32 [seqs]; tokens that may still be emitted, at least 1.
-        vocab_limit: ids below it may be sampled.
+        vocab_limit: ids below this may be sampled.
     """
 
     logits: torch.Tensor
@@ -85,18 +91,20 @@ class SampleBatch(NamedTuple):
 
 
 class WalkResult(NamedTuple):
-    """What a step commits, one row a sequence. Entries beyond the counts are left as they were.
+    """What a step commits, one row a sequence. Elements beyond the counts are left as they were.
 
     Attributes:
-        num_walked: int32 [seqs]; tokens sampled on the way, before trimming.
-        num_tokens: int32 [seqs]; the leading ones that are emitted: neither a stop token nor past ``max_new``.
-        tokens: int32 [seqs, depth]; all ``num_walked``: after a stop the last one is the stop token.
+        num_walked: int32 [seqs]; tokens sampled during the walk, before trimming.
+        num_tokens: int32 [seqs]; how many of them, from the first on, are emitted: neither a stop
+            token nor past ``max_new``.
+        tokens: int32 [seqs, depth]; all ``num_walked`` tokens; after a stop the last one is the
+            stop token.
         nodes: int32 [seqs, depth]; the node whose row gave the token.
-        num_matched: int32 [seqs]; tree nodes that hold the leading tokens, before trimming.
-        num_accepted: int32 [seqs]; the leading ones of them that are committed.
+        num_matched: int32 [seqs]; tree nodes that hold the sampled tokens, before trimming.
+        num_accepted: int32 [seqs]; how many of them, from the first on, are committed.
         accepted: int32 [seqs, depth]; all ``num_matched`` nodes.
-        finish: int32 [seqs]; FINISH_NONE, FINISH_STOP, FINISH_LENGTH or FINISH_BROKEN: a row on the path gave
-            NO_SAMPLE, which is not among the tokens.
+        finish: int32 [seqs]; FINISH_NONE, FINISH_STOP, FINISH_LENGTH or FINISH_BROKEN. BROKEN: a
+            row on the path gave NO_SAMPLE, which is not among the tokens.
     """
 
     num_walked: torch.Tensor
@@ -112,7 +120,7 @@ class WalkResult(NamedTuple):
 def new_sampler_state(
     max_slots: int, vocab_size: int, max_bias: int, max_stops: int, device: torch.device | str
 ) -> SamplerState:
-    """Slots that sample with temperature 1 and nothing else, and have seen no token."""
+    """Return batch slots with temperature 1, no other rule, and no token seen."""
 
     def full(value: float, dtype: torch.dtype, *width: int) -> torch.Tensor:
         return torch.full((max_slots, *width), value, dtype=dtype, device=device)
@@ -140,7 +148,11 @@ def new_sampler_state(
 
 
 def new_walk_result(max_seqs: int, max_tokens: int, device: torch.device | str) -> WalkResult:
-    """Room for ``max_tokens`` sampled tokens a sequence: the deepest node's depth and one more."""
+    """Return a result with room for ``max_tokens`` sampled tokens a sequence.
+
+    Args:
+        max_tokens: the deepest node's depth and one more.
+    """
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -165,12 +177,12 @@ def reset_slots(
     output_ids: torch.Tensor,
     output_slots: torch.Tensor,
 ) -> None:
-    """Make ``counts`` and ``seen`` of some slots those of their prompts and outputs.
+    """Set ``counts`` and ``seen`` of some batch slots from their prompts and outputs.
 
     Args:
-        slots: int64 [n].
-        prompt_ids, prompt_slots: int64 [prompt tokens of all]; each token and the slot that it belongs to.
-        output_ids, output_slots: int64 [output tokens of all].
+        slots: int64 [n]; batch slots.
+        prompt_ids, prompt_slots: int64 [prompt tokens of all]; each token and its batch slot.
+        output_ids, output_slots: int64 [output tokens of all]; each token and its batch slot.
     """
     vocab_size = state.counts.shape[1]
     state.counts.index_fill_(0, slots, 0)
