@@ -21,7 +21,7 @@ SKINNY = SkinnyConfig(16, 16, 2, 2, 4)
 
 
 def by_rows(**chosen: SkinnyConfig) -> dict[int, SkinnyConfig | None]:
-    """SKINNY for rows given as e.g. ``r4=SKINNY``, PyTorch for the rest."""
+    """Return SKINNY for rows given as e.g. ``r4=SKINNY``, PyTorch for the rest."""
     return {rows: chosen.get(f"r{rows}") for rows in ROW_BUCKETS}
 
 
@@ -68,7 +68,7 @@ def test_choices_are_for_all_buckets() -> None:
 
 
 def test_gate_and_up_of_many_rows_take_the_wide_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where their tiles fill the GPU; it leaves the buffer between matmul and activation alone."""
+    """They do where their tiles fill the GPU; the buffer before the activation stays unused."""
     monkeypatch.setattr(matmul_choice, "fits_wide_gate_up", lambda x, weight: True)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     like = {"dtype": dtype, "device": device}
@@ -103,7 +103,7 @@ def test_queries_keys_and_values(rows: int, config: SkinnyConfig | None, device:
     table.qkv(x, weight, out, rope)
     torch.testing.assert_close(out[:, :32].view(rows, 2, 16), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(cache, expected_cache, rtol=1e-4, atol=1e-4)
-    # One kernel leaves the keys and values alone.
+    # A fused kernel does not write keys and values to ``out``.
     assert bool(out[:, 32:].any()) == (config is None or rows > ROW_BUCKETS[-1])
 
 
@@ -127,7 +127,7 @@ def test_the_fastest_is_chosen(device: str) -> None:
 
     found = choose(weights, {}, "cpu", limits, measure)
     prices = itertools.cycle([5.0, 7.0, 3.0])
-    # What may be fused is timed behind what it has to beat.
+    # What may be fused is timed after the plain matmuls that it must beat.
     assert list(found) == [shapes[1], shapes[4], shapes[0], shapes[2], shapes[3]]
     for shape, chosen in found.items():
         fused = shape.mode == GATE_UP
@@ -145,7 +145,7 @@ def test_the_fastest_is_chosen(device: str) -> None:
 
 
 def test_the_best_are_timed_twice() -> None:
-    """A disturbance makes the first time of the fastest longer."""
+    """A disturbance makes the fastest one's first time longer."""
     shape = MatmulShape(4096, 128, STORE)
     asked: list[float] = []
 
@@ -189,7 +189,7 @@ def test_choices_are_kept_by_machine(tmp_path: Path) -> None:
 
 
 def test_two_do_not_time_at_once(tmp_path: Path) -> None:
-    """Another process would wait; here it is asked for without."""
+    """Another process would wait for the lock; the test asks for it without waiting."""
     path = tmp_path / "cache" / "matmuls.json"
     with alone(path), path.with_name("matmuls.json.lock").open() as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +198,7 @@ def test_two_do_not_time_at_once(tmp_path: Path) -> None:
 
 
 def test_what_another_has_written_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look whether there is something to time and one's turn to do so."""
+    """The other process writes between this one's look at the file and its lock."""
     path = tmp_path / "matmuls.json"
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
     mine, others = MatmulShape(64, 64, STORE), MatmulShape(32, 64, STORE)
@@ -227,7 +227,7 @@ def test_choices_for_other_row_counts_are_not_used(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is no table of matmuls; delete it"):
+    with pytest.raises(ValueError, match="is not a table of matmuls; delete it"):
         read_choices(path, "a")
 
 
@@ -252,7 +252,7 @@ def test_without_room_for_the_wide_kernel_the_library_is_taken(
 
     monkeypatch.setattr(matmul_timing, "wide_gate_up", launch)
     assert wide_programs([torch.zeros(256, 64)], Device(132, 220_000, is_hopper=True)) == 0
-    assert "gate and up of many rows are the library's" in caplog.text
+    assert "gate and up of many rows use PyTorch" in caplog.text
 
 
 @pytest.mark.gpu

@@ -1,4 +1,7 @@
-"""SwiGLU's activation: foretoken_kernels.reference.silu_and_multiply, gate and up side by side in one buffer."""
+"""SwiGLU's activation of gate and up in one buffer.
+
+foretoken_kernels.reference.silu_and_multiply defines it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Eight a lane (16 bytes of bfloat16), and 28 programs for a single row of 14336: no one SM waits for a whole row.
+# Eight elements a lane (16 bytes of bfloat16). A single row of 14336 gets 28 programs, so no SM has
+# to process a whole row.
 _BLOCK = 512
 _NUM_WARPS = 2
 
@@ -35,11 +39,15 @@ _silu_and_multiply: Any = triton.jit(_silu_and_multiply_kernel)
 
 
 def silu_and_multiply(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """``out = gate * sigmoid(gate) * up``, element by element (SwiGLU, arXiv 2002.05202).
+    """Compute ``out = gate * sigmoid(gate) * up``, element by element (SwiGLU, arXiv 2002.05202).
 
     Args:
-        gate_up: [rows, 2 * size], bfloat16 or float32: gate, then up. Rows may be apart, columns may not.
-        out: [rows, size], bfloat16 or float32; as gate_up.
+        gate_up: [rows, 2 * size], bfloat16 or float32: gate, then up. Rows may be apart, columns
+            may not.
+        out: [rows, size], bfloat16 or float32; rows may be apart, columns may not. Written.
+
+    Raises:
+        ValueError: shapes or strides do not fit.
     """
     rows, size = out.shape
     if gate_up.shape != (rows, 2 * size):

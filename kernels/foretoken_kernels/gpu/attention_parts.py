@@ -1,4 +1,4 @@
-"""What attention kernels are made of, as device functions."""
+"""Device functions that the attention kernels share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ jit: Callable[[Any], Any] = triton.jit
 
 @jit
 def bit_length(word):  # type: ignore[no-untyped-def]
-    """Of int32 read as unsigned."""
+    """Return the bit length of an int32 read as unsigned."""
     length = tl.where(word > 0, 1, 0)
     rest = word
     for step in tl.static_range(5):
@@ -26,25 +26,28 @@ def bit_length(word):  # type: ignore[no-untyped-def]
 
 @jit
 def low_bits(count):  # type: ignore[no-untyped-def]
-    """int32 whose lowest ``count`` bits are set: none for less than one, all from 32 on."""
+    """Return an int32 with the lowest ``count`` bits set: none for <= 0, all for >= 32."""
     within = tl.minimum(tl.maximum(count, 0), 31)
     return tl.where(count >= 32, -1, ~(tl.full([], -1, tl.int32) << within))
 
 
 @jit
 def slots_of(logical, live, table, max_blocks, slots, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int64 cache slots of logical slots, and which of those are in the table at all."""
+    """Return the int64 KV slots of logical slots, and which of them are in the block table."""
     block = logical // BLOCK_SIZE
     live = live & (logical >= 0) & (block < max_blocks)
     entry = tl.load(table + block, mask=live, other=0)
-    # An entry that makes this overflow is none of the cache's.
+    # If a bad table entry makes this overflow, the clamp keeps the result inside the cache.
     slot = entry * BLOCK_SIZE + logical % BLOCK_SIZE
     return tl.minimum(tl.maximum(slot, 0), slots - 1).to(tl.int64), live
 
 
 @jit
 def gather(plane, slot, live, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[keys, BLOCK_DIM] of the cache, zero where not live: what is never referenced may be anything, NaN too."""
+    """Load [keys, BLOCK_DIM] from the cache, zero where not live.
+
+    KV slots that are not live may hold anything, even NaN.
+    """
     column = tl.arange(0, BLOCK_DIM)
     mask = live[:, None]
     if BLOCK_DIM != HEAD_DIM:
@@ -56,7 +59,10 @@ def gather(plane, slot, live, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl
 def attend(  # type: ignore[no-untyped-def]
     query, key, value, visible, scale, sums, maxima, weights, WIDE: tl.constexpr, is_masked=True
 ):
-    """One more block of keys under the running softmax. ``is_masked``: whether ``visible`` counts, or all are seen."""
+    """Add one block of keys to the running softmax.
+
+    ``is_masked``: whether ``visible`` applies; otherwise all keys are visible.
+    """
     if WIDE:
         key = key.to(tl.float32)
         value = value.to(tl.float32)
@@ -64,7 +70,7 @@ def attend(  # type: ignore[no-untyped-def]
     if is_masked:
         scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(maxima, tl.max(scores, 1) * scale)
-    # A row that has seen nothing yet has no finite maximum to subtract.
+    # A row that has seen no key yet has no finite maximum to subtract.
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     weight = tl.exp2(scores * scale - finite[:, None])
     decay = tl.exp2(maxima - finite)
@@ -76,6 +82,6 @@ def attend(  # type: ignore[no-untyped-def]
 
 @jit
 def write(out, sums, weights, offset, mask):  # type: ignore[no-untyped-def]
-    """A row that sees nothing is zero."""
+    """Store the normalised sums; a row that saw no key becomes zero."""
     result = sums * (1.0 / tl.where(weights > 0, weights, 1.0))[:, None]
     tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Children of draft trees' nodes: the best ids of each row of logits.
+"""Offer children of draft trees' nodes: the best ids of each row of logits.
 
-One launch goes over the vocabulary and leaves, of each part of it, the largest value. The best K ids of a row are in
-the K parts with the largest values: each of those has a better id than any other part. A second launch, one program a
-row, looks at these parts alone.
+The first launch goes over the vocabulary and writes the largest value of each part. The best K ids
+of a row are in the K parts with the largest values, because each of these parts has a better id
+than any other part. The second launch, one program a row, reads these parts alone.
 
-A sum of exp takes all values; foretoken_kernels.cpu.draft_tree leaves those out that have next to no chance.
+The sum of exp includes all values; foretoken_kernels.cpu.draft_tree leaves out values with almost
+no chance.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from foretoken_kernels.gpu.noise import gumbel_from_words, scattered_noise, toke
 
 # Ids of one program; a multiple of PART.
 CHUNK = 1024
-# Ids whose largest value is kept; a multiple of four.
+# Ids of one part, whose largest value is kept; a multiple of four.
 PART = 64
 _CHUNK_WARPS = 1
 _ROW_WARPS = 4
@@ -60,11 +61,13 @@ def _drafted_values(
     HAS_MAP: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """float32 [SIZE]: what ids are compared by, of their logits. ``IS_STRETCH``: ids are successive, from a multiple of
-    four on."""
+    """Return float32 [SIZE]: the values by which ids are compared, computed from their logits.
+
+    ``IS_STRETCH``: ids are consecutive and start at a multiple of four.
+    """
     values = tl.where(logits == logits, logits, NEVER)
     if temperature > 0.0:
-        # As the sampler divides.
+        # Divide as the sampler does.
         values = tl.div_rn(values, tl.zeros([SIZE], tl.float32) + temperature)
         values = tl.where(values >= cut, values, NEVER)
         if COUPLED:
@@ -85,7 +88,7 @@ def _drafted_values(
 
 @triton.jit
 def _score_factor(temperature, scale, COUPLED: tl.constexpr):
-    """What values are multiplied by in the softmax that gives the scores."""
+    """Return the factor of the values in the softmax that gives the scores."""
     if COUPLED:
         return tl.where(temperature > 0.0, temperature / scale, 1.0)
     else:
@@ -115,14 +118,14 @@ def _look_through_chunk(
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Of a row's chunk of the vocabulary the largest value of each part, and the sum of exp."""
+    """Write a chunk's sum of exp, and the largest value of each of its parts, for one row."""
     PARTS: tl.constexpr = CHUNK // PART
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     tree = row if IS_ROOT else row // K
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     is_id = ids < vocab_limit
-    # On their way while it is found out what to do with them.
+    # Load before deciding what to do with the logits, to hide the latency.
     raw = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=is_id, other=NEVER).to(tl.float32)
     temperature = temperature_of(requests, tree)
     if children_of(requests, fed_counts, fed_stride, tree, row % K, level, IS_ROOT, K) == 0:
@@ -136,7 +139,7 @@ def _look_through_chunk(
     factor = _score_factor(temperature, scale, COUPLED)
     parts = tl.max(tl.reshape(values, [PARTS, PART]), axis=1)
     largest = tl.max(parts, axis=0)
-    # Without values to compare there is nothing to add: a row that holds +inf has no children.
+    # Without finite values there is nothing to add: a row that contains +inf has no children.
     has_values = finite_flag(largest)
     is_finite = (values > NEVER) & (has_values != 0)
     distance = tl.where(is_finite, values, 0.0) - tl.where(has_values != 0, largest, 0.0)
@@ -175,7 +178,7 @@ def _offer_row(
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The children of a row of logits, from its best parts: they take their places among the candidates."""
+    """Write the children of a row of logits, found in its best parts, to their candidate places."""
     PARTS: tl.constexpr = CHUNK // PART
     row = tl.program_id(0)
     tree = row if IS_ROOT else row // K
@@ -190,7 +193,7 @@ def _offer_row(
     sums = tl.load(in_sums + first + chunks, mask=chunks < num_used, other=0.0)
     best_parts = take_best(make_keys(part_values, parts), K)
 
-    # Their ids once more.
+    # Process the ids of the best parts again.
     ids = tl.where(best_parts != NO_KEY, ids_of_keys(best_parts), CHUNKS * PARTS)[:, None] * PART
     ids = tl.reshape(ids + tl.arange(0, PART)[None, :], [K * PART])
     is_id = ids < vocab_limit
@@ -202,7 +205,7 @@ def _offer_row(
         raw, ids, is_id, requests, tree, temperature, target_ids, cut, level, False, COUPLED, HAS_MAP, K * PART
     )
 
-    # The softmax's sum.
+    # The softmax's sum over all chunks.
     largest_of = tl.max(tl.reshape(part_values, [CHUNKS, PARTS]), axis=1)
     largest = tl.max(largest_of, axis=0)
     has_children = finite_flag(largest) != 0
@@ -257,23 +260,30 @@ def offer_children(
     """Let each row of logits offer the best children of its node.
 
     Args:
-        logits: float32 or bfloat16, rows of unit stride. Of level 0: [trees, draft vocabulary], of the roots; of level
-            d: [trees * K, draft vocabulary], row ``b * K + k`` of tree b's beam k of that level. NaN counts as -inf; a
-            row that holds +inf, or nothing else than -inf, has no children.
+        logits: float32 or bfloat16, rows of unit stride. At level 0: [trees, draft vocabulary], the
+            roots' logits. At level d: [trees * K, draft vocabulary]; row ``b * K + k`` belongs to
+            beam k of tree b at that level. NaN counts as -inf; a row that contains +inf, or only
+            -inf, has no children.
         vocab_limit: draft ids below this may be drafted.
-        target_ids: int32 [draft vocabulary]; the target's id of each draft id; None: the same.
-        scale: of the values in the coupled score, in units of logits; 0: draft without the sampler's noise.
-        filtered: whether TOP_K, TOP_P and MIN_P count; where no tree has any, without them there is one launch less.
+        target_ids: int32 [draft vocabulary]; the target's id of each draft id; None if they are
+            equal.
+        scale: scale of the values in the coupled score, in units of logits; 0: draft without the
+            sampler's noise.
+        filtered: whether TOP_K, TOP_P and MIN_P apply. Pass False if no tree has any: this saves a
+            launch.
+
+    Raises:
+        ValueError: the logits, the level, the workspace or the map do not fit.
     """
     branches, num_trees = trees.max_branches, trees.requests.shape[0]
     num_rows = num_trees if level == 0 else num_trees * branches
     num_chunks = triton.cdiv(vocab_limit, CHUNK)
     if logits.shape[0] < num_rows or vocab_limit > logits.shape[1] or logits.stride(1) != 1:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} for {num_rows} rows of {vocab_limit} ids")
+        raise ValueError(f"logits of shape {tuple(logits.shape)} do not hold {num_rows} rows of {vocab_limit} ids")
     if num_rows * num_chunks > workspace.sums.numel() or not 0 <= level < trees.max_depth:
         raise ValueError(f"level {level} of {num_rows} rows does not fit the workspace or the trees")
     if target_ids is not None and len(target_ids) < vocab_limit:
-        raise ValueError(f"a map of {len(target_ids)} ids, fewer than {vocab_limit}")
+        raise ValueError(f"the map target_ids has {len(target_ids)} ids, fewer than {vocab_limit}")
     known_ids = trees.tokens if target_ids is None else target_ids
     flags = {"IS_ROOT": level == 0, "COUPLED": scale > 0.0, "HAS_MAP": target_ids is not None, "HAS_CUTS": filtered}
     sizes = {"K": branches, "CHUNK": CHUNK, "PART": PART}

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Top-k, top-p and min-p of drafts' logits as one cut a row: a value, below which nothing may be drafted.
+"""Top-k, top-p and min-p of drafts' logits as one cut a row: the lowest value that may be drafted.
 
-As the sampler's filters, but values that equal the last one kept are all kept. Exact otherwise and without sorting: by
-bisection over the integers that order as float32 values do.
+The filters are the sampler's, but all values equal to the last one kept are kept. Otherwise exact,
+without sorting: bisection over integers in the order of float32 values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foretoken_kernels.gpu import draft_tree_state as state
 from foretoken_kernels.gpu.draft_keys import NEVER, children_of, finite_flag, order_of, temperature_of
 from foretoken_kernels.gpu.draft_tree_state import DraftTrees
 
-# Ids of one step of a row's program.
+# Ids that a row's program processes at a time.
 STEP = 8192
 
 _TOP_K = tl.constexpr(state.TOP_K)
@@ -36,7 +36,7 @@ def _values(row_logits, first, temperature, vocab_limit, STEP: tl.constexpr):
 
 @triton.jit
 def _tally(row_logits, least, largest, temperature, vocab_limit, IS_MASS: tl.constexpr, STEP: tl.constexpr):
-    """How many values above -inf are no lower than ``least`` in order, or their mass."""
+    """Count the values above -inf whose order is at least ``least``, or add up their mass."""
     totals = tl.zeros([STEP], tl.float32)
     for first in range(0, vocab_limit, STEP):
         values = _values(row_logits, first, temperature, vocab_limit, STEP)
@@ -52,12 +52,15 @@ def _tally(row_logits, least, largest, temperature, vocab_limit, IS_MASS: tl.con
 def _bisect(
     row_logits, least, most, wanted, largest, temperature, vocab_limit, IS_MASS: tl.constexpr, STEP: tl.constexpr
 ):
-    """The highest order in [least, most] from which on there is no less than ``wanted``; else ``least``."""
+    """Return the highest order in [least, most] from which on count or mass is at least ``wanted``.
+
+    Returns ``least`` if there is none.
+    """
     for _ in range(32):
         middle = (least + most + 1) >> 1
         is_low = _tally(row_logits, middle, largest, temperature, vocab_limit, IS_MASS, STEP) >= wanted
         least = tl.where(is_low, middle, least)
-        # Once they have met they stay.
+        # Once ``least`` and ``most`` are equal, they stay.
         most = tl.maximum(tl.where(is_low, most, middle - 1), least)
     return least
 
@@ -94,7 +97,7 @@ def _cut_row(
         for first in range(0, vocab_limit, STEP):
             best = tl.maximum(best, _values(row_logits, first, temperature, vocab_limit, STEP))
         largest = tl.max(best, axis=0)
-        # Other rows have no children anyway.
+        # A row without a finite maximum has no children anyway.
         if finite_flag(largest) != 0:
             most = order_of(largest).to(tl.int64)
             least = most * 0 - 0x80000000
@@ -107,7 +110,8 @@ def _cut_row(
                 least = _bisect(row_logits, least, most, wanted, largest, temperature, vocab_limit, True, STEP)
             order = least.to(tl.int32)
             cut = (order ^ ((order >> 31) & _LOW_BITS)).to(tl.float32, bitcast=True)
-            # The lowest order of all, where there are fewer values than asked for, is a NaN's.
+            # With fewer values than asked for, the result is the lowest order of all, which is a
+            # NaN's.
             cut = tl.where(cut == cut, cut, NEVER)
             if min_p > 0.0:
                 cut = tl.maximum(cut, largest + tl.log(min_p))
@@ -115,10 +119,12 @@ def _cut_row(
 
 
 def find_cuts(trees: DraftTrees, logits: torch.Tensor, level: int, cuts: torch.Tensor, vocab_limit: int) -> None:
-    """The lowest logit over temperature that each row may draft; -inf for a row without a filter or temperature.
+    """Write the lowest logit over temperature that each row may draft.
+
+    It is -inf for a row without a filter or without a temperature.
 
     Args:
-        logits, level, vocab_limit: as gpu.draft_children.offer_children's.
+        logits, level, vocab_limit: as for gpu.draft_children.offer_children.
         cuts: float32 [rows]; written.
     """
     num_trees = trees.requests.shape[0]

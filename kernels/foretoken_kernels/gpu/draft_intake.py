@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Intake of a draft: a step's results become the rows of a pass over new tokens, and what the trees behind them want.
+"""Take in a step's results on the drafter's device: rows of the next pass, and tree sizes.
 
-No host knows the tokens. foretoken_kernels.reference_draft_intake defines the functions here.
+The host does not know the tokens yet. foretoken_kernels.reference_draft_intake defines the
+functions.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _take_step(
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One seat."""
+    """Process one seat."""
     seat = tl.program_id(0)
     request = requests + seat * _NUM_COLUMNS
     count = tl.load(counts + seat)
@@ -56,7 +57,8 @@ def _take_step(
     before = tl.load(request + _LENGTH)
     wanted = tl.load(max_nodes + seat)
     is_told = (tl.load(stamp) == tl.load(number)) & (count > 0) & (count <= TOKENS)
-    # A length that differs from what is known and new is one behind a gap: entries would stand in wrong slots.
+    # If the length is not the known one plus the new tokens, some are missing: KV entries would
+    # be written to wrong KV slots.
     is_next = is_told & (length > 0) & (length <= num_blocks * block_size) & (length - count == before)
 
     lane = tl.arange(0, LANES)
@@ -114,22 +116,27 @@ def take_step(
 ) -> None:
     """Fill ``rows`` and ``taken``, and set LENGTH, ROOT_TOKEN and MAX_NODES of ``seats.requests``.
 
-    A seat is drafted for if the step is the expected one, its sequence goes on from where it was, and there is a slot
-    for every new token; then it wants ``max_nodes`` nodes, or as many as it may still emit tokens. Else its tree is the
-    root, which is the last token that any expected step told.
+    A seat gets drafts if the step is the expected one, its sequence continues from its last length,
+    and there is a KV slot for every new token. Its tree then has ``max_nodes`` nodes, or as many as
+    the tokens that may still be emitted if these are fewer. Otherwise its tree is only the root:
+    the last token of the last expected step.
 
     Args:
-        results: of as many seats as ``seats``, or more.
-        num_blocks: of a row of ``seats.block_tables``, that are the sequence's.
-        num_slots: of the cache.
+        results: results of at least as many seats as ``seats`` has.
+        num_blocks: how many blocks of a row of ``seats.block_tables`` belong to the sequence.
+        block_size: KV slots in a block.
+        num_slots: KV slots in the cache.
+
+    Raises:
+        ValueError: the shapes do not fit, or the tokens are not contiguous.
     """
     num_seats, tokens = len(seats.max_nodes), results.new_tokens.shape[1]
     if min(len(results.counts), len(results.lengths), len(results.num_left), len(results.new_tokens)) < num_seats:
-        raise ValueError(f"results of {len(results.counts)} seats, {num_seats} are asked for")
+        raise ValueError(f"results have {len(results.counts)} seats, {num_seats} are asked for")
     if len(rows.token_ids) != num_seats * tokens or taken.tokens.shape != (num_seats, tokens):
         raise ValueError(f"{len(rows.token_ids)} rows for {num_seats} seats of {tokens} tokens")
     if num_blocks > seats.block_tables.shape[1] or not results.new_tokens.is_contiguous():
-        raise ValueError(f"{num_blocks} blocks in tables of {tuple(seats.block_tables.shape)}, or tokens with gaps")
+        raise ValueError(f"{num_blocks} blocks exceed {tuple(seats.block_tables.shape)}, or tokens are not contiguous")
     _take_step[(num_seats,)](
         results.stamp,
         results.counts,
@@ -160,5 +167,5 @@ def take_step(
 
 
 def stamp_draft(number: torch.Tensor, draft_stamp: torch.Tensor) -> None:
-    """The trees are there: stamp them with ``number``, int32 [1], which becomes that of the next step."""
+    """Stamp the trees as complete with ``number`` (int32 [1]), then advance it to the next step."""
     _stamp_draft[(1,)](number, draft_stamp, num_warps=1)

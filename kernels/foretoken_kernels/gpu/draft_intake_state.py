@@ -1,7 +1,8 @@
-"""The device tensors of a draft's intake: what the drafter knows of a step's sequences, and what comes of the step.
+"""Device tensors of a draft's intake: the drafter's state of each sequence, and what a step added.
 
-All are int32. ``seats`` and ``tokens`` bound the sequences of a step and the tokens that it commits for one of them;
-the rows of the pass over new tokens are ``seats * tokens``: row ``seat * tokens + j`` is token j of a seat.
+All are int32. ``seats`` bounds the sequences of a step, ``tokens`` the tokens that it commits for
+one sequence. The pass over new tokens has ``seats * tokens`` rows: row ``seat * tokens + j`` is
+token j of a seat.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-# DraftTrees.requests' LENGTH of a seat of which nothing is known: no step goes on from it.
+# LENGTH, in DraftTrees.requests, of a seat whose length is unknown: no step continues from it.
 NO_LENGTH = -1
 
 
 class DraftSeats(NamedTuple):
-    """What the drafter knows of the sequences.
+    """The drafter's state of each sequence.
 
     Attributes:
-        number: [1]; of the step that comes next.
-        max_nodes: [seats]; of a tree, the root counted; 0: the seat's tokens are reported, and nothing else is done.
-        requests: [seats, NUM_COLUMNS] of DraftTrees; LENGTH is that of the step before.
+        number: [1]; number of the next step.
+        max_nodes: [seats]; nodes of a tree, root included; 0: report the seat's tokens and do
+            nothing else.
+        requests: [seats, NUM_COLUMNS] of DraftTrees; LENGTH is the length after the last step.
         block_tables: [seats, blocks]; -1 where there is no block yet.
     """
 
@@ -31,7 +33,9 @@ class DraftSeats(NamedTuple):
 
 
 class IntakeRows(NamedTuple):
-    """The rows of a pass over new tokens. One without a token writes no entry and sees nothing.
+    """Rows of a pass over new tokens.
+
+    A row without a token writes no KV entry and attends to nothing.
 
     Attributes:
         token_ids, positions, slot_mapping, context_lens: [seats * tokens].
@@ -46,13 +50,14 @@ class IntakeRows(NamedTuple):
 
 
 class TakenStep(NamedTuple):
-    """What the host is told of it later.
+    """What the host reads later.
 
     Attributes:
-        counts: [seats]; 0 also if the step was not the expected one, or the count cannot be.
-        lengths: [seats]; as the step said.
-        is_written: [seats]; 1: the entries of all new tokens were written.
-        tokens: [seats, tokens]; zeros behind the last one.
+        counts: [seats]; new tokens; 0 also if the step was not the expected one or the count is
+            impossible.
+        lengths: [seats]; as the step reported.
+        is_written: [seats]; 1: the KV entries of all new tokens were written.
+        tokens: [seats, tokens]; zeros after the last one.
     """
 
     counts: torch.Tensor

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""What the kernels of draft trees share: how a tree's request is read, and numbers that order values with their ids."""
+"""Device functions for draft trees: read a request; order values and their ids by keys."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ NO_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 
 @triton.jit
 def order_of(values):
-    """int32 in the order of float32 values, none of them NaN; both zeros are one."""
+    """Return int32 in the order of float32 values, which must not be NaN; -0.0 counts as 0.0."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & _LOW_BITS)
 
 
 @triton.jit
 def make_keys(values, ids):
-    """int64 in the order of the values, of equal ones the lower id ahead; -inf is no key."""
+    """Return int64 keys that order values, then ids: the lower id has the larger key.
+
+    -inf has no key.
+    """
     keys = (order_of(values).to(tl.int64) << 32) | (ids ^ _LOW_BITS).to(tl.int64)
     return tl.where(values > NEVER, keys, NO_KEY)
 
@@ -47,13 +50,16 @@ def values_of_keys(keys):
 
 @triton.jit
 def finite_flag(value):
-    """1 or 0 for a scalar that is not NaN: Triton's interpreter cannot broadcast a comparison of float scalars."""
+    """Return 1 for a finite scalar, else 0; not for NaN.
+
+    Triton's interpreter cannot broadcast a comparison of float scalars.
+    """
     return ((value > NEVER) & (value < INFINITY)).to(tl.int32)
 
 
 @triton.jit
 def take_best(keys, K: tl.constexpr):
-    """int64 [K]: the K largest, in order."""
+    """Return int64 [K]: the K largest keys, in order."""
     lanes = tl.arange(0, K)
     best_keys = tl.full([K], NO_KEY, tl.int64)
     for lane in range(K):
@@ -70,7 +76,10 @@ def temperature_of(requests, tree):
 
 @triton.jit
 def branches_of(requests, tree, level, K: tl.constexpr):
-    """Children of a node of ``level`` in a tree, and beams of its next level: 0 if it is to be no deeper."""
+    """Return how many children a node of ``level`` has at most: the beams of the tree's next level.
+
+    It is 0 if the tree ends at this level.
+    """
     request = requests + tree * _NUM_COLUMNS
     depth = tl.minimum(tl.load(request + _MAX_DEPTH), tl.load(request + _MAX_NODES) - 1)
     return tl.where(level < depth, tl.maximum(tl.minimum(tl.load(request + _MAX_BRANCHES), K), 0), 0)
@@ -78,7 +87,7 @@ def branches_of(requests, tree, level, K: tl.constexpr):
 
 @triton.jit
 def children_of(requests, fed_counts, fed_stride, tree, beam, level, IS_ROOT: tl.constexpr, K: tl.constexpr):
-    """Most children of a row of logits: 0 for one without a beam."""
+    """Return how many children a row of logits has at most: 0 for a row without a beam."""
     most = branches_of(requests, tree, level, K)
     if not IS_ROOT:
         fed = fed_counts + tree * fed_stride + level

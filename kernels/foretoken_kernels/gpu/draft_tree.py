@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Growth of draft trees on the device, without a word to the host: a whole draft can be one CUDA graph.
+"""Grow draft trees on the device without the host: a whole draft can be one CUDA graph.
 
-The trees of foretoken_kernels.cpu.draft_tree (EAGLE-2, Li et al., arXiv 2406.16858), of static shape: root logits ->
-``offer_children`` -> [``choose_beams`` -> a pass of the draft model -> ``offer_children``] x (levels - 1) ->
-``emit_trees``. Trees that want less than the shapes allow, or nothing, leave rows idle. foretoken_kernels.
-reference_draft_tree defines the functions here.
+The trees are those of foretoken_kernels.cpu.draft_tree (EAGLE-2, Li et al., arXiv 2406.16858) with
+static shapes: root logits -> ``offer_children`` -> [``choose_beams`` -> a pass of the draft model
+-> ``offer_children``] x (levels - 1) -> ``emit_trees``. A tree that needs less than the shapes
+allow leaves rows idle. foretoken_kernels.reference_draft_tree defines the functions.
 
-Scores are float32, the CPU's float64. A sum of exp takes all values, the CPU's leaves those out that have no chance.
+Scores are float32; the CPU's are float64. The sum of exp includes all values; the CPU leaves out
+values with almost no chance.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _NUM_COLUMNS = tl.constexpr(state.NUM_COLUMNS)
 _MAX_BEAM_NODES = tl.constexpr(state.MAX_BEAM_NODES)
 
 
-# A kernel is compiled for the branches of a tree alone, not for its depth: the first tree of another depth, as it is
-# where a sequence ends, would wait for a compiler.
+# A kernel is compiled for a number of branches, but not for a depth: otherwise the first tree of
+# another depth, as at a sequence's end, would wait for the compiler.
 @triton.jit(
     do_not_specialize=[
         "fed_stride",
@@ -81,7 +82,7 @@ def _choose_beams(
     K: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """A tree's beams of one level: of its candidates of that depth, the best."""
+    """Choose a tree's beams of one level: the best of its candidates of that depth."""
     NEW: tl.constexpr = K if IS_FIRST else K * K
     high = K + (level - 1) * K * K
     tree = tl.program_id(0)
@@ -96,8 +97,9 @@ def _choose_beams(
     within = tl.minimum(tl.maximum(within, 0), NEW - 1)
     nodes = level_low + within
 
-    # A child's score is never above its parent's and it stands behind it, so a candidate that the tree has no room for
-    # has no child in it, and need not be run. Beams are in order: those that are run come first.
+    # A child's score is never above its parent's, and the child comes later. So a candidate that
+    # the tree has no room for has no child in the tree, and need not be run. Beams are in order:
+    # those to run come first.
     everything = tl.arange(0, PADDED)
     all_scores = tl.load(scores + low + everything, mask=everything < high, other=NEVER)
     beam_scores = tl.where(exists, values_of_keys(keys), 0.0)
@@ -128,7 +130,8 @@ def _choose_beams(
     masks = tl.where(is_run, masks, 0)
     tl.store(mask_at + fed, masks, mask=is_run)
     tl.store(beam_nodes + tree * beam_stride + (level - 1) * K + beams, tl.where(is_run, nodes, 0))
-    # Beams above this depth are another module's keys and values; they were fed before all others.
+    # Another module computed keys and values of the beams above this depth; they ran before all
+    # others.
     above = tl.load(fed_at + first_depth, mask=first_depth > 1, other=0)
     above = tl.minimum(tl.maximum(above, 0), _MAX_BEAM_NODES - 1).to(tl.int64)
     masks = (masks >> above) << above
@@ -151,7 +154,7 @@ def _choose_beams(
 
 @triton.jit(do_not_specialize=["num_candidates", "num_nodes"])
 def _place_nodes(requests, scores, places, out_num_nodes, num_candidates, num_nodes, PADDED: tl.constexpr):
-    """Which candidates a tree has room for, best first, and where they stand among its nodes."""
+    """Choose the candidates that a tree has room for, and write their node indices."""
     tree = tl.program_id(0)
     low = tree.to(tl.int64) * num_candidates
     candidates = tl.arange(0, PADDED)
@@ -161,7 +164,7 @@ def _place_nodes(requests, scores, places, out_num_nodes, num_candidates, num_no
     ordered = order_of(values).to(tl.int64)
     room = tl.minimum(tl.load(requests + tree * _NUM_COLUMNS + _MAX_NODES), num_nodes) - 1
     room = tl.maximum(room, 0)
-    # The last score that there is room for, by bisection.
+    # Find the lowest score that the tree has room for, by bisection.
     least = room.to(tl.int64) * 0 - 0x80000000
     most = room.to(tl.int64) * 0 + 0x7FFFFFFF
     for _ in range(32):
@@ -196,7 +199,7 @@ def _write_nodes(
     PADDED: tl.constexpr,
     NODES_PADDED: tl.constexpr,
 ):
-    """A tree's nodes to their places, behind its root."""
+    """Write a tree's nodes after its root."""
     tree = tl.program_id(0)
     low = tree.to(tl.int64) * num_candidates
     candidates = tl.arange(0, PADDED)
@@ -211,7 +214,7 @@ def _write_nodes(
     tl.store(out_tokens + at + place, tl.load(tokens + low + candidates, mask=is_chosen, other=0), mask=is_chosen)
     tl.store(out_parents + at + place, tl.load(places + low + parent, mask=has_parent, other=0), mask=is_chosen)
     tl.store(out_scores + at + place, tl.load(scores + low + candidates, mask=is_chosen, other=0.0), mask=is_chosen)
-    # The root, and what is behind the last node.
+    # Write the root, and fill up the rest after the last node.
     nodes = tl.arange(0, NODES_PADDED)
     is_rest = (nodes < num_nodes) & ((nodes == 0) | (nodes >= tl.load(in_num_nodes + tree)))
     root = tl.load(requests + tree * _NUM_COLUMNS + _ROOT_TOKEN)
@@ -221,13 +224,16 @@ def _write_nodes(
 
 
 def padded_candidates(max_branches: int, max_depth: int) -> int:
-    """Lanes for a tree's candidates, few numbers for all depths: kernels are compiled for each."""
+    """Return the padded number of a tree's candidates.
+
+    It takes few values over all depths, because kernels are compiled for each.
+    """
     least = min(max(128, 8 * max_branches * max_branches), 512)
     return int(triton.next_power_of_2(max(state.num_candidates(max_branches, max_depth), least)))
 
 
 def _num_warps(padded: int) -> int:
-    """One warp need not wait for others, which takes longer than a few lanes more."""
+    """Return one warp if possible: waiting for other warps takes longer than a few more lanes."""
     return 1 if padded <= 128 else 4
 
 
@@ -242,13 +248,20 @@ def choose_beams(
     scratch_slot: int,
     first_depth: int = 0,
 ) -> None:
-    """Fill ``beams`` with the nodes of depth ``level`` that are to be run.
+    """Fill ``beams`` with the nodes of depth ``level`` to run.
 
     Args:
-        level: 1 up to the trees' levels - 1.
-        block_tables: int32 [trees, blocks]; a tree's beams have the logical slots from its FIRST_SLOT on.
-        num_slots: of the cache; a row without a beam, or with a slot that is none of these, writes to ``scratch_slot``.
-        first_depth: ancestors above it are left out of the masks: another module's keys and values.
+        level: 1 to the trees' levels - 1.
+        block_tables: int32 [trees, blocks]; a tree's beams use the logical slots from its
+            FIRST_SLOT on.
+        block_size: KV slots in a block.
+        num_slots: KV slots in the cache. A row without a beam, or with a KV slot outside the cache,
+            writes to ``scratch_slot``.
+        first_depth: the masks leave out ancestors above this depth: another module computed their
+            keys and values.
+
+    Raises:
+        ValueError: the level does not fit the trees or the beams.
     """
     branches, num_trees = trees.max_branches, trees.requests.shape[0]
     if not 1 <= level < trees.max_depth or len(beams.token_ids) < num_trees * branches or first_depth > level:
@@ -286,11 +299,15 @@ def choose_beams(
 
 
 def emit_trees(trees: DraftTrees, out: DraftOutput) -> None:
-    """Write the best nodes of each tree: no more than it wants, nor than ``out`` holds of one."""
+    """Write the best nodes of each tree, at most its MAX_NODES and as many as ``out`` holds.
+
+    Raises:
+        ValueError: ``out`` has another number of trees.
+    """
     num_trees, size = trees.scores.shape
     num_nodes = out.tokens.shape[1]
     if len(out.tokens) < num_trees:
-        raise ValueError(f"an output for {len(out.tokens)} of {num_trees} trees")
+        raise ValueError(f"the output holds {len(out.tokens)} trees, not {num_trees}")
     padded = padded_candidates(trees.max_branches, trees.max_depth)
     _place_nodes[(num_trees,)](
         trees.requests,

@@ -1,8 +1,9 @@
-"""The device tensors of growing draft trees: what the host fills, what stays between levels, and what a level is fed.
+"""Device tensors of growing draft trees: requests, state between levels, input of a pass.
 
-A tree's candidates have fixed places, so that a whole draft is one CUDA graph: of ``branches`` K, child j of the root
-is candidate j, and child j of beam k of level d >= 1 is candidate ``K + ((d - 1) * K + k) * K + j``. They stand in the
-order in which foretoken_kernels.cpu.draft_tree counts them; a place without a candidate has score -inf.
+A tree's candidates have fixed places, so that a whole draft is one CUDA graph. With K =
+``branches``, child j of the root is candidate j, and child j of beam k of level d >= 1 is candidate
+``K + ((d - 1) * K + k) * K + j``. foretoken_kernels.cpu.draft_tree counts them in the same order. A
+place without a candidate has score -inf.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 
 # Beams that one tree can run through the draft model: the bits of one mask word.
 MAX_BEAM_NODES = 64
-# Columns of DraftTrees.requests, an int32 matrix: one copy a draft sets it. TEMPERATURE, TOP_P and MIN_P hold the bits
-# of a float32; SEED_LOW and SEED_HIGH the words of the seed. A tree with less than two nodes, one level or one branch
-# is inert. Everything else of a tree's state is written anew by each draft.
+# Columns of DraftTrees.requests, an int32 matrix that one copy a draft sets. TEMPERATURE, TOP_P and
+# MIN_P hold the bits of a float32; SEED_LOW and SEED_HIGH hold the words of the seed. A tree with
+# fewer than two nodes, one level or one branch is inert. Each draft rewrites the rest of a tree's
+# state.
 (
     LENGTH,
     MAX_NODES,
@@ -35,13 +37,17 @@ NUM_COLUMNS = 16
 
 
 class DraftTrees(NamedTuple):
-    """State of a batch of trees of at most K branches and S levels, C = K + (S - 1) * K * K candidates each.
+    """State of a batch of trees of at most K branches and S levels.
+
+    Each has C = K + (S - 1) * K * K candidates.
 
     Attributes:
         requests: int32 [trees, NUM_COLUMNS].
-        fed_counts: int32 [trees, S + 1]; beams of the levels before level d; level d's are those up to entry d + 1.
-        beam_nodes: int32 [trees, S * K]; the candidate that beam k of level d is, at (d - 1) * K + k.
-        masks: int64 [trees, MAX_BEAM_NODES]; of each beam in the order fed: its ancestors among them, and itself.
+        fed_counts: int32 [trees, S + 1]; entry d counts the beams of the levels before d, entry d +
+            1 also level d's.
+        beam_nodes: int32 [trees, S * K]; the candidate of beam k of level d is at (d - 1) * K + k.
+        masks: int64 [trees, MAX_BEAM_NODES]; each beam's bit and its ancestors' bits, in the order
+            in which beams ran.
         scores: float32 [trees, C]; cumulative; -inf: no candidate.
         tokens: int32 [trees, C]; the target's ids.
         places: int32 [trees, C]; node index in the final tree, or 0.
@@ -59,7 +65,7 @@ class DraftTrees(NamedTuple):
     max_depth: int
 
     def first(self, num_trees: int) -> DraftTrees:
-        """The same tensors, of fewer trees."""
+        """Return the same tensors cut to the first ``num_trees`` trees."""
         return self._replace(
             requests=self.requests[:num_trees],
             fed_counts=self.fed_counts[:num_trees],
@@ -74,13 +80,14 @@ class DraftTrees(NamedTuple):
 class DraftBeams(NamedTuple):
     """The arrays of a level's pass; row ``b * K + k`` is beam k of tree b.
 
-    A row without a beam reads some row's state, writes to the scratch slot and attends to nothing.
+    A row without a beam reads some row's hidden state, writes to the scratch slot and attends to
+    nothing.
 
     Attributes:
         token_ids, positions, slot_mapping, context_lens: int32 [trees * K].
         masks: int64 [trees * K, 1].
-        sources: int32 [trees * K]; the row whose hidden state feeds it: of level 1 the tree, else a row of the last
-            pass.
+        sources: int32 [trees * K]; the row of its input hidden state: at level 1 the tree, else a
+            row of the last pass.
         row_starts: int32 [trees + 1]; K * b, whatever the level.
     """
 
@@ -93,7 +100,7 @@ class DraftBeams(NamedTuple):
     row_starts: torch.Tensor
 
     def first(self, num_trees: int) -> DraftBeams:
-        """The same tensors, of fewer trees."""
+        """Return the same tensors cut to the first ``num_trees`` trees."""
         rows = len(self.token_ids) // (len(self.row_starts) - 1) * num_trees
         return DraftBeams(
             token_ids=self.token_ids[:rows],
@@ -107,11 +114,13 @@ class DraftBeams(NamedTuple):
 
 
 class DraftOutput(NamedTuple):
-    """The trees, ancestors before descendants, the root first; behind ``num_nodes``: token 0, parent -1, score 0.
+    """The trees: the root first, ancestors before descendants.
+
+    After ``num_nodes`` nodes come token 0, parent -1 and score 0.
 
     Attributes:
         tokens, parents: int32 [trees, nodes]; the root's parent is -1.
-        scores: float32 [trees, nodes]; cumulative, the root's 0.
+        scores: float32 [trees, nodes]; cumulative; the root's is 0.
         num_nodes: int32 [trees].
     """
 
@@ -122,12 +131,12 @@ class DraftOutput(NamedTuple):
 
 
 class OfferWorkspace(NamedTuple):
-    """What the chunks of a row's vocabulary leave for the row.
+    """What the programs of a row's chunks write for the row's own program.
 
     Attributes:
         parts: float32 [rows, chunks, parts]; the largest value of each part of a chunk.
-        sums: float32 [rows, chunks]; the sum of exp of the values' distance from the chunk's largest.
-        cuts: float32 [rows]; what top-k, top-p and min-p leave.
+        sums: float32 [rows, chunks]; the sum of exp(value - the chunk's largest value).
+        cuts: float32 [rows]; the lowest value that top-k, top-p and min-p keep.
     """
 
     parts: torch.Tensor
@@ -140,21 +149,26 @@ def num_candidates(max_branches: int, max_depth: int) -> int:
 
 
 def deepest_tree(max_branches: int) -> int:
-    """Levels of a tree whose nodes have ``max_branches`` children, a power of two: more beams than MAX_BEAM_NODES are
-    not run, and what would be below them is no candidate."""
+    """Return the most levels of a tree whose nodes have ``max_branches`` children, a power of two.
+
+    At most MAX_BEAM_NODES beams run, so deeper levels would have no candidates.
+    """
     return MAX_BEAM_NODES // max_branches + 1
 
 
 def new_draft_trees(max_trees: int, max_branches: int, max_depth: int, device: torch.device | str) -> DraftTrees:
-    """State of trees none of which wants anything yet.
+    """Return the state of trees without requests.
 
     Args:
         max_branches: a power of two up to 16.
-        max_depth: levels of the deepest tree; 1 means children of the root only. Up to deepest_tree(max_branches): what
-            nobody offers would be a candidate.
+        max_depth: levels of the deepest tree, at most deepest_tree(max_branches); 1 means children
+            of the root only.
+
+    Raises:
+        ValueError: the limits are out of range.
     """
     if max_branches not in (1, 2, 4, 8, 16) or max_depth < 1 or max_trees < 1:
-        raise ValueError(f"{max_trees} draft trees of {max_branches} branches and {max_depth} levels")
+        raise ValueError(f"cannot grow {max_trees} draft trees of {max_branches} branches and {max_depth} levels")
     size = num_candidates(max_branches, max_depth)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

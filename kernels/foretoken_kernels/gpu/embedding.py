@@ -1,4 +1,4 @@
-"""Rows of a table: token embeddings, gathered and converted copies, one row for all."""
+"""Copy rows: token embeddings, gathered and converted copies, one row for all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024  # eight a lane: 16 bytes of bfloat16
+_BLOCK = 1024  # eight elements a lane: 16 bytes of bfloat16
 _NUM_WARPS = 4
 
 
@@ -35,7 +35,7 @@ def _gather_rows_kernel(
     inside = columns < size
     read_size = size
     if HAS_POSITIONS:
-        # Rows that are to be zero are not even read.
+        # Rows to be zeroed are not read.
         read_size = tl.where(tl.load(positions + row) == zero_position, 0, size)
     value = tl.load(x + source * x_stride + columns, mask=columns < read_size, other=0.0).to(tl.float32)
     tl.store(out + row * out_stride + columns, value.to(out.dtype.element_ty), mask=inside)
@@ -80,13 +80,16 @@ def embed(
     positions: torch.Tensor | None = None,
     zero_position: int = -1,
 ) -> None:
-    """``out[r] = table[token_ids[r]]``, and zeros in the rows whose position is ``zero_position``.
+    """Set ``out[r] = table[token_ids[r]]``, or zeros in rows whose position is ``zero_position``.
 
     Args:
         token_ids: int32 or int64 [rows]; clamped to the table.
         table: [vocab, size], bfloat16 or float32.
         out: [rows, size], bfloat16 or float32; rows may be apart, columns may not.
-        positions: int32 [rows], or None: no row is zero.
+        positions: int32 [rows], or None: no row is zeroed.
+
+    Raises:
+        ValueError: shapes or strides do not fit.
     """
     _check_rows(token_ids, out)
     _check_rows(positions, out)
@@ -94,19 +97,22 @@ def embed(
 
 
 def copy_rows(x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-    """``out[i] = x[rows[i]]``, converted to out's dtype. x and out must not overlap.
+    """Set ``out[i] = x[rows[i]]``, converted to out's dtype. x and out must not overlap.
 
     Args:
         x: [num_rows, size], bfloat16 or float32; rows may be apart, columns may not.
-        out: [n, size]; as x.
+        out: [n, size], bfloat16 or float32; rows may be apart, columns may not.
         rows: int32 or int64 [n], clamped to x's rows; None means all rows in order.
+
+    Raises:
+        ValueError: shapes or strides do not fit.
     """
     _check_rows(rows if rows is not None else x, out)
     _gather(x, out, rows, None, 0)
 
 
 def fill_rows(row: torch.Tensor, out: torch.Tensor) -> None:
-    """``out[i] = row`` for all i: a bias, to which a matmul adds.
+    """Set ``out[i] = row`` for all i, for example a bias to which a matmul adds.
 
     Args:
         row: [size], bfloat16 or float32, contiguous.

@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""For benchmarks only: a walk whose length is given, as verifier_svc.sampling.simulated_acceptance's on the host."""
+"""Force walks to a given length, for benchmarks only.
+
+The host's equivalent is verifier_svc.sampling.simulated_acceptance.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def _force_walk(rows, walk, owed, mean, max_walked, NODES: tl.constexpr):
     sampled = tl.load(walk.tokens + at + tl.maximum(tl.load(walk.num_walked + seat) - 1, 0))
     tl.debug_barrier()
     while end > 0:
-        # The node at depth d, from the deepest up.
+        # ``end`` is the node at depth ``deepest``; both go up to the root.
         if deepest < length:
             tl.store(walk.tokens + at + deepest - 1, tl.load(rows.tokens + start + end))
             tl.store(walk.accepted + at + deepest - 1, end)
@@ -62,11 +65,14 @@ def _force_walk(rows, walk, owed, mean, max_walked, NODES: tl.constexpr):
 
 
 def force_walk(rows: StepRows, walk: WalkResult, owed: torch.Tensor, mean: float, max_width: int) -> None:
-    """Replace the walks of trees, unless they are broken: reference_resident.force_walk_reference defines it.
+    """Replace the walks of trees, except broken ones.
+
+    reference_resident.force_walk_reference defines it.
 
     Args:
-        owed: float32 [seats]: what steps so far were short of, less than one token; kept from step to step.
-        mean: tokens of one step with a tree, the target's own counted.
+        owed: float32 [seats]; the fraction of a token that past steps still owe; kept from step to
+            step.
+        mean: tokens of one step with a tree, including the target's own token.
         max_width: no seat has more rows.
     """
     _force_walk[(len(rows.num_nodes),)](

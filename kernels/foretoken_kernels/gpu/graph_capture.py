@@ -1,4 +1,7 @@
-"""Capturing launches as a CUDA graph, by hand: torch.cuda.graph collects garbage first, which takes longer."""
+"""Capture launches as a CUDA graph.
+
+torch.cuda.graph would collect garbage first, which takes longer.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,20 @@ import torch
 
 
 def captured(launch: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """What ``launch`` enqueues on the current stream, which must not be the default one.
+    """Capture what ``launch`` enqueues on the current stream, which must not be the default one.
 
-    Garbage is not collected meanwhile: another graph in it cannot be destroyed while a stream is captured, and the
-    attempt would end the capture.
+    Garbage collection is off during the capture: if it destroyed another graph, the capture would
+    fail.
 
     Args:
-        pool: of torch.cuda.graph_pool_handle, for the memory that is allocated meanwhile; None: one of its own.
+        pool: memory pool for allocations during the capture (torch.cuda.graph_pool_handle); None: a
+            new one.
     """
     graph = torch.cuda.CUDAGraph()
     collects = gc.isenabled()
     gc.disable()
     try:
-        # Other threads may use the device as they like.
+        # Other threads may use the device during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             launch()

@@ -1,4 +1,7 @@
-"""Accepted nodes' keys and values move to the committed path: reference.kv_commit, its moves found on the device."""
+"""Move KV entries of accepted nodes to the committed path; the device finds the moves.
+
+reference.kv_commit defines the copies.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def _physical_slots(
     num_slots: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> Any:
-    """The cache slots of a sequence's logical slots, or -1 where there is none."""
+    """Return the KV slots of a sequence's logical slots, or -1 where there is none."""
     is_inside = is_move & (logical >= 0) & (logical < max_blocks.to(tl.int64) * BLOCK_SIZE)
     block = tl.load(block_table + logical // BLOCK_SIZE, mask=is_inside, other=-1).to(tl.int64)
     slot = block * BLOCK_SIZE + logical % BLOCK_SIZE
@@ -50,12 +53,13 @@ def _kv_commit_kernel(
     DEPTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    # A program owns a piece of every slot in one plane, for one sequence, and makes DEPTHS moves at once, in order from
-    # the root: all are read, then all are written. That equals one move after the other, because no move reads what an
-    # earlier one wrote: nodes ascend along a path and none is below its depth, so for e > d move e reads slot
-    # root + node[e], where node[e] > node[d] >= d, and move d wrote root + d. What an earlier move read may be written
-    # by a later one: hence the barrier, since other threads may do the one than the other. Other programs have other
-    # pieces, planes or sequences, and sequences share no slots behind their roots.
+    # A program owns a piece of every KV slot in one plane, for one sequence, and makes DEPTHS moves
+    # at once, in order from the root: it reads all, then writes all. That equals one move after the
+    # other, because no move reads what an earlier one wrote: nodes ascend along a path and none is
+    # below its depth, so for e > d move e reads slot root + node[e], where node[e] > node[d] >= d,
+    # and move d wrote root + d. A later move may write what an earlier one read: hence the barrier,
+    # since different threads may run the two. Other programs have other pieces, planes or
+    # sequences, and sequences share no KV slots after their roots.
     plane = tl.program_id(0).to(tl.int64)
     seq = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -69,7 +73,7 @@ def _kv_commit_kernel(
         node = tl.load(accepted + seq * accepted_stride + move, mask=is_move, other=0).to(tl.int64)
         src = _physical(root + node, is_move, table, max_blocks, num_slots, BLOCK_SIZE)
         dst = _physical(root + move + 1, is_move, table, max_blocks, num_slots, BLOCK_SIZE)
-        # Nothing is moved onto itself, from nowhere, or to nowhere.
+        # Skip moves onto themselves, and moves from or to a KV slot that does not exist.
         mask = ((src >= 0) & (dst >= 0) & (src != dst))[:, None] & (columns < slot_size)[None, :]
         value = tl.load(piece + src[:, None] * slot_stride, mask=mask)
         tl.debug_barrier()
@@ -97,12 +101,13 @@ def _copy_slots_kernel(
         size = tl.where(is_inside, slot_size, 0)
         value = tl.load(start + tl.maximum(src, 0) * slot_stride, mask=columns < size)
         tl.store(start + tl.maximum(dst, 0) * slot_stride, value, mask=columns < size)
-        # A later move may read what this one wrote, whichever thread that was.
+        # A later move may read what another thread wrote for this one.
         tl.debug_barrier()
 
 
 _kv_commit: Any = triton.jit(_kv_commit_kernel, do_not_specialize=["depth", "max_blocks", "num_slots"])
-# Two halves of one array of moves: the second is aligned for some numbers of them alone.
+# Sources and targets are two halves of one array; whether the second half is aligned depends on the
+# number of moves.
 _copy_slots: Any = triton.jit(
     _copy_slots_kernel,
     do_not_specialize=["moves", "num_slots"],
@@ -118,18 +123,21 @@ def kv_commit(
     block_tables: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Make each sequence's accepted path contiguous behind its root: node ``accepted[d - 1]`` moves to depth d.
+    """Make each sequence's accepted path contiguous after its root.
 
-    Tree node i of a sequence lies at logical slot ``root + i``. A move from or to a slot that does not exist is left
-    out.
+    Node ``accepted[d - 1]`` moves to depth d. Tree node i of a sequence is at logical slot ``root +
+    i``. A move from or to a KV slot that does not exist is skipped.
 
     Args:
-        cache: [planes, slots, slot_size], bfloat16 or float32; a plane is the keys or the values of one layer. The
-            elements of a slot are contiguous. Written in place.
-        accepted: int32 [seqs, depth]: the nodes of the accepted path in order, ascending, without the root.
-        num_accepted: int32 [seqs]: how many of them count.
-        root_positions: int32 [seqs]: the root's logical slot.
+        cache: [planes, slots, slot_size], bfloat16 or float32; a plane is the keys or the values of
+            one layer. The elements of a KV slot are contiguous. Written in place.
+        accepted: int32 [seqs, depth]; the nodes of the accepted path, ascending, without the root.
+        num_accepted: int32 [seqs]; how many of them count.
+        root_positions: int32 [seqs]; the root's logical slot.
         block_tables: int32 [seqs, max_blocks].
+
+    Raises:
+        ValueError: shapes or strides do not fit.
     """
     planes, num_slots, slot_size = cache.shape
     seqs, depth = accepted.shape
@@ -161,13 +169,16 @@ def kv_commit(
 
 
 def copy_slots(cache: torch.Tensor, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
-    """Copy slot ``src_slots[i]`` to ``dst_slots[i]`` in every plane, one after the other in ascending i, in place.
+    """Copy KV slot ``src_slots[i]`` to ``dst_slots[i]`` in every plane in place, in ascending i.
 
-    A move from or to a slot that does not exist is left out.
+    A move from or to a KV slot that does not exist is skipped.
 
     Args:
         cache: [planes, slots, slot_size], as for kv_commit.
         src_slots, dst_slots: int32 or int64 [moves].
+
+    Raises:
+        ValueError: shapes or strides do not fit.
     """
     planes, num_slots, slot_size = cache.shape
     if cache.stride(2) != 1 or src_slots.shape != dst_slots.shape:

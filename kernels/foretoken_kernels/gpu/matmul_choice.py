@@ -1,5 +1,8 @@
-"""The matmul of each shape and row count: PyTorch's, one of the skinny kernels, as was found to be fastest, or of many
-rows the wide one; with what follows it, where one kernel can do both."""
+"""Run each matmul by the implementation chosen for its shape and row count.
+
+The choices are PyTorch, a skinny kernel, or the wide kernel for many rows. Where one kernel can do
+both, it also does the operation that follows the matmul.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ from foretoken_kernels.gpu.skinny_matmul import (
 )
 from foretoken_kernels.gpu.wide_gate_up import fits_wide_gate_up, pays_wide_gate_up, wide_gate_up
 
-# Not powers of two alone: at 24 rows cuBLAS takes other kernels than at 32, which may be slower than both.
+# Not only powers of two: at 24 rows cuBLAS uses other kernels than at 32, and both may be slower.
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 STORE, ADD, GATE_UP, QKV = "store", "add", "gate_up", "qkv"
 
-# Of each row bucket: a configuration, or None for PyTorch.
+# For each row bucket: a configuration, or None for PyTorch.
 Choices = Mapping[int, SkinnyConfig | None]
 
 
 class Heads(NamedTuple):
-    """Of an attention whose queries, keys and values are one matmul's, and what is done to them."""
+    """Head counts and size of an attention layer with a fused QKV matmul; its bias and norm."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,8 +47,13 @@ class Heads(NamedTuple):
 
 
 class MatmulShape(NamedTuple):
-    """A kind of matmul: ``out_features`` and ``in_features`` are the weight's, for GATE_UP of gate and up together.
-    ``heads``: of QKV."""
+    """A kind of matmul.
+
+    Attributes:
+        out_features, in_features: sizes of the weight; for GATE_UP, gate and up together.
+        mode: STORE, ADD, GATE_UP or QKV.
+        heads: for QKV only.
+    """
 
     out_features: int
     in_features: int
@@ -55,7 +63,7 @@ class MatmulShape(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in a file."""
+        """Return the shape's name in a file."""
         words = [f"{self.out_features}x{self.in_features}", self.mode, str(self.out_dtype).removeprefix("torch.")]
         if self.heads is not None:
             *sizes, has_bias, has_norm = self.heads
@@ -64,12 +72,14 @@ class MatmulShape(NamedTuple):
 
 
 class MatmulTable:
-    """Matmuls as chosen; what has no choice goes to PyTorch. matmul_timing.timed_table makes the choices.
+    """Run matmuls as chosen; a shape without a choice goes to PyTorch.
 
-    One table's matmuls must not run at the same time as each other (on two streams), since they share a workspace.
+    matmul_timing.timed_table makes the choices. One table's matmuls share a workspace, so they must
+    not run at the same time (on two streams).
 
     Args:
-        wide_programs: programs that gate and up of more rows than ``choices`` are for may have; 0: those are PyTorch's.
+        wide_programs: number of programs of the wide kernel, for gate and up with more rows than
+            ``choices`` cover; 0: PyTorch computes these.
     """
 
     def __init__(
@@ -85,7 +95,13 @@ class MatmulTable:
             self.choose(shape, by_rows)
 
     def choose(self, shape: MatmulShape, by_rows: Choices) -> None:
-        """Take these choices from now on. Not once a CUDA graph has captured a matmul: the workspace may move."""
+        """Use these choices from now on.
+
+        Do not call it after a CUDA graph has captured a matmul: the workspace may move.
+
+        Raises:
+            ValueError: the choices are not for ROW_BUCKETS.
+        """
         if tuple(by_rows) != ROW_BUCKETS:
             raise ValueError(f"choices for {tuple(by_rows)} rows, not for {ROW_BUCKETS}")
         self._choices[shape] = dict(by_rows)
@@ -93,37 +109,41 @@ class MatmulTable:
             self.reserve(shape.out_features)
 
     def reserve(self, out_features: int) -> None:
-        """Make room for sums of so many features in parts. Not once a CUDA graph has captured a matmul, either."""
+        """Make room for partial sums of ``out_features`` features.
+
+        Do not call it after a CUDA graph has captured a matmul: the workspace may move.
+        """
         workspace = skinny_matmul_workspace(out_features, MAX_SPLIT_K, self._device)
         if workspace.partials.numel() > self._workspace.partials.numel():
             self._workspace = workspace
 
     def choice(self, shape: MatmulShape, rows: int) -> SkinnyConfig | None:
-        """The configuration for ``rows``, None for PyTorch."""
+        """Return the configuration for ``rows``, or None for PyTorch."""
         if not 1 <= rows <= ROW_BUCKETS[-1]:
             return None
         bucket = ROW_BUCKETS[bisect.bisect_left(ROW_BUCKETS, rows)]
         return self._choices[shape][bucket] if shape in self._choices else None
 
     def matmul(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
-        """``out = x @ weight.T``, or ``out += x @ weight.T`` with ``add``.
+        """Compute ``out = x @ weight.T``, or ``out += x @ weight.T`` with ``add``.
 
         Args:
             x: [rows, in_features]; rows may be apart, columns may not.
             weight: [out_features, in_features], contiguous, x's dtype.
-            out: [rows, out_features], x's dtype or float32; rows may be apart, columns may not. Not x.
+            out: [rows, out_features], x's dtype or float32; rows may be apart, columns may not. Not
+                x.
         """
         out_features, in_features = weight.shape
         shape = MatmulShape(out_features, in_features, ADD if add else STORE, out.dtype)
         self.matmul_by(self.choice(shape, len(x)), x, weight, out, add)
 
     def gate_up(self, x: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        """``out = silu(x @ gate.T) * (x @ up.T)``.
+        """Compute ``out = silu(x @ gate.T) * (x @ up.T)``.
 
         Args:
             x: [rows, in_features]; rows may be apart, columns may not.
             weight: [2 * size, in_features], contiguous: gate, then up.
-            gate_up: [rows, 2 * size]; left in any state.
+            gate_up: [rows, 2 * size]; scratch, left in any state.
             out: [rows, size].
         """
         if self._is_wide(x, weight):
@@ -134,20 +154,21 @@ class MatmulTable:
         self.gate_up_by(config, x, weight, gate_up, out)
 
     def _is_wide(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether gate and up are many rows' whose tiles the GPU has use for."""
+        """Return whether the wide kernel can compute these rows, and is faster than PyTorch."""
         programs = self._wide_programs
         if programs == 0 or len(x) <= ROW_BUCKETS[-1] or not pays_wide_gate_up(len(x), len(weight) // 2, programs):
             return False
         return fits_wide_gate_up(x, weight)
 
     def qkv(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rope: Rope) -> None:
-        """rope_kv_write of ``x @ weight.T``, of which the turned queries are left in ``out``.
+        """Apply rope_kv_write to ``x @ weight.T``, and leave the rotated queries in ``out``.
 
         Args:
             x: [rows, in_features]; rows may be apart, columns may not.
             weight: [(num_heads + 2 * num_kv_heads) * head_dim, in_features], contiguous, x's dtype.
-            out: [rows, the same]. What is behind the queries is left in any state.
-            rope: as for rope_kv_write.
+            out: [rows, (num_heads + 2 * num_kv_heads) * head_dim]. The columns after the queries
+                are left in any state.
+            rope: the other arguments of rope_kv_write.
         """
         out_features, in_features = weight.shape
         shape = MatmulShape(out_features, in_features, QKV, out.dtype, Heads.of(rope))
@@ -156,7 +177,7 @@ class MatmulTable:
     def matmul_by(
         self, config: SkinnyConfig | None, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool
     ) -> None:
-        """matmul with this configuration."""
+        """Run matmul with this configuration."""
         if config is None:
             torch_matmul(x, weight, out, add)
         else:
@@ -170,7 +191,10 @@ class MatmulTable:
         gate_up: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """gate_up with this configuration, where None means the matmul that was chosen, and then the activation."""
+        """Run gate_up with this configuration.
+
+        None means the chosen matmul, then the activation.
+        """
         if config is None:
             self.matmul(x, weight, gate_up)
             silu_and_multiply(gate_up, out)
@@ -180,7 +204,10 @@ class MatmulTable:
     def qkv_by(
         self, config: SkinnyConfig | None, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rope: Rope
     ) -> None:
-        """qkv with this configuration, where None means the matmul that was chosen, and then rope_kv_write."""
+        """Run qkv with this configuration.
+
+        None means the chosen matmul, then rope_kv_write.
+        """
         if config is None:
             self.matmul(x, weight, out)
             rope_kv_write(out, *rope)
@@ -189,7 +216,7 @@ class MatmulTable:
 
 
 def torch_matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
-    """MatmulTable.matmul by PyTorch's library."""
+    """Compute MatmulTable.matmul with PyTorch."""
     if out.dtype == x.dtype:
         if add:
             torch.addmm(out, x, weight.t(), out=out)

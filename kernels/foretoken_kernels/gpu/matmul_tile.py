@@ -1,8 +1,8 @@
-"""One tile of x W^T on a GPU: what the matmuls of fast and of strict mode are made of.
+"""Compute one tile of x W^T on a GPU, for the matmuls of fast and of strict mode.
 
-A program has BLOCK_M rows, BLOCK_N output features and one of SPLIT_K parts of the sum, so that small matrices still
-keep every SM busy. The last of a tile's programs to arrive adds the parts up, in the parts' order: the same bits every
-time, whoever came last.
+A program computes BLOCK_M rows, BLOCK_N output features and one of SPLIT_K parts of the sum, so
+that small matrices still keep every SM busy. The last of a tile's programs to arrive adds the parts
+in their order, so the bits are the same whichever program is last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _jit: Callable[[Any], Any] = triton.jit
 
 
 class MatmulWorkspace(NamedTuple):
-    """What programs leave for each other. Kernels that may run at the same time need one each.
+    """Partial sums and counters of a launch.
+
+    Kernels that may run at the same time need one workspace each.
 
     Attributes:
         partials: float32 [elements].
@@ -56,25 +58,28 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     GATE_UP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """``out = x @ weight.T`` of a tile, ``out += ...`` with ADD; with GATE_UP silu of the first half times the second.
+    """Compute a tile of ``out = x @ weight.T``.
+
+    With ADD it adds to ``out``. With GATE_UP it multiplies silu of gate's sums by up's sums.
 
     Args:
-        first_row, feature_tile: which rows, and which BLOCK_N features.
-        split: which part of the sum.
-        tile: the number of the tile's counter and partial sums.
+        first_row, feature_tile: the tile's first row, and the number of its BLOCK_N features.
+        split: number of the sum's part.
+        tile: number of the tile's counter and partial sums.
         WIDEN: multiply in float32.
     """
     m = first_row + tl.arange(0, BLOCK_M)
     n = feature_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = (m < num_rows)[:, None] & (n < out_features)[None, :]
-    # Features past the end repeat the last one and are not stored: a mask would only slow the loads down.
+    # Features past the end repeat the last one and are not stored: a mask would slow down the
+    # loads.
     source = n
     if not EVEN_N:
         source = tl.minimum(n, out_features - 1)
     out_at = out + m.to(tl.int64)[:, None] * out_stride + n[None, :]
     start = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if ADD:
-        # The sum begins with what is there, in the first part.
+        # The first part's sum starts with the old value.
         limit = tl.where(split == 0, num_rows, 0)
         start += tl.load(out_at, mask=is_output & (m < limit)[:, None], other=0.0).to(tl.float32)
     total, up_total, is_whole = sum_tile(
@@ -130,14 +135,15 @@ def sum_tile(  # type: ignore[no-untyped-def]
     GATE_UP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """A tile's sums, those of GATE_UP's second half (zeros without), and whether they are whole: whether this is the
-    program that is to store them.
+    """Return a tile's sums, the sums of ``up``, and whether this program has to store them.
+
+    The sums of ``up`` are zero without GATE_UP. Only the program with whole sums stores them.
 
     Args:
-        source: [BLOCK_N]; which rows of the weight, all of which there are.
-        out_features: how far below them those of the second half lie.
+        source: [BLOCK_N]; rows of the weight, all in range.
+        out_features: distance in rows from gate to up.
         start: float32 [BLOCK_M, BLOCK_N]; added to this part's sums.
-        m: [BLOCK_M]; which rows of x.
+        m: [BLOCK_M]; rows of x.
         split, tile, WIDEN: as for multiply_tile.
     """
     is_row = (m < num_rows)[:, None]
@@ -172,7 +178,7 @@ def sum_tile(  # type: ignore[no-untyped-def]
         weight_at += BLOCK_K
         k += BLOCK_K
 
-    # Without parts, the sums of each program.
+    # Without parts, every program has whole sums.
     is_whole = split == SPLIT_K - 1
     if SPLIT_K > 1:
         PARTS: tl.constexpr = 2 if GATE_UP else 1
@@ -182,11 +188,13 @@ def sum_tile(  # type: ignore[no-untyped-def]
         tl.store(begin + split * (PARTS * TILE), total, mask=is_row)
         if GATE_UP:
             tl.store(begin + split * (PARTS * TILE) + TILE, up_total, mask=is_row)
-        # All threads' parts are written before one thread tells; what it learns holds for all threads behind it.
+        # All threads' parts are written before one thread counts this program as done. What that
+        # thread reads holds for all threads after the barrier.
         tl.debug_barrier()
         is_whole = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
         if is_whole:
-            # Every part is read back, this program's own too, past the first-level cache, which others do not write.
+            # Read back every part, this program's own too. ".cg" bypasses the first-level cache,
+            # which does not see other SMs' writes.
             total = tl.load(begin, mask=is_row, other=0.0, cache_modifier=".cg")
             for part in tl.static_range(1, SPLIT_K):
                 total += tl.load(begin + part * (PARTS * TILE), mask=is_row, other=0.0, cache_modifier=".cg")

@@ -1,4 +1,4 @@
-"""Which matmul is fastest on this GPU: found once, at a start, and kept in a file."""
+"""Find the fastest matmuls on this GPU at the first start, and keep the result in a file."""
 
 from __future__ import annotations
 
@@ -35,24 +35,31 @@ logger = logging.getLogger(__name__)
 
 _ROTATED_BYTES = 200 << 20  # several times the cache that would otherwise hold a weight from call to call
 _REPLAYS = 5
-# What a start is disturbed by makes single times longer, so the best are timed once more.
+# Disturbances at a start make single times longer, so the best configurations are timed once more.
 _TIMED_TWICE = 3
-# Positions and cache slots of the rows that are timed.
+# Positions and KV slots of the rows that are timed.
 _SLOTS = 256
 _SPARE_SHARED_MEMORY = 8 << 10
 
-# Microseconds of a call with one of the weights.
+# Returns microseconds of a call with one of the weights.
 Measure = Callable[[Callable[[torch.Tensor], None], Sequence[torch.Tensor]], float]
 
 
 def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Path | None = None) -> MatmulTable:
-    """The fastest matmuls for ``weights``, each timed on the GPU that it is on; without a GPU, PyTorch's throughout.
+    """Return a table of the fastest matmuls for ``weights``, each timed on the GPU that holds it.
+
+    Without a GPU the table uses PyTorch for all.
 
     Args:
-        weights: matrices of each shape, best of all layers: calls take turns on them, so that none is in the cache.
-            Where they are too few for that, copies help out for as long as it takes. Only bfloat16 is timed. The
-            matrices of a GATE_UP or QKV shape are timed unfused as well, as that is what fusing has to beat.
-        path: results are read from this JSON file where they are of this GPU and these versions, and written to it.
+        weights: matrices of each shape, preferably of all layers: calls use them in turn, so that
+            none is in the cache. If there are too few, they are copied for the time of the
+            measurement. Only bfloat16 is timed. The matrices of a GATE_UP or QKV shape are timed
+            unfused too, since fusing must beat that.
+        path: JSON file of results. Results for this GPU and these versions are read from it, and
+            new ones are written to it.
+
+    Raises:
+        ValueError: the file is not a table of matmuls.
     """
     timed = {shape: list(matrices) for shape, matrices in weights.items() if _is_timed(matrices)}
     if not timed:
@@ -66,8 +73,8 @@ def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Pat
         if path is None:
             kept = _with_missing(timed, {}, device)
         else:
-            # A verifier and its drafters start together: what two time at once is of neither, and one's choices would
-            # be written over the other's.
+            # A verifier and its drafters start together. Two timing at once would disturb each
+            # other, and one would overwrite the other's choices.
             with alone(path):
                 kept = _with_missing(timed, read_choices(path, machine), device)
                 write_choices(path, machine, kept)
@@ -77,9 +84,9 @@ def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Pat
 
 
 def wide_programs(weights: Sequence[torch.Tensor], limits: Device) -> int:
-    """The programs of gate and up of many rows, 0 where the GPU is none for them; compiles them for these weights.
+    """Compile the wide kernel for these weights; return its number of programs, 0 for no kernel.
 
-    Whatever the rows, the kernel is the same, so no later call waits for a compiler.
+    The kernel is the same for any number of rows, so no later call waits for the compiler.
     """
     if not limits.is_hopper:
         return 0
@@ -88,8 +95,8 @@ def wide_programs(weights: Sequence[torch.Tensor], limits: Device) -> int:
         try:
             wide_gate_up(x, weight, out, limits.num_sms)
         except triton.runtime.OutOfResources as error:
-            # Another compiler may want more shared memory than there is.
-            logger.warning("gate and up of many rows are the library's: %s", error)
+            # Another version of the compiler may need more shared memory than there is.
+            logger.warning("gate and up of many rows use PyTorch: %s", error)
             return 0
     return limits.num_sms
 
@@ -97,7 +104,7 @@ def wide_programs(weights: Sequence[torch.Tensor], limits: Device) -> int:
 def _with_missing(
     timed: Mapping[MatmulShape, Sequence[torch.Tensor]], kept: dict[str, Choices], device: torch.device
 ) -> dict[str, Choices]:
-    """``kept``, and choices for the shapes that it lacks, by MatmulShape.key."""
+    """Return ``kept`` plus choices for the shapes that it lacks, by MatmulShape.key."""
     missing = {shape: matrices for shape, matrices in timed.items() if shape.key not in kept}
     if not missing:
         return kept
@@ -112,7 +119,7 @@ def _is_timed(matrices: Sequence[torch.Tensor]) -> bool:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """No two processes are here with the same file at once: the next one waits. The end of a process lets go of it."""
+    """Hold a lock on the file; another process waits. The lock ends with the process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f"{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -126,11 +133,11 @@ def choose(
     limits: Device,
     measure: Measure,
 ) -> dict[MatmulShape, Choices]:
-    """The fastest of PyTorch's matmul and the candidates for each shape and row bucket."""
+    """Return the fastest of PyTorch's matmul and the candidates for each shape and row bucket."""
     table = MatmulTable(known, device)
     table.reserve(max(_split_features(shape, limits) for shape in weights))
     found: dict[MatmulShape, Choices] = {}
-    # Plain matmuls first: the best of them is a fused one's rival.
+    # Plain matmuls first, since a fused matmul is compared with the best plain one.
     for shape in sorted(weights, key=lambda shape: shape.mode in (GATE_UP, QKV)):
         matrices = list(weights[shape][: -(-_ROTATED_BYTES // weights[shape][0].nbytes)])
         if device != "cpu":
@@ -168,7 +175,8 @@ def _fastest(
     times = {}
     configs: list[SkinnyConfig | None] = [None, *_candidates(shape, rows, limits)]
     for config in configs:
-        # Another compiler may want more registers or shared memory than there are. Then it is no choice.
+        # Another version of the compiler may need more registers or shared memory than there are.
+        # Then the configuration is not a choice.
         with contextlib.suppress(triton.runtime.OutOfResources):
             times[config] = measure(functools.partial(run, config), weights)
     for config in sorted(times, key=times.__getitem__)[:_TIMED_TWICE]:
@@ -179,7 +187,7 @@ def _fastest(
 
 
 def _rope(heads: Heads, rows: int, dtype: torch.dtype, device: torch.device) -> Rope:
-    """Rows that lie side by side in a small cache."""
+    """Make arguments of rope_kv_write whose rows are side by side in a small cache."""
     num_heads, num_kv_heads, head_dim, has_bias, has_norm = heads
     bias = torch.zeros((num_heads + 2 * num_kv_heads) * head_dim, device=device) if has_bias else None
     norm = torch.ones(head_dim, device=device) if has_norm else None
@@ -199,13 +207,13 @@ def _candidates(shape: MatmulShape, rows: int, limits: Device) -> list[SkinnyCon
 
 
 def _split_features(shape: MatmulShape, limits: Device) -> int:
-    """Features whose sums may come in parts."""
+    """Return how many features may have partial sums."""
     splits = [config.split_k for rows in ROW_BUCKETS for config in _candidates(shape, rows, limits)]
     return shape.out_features if max(splits, default=1) > 1 else 0
 
 
 def graph_microseconds(call: Callable[[torch.Tensor], None], weights: Sequence[torch.Tensor]) -> float:
-    """Median time of one call out of a CUDA graph of one for each weight."""
+    """Return the median microseconds of one call, in a CUDA graph with one call a weight."""
     stream = torch.cuda.Stream(weights[0].device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(weights[0].device))
     with torch.cuda.stream(stream):
@@ -231,23 +239,23 @@ def graph_microseconds(call: Callable[[torch.Tensor], None], weights: Sequence[t
 
 
 def device_limits(device: torch.device) -> Device:
-    """Of a GPU."""
+    """Return a GPU's limits."""
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
     return Device(properties["multiprocessor_count"], properties["max_shared_mem"] - _SPARE_SHARED_MEMORY, is_hopper)
 
 
 def _machine(device: torch.device) -> str:
-    """Times of another GPU, library or compiler say nothing."""
+    """Return a key of the results: times of another GPU, library or compiler do not apply."""
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     return f"{torch.cuda.get_device_name(device)}, {versions}, {torch.backends.cuda.preferred_blas_library()}"
 
 
 def read_choices(path: Path, machine: str) -> dict[str, Choices]:
-    """What write_choices wrote for ``machine``, by MatmulShape.key; nothing where there is no file.
+    """Return the choices for ``machine`` by MatmulShape.key; none if there is no file.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file is not a table written by write_choices.
     """
     if not path.exists():
         return {}
@@ -257,13 +265,16 @@ def read_choices(path: Path, machine: str) -> dict[str, Choices]:
             for key, by_rows in json.loads(path.read_text()).get(machine, {}).items()
         }
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no table of matmuls; delete it and they are timed again") from error
-    # Choices for other row counts, of another version, are made anew.
+        raise ValueError(f"{path} is not a table of matmuls; delete it to time them again") from error
+    # Drop choices for other row buckets, written by another version: they are timed again.
     return {key: by_rows for key, by_rows in found.items() if tuple(by_rows) == ROW_BUCKETS}
 
 
 def write_choices(path: Path, machine: str, choices: Mapping[str, Choices]) -> None:
-    """Put ``machine``'s choices into the file, beside those of others. Readers see the old file or the new one."""
+    """Write ``machine``'s choices to the file, beside other machines' choices.
+
+    Readers see either the old file or the new one.
+    """
     tables = json.loads(path.read_text()) if path.exists() else {}
     tables[machine] = {key: list(by_rows.items()) for key, by_rows in choices.items()}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The keyed noise as device functions: Philox4x32-10 words and their Gumbel noise.
+"""Keyed noise as device functions: Philox4x32-10 words and their Gumbel noise.
 
-Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The counter of token ids 4 b to 4 b + 3
-is (b, position, choice index, stream), the key is the seed; reference_sampling.py defines the rest.
+Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The counter of token
+ids 4 b to 4 b + 3 is (b, position, choice index, stream), the key is the seed.
+reference_sampling.py defines the rest.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ _INCREMENT_0: tl.constexpr = tl.constexpr(0x9E3779B9)
 _INCREMENT_1: tl.constexpr = tl.constexpr(0xBB67AE85)
 _UNIFORM_STEP: tl.constexpr = tl.constexpr(2.0**-23)
 _LAST_UNIFORM: tl.constexpr = tl.constexpr(2**23 - 1)
-# More than gumbel_estimate is off by: 2e-5 at most, where the inner logarithm is close to 0.
+# A bound on gumbel_estimate's error, which is at most 2e-5 where the inner logarithm is close to 0.
 ESTIMATE_ERROR: tl.constexpr = tl.constexpr(5e-4)
 
 
 @triton.jit
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Four uint32 words for each counter; all arguments are uint32, of one shape or scalars."""
+    """Return four uint32 words for each counter.
+
+    All arguments are uint32, of one shape or scalars.
+    """
     for _ in tl.static_range(10):
         even_high = tl.umulhi(_MULTIPLIER_0, c0)
         even_low = c0 * _MULTIPLIER_0
@@ -39,7 +43,10 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def token_words(first_block, position, choice, key_low, key_high, TOKENS: tl.constexpr):
-    """uint32 [TOKENS]: the words of the token ids from ``4 * first_block`` on, for the stream of sampled tokens."""
+    """Return uint32 [TOKENS]: the words of the token ids from ``4 * first_block`` on.
+
+    The stream is that of sampled tokens.
+    """
     blocks = (first_block + tl.arange(0, TOKENS // 4)).to(tl.uint32)
     zeros = tl.zeros([TOKENS // 4], tl.uint32)
     w0, w1, w2, w3 = philox4x32(
@@ -55,14 +62,14 @@ def token_words(first_block, position, choice, key_low, key_high, TOKENS: tl.con
 
 @triton.jit
 def gumbel_from_words(words):
-    """float32 noise of uint32 words."""
+    """Return float32 noise of uint32 words."""
     uniform = ((words >> 9).to(tl.float64) + 0.5) * _UNIFORM_STEP
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
 @triton.jit
 def scattered_noise(token_ids, position, choice, key_low, key_high):
-    """float32 noise of any int32 token ids, for the stream of sampled tokens."""
+    """Return float32 noise of any int32 token ids, from the stream of sampled tokens."""
     zeros = (token_ids * 0).to(tl.uint32)
     w0, w1, w2, w3 = philox4x32(
         (token_ids >> 2).to(tl.uint32),
@@ -78,10 +85,10 @@ def scattered_noise(token_ids, position, choice, key_low, key_high):
 
 @triton.jit
 def gumbel_estimate(words):
-    """float32 noise to within ESTIMATE_ERROR, without float64.
+    """Return float32 noise to within ESTIMATE_ERROR, without float64.
 
-    Close to 1 the uniform number's logarithm is taken from its distance to 1, which is exact: a float32 logarithm,
-    and the device's short one all the more, has no correct digit there.
+    Close to 1, the logarithm is computed from the uniform number's distance to 1, which is exact. A
+    float32 logarithm, and even more the device's approximate one, has no correct digit there.
     """
     steps = (words >> 9).to(tl.int32)
     distance = ((steps * -1 + _LAST_UNIFORM).to(tl.float32) + 0.5) * _UNIFORM_STEP

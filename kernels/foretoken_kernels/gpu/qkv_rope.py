@@ -1,9 +1,9 @@
-"""The matmul of queries, keys and values with what follows it, bias to cache write, as one kernel: reference.linear and
-reference.rope_kv_write.
+"""Fuse the matmul of queries, keys and values with bias, norm, rotation and cache write.
 
-A launch of a few rows is over sooner than the next one begins, so one kernel less a layer is time gained. A program has
-both halves of the heads' pairs that are turned against each other: its features are those of the lower halves, then
-those of the upper.
+reference.linear and reference.rope_kv_write define it. With few rows, a launch is over before the
+next one begins, so one launch less a layer saves time. Rotation pairs the lower half of a head with
+its upper half, so a program computes features of both: first of lower halves, then of the upper
+ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, sum_tile
-from foretoken_kernels.gpu.rope_kv_write import Rope, write_entries
+from foretoken_kernels.gpu.rope_kv_write import Rope, write_kv_entries
 from foretoken_kernels.gpu.skinny_configs import SkinnyConfig
 from foretoken_kernels.gpu.skinny_matmul import cut
 
@@ -66,7 +66,7 @@ def _qkv_rope_kernel(
     head = (pair // HALF)[None, :]
     dim = (pair % HALF)[None, :]
     inside = is_row[:, None] & (pair < NUM_PAIRS)[None, :]
-    # Asked for here: behind the sums it would be waited for.
+    # Load the positions before the sums, to hide the latency.
     position = tl.load(positions + m, mask=is_row, other=0)
     position = tl.minimum(tl.maximum(position, 0), num_positions - 1).to(tl.int64)
     slot = tl.load(slot_mapping + m, mask=is_row, other=-1).to(tl.int64)
@@ -107,7 +107,7 @@ def _qkv_rope_kernel(
             at = head * HEAD_DIM + dim
             low += tl.load(bias + at, mask=head * HALF + dim < NUM_PAIRS, other=0.0).to(tl.float32)
             high += tl.load(bias + at + HALF, mask=head * HALF + dim < NUM_PAIRS, other=0.0).to(tl.float32)
-        write_entries(
+        write_kv_entries(
             low,
             high,
             cosine,
@@ -136,7 +136,7 @@ _qkv_rope: Any = triton.jit(_qkv_rope_kernel, do_not_specialize=["num_rows", "nu
 
 
 def fits(config: SkinnyConfig, head_dim: int, has_norm: bool) -> bool:
-    """Whether a matmul may be cut up so: a program norms whole heads, or none."""
+    """Return whether a configuration works: a program must norm whole heads, or none."""
     return not has_norm or config.block_n == head_dim
 
 
@@ -148,17 +148,23 @@ def qkv_rope(
     workspace: MatmulWorkspace,
     config: SkinnyConfig,
 ) -> None:
-    """rope_kv_write of ``x @ weight.T``, of which only the queries are left, turned, in ``out``. Sums are float32 up to
-    the last.
+    """Apply rope_kv_write to ``x @ weight.T``; only the rotated queries are written to ``out``.
+
+    Sums are float32 until the last operation.
 
     Args:
-        x: [rows, in_features], at most 128 rows; bfloat16, or float32 as weight. Rows may be apart, columns may not.
+        x: [rows, in_features], at most 128 rows; bfloat16, or float32 as weight. Rows may be apart,
+            columns may not.
         weight: [(num_heads + 2 * num_kv_heads) * head_dim, in_features], contiguous, x's dtype.
-        out: [rows, the same]; bfloat16 or float32; rows may be apart, columns may not. Not x. What is behind the
-            queries stays as it is.
-        rope: as for rope_kv_write.
-        workspace: of skinny_matmul_workspace, for at least ``config.split_k`` parts; unused if that is 1.
-        config: ``fits`` says whether it will do.
+        out: [rows, (num_heads + 2 * num_kv_heads) * head_dim]; bfloat16 or float32; rows may be
+            apart, columns may not. Not x. The columns after the queries stay as they are.
+        rope: the other arguments of rope_kv_write.
+        workspace: from skinny_matmul_workspace, for at least ``config.split_k`` parts; unused if
+            that is 1.
+        config: one for which ``fits`` is true.
+
+    Raises:
+        ValueError: shapes, strides, the workspace or the configuration do not fit.
     """
     num_slots, num_kv_heads, head_dim = rope.keys.shape
     features = (rope.num_heads + 2 * num_kv_heads) * head_dim
@@ -204,7 +210,7 @@ def qkv_rope(
         BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
         EVEN_K=split_size * config.split_k == x.shape[1],
-        # Triton's interpreter, which alone takes tensors that are not on a GPU, does not multiply bfloat16.
+        # Tensors outside a GPU mean Triton's interpreter, which cannot multiply bfloat16.
         WIDEN=not x.is_cuda and x.dtype != torch.float32,
         num_stages=config.num_stages,
         num_warps=config.num_warps,

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""What a step that runs ahead of the host came to: its seats advance, and its results are laid out for a drafter."""
+"""Finish an overlapped step: advance its seats and lay out its results for a drafter."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def _finish_step(seats, results):
 
 
 def advance_seats(seats: Seats, rows: StepRows, walk: WalkResult, results: StepResults) -> None:
-    """Commit what the walk emitted: reference_resident.advance_seats_reference defines it.
+    """Commit what the walk emitted; reference_resident.advance_seats_reference defines it.
 
-    ``walk`` of a seat where nobody sits is set to nothing. No tree is deeper than results have room for
+    The ``walk`` of an empty seat is cleared. No tree is deeper than results have room for
     (``max_depth`` of lay_out_rows).
     """
     most = results.new_tokens.shape[1]
@@ -92,15 +92,16 @@ def advance_seats(seats: Seats, rows: StepRows, walk: WalkResult, results: StepR
 
 
 def gather_hidden(features: torch.Tensor, rows: StepRows, walk: WalkResult, results: StepResults) -> None:
-    """The hidden states that gave the committed tokens; behind ``advance_seats``.
+    """Copy the hidden states that gave the committed tokens; call it after ``advance_seats``.
 
     Args:
-        features: [rows, width] of the target's pass, a row contiguous, of the type of ``results.hidden``.
+        features: [rows, width], hidden states of the target's pass; rows are contiguous, dtype as
+            ``results.hidden``.
     """
     width = results.hidden.shape[1]
     most = results.new_tokens.shape[1]
     if features.shape[1] != width or features.stride(1) != 1:
-        raise ValueError(f"hidden rows of {features.shape[1]} elements; there is room for {width}")
+        raise ValueError(f"hidden states have {features.shape[1]} elements; there is room for {width}")
     _gather_hidden[(len(rows.num_nodes) * most, triton.cdiv(width, _COPY_BLOCK))](
         features,
         rows,
@@ -117,5 +118,5 @@ def gather_hidden(features: torch.Tensor, rows: StepRows, walk: WalkResult, resu
 
 
 def finish_step(seats: Seats, results: StepResults) -> None:
-    """Count the step, and stamp its results: the last launch of a step."""
+    """Count the step and stamp its results: the last launch of a step."""
     _finish_step[(1,)](seats, results, num_warps=1)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The rows of a step that runs ahead of the host, laid out on the device: each seat's root and the tree behind it."""
+"""Lay out the rows of an overlapped step on the device: each seat's root and tree."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _lay_out_rows(
     is_node = node < count
     is_child = (node > 0) & is_node
     token = tl.where(is_child, token, tl.load(seats.last_tokens + seat))
-    # What the walk will go by. Parents are read again from here: whoever drafted may still be writing there.
+    # The walk uses this copy. Parents are read from it again, because the drafter may still be
+    # writing.
     tl.store(rows.tokens + start + node, tl.where(is_node, token, _NO_NODE), mask=is_row)
     tl.store(rows.parents + start + node, tl.where(is_child, parent, tl.where(is_node, -1, _NO_NODE)), mask=is_row)
     tl.debug_barrier()
@@ -68,7 +69,7 @@ def _lay_out_rows(
         mask |= tl.where(above[:, None] & (word[None, :] == (current // 64)[:, None]), bit[:, None], 0)
         depth += above.to(tl.int32)
         up = tl.load(rows.parents + start + current, mask=above & is_row, other=0)
-        # Below the child's whatever it is, so this ends.
+        # A parent's index is forced below its child's, so this ends.
         current = tl.minimum(tl.maximum(up, 0), tl.maximum(current - 1, 0))
 
     count = tl.where(tl.max(depth, axis=0) > max_depth, tl.minimum(count, 1), count)
@@ -114,17 +115,18 @@ def lay_out_rows(
     max_width: int,
     max_depth: int,
 ) -> None:
-    """Fill ``rows`` but ``row_starts``: reference_resident.lay_out_rows_reference defines it.
+    """Fill ``rows`` except ``row_starts``; reference_resident.lay_out_rows_reference defines it.
 
-    A tree that is not stamped with the seats' step, or not sound, or too deep, is a root alone; one that is too large
-    for its rows or for what may still be emitted is cut: ancestors come first.
+    A tree without the seats' step as its stamp, an invalid tree, or a tree that is too deep becomes
+    a root alone. A tree that is too large for its rows, or for the tokens that may still be
+    emitted, is cut: ancestors come first.
 
     Args:
         block_tables: int32 [seats, blocks].
-        num_slots: of the cache.
-        vocab_size: a drafted token is below it.
+        num_slots: KV slots in the cache.
+        vocab_size: drafted tokens must be below this.
         max_width: no seat has more rows.
-        max_depth: edges from a root at most.
+        max_depth: most edges from a root.
     """
     num_seats = len(rows.tree_starts)
     words = rows.masks.shape[1]

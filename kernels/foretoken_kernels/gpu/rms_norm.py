@@ -1,5 +1,8 @@
-"""RMSNorm of rows: foretoken_kernels.reference.rms_norm. One program holds one row, so it is read once; who wants the
-row as it is too (an embedding, a hidden state that is kept) gets it without another launch."""
+"""RMSNorm of rows; foretoken_kernels.reference.rms_norm defines it.
+
+One program holds one row, so the row is read once. The unchanged row (an embedding, a hidden state
+to keep) can be copied in the same launch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import triton
 import triton.language as tl
 
 MAX_SIZE = 16384
-_ELEMENTS_PER_WARP = 512  # sixteen a lane: two 16-byte loads of bfloat16
+_ELEMENTS_PER_WARP = 512  # sixteen elements a lane: two 16-byte loads of bfloat16
 
 
 def _rms_norm_kernel(
@@ -36,7 +39,7 @@ def _rms_norm_kernel(
         source = tl.minimum(tl.maximum(source, 0), num_x_rows - 1)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    # Before the sum, so that both loads are on their way at once.
+    # Before the sum, so that both loads run at the same time.
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + source * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_COPY:
@@ -59,14 +62,20 @@ def rms_norm(
     rows: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
 ) -> None:
-    """``out[i] = x[rows[i]] / sqrt(mean(x^2) + epsilon) * weight`` (arXiv 1910.07467).
+    """Set ``out[i] = x[rows[i]] / sqrt(mean(x^2) + epsilon) * weight`` (arXiv 1910.07467).
 
     Args:
-        x: [num_rows, size], bfloat16 or float32; rows may be apart, columns may not. size is at most 16384.
+        x: [num_rows, size], bfloat16 or float32; rows may be apart, columns may not. size is at
+            most 16384.
         weight: float32 [size].
-        out: [n, size], bfloat16 or float32; as x. May be x itself where ``rows`` is None.
+        out: [n, size], bfloat16 or float32; rows may be apart, columns may not. May be x itself if
+            ``rows`` is None.
         rows: int32 [n], clamped to x's rows; None means all rows in order.
-        copy: as out, and not x; ``copy[i] = x[rows[i]]`` first, of which the norm is then taken.
+        copy: None, or a tensor like ``out``, not x: first ``copy[i] = x[rows[i]]``, then the norm
+            of ``copy``.
+
+    Raises:
+        ValueError: shapes or strides do not fit.
     """
     num_rows, size = out.shape
     if copy is not None and (copy.shape != out.shape or copy.stride(1) != 1):

@@ -1,4 +1,7 @@
-"""Bias, per-head norm, rotary embedding and the write to the paged cache: reference.rope_kv_write, in place."""
+"""Apply bias, per-head norm and rotary embedding in place; write to the paged KV cache.
+
+reference.rope_kv_write defines it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-_HEADS = 8  # of a program: the row's angles are read once for all
-# From so many rows on programs fill the GPU: one warp each, with loads of 16 bytes. Before it more warps wait less.
+_HEADS = 8  # heads of one program, which reads the row's angles once
+# From this number of rows on, programs fill the GPU: one warp each, with loads of 16 bytes. With
+# fewer rows, more warps wait less.
 _MANY_ROWS = 256
 _MAX_HEAD_DIM = 256
 
@@ -19,7 +23,7 @@ jit: Callable[[Any], Any] = triton.jit
 
 
 class Rope(NamedTuple):
-    """What rope_kv_write takes beside the rows; see there."""
+    """Arguments of rope_kv_write besides the rows; see there."""
 
     bias: torch.Tensor | None
     query_norm: torch.Tensor | None
@@ -34,7 +38,7 @@ class Rope(NamedTuple):
 
 
 @jit
-def write_entries(  # type: ignore[no-untyped-def]
+def write_kv_entries(  # type: ignore[no-untyped-def]
     low,
     high,
     cosine,
@@ -57,15 +61,15 @@ def write_entries(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Norm of each head, rotation, and the writes: queries in place, keys and values to their slots.
+    """Norm and rotate heads; write queries in place, and keys and values to their KV slots.
 
     Args:
-        low, high: float32 [a, b]; the lower and upper halves of heads, bias and all. With HAS_NORM the b columns are
-            one head.
-        cosine, sine: float32, of that shape or one that widens to it; so are all that follow.
-        query_row: where the row of queries begins.
-        slot, head, dim: of each element; ``dim`` of its half.
-        inside: which elements there are.
+        low, high: float32 [a, b]; the lower and upper halves of heads, bias included. With HAS_NORM
+            the b columns are one head.
+        cosine, sine: float32, of that shape or broadcast to it, like the following arguments.
+        query_row: start of the row of queries.
+        slot, head, dim: KV slot, head and dimension within its half of each element.
+        inside: which elements exist.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     is_query = head < NUM_HEADS
@@ -88,7 +92,7 @@ def write_entries(  # type: ignore[no-untyped-def]
     tl.store(query_at, turned_low.to(query_row.dtype.element_ty), mask=write_query)
     tl.store(query_at + HALF, turned_high.to(query_row.dtype.element_ty), mask=write_query)
 
-    # The head at which a row's writes end: none are left without a slot.
+    # The head at which a row's writes end: 0 without a KV slot, so that no KV entry is written.
     end = tl.where((slot >= 0) & (slot < num_slots), NUM_HEADS + 2 * NUM_KV_HEADS, 0)
     to_cache = inside & (head < end)
     key_at = keys + slot * key_stride + (head - NUM_HEADS) * HEAD_DIM + dim
@@ -142,7 +146,7 @@ def _rope_kv_write_kernel(
     if HAS_BIAS:
         low += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(bias + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    write_entries(
+    write_kv_entries(
         low,
         high,
         cosine,
@@ -184,32 +188,41 @@ def rope_kv_write(
     num_heads: int,
     strict: bool = False,
 ) -> None:
-    """Bias, norm of each head, rotation; keys and values go to their slots, the queries stay in ``qkv``, turned.
+    """Apply bias, per-head norm and rotation; write keys and values to their KV slots.
+
+    The rotated queries stay in ``qkv``.
 
     Args:
-        qkv: [rows, num_heads + 2 * num_kv_heads, head_dim], or the same with the last two as one; bfloat16 or float32.
-            Rows may be apart. Its queries are replaced; its keys and values stay as they are.
+        qkv: [rows, num_heads + 2 * num_kv_heads, head_dim], or the same with the last two as one;
+            bfloat16 or float32. Rows may be apart. The queries are replaced; keys and values stay
+            as they are.
         bias: [num_heads + 2 * num_kv_heads, head_dim], contiguous in any shape, or None.
         query_norm, key_norm: [head_dim]; both or neither.
-        cos_sin: float32 [positions, 2, head_dim / 2], contiguous: cosines, then sines (arXiv 2104.09864).
+        cos_sin: float32 [positions, 2, head_dim / 2], contiguous: cosines, then sines (arXiv
+            2104.09864).
         positions: int32 [rows]; clamped to cos_sin.
-        slot_mapping: int32 or int64 [rows]; a row whose slot is not in the cache writes nothing there.
-        keys, values: [slots, num_kv_heads, head_dim], bfloat16 or float32; slots may be apart.
-        strict: whether a head's norm is to have the same bits for any number of rows, as all else has.
+        slot_mapping: int32 or int64 [rows]; KV slots. A row whose KV slot is not in the cache
+            writes no KV entry.
+        keys, values: [slots, num_kv_heads, head_dim], bfloat16 or float32; KV slots may be apart.
+        strict: whether a head's norm has the same bits for any number of rows; all other results
+            always do.
+
+    Raises:
+        ValueError: shapes or strides do not fit.
     """
     num_slots, num_kv_heads, head_dim = keys.shape
     heads = num_heads + 2 * num_kv_heads
     rows = len(qkv)
     if head_dim % 2 or head_dim > _MAX_HEAD_DIM or qkv[:1].numel() not in (0, heads * head_dim):
-        raise ValueError(f"{num_heads} query heads and {num_kv_heads} key heads of {head_dim} in {tuple(qkv.shape)}")
+        raise ValueError(f"no {num_heads} query heads and {num_kv_heads} key heads of {head_dim} in {tuple(qkv.shape)}")
     if (query_norm is None) != (key_norm is None):
-        raise ValueError("the heads of queries and keys are both normed, or none")
+        raise ValueError("the heads of queries and keys must be both normed, or neither")
     if not (qkv[:1].is_contiguous() and cos_sin.is_contiguous() and cos_sin.shape[1:] == (2, head_dim // 2)):
         raise ValueError("rope_kv_write needs contiguous heads and angles [positions, 2, head_dim / 2]")
     if values.shape != keys.shape or not (keys[:1].is_contiguous() and values[:1].is_contiguous()):
-        raise ValueError("keys and values have one shape, and the heads of a slot lie together")
+        raise ValueError("keys and values must have one shape, and contiguous heads in a KV slot")
     if bias is not None and not (bias.is_contiguous() and bias.numel() == heads * head_dim):
-        raise ValueError(f"a bias {tuple(bias.shape)} for {heads} heads of {head_dim}")
+        raise ValueError(f"a bias of {tuple(bias.shape)} does not fit {heads} heads of {head_dim}")
     if len(positions) < rows or len(slot_mapping) < rows:
         raise ValueError(f"{len(positions)} positions and {len(slot_mapping)} slots for {rows} rows")
     if rows == 0:
@@ -237,6 +250,6 @@ def rope_kv_write(
         HEADS=_HEADS,
         HAS_BIAS=bias is not None,
         HAS_NORM=query_norm is not None,
-        # Lanes add up what they have of a head, so another number of warps is another order.
+        # The number of warps determines the order in which a head's squares are added.
         num_warps=1 if rows >= _MANY_ROWS and not strict else 4,
     )

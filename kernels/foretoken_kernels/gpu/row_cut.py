@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Top-k, top-p and min-p of one row as one cut: a value, and an id among those that equal it.
+"""Top-k, top-p and min-p of one row as one cut: a value, and an id among the ids that equal it.
 
-Exact and without sorting: each cut value is found by bisection over the integers that order as float32 values do. A
-few passes over the vocabulary find how far below the best value the cut can lie; where not too many values lie above
-that they are gathered, and all further passes read them alone.
+Exact, without sorting: bisection over integers in the order of float32 values finds each cut value.
+A few passes over the vocabulary find how far below the best value the cut can be. If not too many
+values are above that, they are gathered, and all further passes read only these.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ _MAGNITUDE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def _order_of(value):
-    """int64 that orders as float32 does (-0.0 just below 0.0)."""
+    """Return int64 in the order of float32 values (-0.0 just below 0.0)."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64)
     return tl.where(bits < 0, bits ^ _MAGNITUDE, bits)
 
 
 @triton.jit
 def _value_of(order):
-    """The float32 value of an order."""
+    """Return the float32 value of an order."""
     return tl.where(order < 0, order ^ _MAGNITUDE, order).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _weights_of(values, largest):
-    """float64 probabilities, unnormalised: 1 for the largest value, 0 for -inf."""
+    """Return float64 probabilities, unnormalised: 1 for the largest value, 0 for -inf."""
     return tl.where(values > float("-inf"), tl.exp(values.to(tl.float64) - largest.to(tl.float64)), 0.0)
 
 
 @triton.jit
 def _piece(first, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
-    """Values and ids, ascending, of a piece of what was gathered, or of the vocabulary if ``num_gathered`` is -1."""
+    """Return values and ascending ids of one piece.
+
+    A piece of the gathered values, or of the vocabulary if ``num_gathered`` is -1.
+    """
     at = first + tl.arange(0, TOKENS)
     values = tl.full([TOKENS], float("-inf"), tl.float32)
     ids = at
@@ -68,7 +71,10 @@ def _tally(
     MASS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Number (float64) and mass, if asked for, of the values above -inf from ``threshold`` on."""
+    """Return the number (float64) of values above -inf from ``threshold`` on, and their mass.
+
+    The mass is computed only with MASS.
+    """
     number = tl.full([], 0.0, tl.float64)
     mass = tl.full([], 0.0, tl.float64)
     for first in range(0, tl.where(num_gathered >= 0, num_gathered, sizes.vocab_limit), TOKENS):
@@ -98,7 +104,10 @@ def _bisect(
     MASS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Largest order in [low, high] from whose value on number or mass is ``wanted`` at least; ``low`` if none is."""
+    """Return the largest order in [low, high] from which on number or mass is at least ``wanted``.
+
+    Returns ``low`` if there is none.
+    """
     while low < high:
         middle = low + (high - low + 1) // 2
         number, mass = _tally(
@@ -126,7 +135,7 @@ def _bisect(
 
 @triton.jit
 def _gather(threshold, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
-    """Write the row's values above -inf from ``threshold`` on and their ids; at most TOKENS of them."""
+    """Gather the row's values above -inf from ``threshold`` on and their ids, at most TOKENS."""
     count = tl.full([], 0, tl.int32)
     for first_id in range(0, sizes.vocab_limit, TOKENS):
         values = row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
@@ -145,7 +154,7 @@ def _gather(threshold, batch, state, workspace, sizes, row, start, slot, masks_s
 def _nth_equal(
     value, wanted, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr
 ):
-    """The id of the ``wanted``-th (from 1) token whose value this is, in id order."""
+    """Return the id of the ``wanted``-th (from 1) token with this value, in id order."""
     found = tl.full([], NO_TOKEN, tl.int32)
     before = wanted * 0
     for first in range(0, tl.where(num_gathered >= 0, num_gathered, sizes.vocab_limit), TOKENS):
@@ -161,8 +170,9 @@ def _nth_equal(
 def _top_cut(
     largest, top_k, top_p, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr
 ):
-    """Cut value and cut id of top-k (0: off), then top-p (1: off); one of them is on."""
-    # How far below the largest the first cut can lie. Where top-k is on it decides, and top-p cuts what it kept.
+    """Return cut value and cut id of top-k (0: off), then top-p (1: off); at least one is on."""
+    # How far below the largest value the first cut can be. Top-k decides if it is on; top-p then
+    # cuts what top-k kept.
     all_values = tl.full([], -1, tl.int32)
     never = tl.full([], float("-inf"), tl.float32)
     wanted = top_k.to(tl.float64)
@@ -265,7 +275,7 @@ def _top_cut(
             TOKENS,
         )
         cut = _value_of(order)
-        # Of the values at the cut only as many as the mass needs.
+        # Of the values equal to the cut, keep only as many as the mass needs.
         _, above = _tally(
             _value_of(order + 1),
             largest,
@@ -305,9 +315,12 @@ def _top_cut(
 
 @triton.jit
 def row_cut(batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
-    """Cut value and cut id: what is kept lies above the value, or equals it and has no larger id.
+    """Return cut value and cut id of a row.
 
-    Top-k first, then top-p over what it kept, then min-p over what that kept, as reference_sampling.row_cut does.
+    Kept tokens are above the value, or equal it with an id up to the cut id.
+
+    Top-k first, then top-p over what it kept, then min-p over what that kept, as in
+    reference_sampling.row_cut.
     """
     largest = tl.full([], float("-inf"), tl.float32)
     for first_id in range(0, sizes.vocab_limit, TOKENS):
@@ -315,7 +328,7 @@ def row_cut(batch, state, workspace, sizes, row, start, slot, masks_stops, TOKEN
         largest = tl.maximum(largest, tl.max(values, axis=0))
     cut = tl.full([], float("-inf"), tl.float32)
     cut_id = tl.full([], NO_TOKEN, tl.int32)
-    # A row with +inf gives no token, whatever is cut.
+    # A row with +inf has no token, whatever is cut.
     if (largest > float("-inf")) & (largest < float("inf")):
         top_k = tl.load(state.top_k + slot)
         top_k = tl.where((top_k > 0) & (top_k < sizes.vocab_limit), top_k, 0)
@@ -328,13 +341,13 @@ def row_cut(batch, state, workspace, sizes, row, start, slot, masks_stops, TOKEN
         if min_p > 0.0:
             low = _order_of(cut)
             high = _order_of(largest)
-            # Smallest order whose weight is enough; the largest value's is 1.
+            # Find the smallest order whose weight is enough; the largest value's weight is 1.
             while low < high:
                 middle = low + (high - low) // 2
                 is_enough = _weights_of(_value_of(middle), largest) >= min_p
                 high = tl.where(is_enough, middle, high)
                 low = tl.where(is_enough, low, middle + 1)
-            # A cut that stays where it was keeps its id.
+            # If min-p does not move the cut, its id stays.
             cut_id = tl.where(_value_of(low) > cut, NO_TOKEN, cut_id)
             cut = _value_of(low)
     return cut, cut_id

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""A row's logits after every operation that looks at one token alone: bias, penalties, masks, temperature."""
+"""A row's logits after all per-token operations: bias, penalties, masks, temperature."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from foretoken_kernels.sampler_state import SampleBatch, SamplerState
 
 
 class SampleSizes(NamedTuple):
-    """Numbers for kernels that are the same in each step: a kernel is compiled anew for other ones.
+    """Sizes that are the same in each step; a kernel is compiled again for other ones.
 
-    Rows and sequences are not among them.
+    The numbers of rows and sequences are not among them.
     """
 
     max_slots: int
@@ -26,7 +26,7 @@ class SampleSizes(NamedTuple):
 
 
 def sample_sizes(batch: SampleBatch, state: SamplerState) -> SampleSizes:
-    """The sizes of both."""
+    """Return the sizes of a batch and a state."""
     return SampleSizes(
         max_slots=state.counts.shape[0],
         vocab_size=state.counts.shape[1],
@@ -39,26 +39,29 @@ def sample_sizes(batch: SampleBatch, state: SamplerState) -> SampleSizes:
 
 @triton.jit
 def slot_of(batch, sizes, seq):
-    """int64: where the sequence's rules stand."""
+    """Return the sequence's batch slot, int64."""
     return tl.minimum(tl.maximum(tl.load(batch.slots + seq), 0), sizes.max_slots - 1).to(tl.int64)
 
 
 @triton.jit
 def parent_of(batch, start, node):
-    """The parent of a node other than the root, of the tree whose root is row ``start``; always a lower index."""
+    """Return a node's parent in the tree whose root is row ``start``; always less than ``node``.
+
+    ``node`` must not be the root.
+    """
     return tl.minimum(tl.maximum(tl.load(batch.parents + start + node), 0), node - 1)
 
 
 @triton.jit
 def is_penalized(state, slot):
-    """Whether the slot's penalties change anything."""
+    """Return whether the batch slot's penalties change anything."""
     repetition = tl.load(state.repetition + slot)
     return (repetition != 1.0) | (tl.load(state.frequency + slot) != 0.0) | (tl.load(state.presence + slot) != 0.0)
 
 
 @triton.jit
 def raw_logits(first_id, batch, sizes, row, limit, TOKENS: tl.constexpr):
-    """[TOKENS] as they are: ids from ``first_id`` on, -inf from ``limit`` on."""
+    """Return [TOKENS] raw logits from ``first_id`` on, -inf from ``limit`` on."""
     ids = first_id + tl.arange(0, TOKENS)
     logits = batch.logits + row.to(tl.int64) * sizes.row_stride
     return tl.load(logits + ids, mask=ids < limit, other=float("-inf"))
@@ -66,10 +69,12 @@ def raw_logits(first_id, batch, sizes, row, limit, TOKENS: tl.constexpr):
 
 @triton.jit
 def row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
-    """float32 [TOKENS]: ids from ``first_id`` on, -inf from ``vocab_limit`` on; divided by a temperature above 0.
+    """Return float32 [TOKENS] processed logits from ``first_id`` on, -inf from ``vocab_limit`` on.
+
+    They are divided by the temperature if it is above 0.
 
     Args:
-        row, start: the node's row and its root's.
+        row, start: the node's row and its root's row.
         masks_stops: whether too few tokens are out for a stop token.
     """
     raw = raw_logits(first_id, batch, sizes, row, sizes.vocab_limit, TOKENS)
@@ -78,7 +83,7 @@ def row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOK
 
 @triton.jit
 def processed_logits(raw, first_id, batch, state, sizes, start, node, slot, masks_stops, TOKENS: tl.constexpr):
-    """row_logits of what raw_logits gave for node ``node`` of the tree whose root is row ``start``."""
+    """Process raw logits of a node, in the tree with root row ``start``, as row_logits does."""
     ids = first_id + tl.arange(0, TOKENS)
     inside = ids < sizes.vocab_limit
     values = raw.to(tl.float32)
@@ -94,7 +99,7 @@ def processed_logits(raw, first_id, batch, state, sizes, start, node, slot, mask
     if is_penalized(state, slot):
         counts = tl.load(state.counts + slot * sizes.vocab_size + ids, mask=inside, other=0)
         seen = tl.load(state.seen + slot * sizes.vocab_size + ids, mask=inside, other=0).to(tl.int32)
-        # The node's own token is on its path; the root's is in prompt or output already.
+        # The node's own token is on its path; the root's token is already in prompt or output.
         ancestor = node
         while ancestor > 0:
             counts += (ids == tl.load(batch.tokens + start + ancestor)).to(tl.int32)
@@ -115,5 +120,5 @@ def processed_logits(raw, first_id, batch, state, sizes, start, node, slot, mask
     temperature = tl.load(state.temperature + slot)
     if temperature > 0.0:
         values = tl.div_rn(values, temperature)
-    # Whatever garbage was added: what is not a number cannot be sampled.
+    # Even if a bias or penalty was garbage: a NaN cannot be sampled.
     return tl.where(inside & (values == values), values, float("-inf"))

@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The plain sampler on the device: one token for every node row of every tree at once.
+"""Sample on the device: one token for every node row of every tree at once.
 
-Three kernels: what each row keeps (a depth, and a cut value where top-k, top-p or min-p ask for one), the best token
-of each piece of the vocabulary, the best of those. Logits are never written back: each pass processes them anew.
-A logit that is NaN or +inf counts as +inf in the last two, so that it is the best one of its row and tells of itself.
-Divisions round to nearest and products are not fused with sums, so that a logit has the bits that the definition gives.
+Three kernels: the first finds what each row keeps (its depth, and a cut for top-k, top-p and
+min-p), the second the best token of each piece of the vocabulary, the third the best of these.
+Logits are never written back: each pass processes them again. A logit of NaN or +inf counts as +inf
+in the last two kernels, so that it wins its row and shows there. Divisions round to nearest, and
+products are not fused with sums, so that a logit has exactly the bits of the definition.
 """
 
 from __future__ import annotations
@@ -22,23 +23,26 @@ from foretoken_kernels.sampler_state import NO_SAMPLE, SampleBatch, SamplerState
 
 CHUNK_TOKENS = 2048
 _NUM_WARPS = 4
-# What a program must know of its row costs as much time as a piece of the vocabulary: with many rows it has several.
+# Loading a program's data about its row takes as long as a piece of the vocabulary, so with many
+# rows a program processes several pieces.
 _PROGRAMS = 2048
-# So many tokens that may still win have their noise computed one by one; from more on all of the piece have.
+# If more tokens of a piece may still win, the noise is computed for the whole piece instead of one
+# token at a time.
 _MAX_RIVALS: tl.constexpr = tl.constexpr(8)
 _NO_SAMPLE: tl.constexpr = tl.constexpr(NO_SAMPLE)
 
 
 class SampleWorkspace(NamedTuple):
-    """What the kernels of one step hand on.
+    """What one kernel of a step writes for the next.
 
     Attributes:
         depths: int32 [rows]; edges between the root and the row's node.
         cut_values: float32 [rows]; processed logits below it are cut.
-        cut_ids: int32 [rows]; of those equal to it the ids above this one are cut.
-        chunk_values: float32 [rows, chunks]; a piece's best value, with its noise, or that of a program's pieces.
-        chunk_ids: int32 [rows, chunks]; the id that has it.
-        gathered_values, gathered_ids: float32, int32 [rows, 2 * chunk_tokens]; what top-k and top-p may still cut.
+        cut_ids: int32 [rows]; of logits equal to the cut value, larger ids are cut.
+        chunk_values: float32 [rows, chunks]; the best value, noise included, of a program's pieces.
+        chunk_ids: int32 [rows, chunks]; the id with that value.
+        gathered_values, gathered_ids: float32, int32 [rows, 2 * chunk_tokens]; candidates of the
+            top-k and top-p cuts.
         chunk_tokens: ids a piece.
     """
 
@@ -55,7 +59,7 @@ class SampleWorkspace(NamedTuple):
 def sample_workspace(
     max_rows: int, vocab_size: int, device: torch.device | str, chunk_tokens: int = CHUNK_TOKENS
 ) -> SampleWorkspace:
-    """Room for ``max_rows`` rows; ``chunk_tokens`` is a power of two, at least 16."""
+    """Return a workspace for ``max_rows`` rows; ``chunk_tokens`` is a power of two, at least 16."""
     num_chunks = -(-vocab_size // chunk_tokens)
 
     def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -101,16 +105,16 @@ def _cut_kernel(batch, state, workspace, sizes, num_seqs, TOKENS: tl.constexpr):
 
 @triton.jit
 def _noised_best(values, ids, first_id, position, state, slot, TOKENS: tl.constexpr):
-    """Largest value with its noise and the lowest id that has it; at least one value is above -inf.
+    """Return the largest value with noise and its lowest id; at least one value must be above -inf.
 
-    An estimate of the noise tells which tokens can win at all: nearly always one or two.
+    An estimate of the noise shows which tokens can win at all: nearly always one or two.
     """
     key_low = tl.load(state.seed_low + slot)
     key_high = tl.load(state.seed_high + slot)
     words = token_words(first_id // 4, position, tl.load(state.choice + slot), key_low, key_high, TOKENS)
     estimates = values + gumbel_estimate(words)
     top = tl.max(estimates, axis=0)
-    # Twice the error of one: the estimate's, and two roundings of a sum of this size.
+    # Twice the error of one sum: the estimate's, and two roundings of a sum of this size.
     margin = tl.abs(top) * 1e-6 + 2.0 * ESTIMATE_ERROR
     rivals = estimates >= top - margin
     num_rivals = tl.sum(rivals.to(tl.int32), axis=0)
@@ -141,7 +145,8 @@ def _chunk_kernel(batch, state, workspace, sizes, num_seqs, num_chunks, chunks_e
     first = group * chunks_each
     end = tl.minimum(first + chunks_each, num_chunks)
     limit = tl.minimum(end * TOKENS, sizes.vocab_limit)
-    # On their way while it is found out what to do with them, and so are later ones while those before are processed.
+    # Load before deciding what to do with the logits; in the loop, load the next piece before
+    # processing this one. Both hide the latency.
     raw = raw_logits(first * TOKENS, batch, sizes, row, limit, TOKENS)
     seq = tl.load(batch.row_seqs + row)
     if (seq < 0) | (seq >= num_seqs):
@@ -196,10 +201,11 @@ def _best_chunk_kernel(batch, workspace, sizes, sampled_ptr, num_seqs, num_chunk
 
 
 def sample_rows(batch: SampleBatch, state: SamplerState, workspace: SampleWorkspace, sampled: torch.Tensor) -> None:
-    """Sample one token for each row, as reference_sampling.sample_rows_reference does.
+    """Sample one token for each row; reference_sampling.sample_rows_reference defines it.
 
     Args:
-        sampled: int32 [rows], written; -1 for rows that belong to no sequence, NO_SAMPLE for rows that give no token.
+        sampled: int32 [rows]; written; -1 for rows that belong to no sequence, NO_SAMPLE for rows
+            with broken logits.
     """
     num_rows, vocab_size = batch.logits.shape
     if num_rows == 0:

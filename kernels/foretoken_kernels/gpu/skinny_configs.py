@@ -1,4 +1,4 @@
-"""How a skinny matmul may be cut up, and the few ways that are worth timing."""
+"""Configurations of the skinny matmul: the few that are worth timing for a shape."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ MAX_ROWS = 128
 MAX_SPLIT_K = 4
 MAX_CANDIDATES = 6
 _MIN_PROGRAMS, _MAX_PROGRAMS = 64, 2200
-_MAX_SPLIT_TILES = 4  # of an SM: sums of more tiles are long enough in flight, and their parts would take much memory
-# An H200, roughly; they only rank. Bytes a microsecond from memory and from the cache that all SMs share, bytes that
-# an SM must have under way to get its part of the former, and the microseconds that a tile's programs wait for each
-# other.
+_MAX_SPLIT_TILES = 4  # per SM: with more tiles, sums run long enough without parts, and parts would take much memory
+# Rough figures of an H200; they only rank configurations. Bytes a microsecond from memory and from
+# the cache that all SMs share; bytes that an SM must have in flight to get its share of memory
+# bandwidth; microseconds that a tile's programs wait for each other.
 _MEMORY_RATE = 4.2e6
 _CACHE_RATE = 8e6
 _BYTES_UNDER_WAY = 48 << 10
@@ -21,7 +21,7 @@ _WAIT = 1.5
 
 
 class SkinnyConfig(NamedTuple):
-    """A program's tile of the weight, how many programs share a sum, and the compiler's two knobs."""
+    """A program's tile of the weight, how many programs share a sum, and two compiler settings."""
 
     block_n: int
     block_k: int
@@ -31,8 +31,13 @@ class SkinnyConfig(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What a GPU has: streaming multiprocessors, the bytes of shared memory of one that programs can use, and whether
-    it is of compute capability 9: with a tensor memory accelerator, and the tensor cores that wide_gate_up is cut for.
+    """A GPU's limits.
+
+    Attributes:
+        num_sms: streaming multiprocessors (SMs).
+        shared_memory: bytes of an SM's shared memory that programs can use.
+        is_hopper: compute capability 9: it has the tensor memory accelerator and the tensor cores
+            that wide_gate_up needs.
     """
 
     num_sms: int = 132
@@ -41,12 +46,12 @@ class Device(NamedTuple):
 
 
 def block_rows(rows: int) -> int:
-    """Rows of a tile: 16, 32, 64 or 128, as tensor cores want them."""
+    """Return the rows of a tile: 16, 32, 64 or 128, as tensor cores require."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
 def shared_memory(config: SkinnyConfig, rows: int, gate_up: bool) -> int:
-    """Bytes of a program's pipeline in bfloat16."""
+    """Return the bytes of shared memory of a program's pipeline in bfloat16."""
     width = config.block_n * (2 if gate_up else 1) + block_rows(rows)
     return width * config.block_k * 2 * config.num_stages
 
@@ -59,19 +64,20 @@ def candidates(
     device: Device | None = None,
     limit: int | None = MAX_CANDIDATES,
 ) -> list[SkinnyConfig]:
-    """At most ``limit`` configurations (None: all) for x [rows, in_features], the most promising first.
+    """Return ``limit`` configurations at most (None: all) for x [rows, in_features], best first.
 
-    There are none for tiny matrices, nor for more than 64 rows but for ``gate_up`` of more than 96.
-
-    For ``gate_up``, ``out_features`` counts the features of the result. Only what differs in ``block_n`` or ``split_k``
-    is returned, since those two decide most. Row counts of one tile have the same candidates, compiled once.
+    There are none for tiny matrices, and none for more than 64 rows, except ``gate_up`` with more
+    than 96. For ``gate_up``, ``out_features`` counts the features of the result. The results differ
+    in ``block_n`` or ``split_k``, since these two matter most. Row counts with the same tile have
+    the same candidates, compiled once.
     """
     device = device or Device()
     best: dict[tuple[int, int], tuple[float, SkinnyConfig]] = {}
     knobs = itertools.product((32, 64, 128), (128, 256), (1, 2, 4), (3, 4, 5))
     if rows > 64:
-        # These tiles read nearly as much of x as of the weight, where libraries send x to several SMs at once. What
-        # they do not fuse is faster here, and that only where their tiles have 128 rows as well: they have some of 96.
+        # These tiles read nearly as much of x as of the weight, while libraries send x to several
+        # SMs at once. Only fusing makes them faster, and only where the library's tiles also have
+        # 128 rows: it has some of 96.
         if rows <= 96 or not gate_up:
             return []
         knobs = itertools.product((128,), (64,), (1,), (4,))
@@ -93,7 +99,7 @@ def candidates(
 def _estimate(
     config: SkinnyConfig, rows: int, out_features: int, in_features: int, gate_up: bool, device: Device
 ) -> float:
-    """Microseconds, good enough to leave the hopeless out."""
+    """Return a rough estimate in microseconds, to exclude hopeless configurations."""
     matrices = 2 if gate_up else 1
     programs = math.ceil(out_features / config.block_n) * config.split_k
     resident = max(1, min(device.shared_memory // shared_memory(config, rows, gate_up), 64 // config.num_warps))
@@ -107,5 +113,5 @@ def _estimate(
     waiting = 0.0
     if config.split_k > 1:
         waiting = _WAIT + 2 * config.split_k * matrices * rows * out_features * 4 / _CACHE_RATE
-    # Inputs come while weights come, though not for nothing.
+    # Inputs arrive while weights arrive, but not for free.
     return reading * min(idle, 2.0) + inputs / 2 + waiting

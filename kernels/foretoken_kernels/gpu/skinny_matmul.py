@@ -1,6 +1,7 @@
-"""x W^T for at most 128 rows, which is as fast as the weights can be read: foretoken_kernels.reference.linear.
+"""Compute x W^T for at most 128 rows as fast as the weights can be read.
 
-All rows are one tile: a program has some output features of all of them, and a part of the sum.
+foretoken_kernels.reference.linear defines it. All rows are one tile: a program computes some output
+features of all rows, and one part of the sum.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from foretoken_kernels.gpu.skinny_configs import MAX_ROWS, SkinnyConfig, block_r
 
 
 def skinny_matmul_workspace(out_features: int, split_k: int, device: torch.device | str) -> MatmulWorkspace:
-    """A workspace for up to ``out_features`` (a gate_up matrix: all its rows) in up to ``split_k`` parts."""
+    """Return a workspace for up to ``out_features`` features in up to ``split_k`` parts.
+
+    For a gate_up matrix, ``out_features`` counts all of its rows.
+    """
     padded = -(-out_features // 256) * 256
     return MatmulWorkspace(
         torch.empty(split_k * MAX_ROWS * padded, dtype=torch.float32, device=device),
@@ -86,13 +90,18 @@ def skinny_matmul(
     config: SkinnyConfig,
     add: bool = False,
 ) -> None:
-    """``out = x @ weight.T``, or ``out += x @ weight.T`` with ``add``; sums are float32.
+    """Compute ``out = x @ weight.T``, or ``out += x @ weight.T`` with ``add``; sums are float32.
 
     Args:
-        x: [rows, in_features], at most 128 rows; bfloat16, or float32 as weight. Rows may be apart, columns may not.
+        x: [rows, in_features], at most 128 rows; bfloat16, or float32 as weight. Rows may be apart,
+            columns may not.
         weight: [out_features, in_features], contiguous, x's dtype.
         out: [rows, out_features], bfloat16 or float32; rows may be apart, columns may not. Not x.
-        workspace: of skinny_matmul_workspace, for at least ``config.split_k`` parts; unused if that is 1.
+        workspace: from skinny_matmul_workspace, for at least ``config.split_k`` parts; unused if
+            that is 1.
+
+    Raises:
+        ValueError: shapes, strides, types or the workspace do not fit.
     """
     _launch(x, weight, out, workspace, config, add, False)
 
@@ -100,7 +109,7 @@ def skinny_matmul(
 def skinny_gate_up(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, workspace: MatmulWorkspace, config: SkinnyConfig
 ) -> None:
-    """``out = silu(x @ gate.T) * (x @ up.T)``: a program has the same features of gate and of up.
+    """Compute ``out = silu(x @ gate.T) * (x @ up.T)``: a program has the same features of both.
 
     Args:
         x: as for skinny_matmul.
@@ -108,12 +117,15 @@ def skinny_gate_up(
         out: [rows, size].
         workspace: as for skinny_matmul.
         config: ``block_n`` counts features of ``out``.
+
+    Raises:
+        ValueError: shapes, strides, types or the workspace do not fit.
     """
     _launch(x, weight, out, workspace, config, False, True)
 
 
 class Cut(NamedTuple):
-    """A launch: its tiles of features, the rows of one, and the input features of a part of the sum."""
+    """Sizes of a launch: tiles of features, rows of a tile, input features of a part of the sum."""
 
     tiles: int
     block_m: int
@@ -128,14 +140,17 @@ def cut(
     config: SkinnyConfig,
     matrices: int = 1,
 ) -> Cut:
-    """How a launch is cut up. ``matrices``: which of ``out``'s shape the weight holds.
+    """Check a launch's arguments and return its sizes.
+
+    Args:
+        matrices: how many matrices of ``out``'s width the weight holds.
 
     Raises:
         ValueError: shapes, strides, types or the workspace do not fit.
     """
     (rows, in_features), out_features = x.shape, out.shape[1]
     if rows > MAX_ROWS or len(out) != rows or weight.shape != (matrices * out_features, in_features):
-        raise ValueError(f"{tuple(x.shape)} times {tuple(weight.shape)} transposed to {tuple(out.shape)}")
+        raise ValueError(f"cannot multiply {tuple(x.shape)} by {tuple(weight.shape)} transposed to {tuple(out.shape)}")
     if x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous() or x.dtype != weight.dtype:
         raise ValueError("a skinny matmul needs contiguous columns and a contiguous weight of x's dtype")
     block_m = block_rows(rows)

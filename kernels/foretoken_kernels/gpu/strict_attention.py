@@ -1,19 +1,22 @@
-"""Attention whose row depends on its own path alone, bit for bit: foretoken_kernels.reference.tree_attention, for
-strict mode.
+"""Attention for strict mode: a row's bits depend on its own path alone.
 
-A row's keys are taken by logical position on its path, whatever the row is: of a prompt's chunk, of a decode step, or a
-node of a tree. Position p of a path is logical slot p as long as p < context_len; from there on it is the slot of the
-next set bit of the row's mask, ascending, since parents come before their children. Blocks of keys begin at multiples
-of BLOCK_KEYS and splits at multiples of SPLIT_KEYS, both counted from position 0 even if the sequence's first slots are
-on no path (context_start): a position has its place in a matrix product and in a sum by its own number. Each split has
-a softmax of its own (FlashAttention-2, arXiv 2307.08691), and splits are folded in ascending order: by one program with
-all of them, or, where few rows would leave most of a GPU idle, by the last of several that have one each.
+foretoken_kernels.reference.tree_attention defines it. A row's keys are processed by logical
+position on its path, whatever the row is: part of a prompt chunk, a decode step, or a tree node.
+Position p of a path is logical slot p if p < context_len; from there on it is the slot of the next
+set bit of the row's mask, ascending, since parents come before their children. Blocks of keys begin
+at multiples of BLOCK_KEYS and splits at multiples of SPLIT_KEYS, both counted from position 0 even
+if the sequence's first slots are on no path (context_start). So the position alone determines its
+place in a matrix product and in a sum. Each split has a softmax of its own (FlashAttention-2, arXiv
+2307.08691), and splits are folded in ascending order: by one program that computes all of them or,
+where few rows would leave most of a GPU idle, by the last of several programs that compute one
+each.
 
-What is not on a row's path changes none of its bits: a key that is masked has weight 0, a block or split without any
-leaves maximum, weights and sums as they are (times 2^0, plus 0). Hence a program can have several rows, as many as fill
-the 16 rows of a tensor core's left operand together with the query heads of one key head, and as each of them is alone.
-They share blocks of keys as long as those hold only what comes by the block table; blocks with tree nodes among them
-are gathered for each row by itself, at the places of its own path.
+Keys outside a row's path do not change its bits: a masked key has weight 0, and a block or split
+without keys leaves maximum, weights and sums as they are (times 2^0, plus 0). So a program can
+process several rows with the same bits as one: as many as fill, with the query heads of one key
+head, the 16 rows of a tensor core's left operand. These rows share blocks of keys whose KV slots
+all come from the block table. Blocks with tree nodes are gathered for each row separately, in the
+order of its own path.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ from foretoken_kernels.gpu.tree_attention import Workspace
 # Positions of a split: reading them takes longer than adding a split up.
 SPLIT_KEYS = 512
 _BLOCK_KEYS, _WIDE_BLOCK_KEYS = 64, 32
-# Two of the stages are for table entries: keys and values are loaded two blocks ahead.
+# Two of the stages are for block table entries: keys and values are loaded two blocks ahead.
 _NUM_WARPS, _NUM_STAGES = 4, 5
 # Warps that keep a GPU busy without splits.
 _MANY_WARPS = 1024
-# Splits whose parts a program asks for at once while it adds up.
+# Splits that a program loads at a time while it folds them.
 _MERGED = 4
 _LOG2_E = 1.4426950408889634
 
@@ -44,7 +47,7 @@ jit_kernel: Callable[[Any], Any] = triton.jit(do_not_specialize=["rows", "max_bl
 
 @jit
 def _bit_count(word):  # type: ignore[no-untyped-def]
-    """Of int32 read as unsigned."""
+    """Return the number of set bits of an int32 read as unsigned."""
     count = word - ((word >> 1) & 0x55555555)
     count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
     count = (count + (count >> 4)) & 0x0F0F0F0F
@@ -55,7 +58,7 @@ def _bit_count(word):  # type: ignore[no-untyped-def]
 
 @jit
 def _fold(sums, maxima, weights, next_sums, next_maxima, next_weights):  # type: ignore[no-untyped-def]
-    """One more split. An empty one, or one onto nothing, leaves the other as it is."""
+    """Fold one more split into the sums. If one of the two is empty, the result is the other."""
     highest = tl.maximum(maxima, next_maxima)
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     decay = tl.exp2(maxima - finite)
@@ -109,7 +112,7 @@ def _strict_attention(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     seq = tile // seq_tiles
-    # Within 0 and rows, whatever is in row_starts.
+    # Clamp to 0 and rows: row_starts may hold anything.
     seq_row = tl.minimum(tl.maximum(tl.load(row_starts + seq), 0), rows)
     first_row = seq_row + tile % seq_tiles * TILE_ROWS
     end_row = tl.minimum(tl.load(row_starts + seq + 1), rows)
@@ -118,7 +121,8 @@ def _strict_attention(  # type: ignore[no-untyped-def]
     if first_row >= end_row:
         return
 
-    # Entry m of the left operand is query head m % BLOCK_GROUP of the group, of row m // BLOCK_GROUP of the tile.
+    # Row m of the left operand is query head m % BLOCK_GROUP of the group, of row m // BLOCK_GROUP
+    # of the tile.
     BLOCK_M: tl.constexpr = TILE_ROWS * BLOCK_GROUP
     entry = tl.arange(0, BLOCK_M)
     row = first_row + entry // BLOCK_GROUP
@@ -133,7 +137,7 @@ def _strict_attention(  # type: ignore[no-untyped-def]
     if WIDE:
         q = q.to(tl.float32)
 
-    # Where each row's path ends, and up to where its blocks of keys come by the block table alone.
+    # Find the end of each row's path, and the end of its blocks without tree nodes.
     capacity = max_blocks * BLOCK_SIZE
     length = tl.minimum(tl.maximum(tl.load(context_lens + row, mask=row_live, other=0), 0), capacity)
     num_nodes = tl.zeros([BLOCK_M], tl.int32)
@@ -217,7 +221,7 @@ def _strict_attention(  # type: ignore[no-untyped-def]
         tl.store(part_maxima + mine, maxima, mask=entry_live)
         tl.store(part_weights + mine, weights, mask=entry_live)
         tl.store(part_sums + (mine * HEAD_DIM)[:, None] + column[None, :], sums, mask=out_mask)
-        # All threads have stored before the one that speaks for them counts this split as done.
+        # All threads have stored before one thread counts this split as done.
         tl.debug_barrier()
         counter = arrived + first_row.to(tl.int64) * NUM_KV_HEADS + kv_head
         num_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
@@ -229,8 +233,8 @@ def _strict_attention(  # type: ignore[no-untyped-def]
             weights = tl.zeros([BLOCK_M], tl.float32)
             for first_merged in range(0, used, MERGED):
                 for step in tl.static_range(MERGED):
-                    # From the second-level cache (.cg), where other multiprocessors' stores are. Past the last split
-                    # there is an empty one.
+                    # ".cg" reads from the second-level cache, where other SMs' stores are. Splits
+                    # past the last one are read as empty.
                     there = (first_merged + step) * split_stride + part
                     valid = entry_live & (tl.full([BLOCK_M], first_merged + step, tl.int32) < used)
                     found_maxima = tl.load(part_maxima + there, mask=valid, other=float("-inf"), cache_modifier=".cg")
@@ -248,7 +252,7 @@ def _strict_attention(  # type: ignore[no-untyped-def]
 def _constants(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, half_words: int, wide: bool
 ) -> dict[str, int]:
-    """What the kernel is compiled for: nothing of a batch."""
+    """Return the kernel's compile-time constants; none of them depends on the batch."""
     group = num_heads // num_kv_heads
     block_group = triton.next_power_of_2(group)
     return {
@@ -269,8 +273,11 @@ def _constants(
 
 
 def _num_programs(rows: int, programs: int, most_keys: int, workspace: Workspace) -> int:
-    """How many programs share a tile's keys in a launch of ``programs`` without splits: one, or one a split. Bits are
-    the same."""
+    """Return how many programs share a tile's keys: one, or one a split, with the same bits.
+
+    Args:
+        programs: programs of a launch without splits.
+    """
     most, split_rows = workspace.sums.shape[:2]
     splits = triton.cdiv(most_keys, SPLIT_KEYS)
     fits = most > 1 and rows * splits <= most * split_rows
@@ -292,16 +299,19 @@ def strict_attention(
     workspace: Workspace,
     out: torch.Tensor,
 ) -> None:
-    """foretoken_kernels.reference.tree_attention; a row's bits follow from its query and its path's keys and values.
+    """Compute reference.tree_attention; a row's bits depend on its query and its path only.
 
-    Arguments as tree_attention's, which see. Slots of one row's path must be finite if another row of the sequence is
-    to be free of them. A workspace of one split means no splits.
+    Arguments as for tree_attention. The KV slots on one row's path must be finite, or they can
+    change another row of the sequence. A workspace of one split means no splits.
+
+    Raises:
+        ValueError: the workspace is for fewer rows.
     """
     rows, num_heads, head_dim = query.shape
     slots, num_kv_heads, _ = keys.shape
     if rows > len(workspace.arrived):
         raise ValueError(f"the workspace is for {len(workspace.arrived)} rows, not for {rows}")
-    # Triton's interpreter, which alone takes tensors that are not on a GPU, does not multiply bfloat16.
+    # Tensors outside a GPU mean Triton's interpreter, which cannot multiply bfloat16.
     wide = query.dtype == torch.float32 or not query.is_cuda
     halves = masks.view(torch.int32)
     constants = _constants(num_heads, num_kv_heads, head_dim, block_size, halves.shape[1], wide)
@@ -337,6 +347,6 @@ def strict_attention(
         **constants,
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
-        # The two places where splits are folded must round alike.
+        # Splits are folded in two places, which must round alike.
         enable_fp_fusion=False,
     )

@@ -1,16 +1,18 @@
-"""x W^T whose row r depends on x's row r and the weight alone: foretoken_kernels.reference.linear, for strict mode.
+"""Compute x W^T for strict mode: row r depends on x's row r and the weight alone.
 
-Another instruction is another order of sums, and so are other parts of a split sum. Here both follow from the weight's
-shape: an element's products are added 16 at a time by the same instruction, in ascending order of the input features,
-in parts of the same length, and the parts are added up in theirs. How many rows and features a program has changes no
-bit.
+foretoken_kernels.reference.linear defines it. Another instruction, or other parts of a split sum,
+would add in another order. Here the weight's shape determines both: the same instruction adds an
+element's products 16 at a time, in ascending order of the input features, in parts of the same
+length, and the parts are added in their order. The number of rows and features of a program changes
+no bit.
 
-Up to 64 rows a tile of bfloat16 has 64, the fewest that Hopper's fastest matrix instruction takes. A row that is not
-there costs no memory traffic, and at 64 rows a tensor core still multiplies faster than weights arrive (a
-multiprocessor takes some 32 bytes of them a cycle, 7 TB/s for an H200's 132), so a decode step of one row waits for
-memory as in fast mode, and a tree of up to 64 nodes costs what one row does. More rows come in tiles of 128, by which a
-weight is read half as often, side by side on the same features so that these are read from memory once. float32 goes
-without tensor cores, where each row counts: 16.
+Up to 64 rows, a bfloat16 tile has 64 rows, the fewest that Hopper's fastest matrix instruction
+takes. A missing row costs no memory traffic, and at 64 rows a tensor core still multiplies faster
+than weights arrive (a multiprocessor receives some 32 bytes of them a cycle, 7 TB/s for an H200's
+132). So a decode step of one row waits for memory as in fast mode, and a tree of up to 64 nodes
+costs what one row does. More rows come in tiles of 128, which read a weight half as often; tiles of
+the same features run side by side, so the weight is read from memory once. float32 does not use
+tensor cores, so each row counts: a tile has 16.
 """
 
 from __future__ import annotations
@@ -25,25 +27,27 @@ import triton.language as tl
 from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, multiply_tile
 from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, shared_memory
 
-# Rows of one launch; more are several, one after the other, so that partial sums have a bound.
+# Most rows of one launch, so that partial sums have a bound; more rows take several launches, one
+# after the other.
 _LAUNCH_ROWS = 512
-# For weights whose input features do not come in blocks of 128.
+# For weights whose number of input features is not a multiple of 128.
 _SMALL = SkinnyConfig(block_n=64, block_k=64, split_k=1, num_stages=3, num_warps=4)
 _FLOAT32 = SkinnyConfig(block_n=32, block_k=32, split_k=1, num_stages=3, num_warps=4)
-# Rows of a tile of many rows.
+# Rows of a tile when there are many rows.
 _MANY_ROWS = 128
-# Features whose weights a program of few rows reads, and how deep; in how many parts where there are few programs.
+# Tiles of few rows: features, input features at a time, and the numbers of parts to try where there
+# are few programs.
 _FEATURES, _DEPTH, _PARTS = 64, 128, (4, 2)
 
 
 class StrictTile(NamedTuple):
-    """How a weight is multiplied.
+    """Tiles for the matmuls with one weight.
 
     Attributes:
         block_m: rows of a tile.
-        config: how the weight is cut up.
-        many: the same for more rows than ``block_m``, in tiles of 128; None: as for few. Its sums have the same parts,
-            so ``block_k`` divides the other's.
+        config: the tile of the weight.
+        many: the same for more rows than ``block_m``, in tiles of 128; None: ``config`` for all.
+            Its sums have the same parts, so its ``block_k`` divides the other one.
     """
 
     block_m: int
@@ -51,17 +55,20 @@ class StrictTile(NamedTuple):
     many: SkinnyConfig | None = None
 
     def of(self, rows: int) -> tuple[int, SkinnyConfig]:
-        """Rows of a tile, and how the weight is cut up, for so many rows."""
+        """Return the rows of a tile and the configuration for this number of rows."""
         if self.many is None or rows <= self.block_m:
             return self.block_m, self.config
         return _MANY_ROWS, self.many
 
 
 def strict_tile(out_features: int, in_features: int, gate_up: bool, dtype: torch.dtype, device: Device) -> StrictTile:
-    """The one way for a weight on a GPU: what was fastest for Llama-3.1-8B's on an H200, of all that give the same bits
-    at all row counts. Nothing is timed, since a sum's parts must be those of every start.
+    """Return the only tile of a weight on a GPU.
 
-    For ``gate_up``, ``out_features`` counts the features of the result.
+    Of all tiles with the same bits at all row counts, it was the fastest for Llama-3.1-8B's weights
+    on an H200. Nothing is timed, since a sum must have the same parts after every start.
+
+    Args:
+        out_features: for ``gate_up``, features of the result.
     """
     if dtype == torch.float32:
         return StrictTile(16, _FLOAT32)
@@ -72,7 +79,7 @@ def strict_tile(out_features: int, in_features: int, gate_up: bool, dtype: torch
     parts = 1
     if 3 * programs < 2 * device.num_sms:
         parts = next((count for count in _PARTS if in_features % (count * _DEPTH) == 0), 1)
-    # One on each multiprocessor has deep pipelines, two side by side wait for each other's memory.
+    # A program alone on its multiprocessor gets a deep pipeline; shallow ones let two share it.
     stages = 5 if programs * parts <= device.num_sms else 3
     config = _fitting(SkinnyConfig(block_n, _DEPTH, parts, stages, 4), 64, gate_up, device)
     if gate_up or parts > 1:
@@ -85,15 +92,18 @@ def strict_tile(out_features: int, in_features: int, gate_up: bool, dtype: torch
 
 
 def _fitting(config: SkinnyConfig, rows: int, gate_up: bool, device: Device) -> SkinnyConfig:
-    """With as many stages as there is memory for; they change no bit. Two always fit: where memory is as scarce as
-    that, on GPUs before Hopper, the compiler has a buffer less than stages."""
+    """Reduce the stages until they fit in shared memory; this changes no bit.
+
+    Two always fit: on GPUs before Hopper, where memory is so scarce, the compiler has one buffer
+    fewer than stages.
+    """
     while config.num_stages > 2 and shared_memory(config, rows, gate_up) > device.shared_memory:
         config = config._replace(num_stages=config.num_stages - 1)
     return config
 
 
 def strict_workspace(tile: StrictTile, out_features: int, gate_up: bool, device: torch.device | str) -> MatmulWorkspace:
-    """For launches of any number of rows with this tile; empty where sums are not split."""
+    """Return a workspace for launches of any number of rows; empty if sums are not split."""
     needs = [_needs(tile, out_features, gate_up, rows) for rows in (min(tile.block_m, _LAUNCH_ROWS), _LAUNCH_ROWS)]
     tiles, elements = (max(sizes) for sizes in zip(*needs, strict=True))
     return MatmulWorkspace(
@@ -102,7 +112,7 @@ def strict_workspace(tile: StrictTile, out_features: int, gate_up: bool, device:
 
 
 def _needs(tile: StrictTile, out_features: int, gate_up: bool, rows: int) -> tuple[int, int]:
-    """Counters and partial sums of a launch."""
+    """Return the numbers of counters and of partial sums of a launch."""
     block_m, config = tile.of(rows)
     if config.split_k == 1:
         return 0, 0
@@ -172,19 +182,25 @@ def strict_matmul(
     add: bool = False,
     gate_up: bool = False,
 ) -> None:
-    """``out = x @ weight.T``, ``out += x @ weight.T`` with ``add``, or with ``gate_up`` (a weight of gate, then up)
-    ``out = silu(x @ gate.T) * (x @ up.T)``. Sums are float32.
+    """Compute ``out = x @ weight.T``, ``out += x @ weight.T``, or gate and up with the activation.
+
+    With ``add`` it adds to ``out``; with ``gate_up`` it computes ``out = silu(x @ gate.T) * (x @
+    up.T)`` of a weight that holds gate, then up. Sums are float32.
 
     Args:
         x: [rows, in_features], bfloat16, or float32 as weight. Rows may be apart, columns may not.
-        weight: [out_features, in_features] or, for ``gate_up``, twice as many; contiguous, x's dtype.
+        weight: [out_features, in_features], or twice as many rows for ``gate_up``; contiguous, x's
+            dtype.
         out: [rows, out_features], bfloat16 or float32; rows may be apart, columns may not. Not x.
-        workspace: of strict_workspace for this tile, or a larger one.
-        tile: of strict_tile; the same in each call with this weight, or the bits are not.
+        workspace: from strict_workspace for this tile, or a larger one.
+        tile: from strict_tile. With another tile for the same weight, the bits may differ.
+
+    Raises:
+        ValueError: shapes, strides, types or the workspace do not fit.
     """
     (rows, in_features), out_features = x.shape, out.shape[1]
     if len(out) != rows or weight.shape != ((2 if gate_up else 1) * out_features, in_features) or (add and gate_up):
-        raise ValueError(f"{tuple(x.shape)} times {tuple(weight.shape)} transposed to {tuple(out.shape)}")
+        raise ValueError(f"cannot multiply {tuple(x.shape)} by {tuple(weight.shape)} transposed to {tuple(out.shape)}")
     if x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous() or x.dtype != weight.dtype:
         raise ValueError("a strict matmul needs contiguous columns and a contiguous weight of x's dtype")
     few = tile.config
@@ -216,7 +232,7 @@ def strict_matmul(
             EVEN_K=split_size * config.split_k == in_features,
             ADD=add,
             GATE_UP=gate_up,
-            # Triton's interpreter, which alone takes tensors that are not on a GPU, does not multiply bfloat16.
+            # Tensors outside a GPU mean Triton's interpreter, which cannot multiply bfloat16.
             WIDEN=not x.is_cuda and x.dtype != torch.float32,
             num_stages=config.num_stages,
             num_warps=config.num_warps,
@@ -224,9 +240,9 @@ def strict_matmul(
 
 
 class StrictMatmuls:
-    """A model's matmuls: one tile for each weight's shape, whatever the rows.
+    """A model's matmuls: one tile for each weight's shape, whatever the number of rows.
 
-    Its matmuls must not run at the same time as each other (on two streams), since they share a workspace.
+    They share a workspace, so they must not run at the same time (on two streams).
     """
 
     def __init__(self, device: torch.device | str, limits: Device | None = None) -> None:
@@ -235,7 +251,10 @@ class StrictMatmuls:
         self._workspace = strict_workspace(StrictTile(16, _FLOAT32), 0, False, device)
 
     def reserve(self, weight: torch.Tensor, gate_up: bool) -> bool:
-        """Make room for partial sums; True if the workspace has moved, which CUDA graphs may know."""
+        """Make room for partial sums; return True if the workspace moved.
+
+        CUDA graphs captured before must then be captured again.
+        """
         tile, out_features = self._tile(weight, gate_up), len(weight) // (2 if gate_up else 1)
         needed = strict_workspace(tile, out_features, gate_up, self._device)
         before = self._workspace
@@ -245,11 +264,11 @@ class StrictMatmuls:
         return any(new is not old for new, old in zip(self._workspace, before, strict=True))
 
     def matmul(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
-        """As matmul_choice.MatmulTable.matmul."""
+        """Compute MatmulTable.matmul (matmul_choice)."""
         strict_matmul(x, weight, out, self._workspace, self._tile(weight, False), add)
 
     def gate_up(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """As matmul_choice.MatmulTable.gate_up, always fused."""
+        """Compute MatmulTable.gate_up (matmul_choice), always fused."""
         strict_matmul(x, weight, out, self._workspace, self._tile(weight, True), gate_up=True)
 
     def _tile(self, weight: torch.Tensor, gate_up: bool) -> StrictTile:

@@ -1,17 +1,17 @@
-"""Attention of ragged token rows over paged keys and values, tree nodes included: foretoken_kernels.reference has the
-definition.
+"""Attention of ragged token rows, tree nodes included, over paged keys and values.
 
-A program takes a tile of one sequence's rows, the query heads that share one key head, and a share (split) of the keys
-that the tile sees; the softmax is kept up to date as keys go by (FlashAttention-2, arXiv 2307.08691). Few sequences
-would leave most of a GPU idle, so long contexts are split over programs; the program that finishes last adds up what
-the splits of its tile found (Flash-Decoding's second kernel, without the second launch). It adds them in the order of
-the splits, whoever is last: equal launches give equal bits.
+foretoken_kernels.reference defines it. A program processes a tile of one sequence's rows, the query
+heads that share one key head, and a part (split) of the keys that the tile sees, with a running
+softmax (FlashAttention-2, arXiv 2307.08691). Few sequences would leave most of a GPU idle, so long
+contexts are split over programs. The program that finishes last adds up the splits of its tile
+(Flash-Decoding's second kernel, without the second launch). It adds them in their order, so equal
+launches give equal bits.
 
-The keys of a tile are numbered so that the tree comes first: key k < bits is logical slot tree_start + k, any other
-is logical slot context_start + (k - bits). Bits of the masks then stand at fixed places of a block of keys, only the
-blocks that hold them pay for the bit test, and a small tree shares its block with the first keys of the context. A
-short launch takes as long as its chain of waits, so there the block with the tree is one of the others' loop, whose
-keys are asked for ahead.
+The keys of a tile are numbered so that the tree comes first: key k < bits is logical slot
+tree_start + k, any other key is logical slot context_start + (k - bits). So mask bits have fixed
+places in a block of keys, only the blocks with mask bits pay for the bit test, and a small tree
+shares its block with the first keys of the context. A short launch takes as long as its chain of
+waits, so there one loop processes all blocks, and the tree's block is prefetched like the others.
 """
 
 from __future__ import annotations
@@ -25,34 +25,40 @@ import triton.language as tl
 
 from foretoken_kernels.gpu.attention_parts import attend, bit_length, gather, low_bits, slots_of, write
 
-# Warps that keep a GPU of 132 multiprocessors busy, eight on each; these kernels have registers for no more.
+# Warps that keep a GPU of 132 multiprocessors busy, eight on each; these kernels have registers for
+# no more.
 _WARPS = 1024
-# The splits of at most this many rows have room in a workspace at the largest number of splits; more rows have fewer.
+# A workspace has room for the largest number of splits of this many rows; more rows get fewer
+# splits.
 _SPLIT_ROWS = 64
-# Adding splits up takes as long as 256 keys (about 3 us on an H200), so a split of fewer does not pay.
+# Adding splits up takes as long as 256 keys (about 3 us on an H200), so a split of fewer keys does
+# not pay.
 _LEAST_KEYS = 256
-# Keys that a block table may have at most for a tree to go with the context in one loop: on an H200 that gains 1.5 us
-# at 320 keys, nothing at 1,500, and loses 5% at 4,096. 2,048 tokens, and the blocks of a tree's own and bits.
+# Most keys of a block table for one loop over tree and context. On an H200 one loop gains 1.5 us at
+# 320 keys, nothing at 1,500, and loses 5% at 4,096. The limit is 2,048 tokens plus the tree's own
+# blocks and bits.
 _ONE_LOOP_KEYS = 2560
-# Rows of one sequence that may be a tree's; more are a prompt's.
+# Most rows of one sequence that may be a tree; more rows are a prompt's.
 _MOST_TREE_ROWS = 64
-# Elements of partial sums that a program asks for at once while it adds up.
+# Elements of partial sums that a program loads at a time while it adds them up.
 _MERGED_ELEMENTS = 8192
 _LOG2_E = 1.4426950408889634
 
-# They differ from batch to batch; whether one of them is 1 or a multiple of 16 is not worth another compilation.
+# These arguments change from batch to batch; a value of 1 or a multiple of 16 is not worth another
+# compilation.
 jit_kernel: Callable[[Any], Any] = triton.jit(do_not_specialize=["rows", "max_blocks", "seq_tiles", "splits"])
 
 
 class Workspace(NamedTuple):
-    """What the splits of one launch leave for each other. Launches that may overlap need one each.
+    """Partial results of one launch's splits. Launches that may overlap need one each.
 
     Attributes:
-        sums: float32 [splits, split_rows, num_heads, head_dim]; values weighted by exp2(score - maximum).
-        maxima: float32 [splits, split_rows, num_heads]; scores are in units of log 2.
+        sums: float32 [splits, split_rows, num_heads, head_dim]; values weighted by exp2(score -
+            maximum).
+        maxima: float32 [splits, split_rows, num_heads]; scores in units of log 2.
         weights: float32 [splits, split_rows, num_heads]; the sum of the weights.
-        arrived: int32 [max_rows, num_kv_heads]; how many splits of the tile that begins at this row are done. Zero
-            between launches.
+        arrived: int32 [max_rows, num_kv_heads]; finished splits of the tile that begins at this
+            row. Zero between launches.
     """
 
     sums: torch.Tensor
@@ -62,7 +68,11 @@ class Workspace(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """``one_loop``: whether the block with the tree is one of the others' loop."""
+    """Rows and keys of a program, and its launch settings.
+
+    Attributes:
+        one_loop: whether one loop processes tree and context.
+    """
 
     rows: int
     keys: int
@@ -74,22 +84,26 @@ class _Tile(NamedTuple):
 def _tile(
     seqs: int, max_seq_rows: int, num_kv_heads: int, group: int, head_dim: int, wide: bool, most_keys: int
 ) -> _Tile:
-    """How many rows and keys a program takes at a time.
+    """Choose how many rows and keys a program processes at a time.
 
-    The left operand of a matrix product is (rows x query heads of one key head), and a tensor core takes no fewer than
-    16 of them: one decode row of four heads costs what four rows do. More rows than the sequence has would only cost
-    registers, and 128 at 128 columns are what eight warps hold. Larger tiles read keys less often, but what a block of
-    keys takes is mostly waiting, for memory and for one operation after the other, and programs wait side by side: a
-    tile is halved as long as the launch has too few warps for the GPU. With few rows a block of 128 keys is asked for
-    at once. The largest tile is alone on its multiprocessor, so five stages, two of them for table entries, load two
-    blocks ahead. float32 (`wide`) goes without tensor cores, so its tiles are small.
+    The left operand of a matrix product is (rows x query heads of one key head), and a tensor core
+    takes at least 16 rows of it: one decode row of four heads costs as much as four rows. More rows
+    than the sequence has would only cost registers; 128 rows of 128 columns are what eight warps
+    can hold. Larger tiles read keys less often. But most of a block's time is waiting, for memory
+    and for one operation after the other, and programs wait side by side: so a tile is halved while
+    the launch has too few warps for the GPU. With few rows, a block has 128 keys, loaded at once.
+    The largest tile is alone on its multiprocessor, so five stages, two of them for block table
+    entries, load two blocks ahead. float32 (``wide``) does not use tensor cores, so its tiles are
+    small.
 
-    Of trees in short tables half of the largest tile is faster (an H200 took 19.4 us for 16 x 32 rows, and 21.5, when
-    masks cost more).
+    For trees in short tables, half of the largest tile is faster (on an H200, 19.4 us instead of
+    21.5 for 16 x 32 rows, when masks cost more).
 
-    One loop for all keys saves small launches a wait where there are trees, and their warps are then twice as many
-    where there is room for them. It computes more for each key, so long contexts go without: ``most_keys`` is what a
-    sequence may have.
+    One loop for all keys saves small launches with trees a wait; they also get twice the warps
+    where there is room. It computes more for each key, so long contexts do not use it.
+
+    Args:
+        most_keys: most keys of a sequence.
     """
     heads = triton.next_power_of_2(group)
     long_heads = head_dim > 128
@@ -116,7 +130,11 @@ def _tile(
 
 
 def _num_splits(rows: int, warps: int, most_keys: int, workspace: Workspace) -> int:
-    """How many programs may share the keys of a tile, if a launch without splits has `warps`."""
+    """Return how many programs may share the keys of a tile.
+
+    Args:
+        warps: warps of a launch without splits.
+    """
     most, split_rows = workspace.sums.shape[:2]
     return max(min(most, _WARPS // warps, most_keys // _LEAST_KEYS, most * split_rows // rows), 1)
 
@@ -131,7 +149,11 @@ def _constants(
     splits: int,
     wide: bool,
 ) -> dict[str, int]:
-    """What the kernel is compiled for; `splits`: 1, or a power of two that is no less than any launch's."""
+    """Return the kernel's compile-time constants.
+
+    Args:
+        splits: 1, or a power of two that is at least any launch's number of splits.
+    """
     group = num_heads // num_kv_heads
     block_dim = max(triton.next_power_of_2(head_dim), 16)
     entries = tile.rows * triton.next_power_of_2(group)
@@ -148,7 +170,7 @@ def _constants(
         "BLOCK_GROUP": triton.next_power_of_2(group),
         "BLOCK_KEYS": tile.keys,
         "BLOCK_DIM": block_dim,
-        # The whole tree in one block.
+        # Only if the whole tree fits in one block.
         "ONE_LOOP": tile.one_loop and half_words * 32 <= tile.keys,
         "WIDE": wide,
     }
@@ -201,17 +223,18 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     seq = tile // seq_tiles
-    # Within 0 and rows, whatever is in row_starts.
+    # Clamp to 0 and rows: row_starts may hold anything.
     seq_row = tl.minimum(tl.maximum(tl.load(row_starts + seq), 0), rows)
     first_row = seq_row + tile % seq_tiles * TILE_ROWS
     end_row = tl.minimum(tl.load(row_starts + seq + 1), rows)
-    # Asked for here, since each wait for memory that follows another is a good part of a short launch.
+    # Load these early: in a short launch, each wait for memory after another one counts.
     tree_start = tl.load(tree_starts + seq)
     context_start = tl.maximum(tl.load(context_starts + seq), 0)
     if first_row >= end_row:
         return
 
-    # Entry m of the left operand is query head m % BLOCK_GROUP of the group, of row m // BLOCK_GROUP of the tile.
+    # Row m of the left operand is query head m % BLOCK_GROUP of the group, of row m // BLOCK_GROUP
+    # of the tile.
     BLOCK_M: tl.constexpr = TILE_ROWS * BLOCK_GROUP
     entry = tl.arange(0, BLOCK_M)
     row = first_row + entry // BLOCK_GROUP
@@ -226,7 +249,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     if WIDE:
         q = q.to(tl.float32)
 
-    # How many keys the tile has: bits of the tree, then the context of its row that sees most of it.
+    # The tile's number of keys: the tree's bits, then the longest context of its rows.
     length = tl.maximum(tl.load(context_lens + row, mask=row_live, other=0), 0)
     bits = 0
     row_words = ()
@@ -239,9 +262,9 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     num_keys = bits + tl.maximum(context_end - context_start, 0)
     table = block_tables + seq.to(tl.int64) * table_stride
 
-    # Splits work side by side, but one program adds them all up: with c keys in each of n / c splits, reading c keys
-    # and then n / c times BLOCK_M partial sums takes least at c = sqrt(n * BLOCK_M), two planes of bfloat16 against
-    # one of float32.
+    # Splits run side by side, but one program adds them all up. With c keys in each of n / c
+    # splits, reading c keys and then n / c times BLOCK_M partial sums takes least time at c =
+    # sqrt(n * BLOCK_M), since keys are two planes of bfloat16 and sums are one of float32.
     if SPLITS > 1:
         least = tl.maximum(tl.sqrt(num_keys.to(tl.float32) * BLOCK_M).to(tl.int32), LEAST_KEYS)
         share = tl.cdiv(num_keys, tl.maximum(tl.minimum(num_keys // least, splits), 1))
@@ -263,15 +286,16 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_M], tl.float32)
     place = tl.arange(0, BLOCK_KEYS)
-    # A row sees the keys below ``room``, but those of its tree that are not on its path. To mask a score takes as many
-    # instructions as all else that is done with it, so it is one comparison with a number of the row's, and only in
-    # blocks that some row does not see the whole of: those past the least room, and those with a tree.
+    # A row sees the keys below ``room``, except nodes of the tree that are not on its path. Masking
+    # a score takes as many instructions as the rest of its processing. So it is one comparison with
+    # one number a row, and only in blocks that some row does not see completely: blocks past the
+    # least room, and blocks with a tree.
     room = bits + tl.maximum(tl.minimum(length, max_blocks * BLOCK_SIZE) - context_start, 0)
     least_room = tl.min(tl.where(row_live, room, num_keys), 0)
 
     if ONE_LOOP:
-        # The whole tree lies in the first block, so what is to be seen of it is known before any key is here: one bit
-        # a key, set as well for all keys behind the tree.
+        # The whole tree is in the first block, so its visibility is known before any key is loaded:
+        # one bit a key, also set for all keys after the tree.
         words = tl.full([BLOCK_M, BLOCK_KEYS], -1, tl.int32)
         for half in tl.static_range(HALF_WORDS):
             in_table = low_bits(max_blocks * BLOCK_SIZE - tree_start - half * 32) & ~low_bits(-tree_start - half * 32)
@@ -282,7 +306,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
             key_index = first + place
             in_tree = key_index < bits
             logical = tl.where(in_tree, tree_start + key_index, context_start + key_index - bits)
-            # A bit that no row of the tile has set may stand for a slot that was never written.
+            # A bit that no row of the tile has set may belong to a KV slot that was never written.
             live = tl.where(in_tree, seen, key_index < num_keys)
             slot, live = slots_of(logical, live, table, max_blocks, slots, BLOCK_SIZE)
             paths = tl.where(first < bits, words, -1)
@@ -293,7 +317,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
             is_masked = (first < bits) | (first + BLOCK_KEYS > least_room)
             sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE, is_masked)
     else:
-        # Blocks of keys with the tree's among them: one or two, so nothing is gained by loading ahead.
+        # Blocks of keys that contain the tree: one or two, so loading ahead gains nothing.
         tree_end = (bits + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
         for first in tl.range(begin, tl.minimum(end, tree_end), BLOCK_KEYS, num_stages=1):
             key_index = first + place
@@ -308,7 +332,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
                 words = tl.where((place // 32 == half)[None, :], word[:, None], words)
             on_path = ((words >> (place % 32)[None, :]) & 1) != 0
             visible = tl.where(in_tree[None, :], on_path, logical[None, :] < length[:, None]) & live[None, :]
-            # A bit that no row of the tile has set may stand for a slot that was never written.
+            # A bit that no row of the tile has set may belong to a KV slot that was never written.
             live = tl.max(visible.to(tl.int32), 0) != 0
             key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
             value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
@@ -334,7 +358,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
         tl.store(part_maxima + mine, maxima, mask=entry_live)
         tl.store(part_weights + mine, weights, mask=entry_live)
         tl.store(part_sums + (mine * HEAD_DIM)[:, None] + column[None, :], sums, mask=out_mask)
-        # All threads have stored before the one that speaks for them counts this split as done.
+        # All threads have stored before one thread counts this split as done.
         tl.debug_barrier()
         before = tl.atomic_add(arrived + first_row.to(tl.int64) * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
         tl.debug_barrier()
@@ -343,14 +367,14 @@ def _tree_attention(  # type: ignore[no-untyped-def]
             other = tl.arange(0, SPLITS)
             offset = (other * split_stride)[:, None] + part[None, :]
             mask = (other < used)[:, None] & entry_live[None, :]
-            # From the second-level cache (.cg), where other multiprocessors' stores are.
+            # ".cg" reads from the second-level cache, where other SMs' stores are.
             found = tl.load(part_maxima + offset, mask=mask, other=float("-inf"), cache_modifier=".cg")
             highest = tl.max(found, 0)
             highest = tl.where(highest == float("-inf"), 0.0, highest)
             found_weights = tl.load(part_weights + offset, mask=mask, other=0.0, cache_modifier=".cg")
             weights = tl.sum(found_weights * tl.exp2(found - highest[None, :]), 0)
             sums = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
-            # A few at a time, so that their loads are under way together.
+            # A few splits at a time, so that their loads overlap.
             for first_split in range(0, used, MERGED):
                 for step in tl.static_range(MERGED):
                     index = first_split + step
@@ -375,7 +399,7 @@ def attention_workspace(
     device: torch.device | str,
     num_splits: int = 32,
 ) -> Workspace:
-    """Room for launches of up to max_rows rows whose contexts are shared by up to num_splits programs."""
+    """Return a workspace for launches of at most ``max_rows`` rows and ``num_splits`` splits."""
     shape = num_splits, min(max_rows, _SPLIT_ROWS), num_heads
     return Workspace(
         torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
@@ -400,40 +424,47 @@ def tree_attention(
     workspace: Workspace,
     out: torch.Tensor,
 ) -> None:
-    """foretoken_kernels.reference.tree_attention, up to the order of its sums.
+    """Compute foretoken_kernels.reference.tree_attention, with another order of sums.
 
-    Lengths and tables are read on the device alone: a graph of launches may be replayed over other values. A slot that
-    one row of a tile sees must not hold NaN if another row of the sequence is to be free of it.
+    Lengths and tables are read on the device only, so a graph of launches may be replayed with
+    other values. If one row of a tile sees a KV slot with NaN, other rows of the sequence may
+    become NaN too.
 
     Args:
         query: [rows, num_heads, head_dim], bfloat16 or float32, last dimension contiguous.
         keys, values: [slots, num_kv_heads, head_dim], contiguous, of query's dtype.
-        row_starts: int32 [seqs + 1], ascending; rows row_starts[s] up to row_starts[s + 1] belong to sequence s, those
-            from row_starts[seqs] on are padding and left alone.
+        row_starts: int32 [seqs + 1], ascending; rows row_starts[s] up to row_starts[s + 1] belong
+            to sequence s. Rows from row_starts[seqs] on are padding; their output is not written.
         context_lens: int32 [rows].
         masks: int64 [rows, words]; the bits of the reference's uint64. Last dimension contiguous.
         tree_starts, context_starts: int32 [seqs].
-        block_tables: int32 [seqs, max_blocks], last dimension contiguous; slots past its end are seen by no row.
+        block_tables: int32 [seqs, max_blocks], last dimension contiguous; no row sees KV slots past
+            its end.
+        block_size: KV slots in a block.
         max_seq_rows: no sequence has more rows.
-        workspace: of these head counts and at least this many rows.
-        out: query's shape and dtype, last dimension contiguous; written in place, zero where a row sees no slot.
+        workspace: for these head counts and at least this many rows.
+        out: query's shape and dtype, last dimension contiguous; written in place, zero where a row
+            sees no KV slot.
+
+    Raises:
+        ValueError: the workspace is for fewer rows.
     """
     rows, num_heads, head_dim = query.shape
     slots, num_kv_heads, _ = keys.shape
     if rows > len(workspace.arrived):
         raise ValueError(f"the workspace is for {len(workspace.arrived)} rows, not for {rows}")
-    # Triton's interpreter, which alone takes tensors that are not on a GPU, does not multiply bfloat16.
+    # Tensors outside a GPU mean Triton's interpreter, which cannot multiply bfloat16.
     wide = query.dtype == torch.float32 or not query.is_cuda
     seqs = len(tree_starts)
     most_keys = block_tables.shape[1] * block_size + 64 * masks.shape[1]
     tile = _tile(seqs, max_seq_rows, num_kv_heads, num_heads // num_kv_heads, head_dim, wide, most_keys)
     seq_tiles = triton.cdiv(max_seq_rows, tile.rows)
     tiles = seqs * seq_tiles
-    # A program has a multiprocessor's memory to itself with four warps as with eight.
+    # With one loop, a program takes a multiprocessor's whole memory, with four warps as with eight.
     warps = 4 if tile.one_loop else tile.num_warps
     splits = _num_splits(rows, tiles * num_kv_heads * warps, most_keys, workspace)
     halves = masks.view(torch.int32)
-    # Whatever a launch's splits, the kernel is one of two.
+    # One of two values whatever the launch's splits, so there are only two kernels.
     most_splits = triton.next_power_of_2(len(workspace.sums)) if splits > 1 else 1
     _tree_attention[(tiles, num_kv_heads, splits)](
         query,

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The walk on the device: from each root along the sampled tokens, and what that commits."""
+"""Walk draft trees on the device: from each root along the sampled tokens; commit the path."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def _walk_kernel(
     counts_tokens = is_penalized(state, slot)
     out = seq.to(tl.int64) * max_tokens
 
-    # A child's index is larger than its parent's, so ``node`` grows and the walk ends; num_nodes stands for no node.
+    # A child's index is larger than its parent's, so ``node`` grows and the walk ends; num_nodes
+    # means no node.
     node = num_nodes * 0
     walked = num_nodes * 0
     emitted = num_nodes * 0
@@ -83,7 +84,8 @@ def _walk_kernel(
             if (stopped == 0) & (walked < max_new):
                 emitted += 1
                 if UPDATE_STATE and counts_tokens & (token >= 0) & (token < sizes.vocab_size):
-                    # Atomic, so that one thread adds it, not each that holds the scalar.
+                    # Atomic, so that the addition happens once and not in every thread, since all
+                    # hold the scalar.
                     tl.atomic_add(state.counts + slot * sizes.vocab_size + token, 1)
                     tl.store(state.seen + slot * sizes.vocab_size + token, 1)
             walked += 1
@@ -102,12 +104,13 @@ def _walk_kernel(
 def walk(
     batch: SampleBatch, sampled: torch.Tensor, state: SamplerState, result: WalkResult, update_state: bool = True
 ) -> None:
-    """Which tokens each sequence's verified tree commits; reference_sampling.walk_reference defines it.
+    """Find the tokens that each sequence commits; reference_sampling.walk_reference defines it.
 
     Args:
         sampled: int32 [rows], from ``sample_rows``.
-        result: written, one row a sequence of ``batch``.
-        update_state: whether the emitted tokens are added to ``counts`` and ``seen`` of slots with penalties.
+        result: written, one row for each sequence of ``batch``.
+        update_state: whether to add the emitted tokens to ``counts`` and ``seen`` of batch slots
+            with penalties.
     """
     num_seqs = batch.slots.shape[0]
     if num_seqs == 0:

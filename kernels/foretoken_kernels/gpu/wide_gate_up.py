@@ -1,9 +1,10 @@
-"""Gate, up and their activation for many rows, where tensor cores and not memory are what a matmul waits for:
-foretoken_kernels.reference.linear, twice, and silu_and_multiply.
+"""Gate, up and activation for many rows, where a matmul waits for tensor cores, not for memory.
 
-A program takes tile after tile (a persistent kernel), and its next tile's loads begin before the last one is written.
-The tensor memory accelerator of compute capability 9.0 brings a tile of gate and that of up behind it as one operand,
-so one product has both, and a thread that holds a gate's sum holds its up's.
+foretoken_kernels.reference.linear, twice, and silu_and_multiply define it. A program processes tile
+after tile (a persistent kernel), and loads of its next tile begin before the last one is written.
+The tensor memory accelerator of compute capability 9.0 loads a tile of gate and the same tile of up
+as one operand. So one product computes both, and the thread that holds a gate's sum also holds its
+up's.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Rows, and features of gate and of up each: what 8 warps have registers for, in the stages that shared memory holds.
+# Rows, and features of gate and of up each: as much as registers of 8 warps and stages in shared
+# memory can hold.
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 128, 128, 64
 _NUM_STAGES, _NUM_WARPS = 4, 8
-# What the accelerator wants of addresses and of what rows are apart, in bytes.
+# The accelerator's alignment of addresses and of row distances, in bytes.
 _ALIGNMENT = 16
-# Of what all programs could do in the rounds that there are, the share that has to be of use. On an H200 two shapes
-# (Llama's of 8B and of 1B) take 2 to 10% less than the library's matmul and the activation behind it from 0.85 on, and
-# more of them below.
+# The least useful share of what all programs could compute in their rounds. On an H200, two shapes
+# (Llama's of 8B and of 1B) take 2 to 10% less time than the library's matmul and the activation
+# after it from 0.85 on, and more time below.
 _LEAST_USE = 0.84
 
 jit: Callable[[Any], Any] = triton.jit
@@ -76,7 +78,7 @@ def _wide_gate_up(  # type: ignore[no-untyped-def]
     K: tl.constexpr,
 ):
     program = tl.program_id(0)
-    # Tiles side by side have the same features: the weight is read from memory once.
+    # Adjacent tiles have the same features, so the weight is read from memory once.
     row_tiles = tl.cdiv(num_rows, M)
     for tile in tl.range(program, num_whole, PROGRAMS, flatten=True):
         row, feature = tile % row_tiles * M, tile // row_tiles * N
@@ -88,16 +90,20 @@ def _wide_gate_up(  # type: ignore[no-untyped-def]
 
 
 def whole_tiles(tiles: int, programs: int) -> int:
-    """How many of the tiles are to be taken as a whole, so that those left are one half for each program at most.
+    """Return how many tiles to compute whole; the rest is cut in halves, at most one a program.
 
-    Where the last round would have a tile for few of the programs, halves make it half as long.
+    Where the last round would have a tile for only a few of the programs, halves make it half as
+    long.
     """
     rest = tiles % programs
     return tiles - rest if 2 * rest <= programs else tiles
 
 
 def pays_wide_gate_up(rows: int, size: int, programs: int) -> bool:
-    """Whether so many rows keep ``programs`` busy enough for ``wide_gate_up`` to be faster than a library's matmul."""
+    """Return whether ``wide_gate_up`` is faster than a library's matmul for so many rows.
+
+    It is if they keep ``programs`` programs busy enough.
+    """
     tiles = triton.cdiv(rows, _BLOCK_M) * triton.cdiv(size, _BLOCK_N)
     whole = whole_tiles(tiles, programs)
     rounds = triton.cdiv(whole, programs) + (0.5 if whole < tiles else 0.0)
@@ -105,8 +111,10 @@ def pays_wide_gate_up(rows: int, size: int, programs: int) -> bool:
 
 
 def fits_wide_gate_up(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the accelerator can be told of these: bfloat16, and addresses that are multiples of 16 bytes. Of its
-    capability nothing is asked."""
+    """Return whether the accelerator accepts the tensors: bfloat16, addresses divisible by 16.
+
+    Does not check that the GPU has an accelerator.
+    """
     if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or x.stride(1) != 1 or not weight.is_contiguous():
         return False
     strides = (tensor.stride(0) * tensor.element_size() for tensor in (x, weight))
@@ -114,20 +122,21 @@ def fits_wide_gate_up(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def wide_gate_up(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, programs: int) -> None:
-    """``out = silu(x @ gate.T) * (x @ up.T)``; sums are float32.
+    """Compute ``out = silu(x @ gate.T) * (x @ up.T)``; sums are float32.
 
     Args:
-        x: [rows, in_features], as ``fits_wide_gate_up`` wants it on a GPU; rows may be apart, columns may not.
+        x: [rows, in_features], for which ``fits_wide_gate_up`` is true on a GPU; rows may be apart,
+            columns may not.
         weight: [2 * size, in_features], contiguous, x's dtype: gate, then up.
         out: [rows, size]; rows may be apart, columns may not. Not x.
-        programs: as many as the GPU has multiprocessors.
+        programs: the GPU's number of multiprocessors.
 
     Raises:
         ValueError: shapes or strides do not fit.
     """
     (rows, in_features), size = x.shape, out.shape[1]
     if len(out) != rows or weight.shape != (2 * size, in_features):
-        raise ValueError(f"{tuple(x.shape)} times {tuple(weight.shape)} transposed to {tuple(out.shape)}")
+        raise ValueError(f"cannot multiply {tuple(x.shape)} by {tuple(weight.shape)} transposed to {tuple(out.shape)}")
     if x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous() or x.dtype != weight.dtype:
         raise ValueError("gate and up need contiguous columns and a contiguous weight of x's dtype")
     if rows == 0:
