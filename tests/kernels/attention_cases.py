@@ -1,4 +1,4 @@
-"""Batches for the GPU's attention kernels, and their definition's results."""
+"""Make batches for the GPU's attention kernels, and compute their expected results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from foretoken_kernels.gpu.tree_attention import Workspace, attention_workspace,
 from foretoken.tree import ancestor_mask
 
 Heads = tuple[int, int, int]
-# tree_attention, or what takes its arguments.
+# tree_attention, or a function with the same arguments.
 Attention = Callable[..., None]
 
 
 @dataclass
 class Case:
-    """A batch over a cache in which every slot that no row references is NaN, and unused table entries are garbage."""
+    """A batch over a cache: unseen KV slots are NaN, unused block table entries are garbage."""
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -35,10 +35,11 @@ class Case:
     kernel: Attention = tree_attention
 
     def attend(self, workspace: Workspace | None = None) -> torch.Tensor:
-        """Rows of padding, if any, keep the NaN that out begins with."""
+        """Run a kernel on the case. Padding rows keep the NaN that ``out`` begins with."""
         rows, num_heads, head_dim = self.query.shape
         if workspace is None:
-            # In the interpreter programs run one after the other: those of splits that have nothing to do take minutes.
+            # The interpreter runs programs one after the other: splits without work would take
+            # minutes.
             num_splits = 32 if self.query.is_cuda else 4
             heads = (num_heads, self.keys.shape[1], head_dim)
             workspace = attention_workspace(rows, *heads, self.query.device, num_splits)
@@ -64,9 +65,11 @@ class Case:
         return out
 
     def defined_of(self, seq: int) -> torch.Tensor:
-        """In float32, of one sequence's rows at once and where the tensors are: a row at a time, as ``defined`` takes
-        them, thousands of rows over long contexts take minutes. For rows that see a slot, and trees that begin no
-        earlier than the context."""
+        """Return one sequence's expected rows in float32, computed at once on the tensors' device.
+
+        ``defined`` computes one row at a time: thousands of rows over long contexts would take
+        minutes. Every row must see a KV slot, and trees must not begin before the context.
+        """
         first, end = self.row_starts[seq : seq + 2].tolist()
         lens, masks = self.context_lens[first:end], self.masks[first:end]
         tree_start, context_start = int(self.tree_starts[seq]), int(self.context_starts[seq])
@@ -86,7 +89,7 @@ class Case:
         return (weights @ values).unflatten(1, (end - first, -1)).transpose(0, 1).flatten(1, 2)
 
     def defined(self) -> torch.Tensor:
-        """In float64, of the rows that are no padding."""
+        """Return the expected rows in float64, without padding."""
         counts = self.row_starts.cpu().diff()
         rows = int(self.row_starts[-1])
         return reference.tree_attention(
@@ -117,14 +120,14 @@ def prefill(start: int, length: int, context_start: int = 0) -> Rows:
 
 
 def tree(root: int, nodes: int, generator: np.random.Generator, context_start: int = 0) -> Rows:
-    """A random tree behind `root` tokens, its root a node like the others."""
+    """Return a random tree after ``root`` tokens; its root is a node like the others."""
     parents = np.array([-1] + [generator.integers(0, i) for i in range(1, nodes)], np.int32)
     masks = [sum(int(word) << 64 * i for i, word in enumerate(words)) for words in ancestor_mask(parents)]
     return Rows([(root, mask) for mask in masks], root, context_start)
 
 
 def rooted(rows: Rows) -> Rows:
-    """The same tree with its root counted as context: bit 0 is clear then."""
+    """Return the same tree with its root in the context: bit 0 is then clear."""
     return replace(rows, rows=[(context + 1, mask & ~1) for context, mask in rows.rows])
 
 
@@ -169,7 +172,7 @@ def case(
         keys[where] = noise(len(slots), num_kv_heads, head_dim)
         values[where] = noise(len(slots), num_kv_heads, head_dim)
     rows = sum(len(s.rows) for s in seqs)
-    # A view into wider rows, as the queries are one into the product with the stacked weights.
+    # A view into wider rows, as queries are a view into the product with the stacked weights.
     wide = noise(rows + padding, num_heads + 2 * num_kv_heads, head_dim)
     bits = np.array([[m >> 64 * i & 2**64 - 1 for i in range(words)] for s in seqs for _, m in s.rows], np.uint64)
     lens = [context for s in seqs for context, _ in s.rows]

@@ -1,4 +1,4 @@
-"""Compile the kernels of steps that run ahead of the host for a GPU that need not be there."""
+"""Compile the kernels of overlapped steps for a GPU; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, 
 
 
 def compile_all() -> None:
-    """Chains and trees, one and two words of a mask."""
+    """Compile chains and trees, with masks of one and two words."""
     sizes = dict.fromkeys(
         ("num_rows", "max_blocks", "num_slots", "tree_stride", "table_stride", "vocab_size", "max_depth"),
         "i32",

@@ -1,4 +1,4 @@
-"""Compile the device sampler and the walk for a GPU that need not be there."""
+"""Compile the device sampler and the walk for a GPU; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, 
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    # A fused multiply-add would give a penalized logit other bits than the definition's.
+    # A fused multiply-add would give a penalized logit other bits than the definition has.
     assert "fma.rn.f32" not in ptx and "div.full.f32" not in ptx
 
 
 def compile_all(logits: str) -> None:
-    """As the engine launches them for a vocabulary of 128256; ``logits`` is the element type, as in "*bf16"."""
+    """Compile the kernels as the engine launches them for a vocabulary of 128256.
+
+    ``logits`` is the type of the logits' pointer, for example "*bf16".
+    """
     batch = SampleBatch(logits, *["*i32"] * 8, "i32")
     step = {"batch": batch, "state": STATE, "workspace": WORKSPACE, "sizes": SIZES, "num_seqs": "i32"}
     compile_kernel(sample._cut_kernel, step, {"TOKENS": 2 * sample.CHUNK_TOKENS}, 16)

@@ -1,4 +1,4 @@
-"""Whole drafts over a draft model of a table, by the device's functions, by the reference and by the CPU's."""
+"""Run whole drafts with a table as draft model: on the device, by the reference, on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRATCH = NUM_SLOTS - 1
 
 @dataclass
 class Wish:
-    """What one request asks of its tree."""
+    """One request's settings for its tree."""
 
     max_nodes: int = 8
     max_depth: int = 3
@@ -37,9 +37,9 @@ class Wish:
 
 
 class Head:
-    """A draft model of a table: logits of a state, which is a function of the states and tokens before it.
+    """A draft model of a table: logits of a hidden state, computed from earlier states and tokens.
 
-    A node's state is its source's and its token, so a wrong source gives another tree.
+    A node's state depends on its source and its token, so a wrong source gives another tree.
     """
 
     def __init__(self, vocab: int, num_states: int = 97, seed: int = 1) -> None:
@@ -81,7 +81,7 @@ def block_tables(num_trees: int) -> torch.Tensor:
 
 @dataclass
 class Course:
-    """A whole draft: the wishes, the shapes, and the head."""
+    """A whole draft: requests, shapes, and the head."""
 
     wishes: list[Wish]
     branches: int
@@ -94,14 +94,15 @@ class Course:
     dtype: torch.dtype = torch.float32
     filtered: bool = True
     modules: int = 1
-    # Trees that there is room for beside the wishes'.
+    # Room for more trees than the requests need.
     spare: int = 2
 
     def logits(self, states: torch.Tensor, trees: list[int], level: int, is_clipped: bool) -> torch.Tensor:
-        """The head's, of beams of ``level``.
+        """Return the head's logits for the beams of ``level``.
 
-        With the sampler's noise the CPU leaves what has less than e**-MARGIN of the best one's chance out of a sum.
-        Where it is compared with, such logits are -inf, so that nobody counts them.
+        With the sampler's noise, the CPU leaves tokens with less than e**-MARGIN of the best one's
+        chance out of a sum. With ``is_clipped``, such logits are -inf, so that no implementation
+        counts them.
         """
         logits = self.head.logits(states).to(self.dtype)
         if not is_clipped or self.scale == 0.0:
@@ -125,12 +126,12 @@ class Course:
     def run(
         self, functions: Any, device: str, is_clipped: bool = False
     ) -> tuple[state.DraftOutput, list[state.DraftBeams], state.DraftTrees]:
-        """The draft by the functions of ``gpu`` or of ``reference``, and the beams of each level."""
+        """Run the draft with functions of ``gpu`` or ``reference``; return each level's beams."""
         count, vocab = len(self.wishes), self.head.table.shape[1]
         trees = state.new_draft_trees(count + self.spare, self.branches, self.depth, device).first(count)
         beams = state.new_draft_beams(count + self.spare, self.branches, device).first(count)
         out = state.new_draft_output(count, self.nodes, device)
-        # Garbage of an earlier draft must not matter.
+        # State left by an earlier draft must not matter.
         for tensor in trees[1:7]:
             tensor.fill_(3)
         set_requests(trees, self.wishes)
@@ -158,7 +159,7 @@ class Course:
         return state.DraftOutput(*(tensor.cpu() for tensor in out)), levels, trees
 
     def run_cpu(self) -> tuple[list[tuple[list[int], list[int], list[float]]], list[cpu.Beams]]:
-        """The draft by the CPU's compiled functions: tokens, parents and scores of each tree, beams of each level."""
+        """Run the draft on the CPU; return trees (tokens, parents, scores) and beams."""
         count, vocab = len(self.wishes), self.head.table.shape[1]
         trees = cpu.new_trees(count, max(self.nodes, self.branches + 1), vocab)
         for tree, wish in enumerate(self.wishes):

@@ -1,4 +1,4 @@
-"""Batches for the device sampler: requests and trees as the rest of foretoken knows them, and as tensors."""
+"""Make batches for the device sampler, as foretoken's own objects and as tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sequence:
 
 
 def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
-    """All operations in all combinations, extremes among them."""
+    """Return random settings: all operations in all combinations, extreme values included."""
 
     def pick(*values):
         return values[rng.integers(len(values))]
@@ -66,14 +66,14 @@ def pick_constant(rng: np.random.Generator) -> float:
 
 
 def random_tree(rng: np.random.Generator, nodes: int, vocab: int, root: int) -> DraftTree:
-    """Any shape; few distinct tokens, so that siblings and ancestors repeat them."""
+    """Return a tree of any shape; few distinct tokens, so siblings and ancestors repeat them."""
     parents = [-1] + [int(rng.integers(node)) for node in range(1, nodes)]
     tokens = [root] + [int(token) for token in rng.integers(min(vocab, 6), size=nodes - 1)]
     return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32))
 
 
 def random_sequence(rng: np.random.Generator, vocab: int, nodes: int, pull: float = 0.0) -> Sequence:
-    """``pull`` is added to the logits of the tokens that trees hold, so that walks go deep."""
+    """Return a random sequence; ``pull`` raises its tree's tokens' logits, so walks go deep."""
     prompt = rng.integers(min(vocab, 20), size=rng.integers(1, 6)).tolist()
     output = rng.integers(min(vocab, 12), size=rng.integers(0, 6)).tolist()
     logits = random_logits(rng, nodes, vocab)
@@ -91,9 +91,9 @@ def random_sequence(rng: np.random.Generator, vocab: int, nodes: int, pull: floa
 
 
 def new_state(sequences: list[Sequence], slots: list[int], vocab: int, max_slots: int, device: str) -> SamplerState:
-    """A state that holds each sequence in its slot."""
+    """Return a state that holds each sequence in its batch slot."""
     state = new_sampler_state(max_slots, vocab, MAX_BIAS, MAX_STOPS, device)
-    # What an earlier request left behind.
+    # Left behind by an earlier request.
     state.counts.fill_(7)
     state.seen.fill_(1)
     for slot, sequence in zip(slots, sequences, strict=True):
@@ -135,7 +135,7 @@ def new_batch(
     padding_rows: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> SampleBatch:
-    """One step of these sequences; padding rows and one sequence without rows come last."""
+    """Return one step of these sequences; padding rows and one sequence without rows come last."""
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -158,7 +158,7 @@ def new_batch(
 
 
 def path_tokens(tree: DraftTree, node: int) -> list[int]:
-    """Tokens from the root's child to the node."""
+    """Return the tokens from the root's child to the node."""
     path = []
     while node > 0:
         path.append(int(tree.tokens[node]))

@@ -1,4 +1,4 @@
-"""The CPU kernels beside attention: against their definitions, and the bits of a row across row counts."""
+"""Test the CPU kernels, except attention: results against definitions, bits across row counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU attention against its definition, and its bits across batches."""
+"""Test the CPU attention: results against its definition, bits across batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foretoken.tree import ancestor_mask
 
 @dataclass
 class Rows:
-    """The batch half of a call."""
+    """The arguments of a call that describe the batch."""
 
     row_seqs: np.ndarray
     context_lens: np.ndarray
@@ -90,7 +90,7 @@ def defined(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows:
 
 @st.composite
 def ragged_rows(draw: st.DrawFn) -> tuple[Rows, int]:
-    """Sequences with a prefill chunk or a tree each, over shuffled blocks."""
+    """Draw sequences with a prefill chunk or a tree each, over shuffled blocks."""
     block_size = draw(st.sampled_from([1, 3, 16, 32]))
     num_seqs = draw(st.integers(1, 3))
     max_blocks = -(-200 // block_size)
@@ -160,7 +160,7 @@ def test_a_row_has_the_same_bits_in_any_batch(drawn: tuple[Rows, int], random, t
 
 
 def test_a_tree_node_has_the_bits_of_its_path_as_plain_text() -> None:
-    """The path 0 -> 2 -> 4 behind 37 tokens, siblings between, against the same keys stored contiguously."""
+    """The path 0 -> 2 -> 4 after 37 tokens, with siblings between, against contiguous keys."""
     parents = np.array([-1, 0, 0, 1, 2], np.int32)
     table = np.arange(4, dtype=np.int32)[None]
     tree = Rows(
@@ -179,7 +179,7 @@ def test_a_tree_node_has_the_bits_of_its_path_as_plain_text() -> None:
 
 @pytest.mark.parametrize("start", [1, 5, 16, 37])
 def test_slots_before_the_start_of_a_context_are_invisible_and_shift_nothing(start: int) -> None:
-    """The same keys as a text without the missing part, for a tree and a prefill chunk that share rows' trips."""
+    """A text without its missing part gives the same result, for a tree and a prefill chunk."""
     parents = np.array([-1, 0, 0, 1, 2], np.int32)
     table = np.arange(8, dtype=np.int32)[None]
     whole = Rows(

@@ -25,7 +25,7 @@ def test_silu_and_multiply(size: int, dtype: torch.dtype, out_dtype: torch.dtype
     check(3, size, dtype, out_dtype, device)
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # exp(200) is infinite: meant so
+@pytest.mark.filterwarnings("ignore:overflow")  # exp(200) overflows to infinity on purpose
 def test_large_gates_neither_overflow_nor_turn_to_nan(device: str) -> None:
     gate_up = torch.tensor([[-200.0, 200.0, -90.0, 0.0, 2.0, 3.0, 4.0, 5.0]], device=device)
     out = torch.empty(1, 4, device=device)

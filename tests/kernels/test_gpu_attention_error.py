@@ -1,4 +1,4 @@
-"""The relative error of both attentions in bfloat16, over ragged lengths up to 16k and random trees."""
+"""Test the relative error of both attentions in bfloat16: lengths to 16k, random trees."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tests.kernels.attention_cases import Attention, Case, Heads, Rows, case, pr
 
 KERNELS = [tree_attention, strict_attention]
 MOST_TOKENS, MOST_NODES = 16384, 64
-# To round a result to bfloat16 is 1.7e-3 of it (root mean square); the interpreter, which cuts off, makes 3.3e-3.
+# Rounding a result to bfloat16 changes it by 1.7e-3 (root mean square). The interpreter truncates:
+# 3.3e-3.
 MOST_ERROR = 5e-3
 
 
 def random_trees(batch: int, most_tokens: int, seed: int) -> list[Rows]:
-    """A tree for each sequence, behind contexts that are even on a logarithmic scale; extremes of both are there."""
+    """Return a tree for each sequence, with context lengths even on a logarithmic scale."""
     generator = np.random.default_rng(seed)
     lengths = np.exp(generator.uniform(0, np.log(most_tokens), batch)).round().astype(int)
     nodes = generator.integers(1, MOST_NODES + 1, batch)

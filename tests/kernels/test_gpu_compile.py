@@ -1,5 +1,7 @@
-"""The kernels compile for compute capability 9.0, with the shapes of Llama-3.1-8B. The interpreter accepts much
-that the compiler does not, and the compiler needs no GPU."""
+"""Test that the kernels compile for compute capability 9.0, with the shapes of Llama-3.1-8B.
+
+The interpreter accepts much that the compiler does not, and the compiler needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from foretoken_kernels.gpu import strict_attention
 
 pytestmark = pytest.mark.slow
 
-# Bytes that a program of compute capability 9.0 may have (CUDA's programming guide, "Technical specifications").
+# Bytes of shared memory of a program on compute capability 9.0 (CUDA's programming guide,
+# "Technical specifications").
 HOPPER_SHARED_MEMORY = 227 << 10
-# A type for each argument that is no constant; 16 behind an integer says that it is a multiple of that.
+# A type for each argument that is not a constant; ``:16`` means that an integer is a multiple of
+# 16.
 Case = tuple[str, str, dict[str, Any], dict[str, int]]
 LLAMA = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HALF_BLOCK": 64, "HEADS": 8}
 CASES: dict[str, list[Case]] = {
@@ -129,7 +133,7 @@ CASES["qkv_rope"] = [
         ("fp32", (6, 2, 80), True, False, 16, (32, 16, 2, 2, 4), False),
     )
 ]
-# The tiles that Llama-3.1-8B's matrices get, and those of small and float32 ones.
+# The tiles of Llama-3.1-8B's matrices, and of small and float32 ones.
 CASES["strict_matmul"] = [
     (
         "_strict_matmul",
@@ -203,7 +207,10 @@ for module, cases in json.load(sys.stdin).items():
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int] | str]:
-    """By module, the shared memory of each case in bytes, or an error. One process makes all: it starts for seconds."""
+    """Return, by module, the bytes of shared memory of each case, or an error.
+
+    One process compiles all, because it takes seconds to start.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(foretoken_kernels.__file__).parents[1])
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
@@ -219,5 +226,5 @@ def test_compiles(module: str, compiled: dict[str, list[int] | str]) -> None:
     assert isinstance(found, list), found
     assert len(found) == len(CASES[module])
     if module == "wide_gate_up":
-        # It has the largest tiles that fit, and nothing to fall back on for the same ones.
+        # The kernel uses the largest tiles that fit and has no smaller ones to fall back on.
         assert found[-1] <= HOPPER_SHARED_MEMORY

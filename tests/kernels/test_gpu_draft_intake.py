@@ -1,4 +1,4 @@
-"""The intake of a draft, against the reference: sound steps, and memory that holds anything."""
+"""Test the intake of a draft against the reference: valid steps, and arbitrary memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMBER = 7
 
 
 class Intake:
-    """The memory of a step and of a drafter: seat i has 4 + i tokens, and one block more than they need."""
+    """A step's and a drafter's tensors: seat i has 4 + i tokens, and one block more than needed."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -40,12 +40,12 @@ class Intake:
             number=torch.tensor([NUMBER], dtype=torch.int32),
             max_nodes=torch.full((SEATS,), 8, dtype=torch.int32),
             requests=requests,
-            # The last column is of the tree.
+            # The last column holds the tree's block.
             block_tables=tables.reshape(SEATS, BLOCKS + 1).contiguous(),
         )
 
     def run(self, functions: Any, device: str) -> tuple[IntakeRows, TakenStep, torch.Tensor]:
-        """The rows, the report, and the requests."""
+        """Run the intake; return the rows, the report, and the requests."""
 
         def garbage(*shape: int) -> torch.Tensor:
             return torch.full(shape, 77, dtype=torch.int32, device=device)
@@ -62,7 +62,7 @@ class Intake:
         )
 
     def check(self, device: str) -> tuple[IntakeRows, TakenStep, torch.Tensor]:
-        """Both give the same; returns it."""
+        """Check that kernel and reference give the same result; return it."""
         expected = self.run(reference, "cpu")
         found = self.run(gpu, device)
         for ours, theirs in zip(found[:2], expected[:2], strict=True):
@@ -75,13 +75,13 @@ class Intake:
 def test_a_step_becomes_rows_and_wishes(device: str) -> None:
     intake = Intake()
     rows, taken, requests = intake.check(device)
-    # Seat 1 has 5 tokens, and three new ones, at 5, 6 and 7.
+    # Seat 1 has 5 tokens, and three new ones at positions 5, 6 and 7.
     table = intake.seats.block_tables[1].tolist()
     assert rows.positions[3:6].tolist() == [5, 6, 7]
     assert rows.slot_mapping[3:6].tolist() == [table[1] * BLOCK + i for i in (1, 2, 3)]
     assert rows.context_lens[3:6].tolist() == [6, 7, 8]
     assert rows.token_ids[3:6].tolist() == intake.results.new_tokens[1].tolist()
-    # Seat 0 has one.
+    # Seat 0 has one new token.
     assert rows.slot_mapping[1:3].tolist() == [-1, -1] and rows.context_lens[:3].tolist() == [5, 0, 0]
     assert rows.logit_rows.tolist() == [0, 5, 7, 11, 12]
     assert requests[:, state.MAX_NODES].tolist() == [8, 4, 0, 1, 0]
@@ -123,7 +123,7 @@ def test_a_missing_block_ends_the_seat(device: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_memory_may_hold_anything(device: str, seed: int) -> None:
-    """No row has a slot outside of the cache, and no seat more rows than its tokens."""
+    """No row has a KV slot outside the cache, and no seat has more rows than its tokens."""
     generator = torch.Generator().manual_seed(seed)
     extremes = torch.tensor([-(2**31), -1, 0, 1, 3, 4, 7, 24, 2**31 - 1], dtype=torch.int32)
     intake = Intake()

@@ -1,4 +1,4 @@
-"""Draft trees grown on the device, against the reference and against the CPU's compiled functions."""
+"""Test draft trees grown on the device against the reference and the CPU's compiled functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_trees_of_many_shapes(device: str, vocab: int, temperature: float) -> No
 
 @pytest.mark.slow
 def test_all_values_count(device: str) -> None:
-    """Those too that the CPU leaves out."""
+    """The sum includes values that the CPU leaves out."""
     wishes = at_temperature(RAGGED, 1.1)
     Course(wishes, branches=4, depth=4, head=Head(1500)).check(device, against_cpu=False)
 
@@ -67,7 +67,7 @@ def test_chains(device: str, temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("scale", [0.0, SCALE])
 def test_reduced_vocabulary(device: str, temperature: float, scale: float) -> None:
-    """Draft ids are few, and the noise is that of the target's ids."""
+    """There are few draft ids, and the noise is keyed by the target's ids."""
     target_ids = torch.randperm(128256, generator=torch.Generator().manual_seed(5))[:1100].sort().values.int()
     wishes = at_temperature([Wish(12, 4, 4), Wish(7, 3, 2)], temperature)
     out = Course(wishes, branches=4, depth=4, head=Head(1100), target_ids=target_ids, scale=scale).check(device)
@@ -85,14 +85,14 @@ def test_ids_at_and_above_the_limit_are_never_drafted(device: str) -> None:
 
 
 def test_bfloat16_logits(device: str) -> None:
-    """Many are equal: of equal ones the lower id is ahead."""
+    """Many logits are equal: the lower id comes first."""
     for temperature in (0.0, 0.7):
         wishes = at_temperature([Wish(20, 4, 4), Wish(9, 3, 3)], temperature)
         Course(wishes, branches=4, depth=4, head=Head(900), dtype=torch.bfloat16).check(device)
 
 
 def test_equal_logits_and_equal_scores(device: str) -> None:
-    """Of equal logits the lower ids, of equal scores the earlier candidates; zeros are equal whatever their sign."""
+    """Of equal logits the lower id wins, of equal scores the earlier candidate; -0.0 equals 0.0."""
     head = Head(1300)
     head.table = (torch.arange(1300) % 3 == 0).float().repeat(97, 1)
     head.table[:, ::5] *= -0.0
@@ -105,7 +105,7 @@ def test_equal_logits_and_equal_scores(device: str) -> None:
 def test_rows_without_finite_logits_have_no_children(device: str) -> None:
     head = Head(1200)
     inf = math.inf
-    # Roots' states are 0, 7, 14, 21, 28.
+    # The roots' states are 0, 7, 14, 21, 28.
     head.table[7, 1111] = inf
     head.table[14] = -inf
     head.table[21] = math.nan
@@ -140,7 +140,7 @@ def test_filters(device: str, scale: float) -> None:
     course = Course(wishes, branches=2, depth=2, head=Head(700), scale=scale)
     out = course.check(device, against_cpu=scale == 0.0)
     for tree in (1, 3):
-        # One token is left everywhere.
+        # Each row keeps only one token.
         assert out.num_nodes[tree] == 3
         torch.testing.assert_close(out.scores[tree], torch.zeros(64), rtol=0, atol=1e-5)
     assert out.num_nodes[8] == 6
@@ -149,7 +149,7 @@ def test_filters(device: str, scale: float) -> None:
 
 
 def test_filters_of_equal_and_infinite_logits(device: str) -> None:
-    """Values that equal the last one kept are kept too; top-k may ask for more than there is."""
+    """Values equal to the last one kept are kept; top-k may ask for more values than there are."""
     head = Head(300)
     head.table[0] = torch.arange(300).remainder(3).float()
     head.table[7] = -math.inf
@@ -181,7 +181,7 @@ def test_trees_that_want_nothing(device: str) -> None:
 
 @pytest.mark.parametrize("modules", [2, 3, 4])
 def test_masks_of_several_modules(device: str, modules: int) -> None:
-    """A module sees no beam of an earlier one's."""
+    """A module does not see the beams of earlier modules."""
     Course([Wish(20, 5, 4), Wish(9, 4, 2)], branches=4, depth=5, head=Head(90), modules=modules).check(device)
 
 
@@ -199,7 +199,7 @@ def test_slots_outside_the_cache_become_the_scratch_slot(device: str) -> None:
 
 
 def test_no_more_beams_than_a_mask_has_bits(device: str) -> None:
-    """Eight chains of ten levels: the last two find the mask full."""
+    """Eight chains of ten levels: at the last two levels the mask is full."""
     head = Head(12)
     head.table *= 0.01
     head.table[1:, 0] += 10.0
@@ -228,7 +228,7 @@ def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_draft_is_one_graph(device: str) -> None:
-    """Captured once, replayed for other requests: the trees are those of the reference."""
+    """Capture a draft once and replay it for other requests: the trees equal the reference's."""
     count, branches, depth, vocab = 4, 8, 5, 2048
     head = Head(vocab, num_states=count * branches)
     target_ids = torch.randperm(200000, generator=torch.Generator().manual_seed(5))[:vocab].int().to(device)

@@ -1,4 +1,4 @@
-"""The kernels of draft trees compile for compute capability 9.0, as they are launched.
+"""Test that the kernels of draft trees compile for compute capability 9.0, as they are launched.
 
 The interpreter accepts much that the compiler does not, and the compiler needs no GPU.
 """
@@ -18,7 +18,8 @@ import triton
 from foretoken_kernels.gpu import draft_children, draft_cut, draft_tree
 from foretoken_kernels.gpu import draft_tree_state as state
 
-# Trees, branches, levels, vocabulary, type of the logits, scale of the noise, whether draft ids are mapped.
+# Trees, branches, levels, vocabulary, dtype of the logits, scale of the noise, whether draft ids
+# are mapped.
 SHAPES = (
     (16, 8, 3, 32000, torch.float32, 0.8, True),
     (16, 8, 3, 128256, torch.bfloat16, 0.8, False),
@@ -33,7 +34,7 @@ TYPES = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch
 
 
 class Recorder:
-    """Stands where a kernel is launched and compiles it for what it is given instead."""
+    """Replaces a kernel: a launch compiles it for the given arguments instead of running it."""
 
     def __init__(self, kernel: Any, compiled: set[str]) -> None:
         self._kernel = kernel
@@ -73,7 +74,7 @@ class Recorder:
 def compile_draft(
     count: int, branches: int, depth: int, vocab: int, dtype: torch.dtype, scale: float, has_map: bool
 ) -> None:
-    """A whole draft, launched with tensors without data."""
+    """Launch a whole draft with tensors without data."""
     trees, beams = state.new_draft_trees(count, branches, depth, "meta"), state.new_draft_beams(count, branches, "meta")
     workspace = draft_tree.offer_workspace(count, branches, vocab, "meta")
     target_ids = torch.zeros(vocab, dtype=torch.int32, device="meta") if has_map else None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from foretoken_kernels.gpu.embedding import copy_rows, embed, fill_rows
 
-# Values are bfloat16 numbers throughout, so that no test depends on how a conversion rounds.
+# All values are bfloat16 numbers, so that no test depends on how a conversion rounds.
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -1,7 +1,8 @@
-"""GPU kernels over tensors that end where their last element does, in shapes that no tile divides.
+"""Test GPU kernels over tensors that end at their last element, in shapes that no tile divides.
 
-What lies behind is nobody's, so that a tool which watches memory (tests/gpu/test_memory_check.py) sees every access
-outside of a tensor, where elsewhere a tensor is often a part of a larger one.
+The memory after them belongs to no tensor. So a tool that watches memory
+(tests/gpu/test_memory_check.py) sees every access outside a tensor; elsewhere a tensor is often a
+part of a larger one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.mark.parametrize("kernel", [tree_attention, strict_attention])
 @pytest.mark.parametrize("is_split", [False, True])
 def test_attention(kernel: Attention, is_split: bool, device: str) -> None:
-    """Every sequence fills its blocks, which are all that the cache has, and the last one's table fills the tables."""
+    """Sequences fill their blocks, the cache has no others, the longest table has no free entry."""
     generator = np.random.default_rng(0)
     seqs, slots = [tree(100, 12, generator), prefill(0, 32), tree(251, 5, generator)], 112 + 32 + 256
     if is_split:
@@ -70,12 +71,12 @@ def test_norm_activation_and_rows(device: str) -> None:
 @pytest.mark.parametrize("with_matmul", [False, True])
 @pytest.mark.parametrize("head_dim", [20, 128])
 def test_rope_kv_write(head_dim: int, with_matmul: bool, device: str) -> None:
-    """Positions and slots that are none among them."""
+    """Some positions and KV slots are out of range."""
     x, weight = torch.randn(5, 18, device=device), torch.randn(5 * head_dim, 18, device=device)
     qkv, bias = reference.linear(x, weight).view(5, 5, head_dim), torch.randn(5, head_dim, device=device)
     norms, cos_sin = torch.rand(2, head_dim, device=device), torch.randn(7, 2, head_dim // 2, device=device)
     if with_matmul and head_dim == 20:
-        # Only tiles of whole heads are normed, and those are powers of two.
+        # Only tiles of whole heads can be normed, and their sizes are powers of two.
         norms = [None, None]
     positions = torch.tensor([6, 7, LOWEST, HIGHEST, 0], dtype=torch.int32, device=device)
     slots = torch.tensor([3, 4, LOWEST, HIGHEST, 0], dtype=torch.int32, device=device)

@@ -48,7 +48,7 @@ def test_nothing_is_collected_during_a_capture(was_enabled: bool, monkeypatch: p
 
 @pytest.mark.gpu
 def test_a_graph_that_is_garbage_does_not_end_a_capture(device: str) -> None:
-    """Objects that refer to each other are left to the collector, which looks whenever objects are made."""
+    """The collector frees objects that refer to each other, and may run at any allocation."""
     ones, total = torch.ones(8, device=device), torch.zeros(8, device=device)
 
     def add() -> None:

@@ -13,7 +13,7 @@ BLOCK_SIZE = 4
 def moves(
     accepted: list[list[int]], roots: list[int], tables: torch.Tensor, block_size: int
 ) -> tuple[list[int], list[int]]:
-    """What verifier_svc.scheduling.batch.commit_slots gives for the sequences one after the other."""
+    """Return the moves of verifier_svc.scheduling.batch.commit_slots for all sequences."""
     source, target = [], []
     for path, root, table in zip(accepted, roots, tables.tolist(), strict=True):
         for depth, node in enumerate(path, start=1):
@@ -28,7 +28,7 @@ def check(
 ) -> None:
     torch.manual_seed(len(paths))
     blocks = 6 * len(paths)
-    # A layer's keys and values, as KVCache has them.
+    # A layer's keys and values, as in KVCache.
     data = torch.randn(planes // 2, 2, blocks, BLOCK_SIZE, slot_size, device=device).to(dtype)
     cache = data.view(planes, blocks * BLOCK_SIZE, slot_size)
     tables = torch.randperm(blocks).view(len(paths), 6).int()
@@ -60,7 +60,7 @@ def test_paths_of_more_moves_than_are_made_at_once(device: str) -> None:
 
 
 def test_what_was_moved_away_may_be_overwritten(device: str) -> None:
-    # Node 2 moves to 1, then 3 into 2's place, then 4 into 3's.
+    # Node 2 moves to 1, then 3 to 2's place, then 4 to 3's.
     cache = torch.arange(8.0, device=device).view(1, 8, 1).clone()
     ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([[2, 3, 4]], [3], [1], [[0, 1]])]
     kv_commit(cache, *ints, block_size=4)
@@ -72,7 +72,7 @@ def test_what_was_moved_away_may_be_overwritten(device: str) -> None:
     [(40, 1, 1), (-9, 1, 1), (3, -2, 1), (2, 2**31 - 1, 1), (2, 9, 1), (3, 1, -1), (3, 1, 2), (3, 1, 2**31 - 1)],
 )
 def test_moves_from_or_to_nowhere_are_left_out(node: int, root: int, block: int, device: str) -> None:
-    # Two blocks more than the kernel is told of: what it wrote there would be seen.
+    # Two blocks more than the kernel knows of: the test would see a write there.
     pool = torch.randn(1, 16, 3, device=device)
     before = pool.clone()
     ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([[node]], [1], [root], [[0, block]])]

@@ -50,7 +50,7 @@ def check(
     x = torch.randn(rows, in_features + 16, device=device).to(dtypes[0])[:, 16:]
     weight = (torch.randn(features, in_features, device=device) * in_features**-0.5).to(dtypes[0])
     buffer = torch.randn(rows, features + 16, device=device).to(dtypes[1])
-    # A cache whose slots lie apart: one layer's slice of a wider pool.
+    # A cache with gaps between KV slots: one layer's slice of a wider pool.
     pool = torch.full((2, rows + 4, num_kv_heads + 1, head_dim), 7.0, device=device).to(dtypes[2])
     rope = rope_of(rows, heads, has_bias, has_norm, pool, device)
     expected_pool = pool.clone()
@@ -61,10 +61,10 @@ def check(
         expected_pool[1, :, :num_kv_heads],
     )
     workspace = skinny_matmul_workspace(features, config.split_k, device)
-    workspace.partials.fill_(torch.nan)  # Nothing that a kernel has not written itself counts.
+    workspace.partials.fill_(torch.nan)  # A kernel must use only what it has written itself.
     before, width = buffer.clone(), num_heads * head_dim
     tolerance = [1e-4 if dtype == torch.float32 else 2e-2 for dtype in dtypes]
-    for _ in range(2):  # The second run finds the counters as the first left them.
+    for _ in range(2):  # The second run starts with the counters that the first one left.
         pool.fill_(7.0)
         buffer.copy_(before)
         qkv_rope(x, weight, buffer[:, :features], rope, workspace, config)

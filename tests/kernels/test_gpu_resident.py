@@ -1,4 +1,4 @@
-"""Operations between the passes of steps that run ahead of the host, against their definitions."""
+"""Test the operations between the passes of overlapped steps against their definitions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def state_of(random: np.random.Generator, widths: list[int], nodes: int, words: 
 
     num_seats = len(widths)
     starts = np.cumsum([0, *widths])
-    # Rows behind the seats' only fill up a size.
+    # Rows after the seats' rows only fill up a size.
     num_rows = int(starts[-1]) + 3
     seats = Seats(
         ints(num_seats),
@@ -81,7 +81,7 @@ def state_of(random: np.random.Generator, widths: list[int], nodes: int, words: 
 
 
 def lay_out(state: State, max_width: int, max_depth: int = 100) -> StepRows:
-    """Both ways; they must agree."""
+    """Lay out rows with the kernel and the reference; they must agree."""
     expected = clone(state.rows)
     tables = state.tables
     reference.lay_out_rows_reference(state.seats, state.trees, tables, expected, BLOCK, VOCAB, max_depth)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_a_block_that_is_none_gives_no_slot(device: str) -> None:
 
 
 def walk_of(random: np.random.Generator, rows: StepRows, most: int, device: str) -> WalkResult:
-    """A walk down some path of each tree, as gpu.walk would leave it; what it does not set is noise."""
+    """Return a walk down some path of each tree, as gpu.walk leaves it; the rest is noise."""
     num_seats = len(rows.num_nodes)
     finishes = [FINISH_NONE, FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_BROKEN]
     walk = new_walk_result(num_seats, most, device)
@@ -220,7 +220,7 @@ def test_a_forced_walk(mean: float, device: str) -> None:
         lengths.append(int(walk.num_walked[0]))
     if mean == 2.5:
         assert lengths == [2, 3, 2, 3]
-    # Benchmarks tell of a broken model too.
+    # Benchmarks report a broken model too.
     walk.finish[0] = FINISH_BROKEN
     found = [column[0].clone() for column in walk]
     force_walk(rows, walk, owed, mean, 8)

@@ -34,7 +34,7 @@ def test_rms_norm(size: int, gathered: bool, x_dtype: torch.dtype, out_dtype: to
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_of_rows_that_are_kept(gathered: bool, dtype: torch.dtype, device: str) -> None:
-    """The norm is that of the rows as they are kept."""
+    """The norm is computed from the kept, rounded rows."""
     torch.manual_seed(2)
     x, weight = torch.randn(7, 200, device=device), torch.rand(200, device=device)
     index = torch.tensor([6, 0, 6, -3, 9], dtype=torch.int32, device=device) if gathered else None

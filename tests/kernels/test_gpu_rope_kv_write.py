@@ -30,7 +30,7 @@ def check(
     num_slots = rows + 4
     positions = torch.randint(20, (rows,), dtype=torch.int32, device=device)
     slots = torch.randperm(num_slots, device=device)[:rows].int()
-    # A cache whose slots lie apart: one layer's slice of a wider pool.
+    # A cache with gaps between KV slots: one layer's slice of a wider pool.
     pool = torch.full((2, num_slots, num_kv_heads + 1, head_dim), 7.0, device=device).to(cache_dtype)
     keys, values = pool[0, :, :num_kv_heads], pool[1, :, :num_kv_heads]
     expected_pool = pool.clone()
@@ -80,7 +80,7 @@ def test_bad_positions_are_clamped_and_bad_slots_not_written(device: str) -> Non
     key = reference.rotate(qkv[:, 2:3], cos_sin, torch.tensor([0, 4, 4, 0, 1], device=device))
     positions = torch.tensor([-7, 5, 2**31 - 1, 0, 1], dtype=torch.int32, device=device)
     slots = torch.tensor([-1, 3, 2**31 - 1, 2, 1], dtype=torch.int32, device=device)
-    pool = torch.full((2, 5, 1, 16), 7.0, device=device)  # two slots behind the three that the kernel is told of
+    pool = torch.full((2, 5, 1, 16), 7.0, device=device)  # two KV slots after the three that the kernel knows of
     rope_kv_write(qkv, None, None, None, 1e-6, cos_sin, positions, slots, pool[0, :3], pool[1, :3], 2)
     torch.testing.assert_close(qkv[:, :2], expected)
     torch.testing.assert_close(pool[0, [1, 2]], key[[4, 3]])
@@ -105,7 +105,7 @@ def test_refuses_other_shapes(device: str) -> None:
 
 
 def turned(rows: int, strict: bool, device: str) -> torch.Tensor:
-    """[rows, 4, 16]: the first of 300 rows with normed heads, behind the kernel."""
+    """Return [rows, 4, 16]: the first of 300 rows with normed heads, after the kernel."""
     generator = torch.Generator(device).manual_seed(5)
     qkv = torch.randn(300, 4, 16, generator=generator, device=device)[:rows].clone()
     norm, cos_sin = torch.ones(16, device=device), torch.randn(300, 2, 8, generator=generator, device=device)
@@ -116,7 +116,7 @@ def turned(rows: int, strict: bool, device: str) -> torch.Tensor:
 
 
 def test_strict_launches_are_alike(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launch may choose by its rows is its warps, which share a head's sum."""
+    """Only the number of warps may depend on the rows, and warps share a head's sum."""
     warps = []
     plain = module._rope_kv_write
 

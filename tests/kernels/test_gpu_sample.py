@@ -1,4 +1,4 @@
-"""The device sampler: each row gives the token that foretoken/logits.py defines, whatever else is in the batch."""
+"""Test the device sampler: each row gives foretoken/logits.py's token, in any batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expected_tokens(sequence: Sequence, vocab_limit: int | None = None) -> list[
 
 
 def run(sequences: list[Sequence], device: str, chunk: int = CHUNK, padding_rows: int = 0, **options) -> list[int]:
-    """The kernels' tokens, which are also the definition's in PyTorch."""
+    """Return the kernels' tokens, and check them against the definition in PyTorch."""
     vocab = sequences[0].logits.shape[1]
     slots = [2 * index + 1 for index in range(len(sequences))]
     state = new_state(sequences, slots, vocab, 2 * len(sequences) + 1, device)
@@ -112,7 +112,7 @@ def test_philox_gives_the_published_words(counter, key, words, device):
 
 def test_literal_words_become_literal_noise_and_estimates_are_close(device):
     literal = [word for word, _, _ in LITERAL_NOISE]
-    # Where the estimate changes its formula, and next to both ends.
+    # Values where the estimate changes its formula, and near both ends.
     edges = [int((1 - 0.03 + d) * 2**32) for d in (-1e-4, 0, 1e-4)] + [1 << 9, 0xFFFFFFFF - (1 << 9), 0xFFFF0000]
     spread = np.random.default_rng(0).integers(0, 2**32, 1024 - len(literal) - len(edges)).tolist()
     words = torch.tensor(literal + edges + spread, device=device)
@@ -176,7 +176,7 @@ def test_plain_temperature_in_both_element_types(dtype, device):
 @pytest.mark.parametrize("programs", [1, 100])
 def test_rows_of_one_value(constant, temperature, programs, device, monkeypatch):
     monkeypatch.setattr(sample, "_PROGRAMS", programs)
-    # At 1e30 noise is lost, every token of a chunk is a rival and the lowest id wins.
+    # At 1e30 the noise is lost: every token of a chunk is a rival, and the lowest id wins.
     sequence = one_row(np.full(150, constant), SamplingParams(temperature=temperature, seed=3))
     assert run([sequence], device) == expected_tokens(sequence)
 
@@ -203,7 +203,8 @@ def test_top_k_keeps_what_equals_the_kth_and_zeros_of_both_signs_are_equal(devic
 )
 @pytest.mark.parametrize("spread", [0.3, 300.0])
 def test_cuts_with_many_and_with_few_values_above_them(options, spread, device):
-    # Flat rows have more values near the largest than are gathered; of wide ones a few hold all of the mass.
+    # Flat rows have more values near the largest than can be gathered; in wide rows a few values
+    # hold all of the mass.
     rng = np.random.default_rng(8)
     rows = np.round(rng.normal(0, spread, (3, 400)), 1)
     sequences = [one_row(row, SamplingParams(seed=index, **options)) for index, row in enumerate(rows)]
@@ -218,7 +219,8 @@ def test_a_row_with_nan_or_infinity_gives_no_token_and_changes_no_other(fault, o
     rows = rng.normal(0, 3, (5, 200))
     sound = run([one_row(row, params) for row in rows], device)
     assert min(sound) >= 0
-    # In the first piece and in the last, where a bias forbids the token, and beyond the vocabulary.
+    # The fault is in the first piece, in the last, at a token that a bias forbids, and beyond the
+    # vocabulary.
     rows[1, 5], rows[2, 149], rows[3, 70], rows[4, 150] = [fault] * 4
     sequences = [one_row(row, params) for row in rows]
     sampled = run(sequences, device, vocab_limit=150)
@@ -227,14 +229,14 @@ def test_a_row_with_nan_or_infinity_gives_no_token_and_changes_no_other(fault, o
     assert [token == NO_SAMPLE for token in sampled] == broken
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # a logit becomes infinite: meant so
+@pytest.mark.filterwarnings("ignore:overflow")  # a logit overflows to infinity on purpose
 @pytest.mark.parametrize("temperature", [0.0, 1e-4])
 def test_a_logit_that_overflows_or_a_row_without_any_gives_no_token(temperature, device):
     large, empty = np.zeros(100, np.float32), np.full(100, -np.inf, np.float32)
     large[7] = 3e38
     masked = np.where(np.arange(100) == 3, 1.0, empty)
     params = SamplingParams(temperature=temperature, repetition_penalty=0.5)
-    # Token 7 has been seen, so that its logit is doubled.
+    # Token 7 has been seen, so its logit is doubled.
     sequences = [
         Sequence(params, [7], [], DraftTree.root_only(7), large[None]),
         one_row(empty, SamplingParams(temperature=temperature)),
@@ -267,7 +269,7 @@ def test_logprobs_rank_equal_logits_by_id(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
 def test_kernels_compile_for_a_gpu(logits):
-    # In a process of its own: in this one kernels may have been defined for the interpreter.
+    # Use a process of its own: in this one, kernels may already be defined for the interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = f"from tests.kernels.compile_sampling import compile_all; compile_all({logits!r})"

@@ -28,11 +28,11 @@ def check(
     before = buffer.clone()
     out = buffer[:, :out_features]
     workspace = skinny_matmul_workspace(len(weight), config.split_k, device)
-    workspace.partials.fill_(torch.nan)  # Nothing that a kernel has not written itself counts.
+    workspace.partials.fill_(torch.nan)  # A kernel must use only what it has written itself.
     expected = reference.linear(x.double(), weight.double())
     if mode == "gate_up":
         expected = reference.silu_and_multiply(*expected.chunk(2, dim=1))
-    for _ in range(2):  # The second run finds the counters as the first left them.
+    for _ in range(2):  # The second run starts with the counters that the first one left.
         buffer.copy_(before)
         if mode == "gate_up":
             skinny_gate_up(x, weight, out, workspace, config)

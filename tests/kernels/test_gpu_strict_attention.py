@@ -1,4 +1,7 @@
-"""Attention whose rows do not know of each other, bit for bit; in Triton's interpreter where there is no GPU."""
+"""Test that strict attention computes each row independently, bit for bit.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ def strict(seqs: list[Rows], heads: Heads, block_size: int, device: str, **optio
 
 
 def decode_step(batch: Case, row: int, block_size: int) -> Case:
-    """The row as the only one of a plain decode step: its path's entries lie behind each other in another cache."""
+    """Return the row as the only one of a decode step, with its path's KV entries in order.
+
+    They are stored in another cache.
+    """
     seq = int((batch.row_starts[1:] <= row).sum())
     first, context = int(batch.context_starts[seq]), int(batch.context_lens[row])
     slots = reference.path_slots(
@@ -49,7 +55,7 @@ def decode_step(batch: Case, row: int, block_size: int) -> Case:
 
 
 def assert_rows_are_decode_steps(batch: Case, block_size: int = 16, every: int = 1) -> torch.Tensor:
-    """Each row that is no padding has the bits of a plain decode step, alone, with blocks of another size."""
+    """Check that each row has the bits of a decode step of its own, with blocks of another size."""
     out = batch.attend()
     for row in range(0, int(batch.row_starts[-1]), every):
         assert torch.equal(decode_step(batch, row, block_size).attend()[0], out[row]), row
@@ -61,7 +67,7 @@ def assert_rows_are_decode_steps(batch: Case, block_size: int = 16, every: int =
     ("heads", "block_size"), [((2, 2, 16), 16), ((6, 2, 64), 1), ((8, 2, 32), 24), ((7, 1, 32), 16), ((20, 1, 80), 24)]
 )
 def test_equals_its_definition(heads: Heads, block_size: int, dtype: torch.dtype, device: str) -> None:
-    """Prefill chunks, root-only rows and trees side by side, and padding behind them."""
+    """Prefill chunks, root-only rows and trees side by side, and padding after them."""
     seqs = ragged(np.random.default_rng(heads[0] * block_size))
     assert_defined(strict(seqs, heads, block_size, device, dtype=dtype, padding=3))
 
@@ -71,7 +77,7 @@ def test_equals_its_definition(heads: Heads, block_size: int, dtype: torch.dtype
 def test_a_row_of_a_batch_has_the_bits_of_a_decode_step(
     heads: Heads, block_size: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks, bushy trees and single rows whose paths end around borders of blocks and of splits."""
+    """Chunks, bushy trees and single rows whose paths end near borders of blocks and of splits."""
     monkeypatch.setattr(module, "SPLIT_KEYS", 64)
     generator = np.random.default_rng(block_size)
     seqs = [
@@ -89,7 +95,7 @@ def test_a_row_of_a_batch_has_the_bits_of_a_decode_step(
 
 
 def test_a_chain_is_the_same_in_any_guise(device: str) -> None:
-    """Five tokens behind 40: a chunk, one by one, a tree of one branch, a tree whose root counts as context."""
+    """Five tokens after 40: a chunk, one by one, a chain, a tree with its root as context."""
     heads = (4, 2, 16)
     chain = [(40, (2 << i) - 1) for i in range(5)]
     guises = [prefill(40, 5), Rows(chain, 40), rooted(Rows(chain, 40))]
@@ -126,8 +132,11 @@ def test_beams_have_any_bits(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_splits_change_no_bit(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits by programs of their own or by one for all, more of them than are added up at once, with large scores in
-    either of two; one workspace for all launches."""
+    """Splits by one program each or by one for all give the same bits.
+
+    There are more splits than are added up at once, with large scores in either of two; all
+    launches share one workspace.
+    """
     monkeypatch.setattr(module, "SPLIT_KEYS", 64)
     heads = (2, 1, 16)
     generator = np.random.default_rng(0)
@@ -137,7 +146,8 @@ def test_splits_change_no_bit(dtype: torch.dtype, device: str, monkeypatch: pyte
     for context in (310, 130):
         seqs = [tree(context, 6, generator, context_start=70), prefill(context - 60, 3), prefill(2, 1)]
         batch = strict(seqs, heads, 24, device, dtype=dtype, padding=2)
-        # The scores of the chunk's first row then differ between splits by more than float32 can hold as a factor.
+        # The scores of the chunk's first row then differ between splits by more than a float32
+        # factor can hold.
         logical = torch.arange(3, 40, device=device)
         slots = batch.block_tables[1, logical // 24].long() * 24 + logical % 24
         batch.keys[slots, 0] = 40 * batch.query[6, 0]
@@ -155,7 +165,7 @@ def test_a_row_that_sees_nothing_is_zero(device: str) -> None:
 
 
 def test_garbage_makes_no_illegal_address(device: str) -> None:
-    """Rows of a batch that is no batch are padding or garbage, and nothing else."""
+    """Rows of an invalid batch become padding or garbage, and nothing else happens."""
     batch = strict([prefill(20, 3), prefill(30, 2)], (4, 2, 16), 16, device)
     sane = batch.attend()
     lowest, highest = -(2**31), 2**31 - 1
@@ -187,8 +197,8 @@ def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
         (1, 8, 4160, 9),
         (1, 8, 512, 1),
         (32, 64, 16384, 32),
-        (512, 1024, 4160, 1),  # programs enough as it is
-        (70, 144, 16384, 1),  # no room for the parts of all
+        (512, 1024, 4160, 1),  # enough programs without splits
+        (70, 144, 16384, 1),  # no room for all partial results
     ],
 )
 def test_splits_are_programs_where_few_rows_would_leave_a_gpu_idle(

@@ -1,4 +1,7 @@
-"""Matmuls whose rows do not know of each other, bit for bit, at all row counts. In the interpreter without a GPU."""
+"""Test that strict matmuls compute each row independently, bit for bit, at all row counts.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from foretoken_kernels.gpu.strict_matmul import (
 
 pytestmark = pytest.mark.usefixtures("strict_products")
 MODES = ("store", "add", "gate_up")
-# Of Llama-3.1-8B; gate and up count once.
+# Shapes of Llama-3.1-8B; for gate and up, the features of the result.
 SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (128256, 4096, False)]
 
 
 class Matmul:
-    """One weight, rows to multiply it with, and a workspace in which nothing counts but what a kernel wrote."""
+    """One weight, rows to multiply it with, and a workspace filled with NaN."""
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class Matmul:
         device: str,
         whole: bool = False,
     ) -> None:
-        """``whole``: of whole numbers, whose sums are exact in any order."""
+        """``whole``: use whole numbers, whose sums are exact in any order."""
         out_features, in_features = shape
         generator = torch.Generator(device).manual_seed(rows)
 
@@ -53,7 +56,7 @@ class Matmul:
         self.workspace.partials.fill_(torch.nan)
 
     def run(self, rows: slice) -> torch.Tensor:
-        """[rows, out_features] of these rows, computed in one launch."""
+        """Return [rows, out_features] of these rows, computed in one launch."""
         buffer = self.before[rows].clone()
         out = buffer[:, :-16]
         strict_matmul(
@@ -81,12 +84,15 @@ def tile(block_m: int, split_k: int) -> StrictTile:
 
 
 def with_many(tile: StrictTile) -> StrictTile:
-    """Rows beyond the tile's come in larger tiles, cut up in another way. Triton takes no fewer than 16 features."""
+    """Return the tile with larger tiles, of other sizes, for more rows than it has.
+
+    Triton's tiles have at least 16 features.
+    """
     return tile._replace(many=SkinnyConfig(16, 16, tile.config.split_k, 2, 4))
 
 
 def assert_rows_are_independent(made: Matmul, counts: tuple[int, ...]) -> None:
-    """Each row's bits, whatever its place and its company, are those that it has alone; and they are right."""
+    """Check that each row has its bits of a launch of its own, in any place, and is right."""
     rows = len(made.x)
     alone = torch.cat([made.run(slice(row, row + 1)) for row in range(rows)])
     for count in counts:
@@ -110,7 +116,7 @@ def test_tiles_of_many_rows_change_no_bit(
     mode: str, split_k: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MANY_ROWS", 32)
-    # NumPy, which multiplies in the interpreter, has another order of sums for each tile.
+    # In the interpreter NumPy multiplies, and its order of sums differs between tiles.
     whole = device == "cpu"
     made = Matmul(35, (40, 56), with_many(tile(16, split_k)), torch.float32, mode, device, whole)
     assert_rows_are_independent(made, (16, 17, 33, 35))
@@ -118,7 +124,7 @@ def test_tiles_of_many_rows_change_no_bit(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_two_programs_share_partial_sums(mode: str, device: str) -> None:
-    """On a GPU they run at once: of two tiles of rows and two of features each of three parts has sums of its own."""
+    """On a GPU, programs run at once: each of three parts of two by two tiles has its own sums."""
     made = Matmul(19, (40, 56), tile(16, 3), torch.float32, mode, device)
     made.run(slice(0, 19))
     assert int(made.workspace.partials.isfinite().sum()) == 19 * 64 * 3 * (2 if mode == "gate_up" else 1)
@@ -133,7 +139,7 @@ def test_launches_of_many_rows_are_cut(mode: str, device: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_of_one_tile(dtype: torch.dtype, device: str) -> None:
-    """The tiles that a model gets, through what a pass calls; logits are float32."""
+    """The tiles of a model, with the calls of a forward pass; logits are float32."""
     generator = torch.Generator(device).manual_seed(1)
     x, weight, gate_up = (
         torch.randn(shape, generator=generator, device=device).to(dtype) for shape in ((70, 48), (72, 48), (80, 48))
@@ -158,7 +164,7 @@ def test_reserving_makes_room_for_the_largest() -> None:
         weight = torch.empty(out_features * (1 + gate_up), in_features, dtype=torch.bfloat16)
         moved.append(matmuls.reserve(weight, gate_up))
         sizes.append(matmuls._workspace.partials.numel())
-    # 512 rows of 4096 sums in four parts; the others' are whole.
+    # 512 rows of 4096 sums in four parts; the other sums are not split.
     assert sizes == sorted(sizes) and sizes[-1] == 512 * 4096 * 4
     assert len(matmuls._workspace.counters) == 4 * 32
     assert moved == [False, True] + 4 * [False]
@@ -181,7 +187,7 @@ def test_what_cannot_be_multiplied_is_refused(device: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tiles_of_a_large_model(shape: tuple[int, int, bool]) -> None:
-    """Enough programs to keep 132 multiprocessors reading, in the shared memory that there is."""
+    """There are enough programs for 132 multiprocessors, and they fit in shared memory."""
     out_features, in_features, gate_up = shape
     block_m, config, many = strict_tile(*shape, torch.bfloat16, Device())
     assert many is not None and shared_memory(many, 128, gate_up) <= Device().shared_memory
@@ -192,7 +198,7 @@ def test_tiles_of_a_large_model(shape: tuple[int, int, bool]) -> None:
     small = Device(84, 90_000)
     few, many = strict_tile(*shape, torch.bfloat16, small)[1:]
     assert shared_memory(few, block_m, gate_up) <= small.shared_memory
-    # Loads go on beside products there too.
+    # So that loads run beside products.
     assert many is not None and min(few.num_stages, many.num_stages) >= 2
 
 

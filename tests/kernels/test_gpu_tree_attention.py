@@ -1,4 +1,4 @@
-"""The GPU's attention against its definition; in Triton's interpreter where there is no GPU."""
+"""Test the GPU's attention against its definition; without a GPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from tests.kernels.attention_cases import Heads, Rows, assert_defined, case, pre
     ],
 )
 def test_equals_its_definition(heads: Heads, block_size: int, dtype: torch.dtype, device: str) -> None:
-    """Prefill chunks, root-only rows and trees side by side, and padding behind them."""
+    """Prefill chunks, root-only rows and trees side by side, and padding after them."""
     seqs = ragged(np.random.default_rng(heads[0] * block_size))
     assert_defined(case(seqs, heads, block_size, device, dtype, padding=3))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_trees(seed: int, device: str) -> None:
-    """More nodes than a word has bits, on more tiles than one."""
+    """More nodes than a word has bits, on more than one tile."""
     generator = np.random.default_rng(seed)
     seqs = [tree(int(generator.integers(0, 90)), int(generator.integers(1, 100)), generator) for _ in range(2)]
     seqs[0] = rooted(seqs[0])
@@ -47,14 +47,14 @@ def test_random_trees(seed: int, device: str) -> None:
 
 
 def test_rows_of_one_sequence_may_be_of_all_kinds(device: str) -> None:
-    """A tree and a prefill chunk over the same slots in one tile: a bit to one row, context to another."""
+    """A tree sees KV slots by its mask bits, a prefill chunk sees the same ones as context."""
     nodes = tree(37, 5, np.random.default_rng(1))
     mixed = replace(nodes, rows=nodes.rows + prefill(37, 5).rows)
     assert_defined(case([mixed], (4, 2, 16), 8, device))
 
 
 def test_beams_have_any_bits(device: str) -> None:
-    """Beams of a draft see scattered slots, the highest bit of a word among them."""
+    """Beams of a draft see scattered KV slots, with the highest bit of a word among them."""
     masks = [1 << 63 | 1 << 31 | 1, 1 << 62 | 1 << 32, 1 << 64, 1 << 127 | 1 << 5, 0, 1 << 31]
     beams = Rows([(20, mask) for mask in masks], tree_start=22, context_start=7)
     assert_defined(case([beams, prefill(3, 2)], (6, 2, 16), 16, device, words=2))
@@ -63,7 +63,7 @@ def test_beams_have_any_bits(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_splits", [1, 2, 8])
 def test_splits_add_up(num_splits: int, dtype: torch.dtype, device: str) -> None:
-    """One workspace for all launches: what a launch leaves in it is of no concern to the next one."""
+    """All launches share one workspace: what one leaves in it must not change the next."""
     heads = (2, 1, 16)
     generator = np.random.default_rng(num_splits)
     workspace = attention_workspace(16, *heads, device, num_splits)
@@ -77,7 +77,7 @@ def test_splits_add_up(num_splits: int, dtype: torch.dtype, device: str) -> None
 
 
 def test_large_scores_of_one_split_do_not_drown_the_others(device: str) -> None:
-    """Splits differ in their maxima by more than float32 can hold as a factor, in either direction."""
+    """The splits' maxima differ by more than a float32 factor can hold, in either direction."""
     batch = case([prefill(599, 1)], (1, 1, 16), 16, device)
     for low, high, sign in ((0, 200, 1.0), (400, 600, 1.0), (0, 200, -1.0)):
         keys = batch.keys.clone()
@@ -95,14 +95,14 @@ def test_a_row_that_sees_nothing_is_zero(device: str) -> None:
 
 
 def test_a_bit_of_another_tile_does_not_matter(device: str) -> None:
-    """A sequence of more rows than a tile has: every tile has its own keys."""
+    """A sequence with more rows than a tile: every tile has its own keys."""
     chain = [(9, (2 << i) - 1) for i in range(60)]
     assert_defined(case([Rows(chain, 9)], (8, 1, 16), 16, device))
 
 
 @pytest.mark.parametrize("words", [1, 2])
 def test_rows_that_end_within_a_block_or_one_key_before_its_end(words: int, device: str) -> None:
-    """With one word of masks in one loop, with two in the other."""
+    """Masks of one word use one loop, masks of two words use the other."""
     for rows in (prefill(62, 9), Rows([(63, 0), (63, 0)], 63), Rows([(127, 0), (126, 0), (64, 0)], 127)):
         assert_defined(case([rows], (2, 1, 16), 16, device, words=words))
 
@@ -111,7 +111,7 @@ def test_rows_that_end_within_a_block_or_one_key_before_its_end(words: int, devi
 def test_what_is_not_in_the_table_is_seen_by_no_row(nodes: int, device: str) -> None:
     chain = Rows([(9, (2 << i) - 1) for i in range(nodes)], 9)
     batch = case([chain], (8, 1, 16), 4, device)
-    # 16 slots: the context's 9 and 7 of the tree; then 8 of the context's alone.
+    # 16 KV slots: 9 of the context and 7 of the tree; then 8 of the context only.
     short = replace(batch, block_tables=batch.block_tables[:, :4])
     expected = replace(short, masks=batch.masks & 0x7F).defined()
     torch.testing.assert_close(short.attend().double(), expected, rtol=0, atol=1e-5)
@@ -126,7 +126,7 @@ def test_what_is_not_in_the_table_is_seen_by_no_row(nodes: int, device: str) -> 
 
 
 def test_garbage_makes_no_illegal_address(device: str) -> None:
-    """Rows of a batch that is no batch are padding or garbage, and nothing else."""
+    """Rows of an invalid batch become padding or garbage, and nothing else happens."""
     batch = case([prefill(20, 3), prefill(30, 2)], (4, 2, 16), 16, device)
     sane = batch.attend()
     lowest, highest = -(2**31), 2**31 - 1
@@ -175,12 +175,13 @@ def test_a_tile_is_the_largest_that_keeps_a_gpu_busy(heads: Heads) -> None:
             is_tree_half = tile.one_loop and products == 64
             assert not is_tree_half or (rows <= 64 and tile.rows < rows and head_dim <= 128)
             if not is_tree_half and tile.rows < min(rows, (64 if head_dim > 128 else 128) // block_group):
-                # Twice the rows, in eight warps if it must be, would be too few.
+                # With twice the rows, even in eight warps, there would be too few programs.
                 doubled = tile._replace(rows=2 * tile.rows, num_warps=4)
                 assert warps(doubled, seqs, rows) < attention._WARPS
             assert not tile.one_loop or (power > 0 and products <= 64 and most_keys == 2112)
             found.add(tile)
-    # Each is a kernel of its own; a deployment has those of one loop or the others, but for roots.
+    # Each is a kernel of its own; except for root-only batches, a deployment uses those with one
+    # loop or the others.
     assert len({tile for tile in found if not tile.one_loop}) <= 4 and len(found) <= 8
 
 
@@ -188,10 +189,10 @@ def test_a_tile_is_the_largest_that_keeps_a_gpu_busy(heads: Heads) -> None:
     ("rows", "warps", "most_keys", "splits"),
     [
         (1, 32, 32768, 32),
-        (1, 32, 2048, 8),  # each at least 256 keys
-        (32, 256, 32768, 4),  # beside each other on the GPU
+        (1, 32, 2048, 8),  # each split has at least 256 keys
+        (32, 256, 32768, 4),  # they run side by side on the GPU
         (512, 1024, 32768, 1),
-        (300, 32, 32768, 6),  # room in the workspace
+        (300, 32, 32768, 6),  # the workspace has no room for more
         (1, 32, 255, 1),
     ],
 )
@@ -249,7 +250,10 @@ SHAPES: list[tuple[str | int, ...]] = [
 
 @pytest.fixture(scope="module")
 def compiled() -> list[int | str]:
-    """The shared memory of each of ``SHAPES`` in bytes, or an error. One process makes all: it starts for seconds."""
+    """Return the bytes of shared memory of each of ``SHAPES``, or an error.
+
+    One process compiles all, because it takes seconds to start.
+    """
     kernels = Path(reference.__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -276,7 +280,7 @@ def test_compiles_for_a_gpu(shape: tuple[str | int, ...], compiled: list[int | s
 @pytest.mark.parametrize("context", [1, 63, 320, 1025, 4096, 16384])
 @pytest.mark.parametrize(("batch", "rows"), [(1, 1), (1, 6), (1, 64), (4, 16), (16, 6), (16, 32), (64, 1), (64, 8)])
 def test_the_shapes_of_an_engine(batch: int, rows: int, context: int) -> None:
-    """Eight thousand million parameters' worth of heads, against PyTorch's own attention in float32."""
+    """The heads of a model of 8 billion parameters, against PyTorch's attention in float32."""
     generator = np.random.default_rng(context + batch)
     seqs = [tree(max(context - 7 * seq, 1), rows, generator) for seq in range(batch)]
     made = case(seqs, (32, 8, 128), 16, "cuda", torch.bfloat16, padding=1)
@@ -295,7 +299,7 @@ def test_a_long_prefill_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_replays_over_other_lengths() -> None:
-    """Grids come from shapes alone, and the counters of splits are zero again at the end of every launch."""
+    """Grids come from shapes only, and every launch leaves the counters of splits at zero."""
     heads = (32, 8, 128)
     generator = np.random.default_rng(0)
     long = case([tree(3000, 6, generator), tree(900, 6, generator)], heads, 16, "cuda", torch.bfloat16, seed=1)

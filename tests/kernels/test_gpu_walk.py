@@ -1,4 +1,4 @@
-"""The walk on the device commits what verifier_svc/sampling/verify.py commits, step after step."""
+"""Test that the device's walk commits the same as verifier_svc/sampling/verify.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def results_equal(left: WalkResult, right: WalkResult, num_seqs: int) -> None:
 
 
 def step(sequences: list[Sequence], slots: list[int], state: SamplerState, device: str) -> WalkResult:
-    """One step by the kernels; the reference does the same to a copy."""
+    """Run one step with the kernels, and the same with the reference on a copy."""
     vocab = sequences[0].logits.shape[1]
     batch = new_batch(sequences, slots, vocab, device, padding_rows=1)
     max_tokens = 1 + max(int(depths(s.tree.parents).max()) for s in sequences)
@@ -63,7 +63,7 @@ def step(sequences: list[Sequence], slots: list[int], state: SamplerState, devic
 
 
 def assert_committed(result: WalkResult, index: int, sequence: Sequence, state: SamplingState) -> None:
-    """What the verifier's own walk says of the same tree and logits."""
+    """Compare with the verifier's own walk over the same tree and logits."""
     expected = sample_and_walk(
         sequence.logits, sequence.tree, state, len(sequence.prompt), sequence.output, sequence.max_new
     )
@@ -108,7 +108,7 @@ def test_steps_commit_what_the_verifier_commits(seed, device):
 
 
 def chain_of(tokens: list[int], max_new: int, stop: int | None, **params) -> Sequence:
-    """A chain whose rows' best tokens are ``tokens[1:]`` and then 9."""
+    """Return a chain whose rows' best tokens are ``tokens[1:]`` and then 9."""
     logits = np.zeros((len(tokens), 80), np.float32)
     logits[np.arange(len(tokens)), [*tokens[1:], 9]] = 5.0
     eos = frozenset() if stop is None else frozenset({stop})
@@ -147,7 +147,7 @@ def test_stops_and_lengths(max_new, stop, tokens, walked, accepted, finish, devi
         (0, 10, [], [], FINISH_BROKEN),
         (2, 10, [3, 4], [1, 2], FINISH_BROKEN),
         (3, 10, [3, 4, 5], [1, 2, 3], FINISH_BROKEN),
-        # The output was whole before the row that gives nothing.
+        # The output was full before the broken row.
         (2, 2, [3, 4], [1, 2], FINISH_LENGTH),
     ],
 )
@@ -179,7 +179,7 @@ def test_of_siblings_with_one_token_the_first_is_taken(device):
 
 
 def test_penalties_count_the_path_and_what_was_emitted_before(device):
-    # Every row wants token 3; each time that it stands in the output it costs 2, and token 4 is 3 behind.
+    # Every row prefers token 3 by 3; each time that it stands in the output it costs 2.
     sequence = chain_of([7, 3, 3], 50, None, frequency_penalty=2.0)
     sequence.logits[:] = 0.0
     sequence.logits[:, [3, 4]] = 10.0, 7.0
@@ -205,7 +205,7 @@ def test_a_tree_of_more_nodes_than_are_searched_at_once(device):
 
 
 def test_garbage_stays_inside_its_tensors(device):
-    """Rows, parents, tokens, slots and starts without sense give some tokens, and touch nothing else."""
+    """Invalid rows, parents, tokens, batch slots and starts give tokens and touch nothing else."""
     rng = np.random.default_rng(2)
     sequences = [random_sequence(rng, 70, 3) for _ in range(2)]
     state = new_state(sequences, [0, 1], 70, 2, device)

@@ -5,7 +5,7 @@ from foretoken_kernels.gpu.wide_gate_up import fits_wide_gate_up, pays_wide_gate
 
 
 def check(rows: int, size: int, in_features: int, device: str, apart: int = 0, programs: int = 4) -> None:
-    """Against its definition; on a GPU in bfloat16, which the interpreter does not multiply."""
+    """Compare with the definition; on a GPU in bfloat16, which the interpreter cannot multiply."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(rows * size)
     x = torch.randn(rows, in_features + apart, generator=generator).to(device, dtype)[:, :in_features]
@@ -44,7 +44,7 @@ def test_the_last_round_is_halved_where_it_has_few_tiles() -> None:
 
 
 def test_where_it_was_measured_to_pay() -> None:
-    """On an H200, against cuBLAS and the activation's kernel."""
+    """As measured on an H200, against cuBLAS and the activation's kernel."""
     rows = (160, 192, 256, 320, 512, 768, 1024, 2048, 4096)
     assert [pays_wide_gate_up(each, 14336, 132) for each in rows] == [False, False, True, False, *[True] * 5]
     rows = (160, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096)

@@ -1,4 +1,4 @@
-"""Where no OpenMP library is found a team is the caller."""
+"""Test that a team is only the caller where there is no OpenMP library."""
 
 from __future__ import annotations
 
