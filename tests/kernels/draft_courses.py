@@ -21,7 +21,7 @@ SCRATCH = NUM_SLOTS - 1
 
 
 @dataclass
-class Wish:
+class TreeRequest:
     """One request's settings for its tree."""
 
     max_nodes: int = 8
@@ -57,20 +57,20 @@ class Head:
         return self.table[states]
 
 
-def set_requests(trees: state.DraftTrees, wishes: list[Wish]) -> None:
-    rows = np.zeros((len(wishes), state.NUM_COLUMNS), np.int32)
-    for tree, wish in enumerate(wishes):
-        rows[tree, state.LENGTH] = wish.length
-        rows[tree, state.MAX_NODES], rows[tree, state.MAX_DEPTH] = wish.max_nodes, wish.max_depth
-        rows[tree, state.MAX_BRANCHES], rows[tree, state.CHOICE_INDEX] = wish.max_branches, wish.choice
-        rows[tree, state.FIRST_SLOT] = -(-wish.length // BLOCK) * BLOCK
+def set_requests(trees: state.DraftTrees, tree_requests: list[TreeRequest]) -> None:
+    rows = np.zeros((len(tree_requests), state.NUM_COLUMNS), np.int32)
+    for tree, request in enumerate(tree_requests):
+        rows[tree, state.LENGTH] = request.length
+        rows[tree, state.MAX_NODES], rows[tree, state.MAX_DEPTH] = request.max_nodes, request.max_depth
+        rows[tree, state.MAX_BRANCHES], rows[tree, state.CHOICE_INDEX] = request.max_branches, request.choice
+        rows[tree, state.FIRST_SLOT] = -(-request.length // BLOCK) * BLOCK
         rows[tree, state.ROOT_TOKEN] = 100 + tree
-        seed = np.array([wish.seed], np.uint64).view(np.int32)
+        seed = np.array([request.seed], np.uint64).view(np.int32)
         rows[tree, state.SEED_LOW], rows[tree, state.SEED_HIGH] = seed
-        rows.view(np.float32)[tree, state.TEMPERATURE] = wish.temperature
-        rows[tree, state.TOP_K] = wish.top_k
-        rows.view(np.float32)[tree, state.TOP_P] = wish.top_p
-        rows.view(np.float32)[tree, state.MIN_P] = wish.min_p
+        rows.view(np.float32)[tree, state.TEMPERATURE] = request.temperature
+        rows[tree, state.TOP_K] = request.top_k
+        rows.view(np.float32)[tree, state.TOP_P] = request.top_p
+        rows.view(np.float32)[tree, state.MIN_P] = request.min_p
     trees.requests.copy_(torch.from_numpy(rows))
 
 
@@ -83,7 +83,7 @@ def block_tables(num_trees: int) -> torch.Tensor:
 class Course:
     """A whole draft: requests, shapes, and the head."""
 
-    wishes: list[Wish]
+    tree_requests: list[TreeRequest]
     branches: int
     depth: int
     head: Head
@@ -109,14 +109,14 @@ class Course:
             return logits
         tokens = torch.arange(logits.shape[1]) if self.target_ids is None else self.target_ids.long()
         for row, tree in zip(logits, trees, strict=True):
-            wish = self.wishes[tree]
-            if wish.temperature > 0.0:
-                words = (wish.seed & 0xFFFFFFFF, wish.seed >> 32)
-                values = row.float() / wish.temperature
-                values += reference.token_noise(tokens, wish.length + level, wish.choice, words)
+            request = self.tree_requests[tree]
+            if request.temperature > 0.0:
+                words = (request.seed & 0xFFFFFFFF, request.seed >> 32)
+                values = row.float() / request.temperature
+                values += reference.token_noise(tokens, request.length + level, request.choice, words)
                 values = values.nan_to_num(-math.inf, math.inf, -math.inf)
                 values[self.limit :] = -math.inf
-                row[values < values.max() - (cpu.MARGIN - 0.01) * self.scale / wish.temperature] = -math.inf
+                row[values < values.max() - (cpu.MARGIN - 0.01) * self.scale / request.temperature] = -math.inf
         return logits
 
     @property
@@ -127,14 +127,14 @@ class Course:
         self, functions: Any, device: str, is_clipped: bool = False
     ) -> tuple[state.DraftOutput, list[state.DraftBeams], state.DraftTrees]:
         """Run the draft with functions of ``gpu`` or ``reference``; return each level's beams."""
-        count, vocab = len(self.wishes), self.head.table.shape[1]
+        count, vocab = len(self.tree_requests), self.head.table.shape[1]
         trees = state.new_draft_trees(count + self.spare, self.branches, self.depth, device).first(count)
         beams = state.new_draft_beams(count + self.spare, self.branches, device).first(count)
         out = state.new_draft_output(count, self.nodes, device)
         # State left by an earlier draft must not matter.
         for tensor in trees[1:7]:
             tensor.fill_(3)
-        set_requests(trees, self.wishes)
+        set_requests(trees, self.tree_requests)
         tables = block_tables(count).to(device)
         target_ids = None if self.target_ids is None else self.target_ids.to(device)
         extra = ()
@@ -160,17 +160,19 @@ class Course:
 
     def run_cpu(self) -> tuple[list[tuple[list[int], list[int], list[float]]], list[cpu.Beams]]:
         """Run the draft on the CPU; return trees (tokens, parents, scores) and beams."""
-        count, vocab = len(self.wishes), self.head.table.shape[1]
+        count, vocab = len(self.tree_requests), self.head.table.shape[1]
         trees = cpu.new_trees(count, max(self.nodes, self.branches + 1), vocab)
-        for tree, wish in enumerate(self.wishes):
-            branches = min(wish.max_branches, self.branches)
-            depth = min(wish.max_depth, wish.max_nodes - 1)
-            trees.shapes[tree] = (wish.length, wish.max_nodes, depth, branches, wish.choice, wish.top_k)
-            trees.filters[tree] = (wish.temperature, wish.top_p, wish.min_p)
-            trees.seeds[tree] = wish.seed
-            trees.counts[tree, cpu.FIRST_SLOT] = -(-wish.length // BLOCK) * BLOCK
+        for tree, request in enumerate(self.tree_requests):
+            branches = min(request.max_branches, self.branches)
+            depth = min(request.max_depth, request.max_nodes - 1)
+            trees.shapes[tree] = (request.length, request.max_nodes, depth, branches, request.choice, request.top_k)
+            trees.filters[tree] = (request.temperature, request.top_p, request.min_p)
+            trees.seeds[tree] = request.seed
+            trees.counts[tree, cpu.FIRST_SLOT] = -(-request.length // BLOCK) * BLOCK
         target_ids = np.empty(0, np.int32) if self.target_ids is None else self.target_ids.numpy()
-        rows = np.array([i for i, w in enumerate(self.wishes) if min(w.max_nodes - 1, w.max_depth) > 0], np.int32)
+        rows = np.array(
+            [i for i, w in enumerate(self.tree_requests) if min(w.max_nodes - 1, w.max_depth) > 0], np.int32
+        )
         beams = cpu.new_beams(count * self.branches * 2)
         tables = block_tables(count).numpy()
 
@@ -191,7 +193,7 @@ class Course:
             sources, tokens = torch.from_numpy(beams.sources[:found].copy()), torch.from_numpy(beams.token_ids[:found])
             states = self.head.step(states[sources.long()], tokens)
             offer(states, beams.rows[:found].copy(), beams.nodes[:found].copy(), level)
-        starts, most = np.zeros(count + 1, np.int32), sum(max(w.max_nodes, 1) for w in self.wishes)
+        starts, most = np.zeros(count + 1, np.int32), sum(max(w.max_nodes, 1) for w in self.tree_requests)
         tokens, parents, scores = np.zeros(most, np.int32), np.zeros(most, np.int32), np.zeros(most, np.float32)
         cpu.emit_trees(trees, np.arange(100, 100 + count, dtype=np.int32), starts, tokens, parents, scores)
         found_trees = [

@@ -12,21 +12,31 @@ from foretoken_kernels import reference_draft_tree as reference
 from foretoken_kernels.gpu import draft_tree as gpu
 from foretoken_kernels.gpu import draft_tree_state as state
 
-from tests.kernels.draft_courses import BLOCK, NUM_SLOTS, SCALE, SCRATCH, Course, Head, Wish, block_tables, set_requests
+from tests.kernels.draft_courses import (
+    BLOCK,
+    NUM_SLOTS,
+    SCALE,
+    SCRATCH,
+    Course,
+    Head,
+    TreeRequest,
+    block_tables,
+    set_requests,
+)
 
 RAGGED = [
-    Wish(16, 4, 4),
-    Wish(1, 0, 0),
-    Wish(4, 2, 1, length=40),
-    Wish(3, 9, 3),
-    Wish(12, 4, 4, length=31),
-    Wish(9, 1, 4),
-    Wish(9, 4, 0),
+    TreeRequest(16, 4, 4),
+    TreeRequest(1, 0, 0),
+    TreeRequest(4, 2, 1, length=40),
+    TreeRequest(3, 9, 3),
+    TreeRequest(12, 4, 4, length=31),
+    TreeRequest(9, 1, 4),
+    TreeRequest(9, 4, 0),
 ]
 
 
-def at_temperature(wishes: list[Wish], temperature: float) -> list[Wish]:
-    return [replace(w, temperature=temperature, seed=2**63 + 5 * i, choice=i % 3) for i, w in enumerate(wishes)]
+def at_temperature(tree_requests: list[TreeRequest], temperature: float) -> list[TreeRequest]:
+    return [replace(w, temperature=temperature, seed=2**63 + 5 * i, choice=i % 3) for i, w in enumerate(tree_requests)]
 
 
 @pytest.mark.parametrize(
@@ -45,21 +55,23 @@ def test_trees_of_many_shapes(device: str, vocab: int, temperature: float) -> No
 @pytest.mark.slow
 def test_all_values_count(device: str) -> None:
     """The sum includes values that the CPU leaves out."""
-    wishes = at_temperature(RAGGED, 1.1)
-    Course(wishes, branches=4, depth=4, head=Head(1500)).check(device, against_cpu=False)
+    tree_requests = at_temperature(RAGGED, 1.1)
+    Course(tree_requests, branches=4, depth=4, head=Head(1500)).check(device, against_cpu=False)
 
 
 @pytest.mark.parametrize("nodes", [32, 64])
 def test_wide_trees(device: str, nodes: int) -> None:
-    wishes = [Wish(nodes, 5, 8), Wish(nodes, 5, 8, temperature=1.0, seed=77, choice=3, length=10)]
-    out = Course(wishes, branches=8, depth=5, head=Head(300)).check(device)
+    tree_requests = [TreeRequest(nodes, 5, 8), TreeRequest(nodes, 5, 8, temperature=1.0, seed=77, choice=3, length=10)]
+    out = Course(tree_requests, branches=8, depth=5, head=Head(300)).check(device)
     assert out.num_nodes.tolist() == [nodes, nodes]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_chains(device: str, temperature: float) -> None:
-    wishes = at_temperature([Wish(9, 8, 1), Wish(3, 8, 1), Wish(6, 8, 5, length=17)], temperature)
-    out = Course(wishes, branches=1, depth=8, head=Head(130), nodes=16).check(device)
+    tree_requests = at_temperature(
+        [TreeRequest(9, 8, 1), TreeRequest(3, 8, 1), TreeRequest(6, 8, 5, length=17)], temperature
+    )
+    out = Course(tree_requests, branches=1, depth=8, head=Head(130), nodes=16).check(device)
     assert out.num_nodes.tolist() == [9, 3, 6]
     assert out.parents[0, :9].tolist() == list(range(-1, 8))
 
@@ -69,8 +81,8 @@ def test_chains(device: str, temperature: float) -> None:
 def test_reduced_vocabulary(device: str, temperature: float, scale: float) -> None:
     """There are few draft ids, and the noise is keyed by the target's ids."""
     target_ids = torch.randperm(128256, generator=torch.Generator().manual_seed(5))[:1100].sort().values.int()
-    wishes = at_temperature([Wish(12, 4, 4), Wish(7, 3, 2)], temperature)
-    out = Course(wishes, branches=4, depth=4, head=Head(1100), target_ids=target_ids, scale=scale).check(device)
+    tree_requests = at_temperature([TreeRequest(12, 4, 4), TreeRequest(7, 3, 2)], temperature)
+    out = Course(tree_requests, branches=4, depth=4, head=Head(1100), target_ids=target_ids, scale=scale).check(device)
     drafted = out.tokens[:, 1:][out.parents[:, 1:] >= 0]
     assert set(drafted.tolist()) <= set(target_ids.tolist())
 
@@ -79,16 +91,16 @@ def test_ids_at_and_above_the_limit_are_never_drafted(device: str) -> None:
     head = Head(200)
     head.table[:, 150:] += 20.0
     for temperature in (0.0, 1.0):
-        wishes = at_temperature([Wish(12, 4, 4)], temperature)
-        out = Course(wishes, branches=4, depth=3, head=head, vocab_limit=150).check(device)
+        tree_requests = at_temperature([TreeRequest(12, 4, 4)], temperature)
+        out = Course(tree_requests, branches=4, depth=3, head=head, vocab_limit=150).check(device)
         assert out.tokens[0, 1:12].max() < 150
 
 
 def test_bfloat16_logits(device: str) -> None:
     """Many logits are equal: the lower id comes first."""
     for temperature in (0.0, 0.7):
-        wishes = at_temperature([Wish(20, 4, 4), Wish(9, 3, 3)], temperature)
-        Course(wishes, branches=4, depth=4, head=Head(900), dtype=torch.bfloat16).check(device)
+        tree_requests = at_temperature([TreeRequest(20, 4, 4), TreeRequest(9, 3, 3)], temperature)
+        Course(tree_requests, branches=4, depth=4, head=Head(900), dtype=torch.bfloat16).check(device)
 
 
 def test_equal_logits_and_equal_scores(device: str) -> None:
@@ -96,9 +108,11 @@ def test_equal_logits_and_equal_scores(device: str) -> None:
     head = Head(1300)
     head.table = (torch.arange(1300) % 3 == 0).float().repeat(97, 1)
     head.table[:, ::5] *= -0.0
-    Course([Wish(12, 3, 4), Wish(30, 4, 4), Wish(5, 4, 2)], branches=4, depth=4, head=head).check(device)
+    Course([TreeRequest(12, 3, 4), TreeRequest(30, 4, 4), TreeRequest(5, 4, 2)], branches=4, depth=4, head=head).check(
+        device
+    )
     head.table = torch.where(torch.arange(1300) % 2 == 0, 0.0, -0.0).repeat(97, 1)
-    out = Course([Wish(12, 3, 4)], branches=4, depth=4, head=head).check(device)
+    out = Course([TreeRequest(12, 3, 4)], branches=4, depth=4, head=head).check(device)
     assert out.tokens[0, 1:5].tolist() == [0, 1, 2, 3]
 
 
@@ -115,8 +129,8 @@ def test_rows_without_finite_logits_have_no_children(device: str) -> None:
     head.table[60:80, 5] = inf
     head.table[80:90] = -inf
     for temperature in (0.0, 0.7):
-        wishes = at_temperature([Wish(12, 3, 2)] * 5, temperature)
-        out = Course(wishes, branches=2, depth=3, head=head).check(device)
+        tree_requests = at_temperature([TreeRequest(12, 3, 2)] * 5, temperature)
+        out = Course(tree_requests, branches=2, depth=3, head=head).check(device)
         assert out.num_nodes[1:4].tolist() == [1, 1, 1]
         assert out.num_nodes[0] > 4
 
@@ -135,9 +149,9 @@ FILTERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("scale", [0.0, SCALE])
 def test_filters(device: str, scale: float) -> None:
-    wishes = [Wish(6, 2, 2, temperature=1.3, seed=i, **filters) for i, filters in enumerate(FILTERS)]
-    wishes.append(Wish(6, 2, 2, top_k=2, top_p=0.1))
-    course = Course(wishes, branches=2, depth=2, head=Head(700), scale=scale)
+    tree_requests = [TreeRequest(6, 2, 2, temperature=1.3, seed=i, **filters) for i, filters in enumerate(FILTERS)]
+    tree_requests.append(TreeRequest(6, 2, 2, top_k=2, top_p=0.1))
+    course = Course(tree_requests, branches=2, depth=2, head=Head(700), scale=scale)
     out = course.check(device, against_cpu=scale == 0.0)
     for tree in (1, 3):
         # Each row keeps only one token.
@@ -158,16 +172,18 @@ def test_filters_of_equal_and_infinite_logits(device: str) -> None:
     head.table[21, 9] = math.inf
     head.table[28, :] = math.nan
     head.table[28, 7] = -1e38
-    wishes = [Wish(5, 1, 4, temperature=0.5, top_k=k, top_p=p) for k, p in ((9, 0.5), (200, 0.999), (3, 0.5), (3, 0.5))]
-    wishes.append(Wish(5, 1, 4, temperature=0.5, min_p=0.5, top_k=2))
-    out = Course(wishes, branches=4, depth=1, head=head, scale=0.0).check(device, against_cpu=False)
+    tree_requests = [
+        TreeRequest(5, 1, 4, temperature=0.5, top_k=k, top_p=p) for k, p in ((9, 0.5), (200, 0.999), (3, 0.5), (3, 0.5))
+    ]
+    tree_requests.append(TreeRequest(5, 1, 4, temperature=0.5, min_p=0.5, top_k=2))
+    out = Course(tree_requests, branches=4, depth=1, head=head, scale=0.0).check(device, against_cpu=False)
     assert out.num_nodes.tolist() == [5, 2, 1, 1, 2]
     assert out.tokens[0, 1:5].tolist() == [2, 5, 8, 11]
 
 
 def test_trees_that_want_nothing(device: str) -> None:
-    wishes = [Wish(1, 5, 5), Wish(0, 5, 5), Wish(8, 0, 5), Wish(8, 5, 0)]
-    course = Course(wishes, branches=8, depth=3, head=Head(64))
+    tree_requests = [TreeRequest(1, 5, 5), TreeRequest(0, 5, 5), TreeRequest(8, 0, 5), TreeRequest(8, 5, 0)]
+    course = Course(tree_requests, branches=8, depth=3, head=Head(64))
     out = course.check(device)
     assert out.num_nodes.tolist() == [1, 1, 1, 1]
     assert out.tokens[:, 0].tolist() == [100, 101, 102, 103]
@@ -182,13 +198,15 @@ def test_trees_that_want_nothing(device: str) -> None:
 @pytest.mark.parametrize("modules", [2, 3, 4])
 def test_masks_of_several_modules(device: str, modules: int) -> None:
     """A module does not see the beams of earlier modules."""
-    Course([Wish(20, 5, 4), Wish(9, 4, 2)], branches=4, depth=5, head=Head(90), modules=modules).check(device)
+    Course([TreeRequest(20, 5, 4), TreeRequest(9, 4, 2)], branches=4, depth=5, head=Head(90), modules=modules).check(
+        device
+    )
 
 
 def test_slots_outside_the_cache_become_the_scratch_slot(device: str) -> None:
-    course = Course([Wish(12, 4, 2, length=16)] * 5, branches=2, depth=2, head=Head(50))
+    course = Course([TreeRequest(12, 4, 2, length=16)] * 5, branches=2, depth=2, head=Head(50))
     trees, beams = state.new_draft_trees(5, 2, 2, device), state.new_draft_beams(5, 2, device)
-    set_requests(trees, course.wishes)
+    set_requests(trees, course.tree_requests)
     trees.requests[4, state.FIRST_SLOT] = 2**20
     logits = course.head.table[:5].to(device)
     gpu.offer_children(trees, logits, 0, gpu.offer_workspace(5, 2, 50, device), vocab_limit=50)
@@ -203,7 +221,7 @@ def test_no_more_beams_than_a_mask_has_bits(device: str) -> None:
     head = Head(12)
     head.table *= 0.01
     head.table[1:, 0] += 10.0
-    course = Course([Wish(100, 10, 8)], branches=8, depth=10, head=head, nodes=128)
+    course = Course([TreeRequest(100, 10, 8)], branches=8, depth=10, head=head, nodes=128)
     course.check(device)
     _, _, trees = course.run(reference, "cpu")
     assert int(trees.fed_counts.max()) == state.MAX_BEAM_NODES
@@ -250,9 +268,9 @@ def test_a_draft_is_one_graph(device: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         draft(gpu, workspace)
-    wishes = [Wish(64, 5, 8, length=20 + i) for i in range(count)]
-    filtered = [replace(w, top_p=0.9, top_k=40 * (i % 2)) for i, w in enumerate(at_temperature(wishes, 1.0))]
-    for requests in (wishes, at_temperature(wishes, 0.8), filtered, [Wish(1)] * count):
+    tree_requests = [TreeRequest(64, 5, 8, length=20 + i) for i in range(count)]
+    filtered = [replace(w, top_p=0.9, top_k=40 * (i % 2)) for i, w in enumerate(at_temperature(tree_requests, 1.0))]
+    for requests in (tree_requests, at_temperature(tree_requests, 0.8), filtered, [TreeRequest(1)] * count):
         set_requests(trees, requests)
         graph.replay()
         got = state.DraftOutput(*(tensor.cpu() for tensor in out))

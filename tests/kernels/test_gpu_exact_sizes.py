@@ -27,7 +27,7 @@ from foretoken_kernels.gpu.tree_attention import tree_attention
 from foretoken_kernels.gpu.wide_gate_up import wide_gate_up
 
 from tests.kernels.attention_cases import Attention, assert_defined, case, prefill, tree
-from tests.kernels.draft_courses import Course, Head, Wish
+from tests.kernels.draft_courses import Course, Head, TreeRequest
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -140,11 +140,11 @@ def test_wide_gate_up(device: str) -> None:
 
 def test_draft_trees(device: str) -> None:
     """With a reduced vocabulary, noise and cuts; the last tree is the largest."""
-    wishes = [
-        Wish(1, 0, 0),
-        Wish(7, 3, 2, temperature=0.7, top_k=9, top_p=0.9),
-        Wish(16, 4, 4, temperature=1.0, min_p=0.1, length=40),
+    tree_requests = [
+        TreeRequest(1, 0, 0),
+        TreeRequest(7, 3, 2, temperature=0.7, top_k=9, top_p=0.9),
+        TreeRequest(16, 4, 4, temperature=1.0, min_p=0.1, length=40),
     ]
     target_ids = torch.randperm(9000, generator=torch.Generator().manual_seed(5))[:1500].sort().values.int()
-    course = Course(wishes, branches=4, depth=4, head=Head(1500), nodes=16, target_ids=target_ids, spare=0)
+    course = Course(tree_requests, branches=4, depth=4, head=Head(1500), nodes=16, target_ids=target_ids, spare=0)
     course.check(device, against_cpu=False)

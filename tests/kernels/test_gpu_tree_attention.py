@@ -270,7 +270,7 @@ def compiled() -> list[int | str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compiles_for_a_gpu(shape: tuple[str | int, ...], compiled: list[int | str]) -> None:
-    """What the interpreter lets pass, a compiler may not; it needs no GPU. A program's shared memory is 227 KiB."""
+    """The compiler rejects more than the interpreter; it needs no GPU. Shared memory is 227 KiB."""
     outcome = compiled[SHAPES.index(shape)]
     assert isinstance(outcome, int), outcome
     assert outcome <= 227 * 1024

@@ -56,15 +56,15 @@ def _take_step(
     length = tl.load(lengths + seat)
     before = tl.load(request + _LENGTH)
     wanted = tl.load(max_nodes + seat)
-    is_told = (tl.load(stamp) == tl.load(number)) & (count > 0) & (count <= TOKENS)
+    is_expected = (tl.load(stamp) == tl.load(number)) & (count > 0) & (count <= TOKENS)
     # If the length is not the known one plus the new tokens, some are missing: KV entries would
     # be written to wrong KV slots.
-    is_next = is_told & (length > 0) & (length <= num_blocks * block_size) & (length - count == before)
+    is_next = is_expected & (length > 0) & (length <= num_blocks * block_size) & (length - count == before)
 
     lane = tl.arange(0, LANES)
     inside = lane < TOKENS
     row = seat * TOKENS + lane
-    tokens = tl.load(new_tokens + row, mask=lane < tl.where(is_told, count, 0), other=0)
+    tokens = tl.load(new_tokens + row, mask=lane < tl.where(is_expected, count, 0), other=0)
     num_rows = tl.where(is_next & (wanted > 0), count, 0)
     position = tl.where(lane < num_rows, length - count + lane, 0)
     table = block_tables + seat.to(tl.int64) * table_stride
@@ -82,7 +82,7 @@ def _take_step(
     tl.store(out_context_lens + row, tl.where(is_row, position + 1, 0), mask=inside)
     tl.store(out_logit_rows + seat, seat * TOKENS + tl.where(is_written, count - 1, 0))
     tl.store(taken_tokens + row, tokens, mask=inside)
-    tl.store(taken_counts + seat, tl.where(is_told, count, 0))
+    tl.store(taken_counts + seat, tl.where(is_expected, count, 0))
     tl.store(taken_lengths + seat, length)
     tl.store(taken_written + seat, is_written.to(tl.int32))
 
@@ -92,7 +92,7 @@ def _take_step(
     # All threads have read the request before one writes to it.
     tl.debug_barrier()
     tl.store(request + _LENGTH, tl.where(is_known, length, before))
-    tl.store(request + _ROOT_TOKEN, tl.where(is_told, last, root))
+    tl.store(request + _ROOT_TOKEN, tl.where(is_expected, last, root))
     tl.store(request + _MAX_NODES, tl.where(is_written, tl.minimum(wanted, left), 0))
 
 
