@@ -68,7 +68,7 @@ def _fold(sums, maxima, weights, next_sums, next_maxima, next_weights):  # type:
 
 
 @jit_kernel
-def _strict_attention(  # type: ignore[no-untyped-def]
+def _strict_attention(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branches are compile-time
     query,
     query_stride,
     query_head_stride,
