@@ -31,7 +31,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E4
 
 from foretoken.models.batch import ForwardBatch  # noqa: E402
 from foretoken.models.config import load_config  # noqa: E402
-from foretoken.models.draft_head import DraftHead, load_draft_head  # noqa: E402
+from foretoken.models.draft_head import HostDraftHead, load_head  # noqa: E402
+from foretoken.models.draft_weights import HeadSource  # noqa: E402
 from foretoken.models.target_weights import load_target_weights  # noqa: E402
 from foretoken.tree import ancestor_mask  # noqa: E402
 from verifier_svc.model.runner import ModelRunner  # noqa: E402
@@ -128,7 +129,7 @@ def measure_runner(runner: ModelRunner) -> None:
         print(f"{'prefill':>12} {rows:4d} rows {measure(step, 15)} ms")
 
 
-def random_head(target: Path, folder: Path, threads: int) -> DraftHead:
+def random_head(target: Path, folder: Path, threads: int) -> HostDraftHead:
     """An EAGLE-3 head for the target in ``target`` that uses its embedding and output head."""
     config = load_config(target)
     size, queries, keys = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -145,19 +146,11 @@ def random_head(target: Path, folder: Path, threads: int) -> DraftHead:
     (folder / "config.json").write_text(
         json.dumps({**fields, "num_hidden_layers": 1, "draft_vocab_size": None, "tie_word_embeddings": False})
     )
-    return load_draft_head(
-        folder,
-        target_config=config,
-        weights=load_target_weights(target, config),
-        num_blocks=BLOCKS_PER_SEQ,
-        block_size=BLOCK_SIZE,
-        num_positions=1024,
-        num_threads=threads,
-        dtype=torch.float32,
-    )
+    source = HeadSource(folder, config, load_target_weights(target, config), torch.float32)
+    return HostDraftHead(load_head(source, BLOCKS_PER_SEQ, BLOCK_SIZE), 1024, threads)
 
 
-def measure_head(head: DraftHead) -> None:
+def measure_head(head: HostDraftHead) -> None:
     """A recurrent step over as many nodes of one tree, and the taking in of a prompt."""
     features = np.zeros((CONTEXT, head.feature_width), np.float32)
     head.forward(prefill_batch(CONTEXT, 1), features, from_target=True)

@@ -20,8 +20,8 @@ from foretoken_kernels.gpu.resident_rows import lay_out_rows
 from foretoken_kernels.resident_state import DraftedTrees, Seats, StepResults, StepRows, new_seats
 
 from foretoken.models.device_graph import DeviceGraphs
+from foretoken.models.device_llama import ResidentPass
 from foretoken.models.device_twins import SendRing
-from foretoken.models.llama import ResidentPass
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_result

@@ -21,9 +21,9 @@ import torch
 from benchmarks.gpu.passes import BATCHES, BLOCK, MAX_BATCH, device_ms, load_target, show_profile, verify_batch
 from foretoken.models.backend import choose_backend
 from foretoken.models.batch import chain_batch
+from foretoken.models.device_llama import DeviceLlama
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import FlashInferAttention, obstacle
-from foretoken.models.llama import Llama
 
 # It needs triton, without which --help answers too.
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def measure(runner: DeviceRunner, profile: bool) -> None:
         for tokens, first in CHUNKS
     ]
     for name, attention in backends.items():
-        model = Llama(config, runner.weights, cache, longest, 0, sizes=sizes, flashinfer=attention)
+        model = DeviceLlama(config, runner.weights, cache, longest, sizes, flashinfer=attention)
         began = time.perf_counter()
         for batch in (*chunks, verify_batch([max(ROWS)] * 2)):
             model.forward(batch)

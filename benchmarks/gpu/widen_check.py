@@ -24,7 +24,8 @@ from benchmarks.gpu.widen import RESERVED_ID
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
 from foretoken.models.draft_config import head_config, head_features
-from foretoken.models.draft_head import DraftHead, load_draft_head
+from foretoken.models.draft_head import HostDraftHead, load_head
+from foretoken.models.draft_weights import HeadSource
 from foretoken.models.target_weights import load_target_weights
 from models.demo.held_out import held_out_prompts
 
@@ -140,20 +141,14 @@ def _outputs(model: Any, text: Sequence[int], features: Sequence[int]) -> tuple[
     return out.logits[0].cpu(), torch.cat(states, dim=1).cpu()
 
 
-def _load_head(folder: Path, target: Path) -> DraftHead:
+def _load_head(folder: Path, target: Path) -> HostDraftHead:
     config = load_config(target)
-    return load_draft_head(
-        folder,
-        target_config=config,
-        weights=load_target_weights(target, config),
-        num_blocks=config.max_position_embeddings // BLOCK_SIZE,
-        block_size=BLOCK_SIZE,
-        num_positions=config.max_position_embeddings,
-        dtype=torch.float32,
-    )
+    source = HeadSource(folder, config, load_target_weights(target, config), torch.float32)
+    length = config.max_position_embeddings
+    return HostDraftHead(load_head(source, length // BLOCK_SIZE, BLOCK_SIZE), length)
 
 
-def _draft_logits(head: DraftHead, text: Sequence[int], states: torch.Tensor) -> torch.Tensor:
+def _draft_logits(head: HostDraftHead, text: Sequence[int], states: torch.Tensor) -> torch.Tensor:
     """[tokens - 1, draft vocab]: what the head drafts behind each token but the first, beside the state before it."""
     rows = len(text) - 1
     slots = np.arange(1, rows + 1, dtype=np.int32)

@@ -30,7 +30,7 @@ from foretoken.tree import Int32
 
 
 class LaunchingModel(VocabularyOwner, Protocol):
-    """A draft model on a GPU: foretoken.models.draft_head.DraftHead, or a StandaloneModel."""
+    """A draft model on a GPU: foretoken.models.device_draft_head.DeviceDraftHead, or a DeviceStandaloneModel."""
 
     num_depths: int
     hidden_size: int

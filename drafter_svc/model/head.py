@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from drafter_svc.checkpoint.target_folder import target_folder
 from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
 from drafter_svc.model.drafter import ModelDrafter
 from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.trees.growth import GrowthMaker
+from drafter_svc.trees.host_growth import HostGrowth
 from drafter_svc.trees.passes import DraftPasses
 from drafter_svc.trees.rows import DraftRows
 from foretoken.config import at_fault
@@ -27,8 +30,12 @@ from foretoken.errors import ConfigError, PreconditionError
 from foretoken.models.backend import device_uuid
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.draft_config import head_features
-from foretoken.models.draft_head import DraftHead, load_draft_head
+from foretoken.models.draft_head import HostDraftHead, load_head
+from foretoken.models.draft_weights import HeadSource
 from foretoken.models.target_weights import TargetWeights, load_target_weights
+
+if TYPE_CHECKING:
+    from foretoken.models.device_draft_head import DeviceDraftHead
 
 logger = logging.getLogger(__name__)
 
@@ -108,27 +115,28 @@ class HeadDrafter(ModelDrafter):
             path, config = self._folders(target)
             if self._token_map is not None:
                 check_token_map(self._token_map, target.vocab_size)
-            head = load_draft_head(
-                path,
-                target_config=config,
-                weights=self._weights(target, config, weights),
-                num_blocks=placement.cache_blocks(target),
-                block_size=target.block_size,
-                num_positions=target.max_model_len + target.max_nodes,
-                num_threads=self._threads,
-                token_map=self._token_map,
-                dtype=placement.dtype,
-                backend=placement.backend,
-                sizes=placement.pass_sizes(target),
-            )
-        self._check_head(head, target)
+            shared = self._weights(target, config, weights)
+            source = HeadSource(path, config, shared, placement.dtype, self._token_map, placement.backend)
+            loaded = load_head(source, placement.cache_blocks(target), target.block_size)
+        self._check_target_ids(loaded.weights.target_ids, target)
+        num_positions, sizes = target.max_model_len + target.max_nodes, placement.pass_sizes(target)
+        head: HostDraftHead | DeviceDraftHead
+        if sizes is None:
+            head = HostDraftHead(loaded, num_positions, self._threads)
+            make_growth: GrowthMaker = partial(HostGrowth, head, target)
+        else:
+            # Triton is only imported where there is a GPU.
+            from foretoken.models.device_draft_head import DeviceDraftHead
+
+            head = DeviceDraftHead(loaded, num_positions, sizes)
+            make_growth = placement.growth_maker(head, target, sizes)
         rows = DraftRows(target, first_position=FIRST_POSITION, num_depths=head.num_depths)
         passes = DraftPasses(
             head,
             target,
             rows,
             coupled=self._coupled,
-            make_growth=placement.growth_maker(head, target),
+            make_growth=make_growth,
             entry_rows=placement.entry_rows,
         )
         self._begin(passes)
@@ -158,8 +166,8 @@ class HeadDrafter(ModelDrafter):
             )
         return self._path or folder, config
 
-    def _check_head(self, head: DraftHead, target: TargetInfo) -> None:
-        ids = head.target_ids
+    @staticmethod
+    def _check_target_ids(ids: NDArray[np.int32] | None, target: TargetInfo) -> None:
         if ids is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
             raise PreconditionError(
                 f"the head drafts token {ids.max()}, the target's vocabulary has {target.vocab_size}"

@@ -32,9 +32,12 @@ _WARM_ROWS = 512
 
 
 class LaunchedModel(DraftModel, Protocol):
-    """A model that may be on a GPU."""
+    """A model on a GPU."""
 
     def tune(self, path: Path | None) -> None: ...
+    def launch(
+        self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
+    ) -> PassOutput: ...
     def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> PassOutput: ...
 
 
@@ -78,17 +81,13 @@ class Placement(NamedTuple):
             graphs=self.graphs,
         )
 
-    def growth_maker(self, model: LaunchedModel, target: TargetInfo) -> GrowthMaker | None:
-        """What grows trees there; None: what DraftPasses takes by itself, on the CPU."""
-        if not self.is_gpu:
-            return None
+    def growth_maker(self, model: LaunchedModel, target: TargetInfo, sizes: PassSizes) -> GrowthMaker:
+        """Return what grows trees on the GPU; ``sizes``: those of ``pass_sizes``."""
         if self.backend.device.type == "cuda":
             model.tune(choices_file())
         # Triton is imported where there is a GPU alone.
         from drafter_svc.device.growth import DeviceGrowth
 
-        sizes = self.pass_sizes(target)
-        assert sizes is not None
         make = partial(
             DeviceGrowth,
             model,

@@ -6,18 +6,20 @@ prefills, a bounded number of tokens a request.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from foretoken_kernels.cpu.draft_levels import LevelPass
 from numpy.typing import NDArray
 
 from drafter_svc.checkpoint.target_folder import target_folder
 from drafter_svc.checkpoint.tokenizer_match import check_same_tokenizer
 from drafter_svc.model.drafter import ModelDrafter
 from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.trees.growth import GrowthMaker
+from drafter_svc.trees.host_growth import HostGrowth
 from drafter_svc.trees.passes import DraftPasses, Float32
 from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DrafterNeeds, TargetInfo
@@ -27,11 +29,12 @@ from foretoken.models.backend import device_uuid
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
-from foretoken.models.llama import Llama
+from foretoken.models.llama import HostLlama, Llama
 from foretoken.models.weights import Checkpoint
 
 if TYPE_CHECKING:
     from foretoken.models.device_batch import DeviceArrays
+    from foretoken.models.device_llama import DeviceLlama
     from foretoken.models.target_weights import TargetWeights
 
 # Tokens that one request prefills at most, beside a few for each row: as many as one prefill step of a verifier by
@@ -53,25 +56,36 @@ class StandaloneModel:
     target_ids: NDArray[np.int32] | None = None
     write_entries = None
 
-    def __init__(self, llama: Llama) -> None:
-        self._llama = llama
+    def __init__(self, llama: Llama[Any]) -> None:
+        self._decoder = llama
         self._no_hidden = torch.empty(0, 0)
         self.draft_vocab_size = llama.config.vocab_size
 
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> _Output:
-        return _Output(self._llama.forward(batch), self._no_hidden)
+        return _Output(self._decoder.forward(batch), self._no_hidden)
 
-    def tune(self, path: Path | None) -> None:
-        self._llama.tune(path)
+
+class HostStandaloneModel(StandaloneModel):
+    """A decoder on the CPU."""
+
+    def __init__(self, llama: HostLlama) -> None:
+        super().__init__(llama)
+        self.level_pass = llama.level_pass
+
+
+class DeviceStandaloneModel(StandaloneModel):
+    """A decoder on a GPU."""
+
+    def __init__(self, llama: DeviceLlama) -> None:
+        super().__init__(llama)
+        self._llama = llama
+        self.tune = llama.tune
 
     def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> _Output:
         return _Output(self._llama.launch(arrays), self._no_hidden)
 
     def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> _Output:
         return _Output(self._llama.launch(arrays), self._no_hidden)
-
-    def level_pass(self, num_rows: int, longest: int) -> LevelPass:
-        return self._llama.level_pass(num_rows, longest)
 
 
 class StandaloneDrafter(ModelDrafter):
@@ -128,10 +142,17 @@ class StandaloneDrafter(ModelDrafter):
         )
         # Beyond the positions that it was trained for a model drafts badly, never wrongly.
         num_positions, sizes = target.max_model_len + target.max_nodes, placement.pass_sizes(target)
-        llama = Llama(config, self._weights, cache, num_positions, self._threads, sizes=sizes)
+        model: HostStandaloneModel | DeviceStandaloneModel
+        if sizes is None:
+            model = HostStandaloneModel(HostLlama(config, self._weights, cache, num_positions, self._threads))
+            growth: GrowthMaker = partial(HostGrowth, model, target)
+        else:
+            # Triton is only imported where there is a GPU.
+            from foretoken.models.device_llama import DeviceLlama
+
+            model = DeviceStandaloneModel(DeviceLlama(config, self._weights, cache, num_positions, sizes))
+            growth = placement.growth_maker(model, target, sizes)
         rows = DraftRows(target, first_position=0, needs_features=False)
-        model = StandaloneModel(llama)
-        growth = placement.growth_maker(model, target)
         self._begin(DraftPasses(model, target, rows, budget=PREFILL_TOKENS, coupled=self._coupled, make_growth=growth))
 
 

@@ -6,7 +6,7 @@ What growth on the host and on a GPU agree on, and what either may be asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -93,12 +93,17 @@ class Growth(Protocol):
         """The best nodes of each row's tree. ``roots``: int32 [rows]; tokens."""
         ...
 
+
+@runtime_checkable
+class GrowsFromMemory(Protocol):
+    """A Growth that also drafts from device memory."""
+
     def resident_draft(
         self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
     ) -> ResidentDrafts:
-        """What drafts from device memory in the same way. ``scratch``: int32 [slots, blocks]: for trees.
+        """Return drafts from this memory. ``scratch``: int32 [slots, blocks]; the blocks of each tree.
 
-        Raises PreconditionError if drafts cannot be made over such memory.
+        Raises PreconditionError if this memory cannot be used.
         """
         ...
 

@@ -8,12 +8,8 @@ import numpy as np
 from foretoken_kernels.cpu import draft_tree as kernel
 from foretoken_kernels.cpu.draft_levels import LevelPass, Places, growth_function
 
-from drafter_svc.trees.figures import PassFigures
-from drafter_svc.trees.growth import ROWS_PER_SLOT, PassOutput, ResidentDrafts, VocabularyOwner, vocabulary_of
-from drafter_svc.trees.rows import DraftRows
+from drafter_svc.trees.growth import ROWS_PER_SLOT, PassOutput, VocabularyOwner, vocabulary_of
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.errors import PreconditionError
-from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 
@@ -70,11 +66,6 @@ class HostGrowth:
         )
         if num_passes < 0:
             raise ValueError("a level of draft trees holds an index out of range")
-
-    def resident_draft(
-        self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
-    ) -> ResidentDrafts:
-        raise PreconditionError("a drafter on the CPU does not draft from device memory")
 
     def emit(self, request: DraftRequest, roots: Int32) -> DraftBatch:
         sizes = np.maximum(np.minimum(request.max_nodes, self._target.max_nodes), 1)

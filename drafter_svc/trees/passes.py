@@ -18,12 +18,18 @@ from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Voc
 from numpy.typing import NDArray
 
 from drafter_svc.trees.figures import PassFigures
-from drafter_svc.trees.growth import ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput, ResidentDrafts, set_wishes
-from drafter_svc.trees.host_growth import HostGrowth
+from drafter_svc.trees.growth import (
+    ROWS_PER_SLOT,
+    GrowsFromMemory,
+    GrowthMaker,
+    PassOutput,
+    ResidentDrafts,
+    set_wishes,
+)
 from drafter_svc.trees.rows import DraftRows, DraftSequence, Extension, told_rows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.errors import PreconditionError
 from foretoken.models.batch import ForwardBatch
-from foretoken.models.device_batch import DeviceArrays
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
@@ -60,10 +66,6 @@ class DraftModel(Protocol):
     @property
     def write_entries(self) -> Callable[[ForwardBatch, Float32], None] | None: ...
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> PassOutput: ...
-    def level_pass(self, num_rows: int, longest: int) -> LevelPass: ...
-    def launch(
-        self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
-    ) -> PassOutput: ...
 
 
 class _Piece(NamedTuple):
@@ -79,9 +81,9 @@ class DraftPasses:
     """Runs one model for one attachment. Not for two threads at once.
 
     Args:
+        make_growth: makes what grows the trees, from the scale of the coupled score.
         budget: entries that long rows of one request write at most; a row that waits for the rest is not drafted for.
         coupled: whether drafts for temperatures above zero use the sampler's noise.
-        make_growth: of a scale of the coupled score; None: on the CPU.
         entry_rows: of which nothing but their entries is wanted, that pay for a pass of their own.
     """
 
@@ -91,9 +93,9 @@ class DraftPasses:
         target: TargetInfo,
         rows: DraftRows,
         *,
+        make_growth: GrowthMaker,
         budget: int | None = None,
         coupled: bool = True,
-        make_growth: GrowthMaker | None = None,
         entry_rows: int = ENTRY_ROWS,
     ) -> None:
         self._model = model
@@ -111,7 +113,7 @@ class DraftPasses:
         self._tree_starts = np.zeros(max_rows, np.int32)
         self._context_starts = np.zeros(max_rows, np.int32)
         scale = COUPLING_SCALE if coupled else 0.0
-        self._growth: Growth = HostGrowth(model, target, scale) if make_growth is None else make_growth(scale)
+        self._growth = make_growth(scale)
         self._all_rows = np.arange(max_rows, dtype=np.int32)
         self._features = np.zeros((PASS_ROWS, model.feature_width), np.float32)
         self._no_masks = np.zeros((PASS_ROWS, 1), np.uint64)
@@ -152,7 +154,9 @@ class DraftPasses:
         return batch
 
     def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
-        """Raises PreconditionError if drafts cannot be made over such memory."""
+        """Draft from this memory on request. Raises PreconditionError if it cannot be used."""
+        if not isinstance(self._growth, GrowsFromMemory):
+            raise PreconditionError("a drafter on the CPU does not draft from device memory")
         self._resident = self._growth.resident_draft(self._rows, self._scratch, memory, order, self.figures)
 
     def release(self, slots: Sequence[int]) -> None:

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.models.backend import Backend
+from foretoken.models.backend import CPU, Backend
 from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import LayerWeights, TensorReader, load_layer
-from foretoken.models.draft_config import HeadConfig
+from foretoken.models.draft_config import HeadConfig, head_features
 from foretoken.models.target_weights import TargetWeights, load_target_weights
 from foretoken.models.weight_layout import weight_layout
 from foretoken.models.weights import Checkpoint
@@ -69,48 +69,55 @@ class HeadWeights:
     num_bytes: int
 
 
-def load_head_weights(
-    path: Path,
-    config: HeadConfig,
-    target_config: ModelConfig,
-    weights: TargetWeights | None,
-    num_features: int,
-    token_map: NDArray[np.int32] | None,
-    dtype: torch.dtype,
-    backend: Backend,
-) -> HeadWeights:
-    """Read the head in ``path``. Arguments as of foretoken.models.draft_head.load_draft_head.
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadSource:
+    """Where a draft head is read from, what it shares with its target, and where it will run.
+
+    Attributes:
+        path: the head's folder, which for MTP is the target's.
+        weights: the target's embedding and output head; None: for MTP they are read from ``path``.
+        dtype: of the cache; matrices are bfloat16 if it is, or if all of them are stored so.
+        token_map: int32; draft only these target ids (FR-Spec), for heads that use the target's output head.
+    """
+
+    path: Path
+    target_config: ModelConfig
+    weights: TargetWeights | None
+    dtype: torch.dtype
+    token_map: NDArray[np.int32] | None = None
+    backend: Backend = CPU
+
+
+def load_head_weights(source: HeadSource, config: HeadConfig) -> HeadWeights:
+    """Read the weights of a draft head.
 
     Raises:
-        CheckpointError: a tensor is missing, of another shape or without a place, or holds NaN or infinity.
-        ConfigError: head and target do not fit, or a token map for a head that has its own vocabulary.
+        CheckpointError: a tensor is missing, has another shape, is unknown, or holds NaN or infinity.
+        ConfigError: head and target do not fit, or there is a token map for a head with its own vocabulary.
     """
+    path, token_map = source.path, source.token_map
     with Checkpoint(path) as checkpoint:
-        loader = _HeadLoader(path, checkpoint, config, target_config, num_features, dtype, backend)
+        loader = _HeadLoader(source, checkpoint, config)
         modules = loader.modules()
         loader.check_all_known()
         own = loader.own_vocabulary()
         own_tensors = [tensor for module in modules for tensor in module.tensors()]
         own_tensors += [tensor for tensor in (own.embedding, own.head) if tensor is not None]
         loader.check_finite(own_tensors)
-    shared = _shared_weights(path, config, target_config, weights, own, dtype, backend)
     num_bytes = sum(tensor.nbytes for tensor in own_tensors)
-    if own.embedding is not None:
-        embedding, is_packed = own.embedding, False
-    else:
-        assert shared is not None
-        embedding, is_packed = shared.embedding, shared.tied
+    if own.head is not None and token_map is not None:
+        raise ConfigError(f"{path}: a token map is for heads that use the target's output head; this has its own")
+    if own.embedding is not None and own.head is not None:
+        vocabulary = (own.embedding, False, own.head, own.draft_vocab_size, own.target_ids)
+        return HeadWeights(modules, *vocabulary, num_bytes)
+    shared = _shared_weights(source, config)
+    embedding, is_packed = (shared.embedding, shared.tied) if own.embedding is None else (own.embedding, False)
     if own.head is not None:
-        if token_map is not None:
-            raise ConfigError(f"{path}: a token map is for heads that use the target's output head; this has its own")
         return HeadWeights(modules, embedding, is_packed, own.head, own.draft_vocab_size, own.target_ids, num_bytes)
-    assert shared is not None
     if token_map is None:
         return HeadWeights(modules, embedding, is_packed, shared.head, shared.vocab_size, None, num_bytes)
-    rows = head_rows(shared, token_map)
-    return HeadWeights(
-        modules, embedding, is_packed, rows, len(token_map), token_map.astype(np.int32), num_bytes + rows.nbytes
-    )
+    rows, ids = head_rows(shared, token_map), token_map.astype(np.int32)
+    return HeadWeights(modules, embedding, is_packed, rows, len(ids), ids, num_bytes + rows.nbytes)
 
 
 def head_rows(weights: TargetWeights, token_map: NDArray[np.int32]) -> torch.Tensor:
@@ -137,22 +144,14 @@ class _OwnVocabulary:
     target_ids: NDArray[np.int32] | None
 
 
-def _shared_weights(
-    path: Path,
-    config: HeadConfig,
-    target_config: ModelConfig,
-    weights: TargetWeights | None,
-    own: _OwnVocabulary,
-    dtype: torch.dtype,
-    backend: Backend,
-) -> TargetWeights | None:
-    if own.embedding is not None and own.head is not None:
-        return None
+def _shared_weights(source: HeadSource, config: HeadConfig) -> TargetWeights:
+    """Return the target's embedding and output head, as given or read from the head's own folder."""
+    path, weights = source.path, source.weights
     if weights is None:
         if config.family != "mtp":
             raise ConfigError(f"{path}: this draft head uses the target's embedding or output head, which is not here")
-        weights = load_target_weights(path, target_config, dtype, backend)
-    if weights.hidden_size != config.body.hidden_size or weights.vocab_size != target_config.vocab_size:
+        weights = load_target_weights(path, source.target_config, source.dtype, source.backend)
+    if weights.hidden_size != config.body.hidden_size or weights.vocab_size != source.target_config.vocab_size:
         raise ConfigError(
             f"{path}: the head's hidden size {config.body.hidden_size} does not go with the target's embedding and "
             f"output head of size {weights.hidden_size}"
@@ -163,21 +162,13 @@ def _shared_weights(
 class _HeadLoader:
     """Reads the tensors of one head by their canonical names and remembers which."""
 
-    def __init__(
-        self,
-        path: Path,
-        checkpoint: Checkpoint,
-        config: HeadConfig,
-        target: ModelConfig,
-        num_features: int,
-        dtype: torch.dtype,
-        backend: Backend,
-    ) -> None:
-        self._path, self._checkpoint, self._config, self._target = path, checkpoint, config, target
-        self._num_features = num_features
+    def __init__(self, source: HeadSource, checkpoint: Checkpoint, config: HeadConfig) -> None:
+        self._path, self._checkpoint, self._config = source.path, checkpoint, config
+        self._target = source.target_config
+        self._num_features = len(head_features(config, self._target.num_layers))
         self._size = config.body.hidden_size
         matrices = [name for name in config.stored_names.values() if len(checkpoint.shape(name)) == 2]
-        layout = weight_layout(backend, dtype, [checkpoint.dtype(name) for name in matrices])
+        layout = weight_layout(source.backend, source.dtype, [checkpoint.dtype(name) for name in matrices])
         self._reader = TensorReader(checkpoint, layout, config.stored_names)
 
     def modules(self) -> tuple[ModuleWeights, ...]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Generic
 
 import torch
 from foretoken_kernels.cpu import decoder as kernel
@@ -15,65 +13,20 @@ from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import DecoderWeights
-from foretoken.models.device_sizes import PassSizes
-from foretoken.models.executor import make_executor
-from foretoken.models.flashinfer_attention import FlashInferAttention
-from foretoken.models.forward_pass import ForwardPass
+from foretoken.models.executor import Executor, Loaded
+from foretoken.models.forward_pass import ForwardPass, LoadedProgram
 from foretoken.models.program import Attention, LayerShape, Program, Span
 
-if TYPE_CHECKING:
-    from foretoken.models.device_batch import DeviceArrays, DeviceBatch
-    from foretoken.models.device_pass import DevicePass
 
+class Llama(Generic[Loaded]):
+    """One decoder and the executor that runs it. Only one thread at a time may use it."""
 
-class ResidentPass(NamedTuple):
-    """A pass over a batch that kernels fill.
-
-    Attributes:
-        batch: what they are to fill; ``clear`` it first.
-        launch: its kernels, for a graph of whoever asks.
-        generation: of the buffers; a graph is of no use behind another one.
-        logits: float32 [rows, vocab_size], behind a launch.
-        features: [rows, captured * hidden_size], behind a launch; None without any.
-    """
-
-    batch: DeviceBatch
-    launch: Callable[[], None]
-    generation: int
-    logits: torch.Tensor
-    features: torch.Tensor | None
-
-
-class Llama:
-    """One decoder with its buffers. Not for two threads at once.
-
-    Args:
-        num_positions: rotary positions that may occur; at least the context length.
-        num_threads, wide_threads: as ForwardPass.
-        sizes: of passes on a GPU, where weights and cache then are; None: on the CPU.
-        strict: on a GPU, whether a row is to have the same bits in any batch, as it has on a CPU.
-        flashinfer: on a GPU, as DevicePass.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: DecoderWeights,
-        cache: KVCache,
-        num_positions: int,
-        num_threads: int,
-        wide_threads: int = 0,
-        sizes: PassSizes | None = None,
-        strict: bool = False,
-        flashinfer: FlashInferAttention | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, executor: Executor[Loaded]) -> None:
         self.config = config
         self._weights = weights
-        self._executor = make_executor(
-            config, cache, config.vocab_size, num_positions, num_threads, wide_threads, sizes, strict, flashinfer
-        )
-        self._programs: dict[tuple[int, ...], Any] = {}
-        # Rows and width of the last pass's features.
+        self._executor = executor
+        self._programs: dict[tuple[int, ...], Loaded] = {}
+        # Rows and width of the hidden states that the last pass kept.
         self._captured = (0, 0)
 
     @property
@@ -103,41 +56,7 @@ class Llama:
         self._captured = (batch.num_rows, len(features) * self.config.hidden_size)
         return self._executor.buffer(kernel.LOGITS, len(batch.logit_rows), self.config.vocab_size)
 
-    def tune(self, path: Path | None) -> None:
-        """On a GPU: time its matmuls and take the fastest from now on; ``path`` keeps the choices."""
-        self._loaded(())
-        cast("DevicePass", self._executor).tune(path)
-
-    def launch(self, arrays: DeviceArrays) -> torch.Tensor:
-        """As ``forward``, over arrays that are on the GPU; nothing waits for it, and it may be captured in a graph."""
-        cast("DevicePass", self._executor).launch(self._loaded(()), arrays)
-        return self._executor.buffer(kernel.LOGITS, len(arrays.logit_rows), self.config.vocab_size)
-
-    def resident_pass(
-        self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
-    ) -> ResidentPass:
-        """On a GPU: passes over batches of these sizes, which kernels fill on the device. ``features``: as ``forward``.
-
-        Raises ValueError for more than the largest pass.
-        """
-        executor = cast("DevicePass", self._executor)
-        loaded = self._loaded(features)
-        batch = executor.batch_of(rows, seqs, max_seq_rows, blocks)
-        num_rows, width = len(batch.arrays.token_ids), len(features) * self.config.hidden_size
-        return ResidentPass(
-            batch,
-            lambda: executor.launch(loaded, batch.arrays),
-            executor.generation,
-            executor.buffer(kernel.LOGITS, num_rows, self.config.vocab_size),
-            executor.buffer(kernel.FEATURES, num_rows, width) if width else None,
-        )
-
-    def level_pass(self, num_rows: int, longest: int) -> LevelPass:
-        """Passes over a draft tree's beams, of at most ``num_rows`` rows that attend to ``longest`` positions each."""
-        assert isinstance(self._executor, ForwardPass), "levels are compiled into one call on a CPU alone"
-        return self._executor.level_pass([self._loaded(())], num_rows, longest, NO_OUTPUT, 0)
-
-    def _loaded(self, features: tuple[int, ...]) -> Any:
+    def _loaded(self, features: tuple[int, ...]) -> Loaded:
         if features not in self._programs:
             self._programs[features] = self._executor.load(self._program(features))
         return self._programs[features]
@@ -167,6 +86,36 @@ class Llama:
         program.norm(hidden, weights.final_norm, normed, kernel.GATHERED)
         program.logits(weights.head, size, config.vocab_size)
         return program
+
+
+class HostLlama(Llama[LoadedProgram]):
+    """A decoder on the CPU.
+
+    Args:
+        num_positions: rotary positions that may occur; at least the context length.
+        num_threads, wide_threads: as for ForwardPass.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        cache: KVCache,
+        num_positions: int,
+        num_threads: int,
+        wide_threads: int = 0,
+    ) -> None:
+        self._passes = ForwardPass(config, cache, config.vocab_size, num_positions, num_threads, wide_threads)
+        super().__init__(config, weights, self._passes)
+
+    def level_pass(self, num_rows: int, longest: int) -> LevelPass:
+        """Return the passes that grow the levels of draft trees.
+
+        Args:
+            num_rows: rows of one pass at most.
+            longest: positions that one row attends to at most.
+        """
+        return self._passes.level_pass([self._loaded(())], num_rows, longest, NO_OUTPUT, 0)
 
 
 def _places(feature: int, features: tuple[int, ...]) -> list[int]:

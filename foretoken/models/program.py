@@ -119,14 +119,14 @@ class Program:
         attended = Span(kernel.ATTENTION_OUT, shape.num_heads * shape.head_dim)
         gated = Span(kernel.GATED, shape.intermediate_size)
         qkv = Span(kernel.QKV_OUT, shape.qkv_size)
-        self.entries(shape, attention)
+        self.kv_entries(shape, attention)
         self._add(Operation(kernel.ATTEND, attended, qkv, attention=attention))
         self.linear(attended, weights.output, hidden, ADD)
         self.norm(hidden, weights.post_attention_norm, normed)
         self.linear(normed, weights.gate_up, gated, SILU_AND_MULTIPLY)
         self.linear(gated, weights.down, hidden, ADD)
 
-    def entries(self, shape: LayerShape, attention: Attention) -> None:
+    def kv_entries(self, shape: LayerShape, attention: Attention) -> None:
         """What a layer writes to the cache, from its normed input in NORMED."""
         qkv = Span(kernel.QKV_OUT, shape.qkv_size)
         self.linear(Span(kernel.NORMED, shape.qkv_features), attention.weights.qkv, qkv)

@@ -12,12 +12,13 @@ from foretoken.drafting import FINAL_NORM
 from foretoken.kv_cache import KVCache
 from foretoken.models.backend import CPU, Backend
 from foretoken.models.batch import ForwardBatch
-from foretoken.models.config import load_config
-from foretoken.models.decoder_weights import load_decoder_weights
+from foretoken.models.config import ModelConfig, load_config
+from foretoken.models.decoder_weights import DecoderWeights, load_decoder_weights
 from foretoken.models.device_batch import bucket, seq_bucket
+from foretoken.models.device_llama import DeviceLlama
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import FlashInferAttention
-from foretoken.models.llama import Llama
+from foretoken.models.llama import HostLlama
 from foretoken.models.weights import Checkpoint
 from foretoken.tree import ancestor_mask, depths
 from tests.references import head_files
@@ -30,17 +31,26 @@ FEATURES = (1, 2, FINAL_NORM)
 def llama(
     folder: Path,
     backend: Backend,
-    sizes: PassSizes | None,
+    sizes: PassSizes,
     dtype: torch.dtype = torch.float32,
     strict: bool = False,
     planned: bool = False,
-) -> Llama:
+) -> DeviceLlama:
+    config, weights, cache = loaded(folder, backend, dtype)
+    flashinfer = FlashInferAttention(config, cache, every_pass=True) if planned else None
+    return DeviceLlama(config, weights, cache, 64, sizes, strict=strict, flashinfer=flashinfer)
+
+
+def host_llama(folder: Path) -> HostLlama:
+    return HostLlama(*loaded(folder, CPU, torch.float32), 64, 1)
+
+
+def loaded(folder: Path, backend: Backend, dtype: torch.dtype) -> tuple[ModelConfig, DecoderWeights, KVCache]:
     config = load_config(folder)
     with Checkpoint(folder) as checkpoint:
         weights = load_decoder_weights(config, checkpoint, dtype, lambda *_: None, backend)
     cache = KVCache(config.num_layers, NUM_BLOCKS, BLOCK, config.num_kv_heads, config.head_dim, dtype, backend.device)
-    flashinfer = FlashInferAttention(config, cache, every_pass=True) if planned else None
-    return Llama(config, weights, cache, 64, 1, sizes=sizes, strict=strict, flashinfer=flashinfer)
+    return config, weights, cache
 
 
 def prompt(tokens: list[int], seq_blocks: list[int], first: int = 0) -> dict[str, np.ndarray]:
@@ -97,12 +107,14 @@ def run_both(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Logits and features of a prompt, of chunks, and of a mixed batch with trees; from the CPU and from the device."""
     found = []
-    for backend, sizes in ((CPU, None), (Backend("gpu", torch.device(device)), SIZES)):
-        model = llama(folder, backend, sizes, strict=strict, planned=planned and backend != CPU)
+    backend = Backend("gpu", torch.device(device))
+    for model in (host_llama(folder), llama(folder, backend, SIZES, strict=strict, planned=planned)):
         first, second = [3, 7, 1, 12], [2, 9, 5]
         results = []
 
-        def keep(chunk: ForwardBatch, model: Llama = model, results: list[torch.Tensor] = results) -> None:
+        def keep(
+            chunk: ForwardBatch, model: HostLlama | DeviceLlama = model, results: list[torch.Tensor] = results
+        ) -> None:
             results.append(model.forward(chunk, FEATURES).float().cpu().clone())
             results.append(model.features.float().cpu().clone())
 

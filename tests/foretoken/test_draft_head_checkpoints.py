@@ -16,7 +16,7 @@ from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.config import load_config
 from foretoken.models.draft_config import head_config
 from foretoken.models.draft_weights import head_rows
-from foretoken.models.llama import Llama
+from foretoken.models.llama import HostLlama
 from foretoken.models.target_weights import TargetWeights, load_target_weights
 from foretoken.models.weights import Checkpoint
 from tests.foretoken.test_draft_heads import PagedHead, load
@@ -64,7 +64,7 @@ def reconfigure(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_target_weights_read_alone_are_those_of_the_loaded_target(tmp_path: Path, tied: bool) -> None:
     head_files.random_target(tmp_path, tied=tied)
-    ours: Llama = load_target(tmp_path)
+    ours: HostLlama = load_target(tmp_path)
     loaded = TargetWeights.of(ours.config, ours._weights)
     alone = load_target_weights(tmp_path, load_config(tmp_path))
     for name in ("vocab_size", "hidden_size", "tied", "bfloat16"):

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from foretoken.drafting import FINAL_NORM
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
-from foretoken.models.draft_head import DraftHead, HeadOutput, load_draft_head
+from foretoken.models.draft_head import HeadOutput, HostDraftHead, load_head
+from foretoken.models.draft_weights import HeadSource
 from foretoken.models.target_weights import load_target_weights
 from tests.foretoken.test_models_features import hidden_states
 from tests.references import head_files
@@ -39,18 +40,17 @@ USUAL_LAYERS = (2, NUM_LAYERS // 2, NUM_LAYERS - 3)
 Files = tuple[dict[str, Any], Tensors]
 
 
-def load(folder: Path, target: Path, **options: Any) -> DraftHead:
+def load(folder: Path, target: Path, num_threads: int = 1, **options: Any) -> HostDraftHead:
     config = load_config(target)
     options = {"weights": load_target_weights(target, config), "dtype": torch.float32} | options
-    return load_draft_head(
-        folder, target_config=config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_positions=128, **options
-    )
+    head = load_head(HeadSource(folder, config, **options), NUM_BLOCKS, BLOCK_SIZE)
+    return HostDraftHead(head, 128, num_threads)
 
 
 class PagedHead:
     """Our head over shuffled blocks of one sequence: the entry of token i in slot i."""
 
-    def __init__(self, head: DraftHead) -> None:
+    def __init__(self, head: HostDraftHead) -> None:
         self.head = head
         self.table = np.random.default_rng(3).permutation(NUM_BLOCKS).astype(np.int32)
 

@@ -20,9 +20,10 @@ from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
 from foretoken.models.device_batch import runs_of
+from foretoken.models.device_llama import DeviceLlama
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import FlashInferAttention, compile_kernels, obstacle
-from foretoken.models.llama import Llama
+from foretoken.models.llama import HostLlama
 from foretoken.models.weights import Checkpoint
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.foretoken import test_device_pass
@@ -147,11 +148,14 @@ def test_long_prompts_alone_are_planned_and_their_passes_are_the_cpus(tmp_path: 
         cache = KVCache(config.num_layers, 40, 4, *heads, torch.float32, backend.device)
         # As on a GPU that was used before: what is not written holds anything.
         cache.data.fill_(torch.nan)
-        planned = Counted(config, cache) if sizes else None
-        model = Llama(config, weights, cache, 256, 1, sizes=sizes, flashinfer=planned)
+        model: HostLlama | DeviceLlama
+        if sizes is None:
+            model = HostLlama(config, weights, cache, 256, 1)
+        else:
+            planned = Counted(config, cache)
+            model = DeviceLlama(config, weights, cache, 256, sizes, flashinfer=planned)
         found.append(torch.cat([model.forward(chunk).cpu().clone() for chunk in chunks]))
-        if planned is not None:
-            assert planned.rows == (132,)
+    assert planned.rows == (132,)
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
 

@@ -14,8 +14,10 @@ from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig
 
 from foretoken.models.backend import Backend
 from foretoken.models.config import load_config
+from foretoken.models.device_draft_head import DeviceDraftHead
 from foretoken.models.device_sizes import PassSizes
-from foretoken.models.draft_head import load_draft_head
+from foretoken.models.draft_head import load_head
+from foretoken.models.draft_weights import HeadSource
 from foretoken.models.target_weights import load_target_weights
 from tests.foretoken.test_device_pass import SIZES, batch, llama, prompt
 from tests.references import head_files
@@ -76,17 +78,10 @@ def test_a_head_asks_for_what_was_timed(
         head_files.random_target(target)
         head_files.write_folder(folder, *(head_files.eagle_files if kind == "eagle" else head_files.eagle3_files)())
     config, backend = load_config(target), Backend("gpu", torch.device(device))
-    head = load_draft_head(
-        folder,
-        target_config=config,
-        weights=load_target_weights(target, config, torch.bfloat16, backend),
-        num_blocks=8,
-        block_size=4,
-        num_positions=32,
-        dtype=torch.bfloat16,
-        backend=backend,
-        sizes=PassSizes(rows=8, wanted=8, seqs=2, blocks=8),
-    )
+    shared = load_target_weights(target, config, torch.bfloat16, backend)
+    source = HeadSource(folder, config, shared, torch.bfloat16, backend=backend)
+    sizes = PassSizes(rows=8, wanted=8, seqs=2, blocks=8)
+    head = DeviceDraftHead(load_head(source, num_blocks=8, block_size=4), 32, sizes)
     timings = Timings(monkeypatch)
     head.tune(None)
     rows = batch([prompt(TOKENS, BLOCKS)], [BLOCKS], [0])

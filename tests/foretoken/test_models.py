@@ -26,7 +26,7 @@ from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
-from foretoken.models.llama import Llama
+from foretoken.models.llama import HostLlama
 from foretoken.models.weights import Checkpoint
 from foretoken.tree import ancestor_mask, depths
 
@@ -91,17 +91,17 @@ def random_model(name: str) -> PreTrainedModel:
     return model
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, threads: int = 1, block_size: int = BLOCK_SIZE) -> Llama:
+def load(folder: Path, dtype: torch.dtype = torch.float32, threads: int = 1, block_size: int = BLOCK_SIZE) -> HostLlama:
     config = load_config(folder)
     with Checkpoint(folder) as checkpoint:
         weights = load_decoder_weights(config, checkpoint, dtype, lambda done, total, what: None)
     blocks = NUM_BLOCKS * BLOCK_SIZE // block_size
     cache = KVCache(config.num_layers, blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
-    return Llama(config, weights, cache, config.max_position_embeddings, threads)
+    return HostLlama(config, weights, cache, config.max_position_embeddings, threads)
 
 
 @pytest.fixture(params=MODELS)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PreTrainedModel, Llama]:
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PreTrainedModel, HostLlama]:
     model = random_model(request.param)
     model.save_pretrained(tmp_path)
     return model, load(tmp_path)
@@ -203,14 +203,14 @@ def paths(parents: np.ndarray) -> list[list[int]]:
     return found
 
 
-def test_prefill_equals_transformers(pair: tuple[PreTrainedModel, Llama]) -> None:
+def test_prefill_equals_transformers(pair: tuple[PreTrainedModel, HostLlama]) -> None:
     model, ours = pair
     tokens = some_tokens(130)
     found = ours.forward(Paged(1).prefill(0, tokens, 0, 130))
     torch.testing.assert_close(found, oracle(model, tokens), rtol=0, atol=1e-4)
 
 
-def test_chunks_and_decode_equal_transformers(pair: tuple[PreTrainedModel, Llama]) -> None:
+def test_chunks_and_decode_equal_transformers(pair: tuple[PreTrainedModel, HostLlama]) -> None:
     model, ours = pair
     tokens, paged = some_tokens(60, 1), Paged(1, seed=1)
     cuts = [0, 7, 8, 29, 45, *range(46, 61)]
@@ -218,7 +218,7 @@ def test_chunks_and_decode_equal_transformers(pair: tuple[PreTrainedModel, Llama
     torch.testing.assert_close(found, oracle(model, tokens), rtol=0, atol=1e-4)
 
 
-def test_tree_nodes_equal_transformers_on_their_paths(pair: tuple[PreTrainedModel, Llama]) -> None:
+def test_tree_nodes_equal_transformers_on_their_paths(pair: tuple[PreTrainedModel, HostLlama]) -> None:
     model, ours = pair
     prefix, nodes, paged = some_tokens(43, 2), some_tokens(len(PARENTS), 3), Paged(1, seed=2)
     ours.forward(paged.prefill(0, prefix, 0, 43))
@@ -228,7 +228,7 @@ def test_tree_nodes_equal_transformers_on_their_paths(pair: tuple[PreTrainedMode
         torch.testing.assert_close(found[node], expected, rtol=0, atol=1e-4)
 
 
-def test_a_mixed_batch_equals_transformers(pair: tuple[PreTrainedModel, Llama]) -> None:
+def test_a_mixed_batch_equals_transformers(pair: tuple[PreTrainedModel, HostLlama]) -> None:
     """A prefill chunk, a tree and a decode row of three sequences in one pass."""
     model, ours = pair
     texts, nodes, paged = [some_tokens(50, seed) for seed in (4, 5, 6)], some_tokens(len(PARENTS), 7), Paged(3, seed=3)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from foretoken.drafting import FINAL_NORM
 from foretoken.models.batch import ForwardBatch
-from foretoken.models.llama import Llama
+from foretoken.models.llama import HostLlama
 from foretoken.models.row_check import rows_are_independent
 from foretoken.models.target_weights import TargetWeights
 from tests.foretoken.test_models import PARENTS, Paged, load, oracle, pair, paths, random_model, some_tokens
@@ -31,7 +31,7 @@ def hidden_states(model: PreTrainedModel, tokens: np.ndarray) -> dict[int, torch
     return {**states, num_layers: leaving[0][0], FINAL_NORM: found[-1][0]}
 
 
-def test_features_equal_transformers(pair: tuple[PreTrainedModel, Llama]) -> None:
+def test_features_equal_transformers(pair: tuple[PreTrainedModel, HostLlama]) -> None:
     model, ours = pair
     tokens = some_tokens(50)
     expected = hidden_states(model, tokens)
@@ -45,7 +45,7 @@ def test_features_equal_transformers(pair: tuple[PreTrainedModel, Llama]) -> Non
     assert min((expected[i] - expected[i + 1]).abs().max() for i in range(len(expected) - 2)) > 0.01
 
 
-def test_features_of_all_rows_though_logits_of_few(pair: tuple[PreTrainedModel, Llama]) -> None:
+def test_features_of_all_rows_though_logits_of_few(pair: tuple[PreTrainedModel, HostLlama]) -> None:
     model, ours = pair
     prefix, nodes, paged = some_tokens(20, 1), some_tokens(len(PARENTS), 2), Paged(1)
     ours.forward(paged.prefill(0, prefix, 0, 20))
@@ -63,12 +63,12 @@ def test_features_of_all_rows_though_logits_of_few(pair: tuple[PreTrainedModel, 
 
 
 @pytest.fixture
-def llama(tmp_path: Path) -> Llama:
+def llama(tmp_path: Path) -> HostLlama:
     random_model("llama").save_pretrained(tmp_path)
     return load(tmp_path)
 
 
-def test_the_set_may_change_between_passes_and_none_is_empty(llama: Llama) -> None:
+def test_the_set_may_change_between_passes_and_none_is_empty(llama: HostLlama) -> None:
     tokens = some_tokens(9)
     batch = Paged(1).prefill(0, tokens, 0, 9)
     plain = llama.forward(batch).clone()
@@ -84,7 +84,7 @@ def test_the_set_may_change_between_passes_and_none_is_empty(llama: Llama) -> No
     assert llama.features.shape == (9, 0)
 
 
-def test_rows_stay_independent_with_features(llama: Llama) -> None:
+def test_rows_stay_independent_with_features(llama: HostLlama) -> None:
     """Logits and features of a row, side by side, in every batch."""
     asked = (0, 1, llama.config.num_layers, FINAL_NORM)
     num_passes = 0
@@ -100,12 +100,12 @@ def test_rows_stay_independent_with_features(llama: Llama) -> None:
 
 
 @pytest.mark.parametrize("feature", [-2, 9])
-def test_a_hidden_state_that_is_not_there(llama: Llama, feature: int) -> None:
+def test_a_hidden_state_that_is_not_there(llama: HostLlama, feature: int) -> None:
     with pytest.raises(ValueError, match=f"no hidden state {feature}"):
         llama.forward(Paged(1).prefill(0, some_tokens(3), 0, 3), (feature,))
 
 
-def test_slots_before_the_start_of_a_context_are_not_read(llama: Llama) -> None:
+def test_slots_before_the_start_of_a_context_are_not_read(llama: HostLlama) -> None:
     tokens, paged = some_tokens(40), Paged(1)
     batch = paged.prefill(0, tokens, 11, 40)
     fields = {name: getattr(batch, name) for name in batch.__slots__}
@@ -119,14 +119,14 @@ def test_slots_before_the_start_of_a_context_are_not_read(llama: Llama) -> None:
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-4)
 
 
-def test_starts_of_another_length_than_the_sequences_are_refused(llama: Llama) -> None:
+def test_starts_of_another_length_than_the_sequences_are_refused(llama: HostLlama) -> None:
     batch = Paged(1).prefill(0, some_tokens(3), 0, 3)
     fields = {name: getattr(batch, name) for name in batch.__slots__}
     with pytest.raises(ValueError, match="context_starts"):
         llama.forward(ForwardBatch(**{**fields, "context_starts": np.zeros(2, np.int32)}))
 
 
-def test_arrays_with_gaps_are_refused(llama: Llama) -> None:
+def test_arrays_with_gaps_are_refused(llama: HostLlama) -> None:
     batch = Paged(1).prefill(0, some_tokens(3), 0, 3)
     fields = {name: getattr(batch, name) for name in batch.__slots__}
     gapped = np.repeat(batch.token_ids, 2)[::2]
@@ -134,17 +134,17 @@ def test_arrays_with_gaps_are_refused(llama: Llama) -> None:
         llama.forward(ForwardBatch(**{**fields, "token_ids": gapped}))
 
 
-def test_batches_that_outgrow_the_buffers_in_one_way_at_a_time(llama: Llama) -> None:
+def test_batches_that_outgrow_the_buffers_in_one_way_at_a_time(llama: HostLlama) -> None:
     """More rows, a longer path and more logits, in every order, with and without features."""
     tokens, paged = some_tokens(200), Paged(1)
     expected = llama.forward(paged.prefill(0, tokens, 0, 200)).clone()
-    fresh = Llama(llama.config, llama._weights, llama._executor._cache, 256, 1)
+    fresh = HostLlama(llama.config, llama._weights, llama._executor._cache, 256, 1)
     for first, end in ((0, 1), (190, 191), (0, 70), (120, 200), (5, 6)):
         for features in ((), (FINAL_NORM, 1)):
             assert torch.equal(fresh.forward(paged.prefill(0, tokens, first, end), features), expected[first:end])
 
 
-def test_weights_for_draft_models_are_no_copy(llama: Llama) -> None:
+def test_weights_for_draft_models_are_no_copy(llama: HostLlama) -> None:
     shared = TargetWeights.of(llama.config, llama._weights)
     assert shared.head is llama._weights.head and shared.embedding is llama._weights.embedding
     assert (shared.vocab_size, shared.hidden_size) == (llama.config.vocab_size, llama.config.hidden_size)

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from foretoken.cli import app
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.config import MODEL_TYPES, load_config
-from foretoken.models.draft_head import load_draft_head
+from foretoken.models.draft_head import HostDraftHead, load_head
+from foretoken.models.draft_weights import HeadSource
 from foretoken.models.target_weights import load_target_weights
 from foretoken.train import target as target_module
 from foretoken.train.__main__ import parse, run
@@ -132,15 +133,9 @@ def test_an_eagle3_head_may_use_the_targets_output_head_and_other_layers(folder:
     assert config["draft_vocab_size"] is None
     # Outputs of layers 0 and 2 are inputs of layers 1 and 3.
     assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 2], "use_aux_hidden_state": True}
-    head = load_draft_head(
-        tmp_path,
-        target_config=(target_config := load_config(folder / "target")),
-        weights=load_target_weights(folder / "target", target_config),
-        num_blocks=4,
-        block_size=16,
-        num_positions=64,
-        dtype=torch.float32,
-    )
+    config = load_config(folder / "target")
+    source = HeadSource(tmp_path, config, load_target_weights(folder / "target", config), torch.float32)
+    head = HostDraftHead(load_head(source, num_blocks=4, block_size=16), num_positions=64)
     assert (head.family, head.features, head.draft_vocab_size) == ("eagle3", (1, 3), VOCAB_SIZE)
     assert head.target_ids is None
 

@@ -18,9 +18,9 @@ from foretoken.models.backend import Backend
 from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
+from foretoken.models.device_llama import DeviceLlama
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import FlashInferAttention, obstacle
-from foretoken.models.llama import Llama
 from foretoken.models.weights import Checkpoint
 from foretoken.tree import ancestor_mask, depths
 from tests.kernels.attention_cases import Heads, Rows, case, prefill, rooted, tree
@@ -109,7 +109,7 @@ def test_a_models_passes_are_those_of_tritons_kernels(tmp_path: Path, device: st
         cache = KVCache(config.num_layers, 64, BLOCK, *heads, torch.bfloat16, backend.device)
         cache.data.zero_()
         planned = None if taken is None else FlashInferAttention(config, cache, every_pass=taken)
-        model = Llama(config, weights, cache, 512, 0, sizes=sizes, flashinfer=planned)
+        model = DeviceLlama(config, weights, cache, 512, sizes, flashinfer=planned)
         results = []
         for _ in range(2):
             results += [model.forward(batch).clone() for batch in batches]

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from foretoken.models.backend import Backend
 from foretoken.models.batch import ForwardBatch, chain_batch, chains_batch
 from foretoken.models.decoder_weights import Progress
+from foretoken.models.device_llama import DeviceLlama, ResidentPass
 from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.flashinfer_attention import FlashInferAttention
-from foretoken.models.llama import Llama, ResidentPass
 from foretoken.models.row_check import rows_are_independent
 from verifier_svc.model.attention_choice import FlashInferPasses
 from verifier_svc.model.runner import TargetModel, silent
@@ -72,15 +72,8 @@ class DeviceRunner(TargetModel):
         planned = None
         if flashinfer != "none":
             planned = FlashInferAttention(self.config, self.cache, every_pass=flashinfer == "all")
-        self._model = Llama(
-            self.config,
-            self.weights,
-            self.cache,
-            self.max_model_len,
-            0,
-            sizes=sizes,
-            strict=strict,
-            flashinfer=planned,
+        self._model = DeviceLlama(
+            self.config, self.weights, self.cache, self.max_model_len, sizes, strict=strict, flashinfer=planned
         )
         self.planes = self.cache.data.view(2 * self.config.num_layers, self.cache.num_slots, -1)
 
@@ -124,7 +117,7 @@ class DeviceRunner(TargetModel):
     def resident_pass(
         self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
     ) -> ResidentPass:
-        """As Llama.resident_pass."""
+        """As DeviceLlama.resident_pass."""
         return self._model.resident_pass(features, rows, seqs, max_seq_rows, blocks)
 
     def tune(self, path: Path | None) -> None:

@@ -24,7 +24,7 @@ from foretoken.models.backend import CPU, Backend, default_dtype, device_name
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.decoder_weights import Progress, load_decoder_weights
-from foretoken.models.llama import Llama
+from foretoken.models.llama import HostLlama
 from foretoken.models.row_check import rows_are_independent
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weights import Checkpoint, hash_files
@@ -191,7 +191,9 @@ class ModelRunner(TargetModel):
             .numpy()
             .reshape(2 * self.config.num_layers, self.cache.num_slots, -1)
         )
-        self._model = Llama(self.config, self.weights, self.cache, self.max_model_len, self.threads, self.wide_threads)
+        self._model = HostLlama(
+            self.config, self.weights, self.cache, self.max_model_len, self.threads, self.wide_threads
+        )
 
     @property
     def features(self) -> torch.Tensor:

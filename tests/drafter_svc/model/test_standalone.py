@@ -17,7 +17,7 @@ from foretoken.logits import sample_reference
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
-from foretoken.models.llama import Llama
+from foretoken.models.llama import HostLlama
 from foretoken.models.weights import Checkpoint
 from foretoken.sampling import SamplingParams
 from tests.support.paged_draft import Row, request_of, target_info
@@ -44,7 +44,7 @@ class Target:
         with Checkpoint(folder) as checkpoint:
             weights = load_decoder_weights(config, checkpoint, torch.float32, lambda done, total, what: None)
         cache = KVCache(config.num_layers, 8, 16, config.num_kv_heads, config.head_dim)
-        self._llama = Llama(config, weights, cache, 256, 1)
+        self._llama = HostLlama(config, weights, cache, 256, 1)
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float32 [vocab]: after all tokens."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from drafter_svc.trees import passes as draft_passes
+from drafter_svc.trees.host_growth import HostGrowth
 from drafter_svc.trees.passes import COUPLING_SCALE, DraftPasses
 from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DraftBatch
@@ -42,7 +44,8 @@ class Drafting:
         self.target_ids = target_ids
         self.model = DigestModel(num_depths, features=features, target_ids=target_ids)
         self.rows = DraftRows(info, first_position=int(features), num_depths=num_depths, needs_features=features)
-        self.passes = DraftPasses(self.model, info, self.rows, coupled=coupled, budget=budget)
+        growth = partial(HostGrowth, self.model, info)
+        self.passes = DraftPasses(self.model, info, self.rows, make_growth=growth, coupled=coupled, budget=budget)
 
     def draft(self, *rows: Row) -> DraftBatch:
         return self.passes.draft(request_of(rows, with_features=self.features))

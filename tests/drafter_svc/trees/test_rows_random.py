@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter_svc.trees.host_growth import HostGrowth
 from drafter_svc.trees.passes import DraftPasses
 from drafter_svc.trees.rows import DraftRows
 from tests.support.paged_draft import BLOCK, DigestModel, Row, reference_tree, request_of, some_tokens, target_info
@@ -136,7 +138,7 @@ def test_trees_are_right(
     info = target_info(num_blocks=NUM_BLOCKS, max_slots=NUM_SLOTS)
     model = DigestModel(num_depths, features=features)
     rows = DraftRows(info, first_position=int(features), num_depths=num_depths, needs_features=features)
-    passes = DraftPasses(model, info, rows)
+    passes = DraftPasses(model, info, rows, make_growth=partial(HostGrowth, model, info))
     verifier = Verifier(features, random.Random(seed))
     for name, *values in [*actions, ("post", 0, 0, 0)]:
         if name == "start" and len(verifier.running) < NUM_SLOTS:

@@ -1,0 +1,98 @@
+"""The batches that passes on a GPU run over: their sizes, and the arrays that captured graphs read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from foretoken.models.batch import ForwardBatch
+from foretoken.models.device_batch import (
+    BatchShape,
+    DeviceArrays,
+    DeviceBatch,
+    Runs,
+    bucket,
+    seq_bucket,
+    table_bucket,
+)
+from foretoken.models.device_sizes import PassSizes
+from foretoken.tree import MASK_WORD_BITS
+
+# A pass of more rows that does not want the logits of all is a prompt's: its kernels take longer than their
+# launches, and hardly two have one size.
+MAX_PROMPT_GRAPH_ROWS = 128
+
+
+class Uploaded(NamedTuple):
+    """A batch on the device. ``graph_shape``: what a graph of it is captured for; None: it needs no graph."""
+
+    arrays: DeviceArrays
+    graph_shape: BatchShape | None
+
+
+class DeviceBatches:
+    """The batches of one model's passes.
+
+    Args:
+        graphs: whether any pass of a batch from the host has a graph.
+    """
+
+    def __init__(self, sizes: PassSizes, block_size: int, device: torch.device, *, graphs: bool) -> None:
+        self._sizes, self._block_size, self._device = sizes, block_size, device
+        self._graphs = graphs
+        self._batches: dict[BatchShape, DeviceBatch] = {}
+
+    def upload(self, batch: ForwardBatch, runs: Runs) -> Uploaded:
+        """Copy a batch to the device, filled up to a captured size if its pass has a graph.
+
+        Raises:
+            ValueError: the batch is larger than the largest pass.
+        """
+        sizes, wanted, seqs = self._sizes, len(batch.logit_rows), len(runs.seqs)
+        if batch.num_rows > sizes.rows or wanted > sizes.wanted or seqs > sizes.seqs:
+            raise ValueError(f"a batch of {batch.num_rows} rows, {wanted} of them wanted, is more than {sizes}")
+        most = int((runs.starts[1:] - runs.starts[:-1]).max())
+        # A table may be wider than its sequence needs: a draft model's has room for the longest.
+        longest = int(batch.context_lens.max()) + MASK_WORD_BITS * sizes.mask_words
+        blocks = min(batch.block_tables.shape[1], -(-longest // self._block_size))
+        has_graph = self._has_graph(batch)
+        if has_graph:
+            shape = self._graph_shape(batch.num_rows, wanted, seqs, most, blocks)
+            uploaded = self._of_shape(shape)
+        else:
+            # Nothing remembers these addresses.
+            shape = BatchShape(batch.num_rows, wanted, seqs, most, min(table_bucket(blocks), sizes.blocks))
+            uploaded = DeviceBatch(shape, sizes.mask_words, self._device)
+        uploaded.upload(batch, runs)
+        return Uploaded(uploaded.arrays, shape if has_graph else None)
+
+    def batch_of(self, rows: int, seqs: int, max_seq_rows: int, blocks: int) -> DeviceBatch:
+        """Return the batch for kernels to fill that holds so many rows, all of them wanted, of so many sequences.
+
+        Raises ValueError for more than the largest pass.
+        """
+        sizes = self._sizes
+        if rows > sizes.wanted or seqs > sizes.seqs or blocks > sizes.blocks:
+            raise ValueError(f"{rows} rows of {seqs} sequences of {blocks} blocks are more than {sizes}")
+        return self._of_shape(self._graph_shape(rows, rows, seqs, max_seq_rows, blocks))
+
+    def _of_shape(self, shape: BatchShape) -> DeviceBatch:
+        if shape not in self._batches:
+            self._batches[shape] = DeviceBatch(shape, self._sizes.mask_words, self._device)
+        return self._batches[shape]
+
+    def _graph_shape(self, rows: int, wanted: int, seqs: int, most: int, blocks: int) -> BatchShape:
+        """Return the smallest captured size that holds a batch."""
+        sizes = self._sizes
+        return BatchShape(
+            min(bucket(rows), sizes.rows),
+            wanted and min(bucket(wanted), sizes.wanted),
+            min(seq_bucket(seqs), sizes.seqs),
+            1 << (most - 1).bit_length(),
+            min(table_bucket(blocks), sizes.blocks),
+        )
+
+    def _has_graph(self, batch: ForwardBatch) -> bool:
+        """Return whether a batch of this kind comes again: a decode step does, whatever its size."""
+        return self._graphs and (batch.num_rows <= MAX_PROMPT_GRAPH_ROWS or len(batch.logit_rows) == batch.num_rows)

@@ -1,0 +1,87 @@
+"""The decoder on a GPU: passes over batches that the host or kernels fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from foretoken_kernels.cpu import decoder as kernel
+
+from foretoken.kv_cache import KVCache
+from foretoken.models.config import ModelConfig
+from foretoken.models.decoder_weights import DecoderWeights
+from foretoken.models.device_batch import DeviceArrays, DeviceBatch
+from foretoken.models.device_pass import DevicePass
+from foretoken.models.device_program import DeviceProgram
+from foretoken.models.device_sizes import PassSizes
+from foretoken.models.flashinfer_attention import FlashInferAttention
+from foretoken.models.llama import Llama
+
+
+class ResidentPass(NamedTuple):
+    """A pass over a batch that kernels fill.
+
+    Attributes:
+        batch: the arrays to fill; call ``clear`` on it first.
+        launch: launches the kernels of the pass; the caller may capture it in a graph.
+        generation: of the buffers; a graph is only valid for the generation that it was captured with.
+        logits: float32 [rows, vocab_size], after a launch.
+        features: [rows, captured * hidden_size], after a launch; None if no hidden states are kept.
+    """
+
+    batch: DeviceBatch
+    launch: Callable[[], None]
+    generation: int
+    logits: torch.Tensor
+    features: torch.Tensor | None
+
+
+class DeviceLlama(Llama[DeviceProgram]):
+    """A decoder whose weights and cache are on a GPU.
+
+    Args:
+        num_positions, sizes, strict, flashinfer: as for DevicePass.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        cache: KVCache,
+        num_positions: int,
+        sizes: PassSizes,
+        strict: bool = False,
+        flashinfer: FlashInferAttention | None = None,
+    ) -> None:
+        self._passes = DevicePass(config, cache, num_positions, sizes, strict, flashinfer)
+        super().__init__(config, weights, self._passes)
+
+    def tune(self, path: Path | None) -> None:
+        """Time the matmuls and use the fastest from now on; ``path`` keeps the choices for the next start."""
+        self._loaded(())
+        self._passes.tune(path)
+
+    def launch(self, arrays: DeviceArrays) -> torch.Tensor:
+        """Launch ``forward`` over arrays on the GPU, without waiting; a graph may capture it."""
+        self._passes.launch(self._loaded(()), arrays)
+        return self._passes.buffer(kernel.LOGITS, len(arrays.logit_rows), self.config.vocab_size)
+
+    def resident_pass(
+        self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
+    ) -> ResidentPass:
+        """Return a pass over batches of these sizes, which kernels fill on the device.
+
+        ``features``: as for ``forward``. Raises ValueError for more than the largest pass.
+        """
+        loaded = self._loaded(features)
+        batch = self._passes.batch_of(rows, seqs, max_seq_rows, blocks)
+        num_rows, width = len(batch.arrays.token_ids), len(features) * self.config.hidden_size
+        return ResidentPass(
+            batch,
+            lambda: self._passes.launch(loaded, batch.arrays),
+            self._passes.generation,
+            self._passes.buffer(kernel.LOGITS, num_rows, self.config.vocab_size),
+            self._passes.buffer(kernel.FEATURES, num_rows, width) if width else None,
+        )
