@@ -54,7 +54,7 @@ from foretoken.transports.transport import RequestQueue, TransportClosedError, T
 if TYPE_CHECKING:
     import torch
 
-    from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+    from foretoken.resident import ResidentMemory, StreamOrder
     from foretoken.transports.resident_share import ResidentShare
 
 # Seconds for the hand-over of the descriptors, once both sides are at it.
@@ -97,6 +97,84 @@ class ArenaListener:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+class _ArenaMemory:
+    """Both memories and both doorbells, as the verifier holds them.
+
+    Attributes:
+        fds: descriptors for the drafter, in the order of the hand-over: requests, replies and their doorbells.
+    """
+
+    def __init__(self, layout: ArenaLayout, header: ArenaHeader) -> None:
+        with contextlib.ExitStack() as undo:
+            self.request_fd = new_memory("foretoken-requests", layout.request_bytes)
+            undo.callback(os.close, self.request_fd)
+            self.reply_fd = new_memory("foretoken-replies", layout.reply_bytes)
+            undo.callback(os.close, self.reply_fd)
+            self._request_memory = map_memory(self.request_fd, layout.request_bytes, writable=True)
+            undo.callback(self._request_memory.close)
+            packed = header.pack()
+            self._request_memory[: len(packed)] = packed
+            self.reply_memory = map_memory(self.reply_fd, layout.reply_bytes, writable=False)
+            undo.callback(self.reply_memory.close)
+            # The verifier's own mapping is older than the seal.
+            seal(self.request_fd, F_SEAL_FUTURE_WRITE | SIZE_SEALS)
+            seal(self.reply_fd, SIZE_SEALS)
+            self.request_bell = Doorbell()
+            undo.callback(self.request_bell.close)
+            self.reply_bell = Doorbell()
+            undo.pop_all()
+        self.requests = [RequestBuffer(self._request_memory, layout, i) for i in range(layout.num_buffers)]
+        self.replies = [ReplyBuffer(self.reply_memory, layout, i) for i in range(layout.num_buffers)]
+
+    @property
+    def fds(self) -> list[int]:
+        return [self.request_fd, self.reply_fd, self.request_bell.fileno(), self.reply_bell.fileno()]
+
+    def close_fds(self) -> None:
+        """Close the memories' descriptors, once the drafter has its own. The mappings stay. Idempotent."""
+        for fd in (self.request_fd, self.reply_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.request_fd = self.reply_fd = -1
+
+    def close(self) -> None:
+        self.close_fds()
+        self.request_bell.close()
+        self.reply_bell.close()
+        # Arrays hold the mappings open.
+        self.requests, self.replies = [], []
+        self._request_memory.close()
+        self.reply_memory.close()
+
+
+class _DrafterConnection:
+    """The connection to the drafter that has got the descriptors.
+
+    Attributes:
+        waiter: waits for a reply or for the end of the connection.
+    """
+
+    def __init__(self, connection: socket.socket, reply_bell: Doorbell, spin_us: int) -> None:
+        self._connection = connection
+        self._end = Waiter((connection.fileno(),))
+        self.waiter = Waiter((reply_bell.fileno(), connection.fileno()), spin_us)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def is_gone(self) -> bool:
+        """Return whether the drafter has closed its end: it never writes, so anything readable is the end."""
+        return bool(self._end.wait(0))
+
+    def hang_up(self) -> None:
+        """End the connection, so that both sides' waiters see its end."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 class ArenaTransport:
     """The verifier's end: a ``foretoken.transports.transport.DraftTransport``."""
 
@@ -111,11 +189,16 @@ class ArenaTransport:
         weights_fds: Sequence[int] = (),
         device: torch.device | None = None,
     ) -> None:
-        """Makes the memory. ``spin_us``: as Waiter's; None: ``default_spin_us``.
+        """Make the memory.
 
-        ``weights_fds``: of shared_weights.py for the drafter, where the layout has weights; the caller's.
-        ``device``: where the layout's device memory is made, if it has some. Raises UnavailableError or
-        PreconditionError with the name of CUDA's error if it cannot be.
+        Args:
+            spin_us: as for Waiter; None: ``default_spin_us``.
+            weights_fds: descriptors of shared_weights.py for the drafter, if the layout has weights; the caller closes
+                them.
+            device: where to make the layout's device memory, if it has some.
+
+        Raises:
+            UnavailableError, PreconditionError: the device memory cannot be made; names CUDA's error.
         """
         # Drafters without a model need no torch; a verifier has it.
         from foretoken.resident import StreamOrder
@@ -124,6 +207,7 @@ class ArenaTransport:
         self._layout = layout
         self._weights_fds = weights_fds
         self._share: ResidentShare | None = None
+        self._share_fds: list[int] = []
         self._order = StreamOrder()
         self._digest = hashlib.sha256(challenge).digest()
         self._spin_us = default_spin_us() if spin_us is None else spin_us
@@ -134,31 +218,17 @@ class ArenaTransport:
         self._closed = False
         self._num_sent = 0
         self._num_taken = 0
-        self._connection: socket.socket | None = None
-        self._waiter: Waiter | None = None
-        self._end: Waiter | None = None
-        with contextlib.ExitStack() as undo:
-            self._request_fd = new_memory("foretoken-requests", layout.request_bytes)
-            undo.callback(os.close, self._request_fd)
-            self._reply_fd = new_memory("foretoken-replies", layout.reply_bytes)
-            undo.callback(os.close, self._reply_fd)
-            self._request_memory = map_memory(self._request_fd, layout.request_bytes, writable=True)
-            undo.callback(self._request_memory.close)
-            header = ArenaHeader(layout, epoch, challenge).pack()
-            self._request_memory[: len(header)] = header
-            self._reply_memory = map_memory(self._reply_fd, layout.reply_bytes, writable=False)
-            undo.callback(self._reply_memory.close)
-            # The verifier's own mapping is older than the seal.
-            seal(self._request_fd, F_SEAL_FUTURE_WRITE | SIZE_SEALS)
-            seal(self._reply_fd, SIZE_SEALS)
-            self._request_bell = Doorbell()
-            undo.callback(self._request_bell.close)
-            self._reply_bell = Doorbell()
-            undo.callback(self._reply_bell.close)
-            self._share_fds = self._make_share(layout.resident, device)
-            undo.pop_all()
-        self._requests = [RequestBuffer(self._request_memory, layout, i) for i in range(layout.num_buffers)]
-        self._replies = [ReplyBuffer(self._reply_memory, layout, i) for i in range(layout.num_buffers)]
+        self._drafter: _DrafterConnection | None = None
+        self._memory = _ArenaMemory(layout, ArenaHeader(layout, epoch, challenge))
+        if layout.resident is not None:
+            assert device is not None, "the layout has device memory"
+            from foretoken.transports.resident_share import ResidentShare
+
+            try:
+                self._share, self._share_fds = ResidentShare.new(layout.resident, device)
+            except BaseException:
+                self._memory.close()
+                raise
 
     @property
     def name(self) -> str:
@@ -174,34 +244,29 @@ class ArenaTransport:
 
     def is_open(self) -> bool:
         with self._lock:
-            # The drafter never writes to the connection, so whatever can be read is its end.
-            return not self._closed and self._end is not None and not self._end.wait(0)
+            return not self._closed and self._drafter is not None and not self._drafter.is_gone()
 
     def fileno(self) -> int:
-        """Readable when the drafter is gone."""
-        assert self._connection is not None, "hand_over comes first"
-        return self._connection.fileno()
+        """Return a descriptor that is readable when the drafter is gone."""
+        return self._attached().fileno()
 
     def hand_over(self, connection: socket.socket) -> None:
-        """Give the drafter its descriptors, with the first ring of the self-test. Takes over ``connection``."""
-        self._connection = connection
-        self._request_bell.ring()
+        """Send the drafter its descriptors, with the first ring of the self-test. Takes over ``connection``."""
+        self._drafter = _DrafterConnection(connection, self._memory.reply_bell, self._spin_us)
+        self._memory.request_bell.ring()
         if self._share is not None:
             self._share.write_proof(self._digest)
-        fds = [self._request_fd, self._reply_fd, self._request_bell.fileno(), self._reply_bell.fileno()]
-        fds += [*self._weights_fds, *self._share_fds]
+        fds = [*self._memory.fds, *self._weights_fds, *self._share_fds]
         assert len(fds) == len(self._layout.descriptors), "the layout says what is handed over"
         socket.send_fds(connection, [b"\0"], fds)
-        self._close_memory_fds()
-        self._end = Waiter((connection.fileno(),))
-        self._waiter = Waiter((self._reply_bell.fileno(), connection.fileno()), self._spin_us)
+        self._close_sent_fds()
 
     def check_self_test(self) -> None:
         """Raise PreconditionError unless the drafter's digest and ring have come through the arena."""
-        digest = self._reply_memory[: len(self._digest)]
+        digest = self._memory.reply_memory[: len(self._digest)]
         if not hmac.compare_digest(digest, self._digest):
             raise PreconditionError("self-test: the digest in the arena is not that of the challenge")
-        if self._reply_bell.take() != 1:
+        if self._memory.reply_bell.take() != 1:
             raise PreconditionError("self-test: the reply doorbell was not rung")
         if self._share is not None and any(self._share.take_proof(len(self._digest))):
             raise PreconditionError("self-test: the drafter did not clear the digest in the device memory")
@@ -217,7 +282,7 @@ class ArenaTransport:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._check_open()
-            assert self._waiter is not None and self._connection is not None, "hand_over comes first"
+            drafter = self._attached()
             while True:
                 batch = self._take_replies()
                 if batch is not None or not self._queue.is_awaiting:
@@ -227,9 +292,9 @@ class ArenaTransport:
                 if left_s <= 0:
                     self._queue.give_up()
                     return None
-                ready = self._waiter.wait(left_s)
+                ready = drafter.waiter.wait(left_s)
                 # A reply that came before the end still counts.
-                if ready == {self._connection.fileno()}:
+                if ready == {drafter.fileno()}:
                     raise TransportClosedError("the drafter closed the arena")
 
     def is_idle(self) -> bool:
@@ -257,64 +322,47 @@ class ArenaTransport:
             self._closed = True
             if self._share is not None:
                 self._share.release()
-            if self._connection is not None:
-                self._connection.close()
-            self._close_memory_fds()
-            self._request_bell.close()
-            self._reply_bell.close()
-            # Arrays hold the mappings open.
-            self._requests, self._replies = [], []
-            self._request_memory.close()
-            self._reply_memory.close()
+            if self._drafter is not None:
+                self._drafter.close()
+            self._close_sent_fds()
+            self._memory.close()
 
-    def _make_share(self, layout: ResidentLayout | None, device: torch.device | None) -> list[int]:
-        """Device memory of this layout, if any; gives the descriptors to hand over."""
-        if layout is None:
-            return []
-        assert device is not None, "the layout has device memory"
-        from foretoken.transports.resident_share import ResidentShare
-
-        self._share, fds = ResidentShare.new(layout, device)
-        return fds
+    def _attached(self) -> _DrafterConnection:
+        assert self._drafter is not None, "hand_over comes first"
+        return self._drafter
 
     def _send(self) -> None:
         """Write what the window allows, and ring once for each."""
         while (message := self._queue.next()) is not None:
-            buffer = self._requests[self._num_sent % len(self._requests)]
+            buffer = self._memory.requests[self._num_sent % len(self._memory.requests)]
             if isinstance(message, tuple):
                 buffer.write_release(message)
             else:
                 buffer.write(message)
             self._num_sent += 1
-            self._request_bell.ring()
+            self._memory.request_bell.ring()
 
     def _take_replies(self) -> DraftBatch | None:
         """Pair all replies that have come; the awaited one is returned."""
-        num_rings = self._reply_bell.take()
+        num_rings = self._memory.reply_bell.take()
         if num_rings > self._queue.num_in_flight:
-            self._hang_up()
+            if self._drafter is not None:
+                self._drafter.hang_up()
             raise TransportClosedError(f"{num_rings} replies to {self._queue.num_in_flight} requests")
-        awaited = None
+        awaited, replies = None, self._memory.replies
         for _ in range(num_rings):
-            batch = self._queue.take(self._replies[self._num_taken % len(self._replies)].read)
+            batch = self._queue.take(replies[self._num_taken % len(replies)].read)
             self._num_taken += 1
             awaited = awaited or batch
         return awaited
-
-    def _hang_up(self) -> None:
-        """End the connection, so that both sides' waiters see its end."""
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
 
     def _check_open(self) -> None:
         if self._closed:
             raise TransportClosedError("the transport is closed")
 
-    def _close_memory_fds(self) -> None:
-        """The mappings stay; the descriptors are not needed once the drafter has its own."""
-        for fd in (self._request_fd, self._reply_fd, *self._share_fds):
-            if fd >= 0:
-                os.close(fd)
-        self._request_fd = self._reply_fd = -1
+    def _close_sent_fds(self) -> None:
+        """Close what the drafter has its own descriptors of. Mappings stay."""
+        self._memory.close_fds()
+        for fd in self._share_fds:
+            os.close(fd)
         self._share_fds = []

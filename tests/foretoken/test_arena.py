@@ -304,7 +304,7 @@ def test_a_closed_transport_says_so(pair: Ends) -> None:
 def test_a_drafter_cannot_write_requests_nor_shrink_memory() -> None:
     """Checked on the descriptors that a drafter gets."""
     transport = ArenaTransport(LAYOUT, EPOCH, CHALLENGE, TransportCounters())
-    requests, replies = os.dup(transport._request_fd), os.dup(transport._reply_fd)
+    requests, replies = os.dup(transport._memory.request_fd), os.dup(transport._memory.reply_fd)
     try:
         with pytest.raises(PermissionError):
             map_memory(requests, LAYOUT.request_bytes, writable=True)
@@ -376,7 +376,7 @@ def test_the_self_test_fails_without_the_drafters_digest_or_ring() -> None:
     with pytest.raises(PreconditionError, match="self-test"):
         transport.check_self_test()
     digest = hashlib.sha256(CHALLENGE).digest()
-    memory = map_memory(transport._reply_fd, LAYOUT.reply_bytes, writable=True)
+    memory = map_memory(transport._memory.reply_fd, LAYOUT.reply_bytes, writable=True)
     memory[: len(digest)] = digest
     with pytest.raises(PreconditionError, match="doorbell"):
         transport.check_self_test()

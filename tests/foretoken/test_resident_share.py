@@ -179,7 +179,7 @@ def test_another_number_of_descriptors_is_refused(num_sent: int) -> None:
         fetching = pool.submit(ArenaPeer, listener.path, EPOCH, TARGET, NEEDS)
         assert Waiter((listener.fileno(),)).wait(None)
         with listener.accept() as connection:
-            socket.send_fds(connection, [b"\0"], [transport._request_fd] * num_sent)
+            socket.send_fds(connection, [b"\0"], [transport._memory.request_fd] * num_sent)
             with pytest.raises(UnavailableError, match="no descriptors" if num_sent == 0 else "instead of 6"):
                 fetching.result()
     assert len(os.listdir("/proc/self/fd")) <= before - 1, "the listener's"
