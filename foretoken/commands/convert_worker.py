@@ -70,18 +70,14 @@ def load(file: Path) -> Any:
 
 
 def tensors_of(content: Any, max_tensors: int, max_bytes: int) -> dict[str, Any]:
-    """Named tensors of a state dict, or a list of ids as ``token_map``, int64 [num_ids].
+    """Return the tensors of a state dict by name, or a list of ids as ``token_map``, int64 [num_ids].
 
     Raises Refused for anything else.
     """
     import torch
 
     if isinstance(content, list | tuple):
-        if not all(type(each) is int for each in content):
-            raise Refused("a list must hold token ids, whole numbers")
-        if not all(0 <= each < _MAX_ID for each in content):
-            raise Refused(f"token ids must be from 0 to {_MAX_ID - 1}")
-        content = torch.tensor(content, dtype=torch.int64)
+        content = _ids_tensor(content)
     if isinstance(content, torch.Tensor):
         return {"token_map": _token_map(content)}
     if not isinstance(content, dict):
@@ -95,16 +91,33 @@ def tensors_of(content: Any, max_tensors: int, max_bytes: int) -> dict[str, Any]
         raise Refused(f"{len(content)} tensors are more than {max_tensors}")
     total = 0
     for name, value in content.items():
-        if not isinstance(name, str):
-            raise Refused(f"entry {name!r} is named by a {type(name).__name__}, expected a string")
-        if not isinstance(value, torch.Tensor):
-            raise Refused(f"entry {name!r} is a {type(value).__name__}, expected a tensor")
-        if value.layout != torch.strided or value.is_quantized or value.is_meta:
-            raise Refused(f"tensor {name!r} is not a plain dense one")
+        _check_tensor(name, value)
         total += value.numel() * value.element_size()
         if total > max_bytes:
             raise Refused(f"its tensors take more than {max_bytes} bytes")
     return _unshared(content)
+
+
+def _ids_tensor(ids: list[Any] | tuple[Any, ...]) -> Any:
+    import torch
+
+    if not all(type(each) is int for each in ids):
+        raise Refused("a list must hold token ids, whole numbers")
+    if not all(0 <= each < _MAX_ID for each in ids):
+        raise Refused(f"token ids must be from 0 to {_MAX_ID - 1}")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _check_tensor(name: Any, value: Any) -> None:
+    """Raise Refused unless this is a plain dense tensor under a name."""
+    import torch
+
+    if not isinstance(name, str):
+        raise Refused(f"entry {name!r} is named by a {type(name).__name__}, expected a string")
+    if not isinstance(value, torch.Tensor):
+        raise Refused(f"entry {name!r} is a {type(value).__name__}, expected a tensor")
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        raise Refused(f"tensor {name!r} is not a plain dense one")
 
 
 def _token_map(ids: Any) -> Any:
