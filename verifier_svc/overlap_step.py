@@ -21,7 +21,7 @@ from foretoken_kernels.resident_state import DraftedTrees, Seats, StepResults, S
 
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_llama import ResidentPass
-from foretoken.models.device_twins import SendRing
+from foretoken.models.pinned_buffers import SendRing
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_result

@@ -28,7 +28,7 @@ from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.device_batch import seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
-from foretoken.models.device_twins import DeviceTwins
+from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
@@ -41,7 +41,7 @@ class _Stage:
 
     def __init__(self, shape: TreeShape, levels: DeviceLevels) -> None:
         trees, _, _, nodes, num_blocks, _ = shape
-        self.asked = DeviceTwins(
+        self.asked = PinnedBuffers(
             {
                 "requests": ((trees, NUM_COLUMNS), torch.int32),
                 "block_tables": ((trees, num_blocks), torch.int32),
@@ -50,7 +50,7 @@ class _Stage:
             },
             levels.device,
         )
-        self.found = DeviceTwins(
+        self.found = PinnedBuffers(
             {
                 "tokens": ((trees, nodes), torch.int32),
                 "parents": ((trees, nodes), torch.int32),
@@ -95,7 +95,7 @@ class DeviceGrowth:
         self.trees = kernel.new_trees(ROWS_PER_SLOT * target.max_slots, 2, 1)
         self._root_logits = torch.zeros((target.max_slots, model.draft_vocab_size), dtype=torch.float32, device=device)
         self._root_hidden = torch.zeros((target.max_slots, max(model.hidden_size, 1)), dtype=dtype, device=device)
-        self._ends = DeviceTwins({"ends": ((target.max_slots,), torch.int32)}, device)
+        self._ends = PinnedBuffers({"ends": ((target.max_slots,), torch.int32)}, device)
         self._stages: dict[TreeShape, _Stage] = {}
         self._graphs = DeviceGraphs(graphs and device.type == "cuda")
         # Of the request of the moment: its drafted rows, and the stage that holds their trees.

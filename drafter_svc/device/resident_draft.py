@@ -34,7 +34,7 @@ from foretoken.errors import PreconditionError
 from foretoken.models.device_batch import DeviceArrays, seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
-from foretoken.models.device_twins import DeviceTwins
+from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
@@ -96,7 +96,7 @@ class _Stage:
         )
         self.draft_stamp = memory.draft_stamp
         # What a run begins with. LENGTH, MAX_NODES and ROOT_TOKEN, and the number, are the device's from then on.
-        self.begun = DeviceTwins(
+        self.begun = PinnedBuffers(
             {
                 "requests": ((seats, NUM_COLUMNS), torch.int32),
                 "tree_starts": ((seats,), torch.int32),
@@ -109,7 +109,7 @@ class _Stage:
         # Within a run entries are only added, behind all that a kernel in flight reads: a copy that is still on its way
         # may take them along, so the host need not wait for it. A sequence that has ended keeps those of blocks that
         # others have by then: no step tells of tokens of it any more, so nothing is written there for it.
-        self.tables = DeviceTwins({"block_tables": ((seats, shape.blocks), torch.int32)}, device)
+        self.tables = PinnedBuffers({"block_tables": ((seats, shape.blocks), torch.int32)}, device)
         self.journal = DeviceJournal(
             {"counts": (seats,), "lengths": (seats,), "is_written": (seats,), "tokens": (seats, tokens)}, _STEPS, device
         )

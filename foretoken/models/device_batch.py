@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from foretoken.models.batch import ForwardBatch
-from foretoken.models.device_twins import DeviceTwins
+from foretoken.models.pinned_buffers import PinnedBuffers
 
 # A slot that no kernel writes to: what rows are given that only fill a bucket.
 NO_SLOT = -1
@@ -96,27 +96,27 @@ class DeviceBatch:
             "block_tables": ((seqs, max_blocks), torch.int32),
         }
         self.shape = shape
-        self._twins = DeviceTwins(sizes, device)
-        self.arrays = DeviceArrays(**self._twins.device, max_seq_rows=max_seq_rows)
+        self._pinned = PinnedBuffers(sizes, device)
+        self.arrays = DeviceArrays(**self._pinned.device, max_seq_rows=max_seq_rows)
 
     def clear(self, row_starts: NDArray[np.int32]) -> None:
         """Rows of nobody, all of them wanted: ``row_starts`` [seqs + 1] says whose they will be, once kernels have
         filled them. Blocks are unknown."""
-        self._twins.wait()
-        host = self._twins.host
+        self._pinned.wait()
+        host = self._pinned.host
         for name in ("masks", "token_ids", "positions", "context_lens", "tree_starts", "context_starts"):
             host[name][:] = 0
         host["slot_mapping"][:] = NO_SLOT
         host["logit_rows"][:] = np.arange(len(host["logit_rows"]), dtype=np.int32)
         host["row_starts"][:] = row_starts
         host["block_tables"][:] = 0
-        self._twins.send()
+        self._pinned.send()
 
     def upload(self, batch: ForwardBatch, runs: Runs) -> None:
         """Copy a batch that fits the shape, filled up to it."""
         rows, seqs, wanted = batch.num_rows, len(runs.seqs), len(batch.logit_rows)
-        self._twins.wait()
-        host = self._twins.host
+        self._pinned.wait()
+        host = self._pinned.host
         masks, words = host["masks"], batch.masks.shape[1]
         masks[rows:] = 0
         masks[:rows, words:] = 0
@@ -138,7 +138,7 @@ class DeviceBatch:
         tables = host["block_tables"]
         width = min(batch.block_tables.shape[1], tables.shape[1])
         tables[:seqs, :width] = batch.block_tables[runs.seqs, :width]
-        self._twins.send()
+        self._pinned.send()
 
 
 # Rows and wanted rows are filled up to one of these, then to multiples of _STEP.

@@ -27,8 +27,8 @@ from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_matmuls import FastMatmuls, PassMatmuls, SameBitsMatmuls
 from foretoken.models.device_program import DeviceProgram, fused_steps
 from foretoken.models.device_sizes import PassSizes
-from foretoken.models.device_twins import PinnedRows
 from foretoken.models.flashinfer_attention import FlashInferAttention
+from foretoken.models.pinned_buffers import PinnedRows
 from foretoken.models.program import Attention, Operation, Program, Span
 from foretoken.models.rope import cos_sin_table
 

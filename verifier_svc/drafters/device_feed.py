@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from foretoken.models.device_twins import DeviceTwins
+from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentLayout, ResidentMemory
 from verifier_svc.drafters.request import Row
 
@@ -66,7 +66,7 @@ class ResidentFeed:
         self._columns = {
             name: getattr(self._host, name).numpy() for name in ("counts", "lengths", "num_left", "new_tokens")
         }
-        self._places = DeviceTwins({"rows": ((layout.seats * layout.tokens,), torch.int32)}, device)
+        self._places = PinnedBuffers({"rows": ((layout.seats * layout.tokens,), torch.int32)}, device)
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()

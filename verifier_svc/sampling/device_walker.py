@@ -30,7 +30,7 @@ from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES
 from foretoken.models.device_batch import bucket, seq_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
-from foretoken.models.device_twins import DeviceTwins
+from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import is_greedy, noise_key
 from verifier_svc.sampling.device_logprobs import device_logprobs
@@ -69,7 +69,7 @@ class WalkStage:
 
     def __init__(self, shape: _Shape, max_tokens: int, depth: int, device: torch.device) -> None:
         rows, seqs = shape
-        self.asked = DeviceTwins(
+        self.asked = PinnedBuffers(
             {
                 "row_seqs": ((rows,), torch.int32),
                 "tokens": ((rows,), torch.int32),
@@ -117,7 +117,7 @@ class DeviceWalker:
         state = new_sampler_state(max_slots, vocab_size, MAX_LOGIT_BIAS_ENTRIES, _MAX_STOPS, device)
         # One copy brings over the rules of all slots; biases and stops are copied where there are some.
         columns = {name: (tuple(getattr(state, name).shape), getattr(state, name).dtype) for name in _RULES}
-        self._rules = DeviceTwins(columns, device)
+        self._rules = PinnedBuffers(columns, device)
         for name in _RULES:
             self._rules.host[name][:] = getattr(state, name).cpu().numpy()
         self._state: SamplerState = state._replace(**self._rules.device)

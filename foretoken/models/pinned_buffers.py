@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 _ALIGNMENT = 16
 
 
-class DeviceTwins:
+class PinnedBuffers:
     """Arrays in pinned memory with twins on the device, both at fixed addresses.
 
     What the host is to say: fill ``host`` between ``wait`` and ``send``; kernels that are launched later see it in
