@@ -1,4 +1,4 @@
-"""The paged keys and values of one model. Which block belongs to whom is the block manager's business."""
+"""The paged KV cache of one model. The block manager decides which sequence owns a block."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes that one token's keys and values take in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
 
 class KVCache:
-    """Keys and values of ``num_blocks * block_size`` slots. Slots that were never written hold noise.
+    """Keys and values of ``num_blocks * block_size`` KV slots. Unwritten slots hold noise.
 
     Attributes:
         data: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; keys, then values.
@@ -27,18 +27,18 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """``device``: the CPU where it is None."""
+        """``device``: None: the CPU."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
         self.data = torch.empty(shape, dtype=dtype, device=device)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim]; a view."""
+        """Return a view [num_blocks, block_size, num_kv_heads, head_dim]."""
         return self.data[layer, 0]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim]; a view."""
+        """Return a view [num_blocks, block_size, num_kv_heads, head_dim]."""
         return self.data[layer, 1]
 
     @property

@@ -1,4 +1,4 @@
-"""A batch's attention as a library sees it that plans on the host: sequences of queries, their pages, packed masks."""
+"""A batch in the form that attention planned on the host takes: queries by sequence, blocks, packed masks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from foretoken.models.batch import ForwardBatch, Int32
 from foretoken.models.device_batch import Runs
 
-# A run of more rows that sees one stretch of slots is a prompt's: for so many there are kernels with larger tiles, and
-# a mask would take longer to write than the rows to compute.
+# A run of more rows that all see one stretch of KV slots is a prompt's. Such runs have kernels with
+# larger tiles, and writing a mask would take longer than computing the rows.
 _PROMPT_ROWS = 64
 
 
 class PackedMasks(NamedTuple):
-    """What each row of each sequence sees.
+    """The KV slots that each row of each sequence sees.
 
     Attributes:
-        bits: uint8 [bytes]; bit i % 8 of a sequence's byte i // 8, where i = row * length + slot, says whether its row
-            sees its logical slot.
-        starts: int32 [seqs + 1]; where a sequence's bytes begin.
+        bits: uint8 [bytes]; bit i % 8 of a sequence's byte i // 8, where i = row * length + slot, is set
+            if the row sees the logical KV slot.
+        starts: int32 [seqs + 1]; first byte of each sequence.
     """
 
     bits: NDArray[np.uint8]
@@ -33,37 +33,38 @@ class PlannedRows(NamedTuple):
     """Rows ``first`` up to ``end`` of a batch, one sequence for each run of rows.
 
     Attributes:
-        is_prompt: whether every sequence has many rows, and no mask.
-        row_starts: int32 [seqs + 1]; where the rows of each begin, counted from ``first``.
-        page_starts: int32 [seqs + 1]; where the pages of each begin.
-        pages: int32 [page_starts[-1]]; blocks of the cache.
-        last_page_lens: int32 [seqs]; slots of the last page that are read, 1 up to the block size.
-        lengths: int32 [seqs]; slots that are read. All of them have been written, by this pass or by an earlier one.
-        masks: None: of a sequence's rows the last one sees all its slots, and each one before it one slot less.
+        is_prompt: whether every sequence has many rows and no mask.
+        row_starts: int32 [seqs + 1]; first row of each sequence, counted from ``first``.
+        block_starts: int32 [seqs + 1]; first element of each sequence in ``blocks``.
+        blocks: int32 [block_starts[-1]]; blocks of the KV cache.
+        last_block_lens: int32 [seqs]; KV slots that are read of the last block, from 1 to the block size.
+        lengths: int32 [seqs]; KV slots that are read. This pass or an earlier one has written them.
+        masks: None: a sequence's last row sees all its KV slots, and each row before it one less.
     """
 
     first: int
     end: int
     is_prompt: bool
     row_starts: Int32
-    page_starts: Int32
-    pages: Int32
-    last_page_lens: Int32
+    block_starts: Int32
+    blocks: Int32
+    last_block_lens: Int32
     lengths: Int32
     masks: PackedMasks | None
 
 
 def planned_rows(batch: ForwardBatch, runs: Runs, block_size: int, most: int) -> list[PlannedRows]:
-    """All rows of a batch, in order; where prompts and others take turns more than ``most`` times, as one stretch that
-    is no prompt's.
+    """Divide the rows of a batch, in order, into stretches of prompts and of other rows.
+
+    If there were more than ``most`` stretches, all rows become one that is not a prompt's.
 
     Raises:
-        ValueError: the batch has contexts that begin later than at the first slot.
+        ValueError: the batch has a context that does not begin at the first KV slot.
     """
     if batch.context_starts is not None and batch.context_starts.any():
         raise ValueError("a plan reads every context from its first slot on")
     ends, is_stretch = _seen(batch)
-    # Whether a row sees one slot more than the row before.
+    # Whether a row sees one KV slot more than the row before.
     follows = is_stretch.copy()
     follows[1:] &= ends[1:] == ends[:-1] + 1
     follows[runs.starts[:-1]] = is_stretch[runs.starts[:-1]]
@@ -82,7 +83,7 @@ def planned_rows(batch: ForwardBatch, runs: Runs, block_size: int, most: int) ->
 
 
 def _seen(batch: ForwardBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """[rows]: the slot behind the last one that a row sees, and whether it sees all before it."""
+    """Return, for each row, the end of the KV slots that it sees, and whether it sees all before that end."""
     ends = batch.context_lens.astype(np.int64)
     is_stretch = np.ones(len(ends), np.bool_)
     rows = np.flatnonzero(batch.masks.any(1))
@@ -96,7 +97,7 @@ def _seen(batch: ForwardBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 
 
 def _bits(masks: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """[rows, 64 * words]: the bits of [rows, words], the least significant ones first."""
+    """Unpack [rows, words] to [rows, 64 * words], least significant bits first."""
     little = np.ascontiguousarray(masks, "<u8").view(np.uint8)
     return np.unpackbits(little, axis=1, bitorder="little").astype(np.bool_)
 
@@ -111,27 +112,27 @@ def _planned(
     has_masks: bool,
     block_size: int,
 ) -> PlannedRows:
-    """Those of the runs ``part``."""
+    """Return the rows of the runs ``part``."""
     first, end = int(runs.starts[part.start]), int(runs.starts[part.stop])
     row_starts = runs.starts[part.start : part.stop + 1] - first
     lengths = np.maximum.reduceat(ends[first:end], row_starts[:-1])
     counts = -(-lengths // block_size)
-    pages = [batch.block_tables[seq, :count] for seq, count in zip(runs.seqs[part], counts, strict=True)]
+    blocks = [batch.block_tables[seq, :count] for seq, count in zip(runs.seqs[part], counts, strict=True)]
     return PlannedRows(
         first=first,
         end=end,
         is_prompt=is_prompt,
         row_starts=row_starts.astype(np.int32),
-        page_starts=_starts(counts),
-        pages=np.concatenate(pages),
-        last_page_lens=(lengths - (counts - 1) * block_size).astype(np.int32),
+        block_starts=_starts(counts),
+        blocks=np.concatenate(blocks),
+        last_block_lens=(lengths - (counts - 1) * block_size).astype(np.int32),
         lengths=lengths.astype(np.int32),
         masks=_packed(batch, first, row_starts, lengths) if has_masks else None,
     )
 
 
 def _packed(batch: ForwardBatch, first: int, row_starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> PackedMasks:
-    """All bits are set first, since most are; the few that are not stand behind the context that all rows share."""
+    """Set all bits, because most stay set, then clear the few after the context that all rows share."""
     rows = slice(first, first + int(row_starts[-1]))
     counts = np.diff(row_starts)
     starts = _starts(-(-counts * lengths // 8))
@@ -146,11 +147,11 @@ def _packed(batch: ForwardBatch, first: int, row_starts: NDArray[np.int64], leng
     hidden = (slots >= contexts[:, None]) & ~on_path & (slots < lengths[seq, None])
     row_bits = 8 * starts[seq].astype(np.int64) + (np.arange(len(seq)) - row_starts[seq]) * lengths[seq]
     cleared = (row_bits[:, None] + slots)[hidden]
-    # Each bit is there once, so subtracting it clears it; it is the faster of the two.
+    # Each bit occurs once, so subtracting it clears it, which is faster than masking.
     np.subtract.at(packed, cleared >> 3, (1 << (cleared & 7)).astype(np.uint8))
     return PackedMasks(packed, starts)
 
 
 def _starts(counts: NDArray[np.int64]) -> Int32:
-    """int32 [len(counts) + 1]; where each begins, and the end of the last."""
+    """Return int32 [len(counts) + 1]: the start of each part, then the end of the last."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Which kernels run a model, and where its tensors lie."""
+"""The choice of a model's kernels and device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _log = logging.getLogger(__name__)
 
 # Tensor cores with bfloat16, which the GPU kernels are written for.
 _MIN_CAPABILITY = (8, 0)
-# In the place of a GPU's UUID.
+# Stands for a GPU's UUID where GPU kernels run on CPU tensors.
 _INTERPRETER = "cpu"
 
 
 class Backend(NamedTuple):
-    """``kernels`` and ``device`` are two things: tests run GPU kernels on CPU tensors, in Triton's interpreter."""
+    """Kernels and device of a model. Tests run GPU kernels on CPU tensors, in Triton's interpreter."""
 
     kernels: Literal["cpu", "gpu"]
     device: torch.device
@@ -30,10 +30,10 @@ CPU = Backend("cpu", torch.device("cpu"))
 
 
 def choose_backend(wanted: DeviceName) -> Backend:
-    """``auto`` is the first NVIDIA GPU that the kernels run on, else the CPU.
+    """Return the backend for ``--device``; ``auto`` is the first NVIDIA GPU that can run the kernels, or the CPU.
 
     Raises:
-        ConfigError: ``cuda``, and there is no such GPU.
+        ConfigError: the device is ``cuda`` and there is no such GPU.
     """
     if wanted == "cpu" or (wanted == "auto" and not os.path.exists("/dev/nvidiactl")):
         return CPU
@@ -41,20 +41,20 @@ def choose_backend(wanted: DeviceName) -> Backend:
     if problem is None:
         return Backend("gpu", torch.device("cuda", torch.cuda.current_device()))
     if wanted == "auto":
-        _log.warning("there is an NVIDIA driver here, but models run on the CPU: %s", problem)
+        _log.warning("models run on the CPU although an NVIDIA driver is installed: %s", problem)
         return CPU
     raise ConfigError(f"--device cuda: {problem}")
 
 
 def device_name(backend: Backend) -> str:
-    """For people: CPU, or the GPU's name."""
+    """Return the GPU's name or "CPU", for display."""
     return torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU"
 
 
 def device_uuid(backend: Backend) -> str:
-    """By which two processes know that they run on one GPU; empty without GPU kernels, which alone share its memory.
+    """Return a name by which two processes recognize that they share one GPU; empty without GPU kernels.
 
-    Where GPU kernels run on CPU tensors, all processes of the host are on one device.
+    Where GPU kernels run on CPU tensors, all processes of the host share one device.
     """
     if backend.kernels == "cpu":
         return ""
@@ -64,13 +64,13 @@ def device_uuid(backend: Backend) -> str:
 
 
 def device_of(uuid: str) -> torch.device:
-    """The device by ``device_uuid``'s name for it. Raises PreconditionError if this process does not see it."""
+    """Return the device that ``device_uuid`` named. Raises PreconditionError if this process does not see it."""
     if uuid == _INTERPRETER:
         return torch.device("cpu")
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return torch.device("cuda", index)
-    raise PreconditionError(f"there is no GPU {uuid} here")
+    raise PreconditionError(f"this process sees no GPU {uuid}")
 
 
 def _gpu_problem() -> str | None:
@@ -86,5 +86,5 @@ def _gpu_problem() -> str | None:
 
 
 def default_dtype(backend: Backend) -> torch.dtype:
-    """What ``--dtype auto`` means."""
+    """Return the element type that ``--dtype auto`` means."""
     return torch.float32 if backend.kernels == "cpu" else torch.bfloat16

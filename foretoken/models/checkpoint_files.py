@@ -1,6 +1,6 @@
-"""The files of a safetensors checkpoint, one or shards with an index, and the names of the tensors in them.
+"""The files of a safetensors checkpoint, single or sharded, and the names of their tensors.
 
-Loads no torch: what a folder holds is known by the process that starts the services, too.
+This module does not import torch, because the process that starts the services reads folders, too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
-    """The file of each tensor in the checkpoint folder ``path``, by the tensor's name; no tensor is read.
+    """Return the file of each tensor in a checkpoint folder, by the tensor's name, without reading tensors.
 
     Raises:
-        CheckpointError: files that are missing, cut short or not safetensors.
+        CheckpointError: a file is missing, truncated or not safetensors.
     """
     found: dict[str, Path] = {}
     for file in find_files(path):
@@ -34,7 +34,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def tensor_shape(file: Path, name: str) -> tuple[int, ...]:
-    """The shape of the tensor ``name``, which is in ``file``; it is not read. Raises as ``tensor_files``."""
+    """Return the shape of a tensor in ``file`` without reading it. Raises as ``tensor_files``."""
     handle = open_file(file, "numpy")
     shape = tuple(handle.get_slice(name).get_shape())
     handle.__exit__(None, None, None)
@@ -42,7 +42,7 @@ def tensor_shape(file: Path, name: str) -> tuple[int, ...]:
 
 
 def check_index(path: Path, found: Container[str]) -> None:
-    """Raises CheckpointError for a shard that lacks what the index says it holds, before anything is read."""
+    """Raise CheckpointError if a shard lacks a tensor that the index lists."""
     if (path / SINGLE).is_file():
         return
     for name, file in _read_index(path / INDEX).items():
@@ -51,7 +51,7 @@ def check_index(path: Path, found: Container[str]) -> None:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The files that hold the tensors of the checkpoint folder ``path``. Raises CheckpointError."""
+    """Return the files with the tensors of a checkpoint folder. Raises CheckpointError."""
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     if (path / INDEX).is_file():
@@ -62,7 +62,7 @@ def find_files(path: Path) -> list[Path]:
         return files
     other = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(kind))
     if other:
-        way = "" if other[0].endswith(".gguf") else "; `foretoken convert` makes one of it"
+        way = "" if other[0].endswith(".gguf") else "; run `foretoken convert`"
         raise CheckpointError(f"{path / other[0]}: only safetensors checkpoints are loaded, not {other[0]}{way}")
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
 
@@ -81,7 +81,7 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 def open_file(file: Path, framework: Literal["numpy", "pt"]) -> Any:
-    """An open safetensors file, whose tensors are those of ``framework``. Raises CheckpointError."""
+    """Open a safetensors file whose tensors are read as ``framework``'s. Raises CheckpointError."""
     try:
         opened: Any = safe_open(file, framework=framework)
         return opened.__enter__()

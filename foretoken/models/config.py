@@ -1,8 +1,8 @@
-"""What a checkpoint's config.json says, reduced to what the forward pass needs; the rest is refused by name.
+"""Reads a checkpoint's config.json, keeps what the forward pass needs and rejects unsupported features by name.
 
-Reads local files only and never runs code from a checkpoint. The file is read here, not by transformers' AutoConfig:
-that takes two seconds to import, half of a verifier's start, and a start is what a broken stream waits for. What an
-absent field means is as there (tests compare the two).
+It only reads local files and never runs code from a checkpoint. It does not use transformers'
+AutoConfig, whose import takes two seconds, half of a verifier's start, while broken streams wait.
+Missing fields mean the same as there; tests compare the two.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from foretoken.errors import CheckpointError, ConfigError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
-# transformers has no class for these, so every checkpoint of theirs names code of its own; it is not needed here.
+# transformers has no class for these, so their checkpoints name their own code, which is not needed here.
 _WITHOUT_A_CLASS = ("mimo",)
-# Queries, keys and values have a bias.
+# Model types whose queries, keys and values have a bias.
 _WITH_BIAS = ("qwen2", "mimo")
 # The CPU kernels work on whole vectors.
 _WIDTH_MULTIPLE = 16
 
 
 class _ConfigFile(BaseModel):
-    """The fields of config.json that matter here, under their names there; all others are ignored."""
+    """The fields of config.json that matter here, under their own names; all others are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -43,7 +43,7 @@ class _ConfigFile(BaseModel):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     eos_token_id: int | list[int] | None = None
-    # transformers 5 has rope_parameters with all of it; before there were rope_theta, and rope_scaling for the rest.
+    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling.
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float | None = None
@@ -56,7 +56,7 @@ class _ConfigFile(BaseModel):
     layer_types: list[str] | None = None
 
 
-# What an absent field means where that differs from one model type to another.
+# Defaults of fields that differ between model types.
 _DEFAULTS: dict[str, dict[str, int]] = {
     "llama": {"eos_token_id": 2},
     "mistral": {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -68,7 +68,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. The last three fields are those of Llama 3.1's scaling (``rope_type: llama3``)."""
+    """Rotary embedding. The last three fields belong to Llama 3.1's scaling (``rope_type: llama3``)."""
 
     kind: Literal["default", "linear", "llama3"]
     theta: float
@@ -104,11 +104,11 @@ class ModelConfig:
 
 
 def load_config(path: Path) -> ModelConfig:
-    """The config of the checkpoint folder ``path``.
+    """Read the config of a checkpoint folder.
 
     Raises:
         CheckpointError: no folder, no config.json, or not JSON.
-        ConfigError: a model type or feature that is not supported, by name.
+        ConfigError: the model type or a feature is not supported; names it.
     """
     raw = read_config_file(path)
     generation = _read_json(path / "generation_config.json") or {}
@@ -116,13 +116,13 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The fields of the folder's config.json. Raises as ``load_config``; ``auto_map`` is refused."""
+    """Return the fields of the folder's config.json. Raises as ``load_config``; ``auto_map`` is rejected."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder with a checkpoint")
     raw = _read_json(path / "config.json")
     if raw is None:
         raise CheckpointError(f"{path / 'config.json'} does not exist")
-    # That of speculators names the library's own class, in every head that it writes; the rest of the file says it all.
+    # The speculators library names its own class in every head that it writes; the other fields suffice.
     is_known = raw.get("model_type") in _WITHOUT_A_CLASS or "speculators_model_type" in raw
     if raw.get("auto_map") and not is_known:
         raise ConfigError(f"{path / 'config.json'}: auto_map needs code from the checkpoint, which is never run")
@@ -130,8 +130,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def parse_config(raw: dict[str, Any], file: Path, generation: dict[str, Any]) -> ModelConfig:
-    """The fields of config.json and generation_config.json, reduced. ``file`` is named in errors. Raises as
-    ``load_config``."""
+    """Return the config of the fields of config.json and generation_config.json.
+
+    ``file`` is named in errors. Raises as ``load_config``.
+    """
     if raw.get("model_type") not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
         raise ConfigError(f"model_type {raw.get('model_type')!r} is not supported; there is: {supported}")
@@ -189,12 +191,12 @@ def _refuse_unsupported(parsed: _ConfigFile) -> None:
         raise ConfigError("quantization_config: quantized checkpoints are not supported")
     if parsed.hidden_act != "silu":
         raise ConfigError(f"hidden_act {parsed.hidden_act!r} is not supported; there is: silu")
-    # Of a model type that always has biases the files may say so.
+    # Model types that always have biases may say so.
     if parsed.attention_bias and parsed.model_type not in _WITH_BIAS:
         raise ConfigError("attention_bias is not supported")
     if parsed.mlp_bias:
         raise ConfigError("mlp_bias is not supported")
-    # Mistral's files switch it by the width alone.
+    # Mistral's files have no switch: the width alone turns it on.
     windowed = parsed.sliding_window is not None and (parsed.model_type == "mistral" or parsed.use_sliding_window)
     if windowed or any(kind != "full_attention" for kind in parsed.layer_types or ()):
         raise ConfigError("sliding_window: attention over a sliding window is not supported")
@@ -226,7 +228,7 @@ def _rope(parsed: _ConfigFile) -> RopeConfig:
 
 
 def _eos_token_ids(*sources: int | list[int] | None) -> tuple[int, ...]:
-    """The ids of config.json and generation_config.json together, ascending."""
+    """Return the ids of config.json and generation_config.json together, ascending."""
     ids: set[int] = set()
     for source in sources:
         ids.update([source] if isinstance(source, int) else source or [])

@@ -1,4 +1,4 @@
-"""The weights of one decoder, laid out for the kernels that will read them."""
+"""Loads the weights of one decoder, laid out for the kernels that read them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from foretoken.models.config import ModelConfig
 from foretoken.models.weight_layout import WeightLayout, are_finite, weight_layout
 from foretoken.models.weights import Checkpoint
 
-# Called with (done, total, what); done == total once at the end.
+# Called with (done, total, what); the last call has done == total.
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """Matrices are as foretoken.models.weight_layout has them; vectors are float32.
+    """The weights of one decoder layer.
 
-    ``qkv_bias``, ``query_norm`` and ``key_norm`` are empty in models without.
+    Matrices have the layout of foretoken.models.weight_layout; vectors are float32. ``qkv_bias``,
+    ``query_norm`` and ``key_norm`` are empty in models without them.
     """
 
     input_norm: torch.Tensor
@@ -41,7 +42,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    """``embedding`` is a table, or the head where the two are tied."""
+    """The weights of a decoder. ``embedding`` is a table, or the head itself if the two are tied."""
 
     layout: WeightLayout
     embedding: torch.Tensor
@@ -62,7 +63,7 @@ class DecoderWeights:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this model holds, in Hugging Face's names."""
+    """Return the shape of every tensor in a checkpoint of this model, by its Hugging Face name."""
     size, middle = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, size)}
@@ -90,10 +91,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def load_decoder_weights(
     config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress, backend: Backend = CPU
 ) -> DecoderWeights:
-    """Read all weights. ``dtype`` is that of the model as served; see weight_layout.
+    """Read all weights. ``dtype``: element type that the model is served with; see weight_layout.
 
     Raises:
-        CheckpointError: as Checkpoint, and for a tensor that holds NaN or infinity.
+        CheckpointError: as Checkpoint, or a tensor holds NaN or infinity.
     """
     shapes = tensor_shapes(config)
     _check_names(config, checkpoint, shapes)
@@ -119,7 +120,7 @@ def load_decoder_weights(
 
 
 def load_embedding_and_head(config: ModelConfig, reader: TensorReader) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where they are tied the same tensor twice."""
+    """Return embedding and head; the same tensor twice if they are tied."""
     shape, layout = (config.vocab_size, config.hidden_size), reader.layout
     embedding = reader.read("model.embed_tokens.weight", shape)
     if config.tie_word_embeddings:
@@ -128,13 +129,15 @@ def load_embedding_and_head(config: ModelConfig, reader: TensorReader) -> tuple[
     return layout.table(embedding), layout.matrix(reader.read("lm_head.weight", shape))
 
 
-# Tensors of a checkpoint that belong to draft heads of its own (foretoken.models.draft_config).
+# Prefixes of tensors that belong to a checkpoint's own draft heads (foretoken.models.draft_config).
 _DRAFT_PREFIXES = {"mimo": "model.mtp_layers.", "qwen3": "mtp."}
 
 
 def _check_names(config: ModelConfig, checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A tensor that the model has no place for is refused, but for two that old exporters leave behind and those of a
-    draft head."""
+    """Raise CheckpointError for an unknown tensor.
+
+    Draft heads and two kinds of tensors that old exporters leave in the file are allowed.
+    """
     leftovers = {name for name in checkpoint.names if name.endswith(".rotary_emb.inv_freq")}
     if config.tie_word_embeddings:
         leftovers.add("lm_head.weight")
@@ -144,10 +147,10 @@ def _check_names(config: ModelConfig, checkpoint: Checkpoint, shapes: dict[str, 
 
 
 class TensorReader:
-    """Tensors of a checkpoint, as they are stored or laid out.
+    """Reads tensors of a checkpoint, as stored or laid out for the kernels.
 
     Args:
-        stored: by name, how the tensor is called in the checkpoint; those without an entry are called as asked for.
+        stored: names in the checkpoint by requested name, where the two differ.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, stored: Mapping[str, str] | None = None) -> None:
@@ -167,7 +170,7 @@ class TensorReader:
         raise CheckpointError(f"{self._checkpoint.path}: a tensor holds numbers too large for the type that is served")
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor as it is stored."""
+        """Return the tensor as it is stored."""
         self.names_read.add(name)
         return self._checkpoint.read(self._stored.get(name, name), shape)
 
@@ -186,10 +189,10 @@ def load_layer(
     qkv_features: int = 0,
     input_norm: str = "input_layernorm",
 ) -> LayerWeights:
-    """One decoder layer.
+    """Read one decoder layer.
 
     Args:
-        qkv_features: what the attention's first matrix takes, if not ``hidden_size``.
+        qkv_features: input size of the attention's first matrix, if it is not ``hidden_size``.
         input_norm: name of the norm before the attention; empty if there is none.
     """
     attention, mlp, none = f"{prefix}.self_attn", f"{prefix}.mlp", torch.empty(0)

@@ -1,4 +1,4 @@
-"""The arrays of a batch in device memory, at addresses that captured graphs know, and their way there: one copy."""
+"""The arrays of a batch in device memory, at addresses that captured graphs know; one copy sends them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.pinned_buffers import PinnedBuffers
 
-# A slot that no kernel writes to: what rows are given that only fill a bucket.
+# The KV slot of padding rows: no kernel writes to it.
 NO_SLOT = -1
 
 
 class BatchShape(NamedTuple):
-    """Sizes that a graph is captured for; a batch is filled up to them.
+    """The sizes that a graph is captured for; a batch is padded to them.
 
-    ``seqs`` are runs of rows of one sequence, ``max_seq_rows`` the most rows of one, ``blocks`` those of its table.
+    Attributes:
+        seqs: runs of rows of one sequence.
+        max_seq_rows: a bound on the rows of one run.
+        blocks: width of the block tables.
     """
 
     rows: int
@@ -29,10 +32,10 @@ class BatchShape(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The rows of a batch as runs of one sequence each; a sequence may have several.
+    """The rows of a batch as runs of one sequence each; a sequence may have several runs.
 
     Attributes:
-        starts: int64 [runs + 1]; where each begins, and the number of rows.
+        starts: int64 [runs + 1]; first row of each run, then the number of rows.
         seqs: int32 [runs]; indices into the batch's block tables.
     """
 
@@ -41,6 +44,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(batch: ForwardBatch) -> Runs:
+    """Return the runs of rows of a batch."""
     seqs = batch.row_seqs
     is_bound = np.ones(len(seqs) + 1, np.bool_)
     np.not_equal(seqs[1:], seqs[:-1], out=is_bound[1:-1])
@@ -49,13 +53,13 @@ def runs_of(batch: ForwardBatch) -> Runs:
 
 
 class DeviceArrays(NamedTuple):
-    """What kernels read of a batch (foretoken.models.batch), int32 unless said otherwise.
+    """A ForwardBatch as kernels read it; int32 unless said otherwise.
 
     Attributes:
         masks: int64 [rows, words]; the bits of ForwardBatch.masks.
-        token_ids, positions, slot_mapping, context_lens: [rows]; rows that only fill up have NO_SLOT.
+        token_ids, positions, slot_mapping, context_lens: [rows]; padding rows have NO_SLOT.
         logit_rows: [wanted].
-        row_starts: [seqs + 1]; where each run of rows begins; those from the last entry on belong to none.
+        row_starts: [seqs + 1]; first row of each run; rows from the last element on are padding.
         tree_starts, context_starts: [seqs].
         block_tables: [seqs, max_blocks].
         max_seq_rows: a bound on the rows of one sequence.
@@ -75,10 +79,10 @@ class DeviceArrays(NamedTuple):
 
 
 class DeviceBatch:
-    """Batches of one shape: their arrays on the device, with their twins on the host.
+    """Batches of one shape: arrays on the device and the pinned buffers that fill them.
 
     Args:
-        mask_words: of a row.
+        mask_words: words of a row's tree mask.
     """
 
     def __init__(self, shape: BatchShape, mask_words: int, device: torch.device) -> None:
@@ -100,8 +104,7 @@ class DeviceBatch:
         self.arrays = DeviceArrays(**self._pinned.device, max_seq_rows=max_seq_rows)
 
     def clear(self, row_starts: NDArray[np.int32]) -> None:
-        """Rows of nobody, all of them wanted: ``row_starts`` [seqs + 1] says whose they will be, once kernels have
-        filled them. Blocks are unknown."""
+        """Send padding rows, all with logits, for kernels to fill; ``row_starts`` [seqs + 1] divides them into runs."""
         self._pinned.wait()
         host = self._pinned.host
         for name in ("masks", "token_ids", "positions", "context_lens", "tree_starts", "context_starts"):
@@ -113,7 +116,7 @@ class DeviceBatch:
         self._pinned.send()
 
     def upload(self, batch: ForwardBatch, runs: Runs) -> None:
-        """Copy a batch that fits the shape, filled up to it."""
+        """Send a batch, padded to the shape, which it must fit."""
         rows, seqs, wanted = batch.num_rows, len(runs.seqs), len(batch.logit_rows)
         self._pinned.wait()
         host = self._pinned.host
@@ -141,9 +144,9 @@ class DeviceBatch:
         self._pinned.send()
 
 
-# Rows and wanted rows are filled up to one of these, then to multiples of _STEP.
+# Rows and wanted rows are padded to one of these, then to multiples of _STEP.
 _STEP = 128
-_LEAST_BLOCKS = 128
+_MIN_BLOCKS = 128
 _BUCKETS = (
     1,
     2,
@@ -177,18 +180,24 @@ _BUCKETS = (
 
 
 def table_bucket(blocks: int) -> int:
-    """The same for the blocks of a row's table: few sizes, since a growing context would meet them all."""
-    return max(1 << (blocks - 1).bit_length(), _LEAST_BLOCKS)
+    """Return the captured width that holds a block table of ``blocks`` blocks.
+
+    There are few widths, because a growing context goes through all of them.
+    """
+    return max(1 << (blocks - 1).bit_length(), _MIN_BLOCKS)
 
 
 def seq_bucket(count: int) -> int:
-    """The same for sequences and trees, whose number changes with every one that comes or ends: few sizes, since one
-    that only fills up has no rows and costs next to nothing, and each new size waits for a capture."""
+    """Return the captured size that holds ``count`` sequences or trees.
+
+    Their number changes often and each new size waits for a capture, so there are few sizes. A padding
+    sequence has no rows and costs next to nothing.
+    """
     return 1 << max(count - 1, 0).bit_length()
 
 
 def bucket(count: int) -> int:
-    """The smallest size of a captured graph that holds ``count`` rows: what is filled up costs as much as a row."""
+    """Return the smallest captured size that holds ``count`` rows: a padding row costs as much as any other."""
     for size in _BUCKETS:
         if size >= count:
             return size

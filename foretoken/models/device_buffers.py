@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from foretoken_kernels.cpu import decoder as kernel
 
-from foretoken.models.program import Span
+from foretoken.models.program import Columns
 
 # The input of the activation. The CPU's kernel has no such buffer, so its table has no name for it.
 GATE_UP = kernel.NUM_FIELDS
@@ -35,7 +35,7 @@ class DeviceBuffers:
         """Return the buffer as a view [rows, width]."""
         return self._buffers[field][: rows * width].view(rows, width)
 
-    def view(self, span: Span, rows: int) -> torch.Tensor:
+    def view(self, span: Columns, rows: int) -> torch.Tensor:
         """Return a view [rows, span.size], whose rows are ``span.width`` apart."""
         return self.rows(span.buffer, rows, span.width)[:, span.offset : span.offset + span.size]
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of launches: captured when a shape is first met, replayed from then on."""
+"""CUDA graphs of launches: captured at the first use of a key, replayed from then on."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceGraphs:
-    """Graphs by what they were captured for. Everything that they touch must stay where it is.
+    """Graphs by key. Memory that they use must not move.
 
     Args:
-        enabled: if not, every call launches its kernels one by one: the same code.
+        enabled: False: every call launches its kernels one by one, by the same code.
 
     Attributes:
-        generation: how often ``clear`` was called; for others whose graphs know the same memory.
+        generation: number of calls of ``clear``, for other graphs over the same memory.
     """
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        # One for all captures: for each stream that is new to it cuBLAS takes a workspace, 34 MB on Hopper.
+        # All captures share one stream: cuBLAS takes a workspace for each new stream, 34 MB on Hopper.
         self._stream: torch.cuda.Stream | None = None
         self.generation = 0
 
     def captures(self, key: Hashable) -> bool:
-        """Whether ``run`` will capture, which waits for all that the device has to do."""
+        """Return whether ``run`` will capture, which waits for all work on the device."""
         return self._enabled and key not in self._graphs
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
-        """Do what ``launch`` does, which must launch the same kernels on the same memory for the same ``key``."""
+        """Run ``launch`` or replay its graph.
+
+        For one ``key``, ``launch`` must always launch the same kernels on the same memory.
+        """
         if not self._enabled:
             launch()
             return
@@ -44,15 +47,15 @@ class DeviceGraphs:
         if graph is not None:
             graph.replay()
             return
-        # The first call does the work, compiles what is not yet compiled, and shows what cannot be captured.
+        # This call does the work, compiles kernels, and fails on what cannot be captured.
         launch()
         self._graphs[key] = self._capture(key, launch)
 
     def clear(self) -> None:
-        """Forget all graphs: memory that they know has moved."""
+        """Forget all graphs, because memory that they use has moved."""
         self.generation += 1
         self._graphs.clear()
-        # A pool ends with the last graph that has memory of it.
+        # A pool is freed with the last graph that uses it.
         self._pool = None
 
     def _capture(self, key: Hashable, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -1,4 +1,4 @@
-"""What kernels leave again and again, and the host reads some launches later: copies in pinned memory, oldest first."""
+"""Records that kernels write step by step and the host reads some launches later, oldest first."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Numbers that each array begins at a multiple of: kernels are compiled anew where one is not aligned.
+# Each array begins at a multiple of so many elements: kernels are compiled again for unaligned arrays.
 _ALIGNMENT = 4
 
 
 class DeviceJournal:
-    """Arrays on the device, at fixed addresses, and the last few records of what they held.
+    """Arrays on the device, at fixed addresses, and copies of their last few states in pinned memory.
 
     Attributes:
-        device: by name.
-        depth: records that may be unread.
+        device: the arrays by name.
+        depth: number of records that may be unread.
 
     Args:
-        arrays: by name: shape; all are int32.
+        arrays: shapes by name; all are int32.
     """
 
     def __init__(self, arrays: Mapping[str, tuple[int, ...]], depth: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class DeviceJournal:
         counts = [int(np.prod(shape)) for shape in arrays.values()]
         sizes = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
         is_cuda = device.type == "cuda"
-        # Whoever makes them: tensors made in inference mode may be written to there only.
+        # Tensors made in inference mode can only be written to in inference mode.
         with torch.inference_mode(False):
             self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
             self._hosts = torch.zeros((depth, sum(sizes)), dtype=torch.int32, pin_memory=is_cuda)
@@ -47,11 +47,11 @@ class DeviceJournal:
         self._next = 0
 
     def __len__(self) -> int:
-        """Records that are unread."""
+        """Return the number of unread records."""
         return len(self._unread)
 
     def record(self) -> None:
-        """Copy the arrays as they are at this place in the stream. There must be less than ``depth`` unread."""
+        """Copy the arrays in stream order. Raises ValueError if ``depth`` records are unread."""
         if len(self._unread) == self.depth:
             raise ValueError(f"a journal of {self.depth} records is full")
         self._hosts[self._next].copy_(self._device, non_blocking=True)
@@ -61,17 +61,17 @@ class DeviceJournal:
         self._next = (self._next + 1) % self.depth
 
     def is_ready(self) -> bool:
-        """Whether the oldest unread record is here. Does not wait."""
+        """Return whether the oldest unread record has arrived. Does not wait."""
         event = self._events[self._unread[0]]
         return event is None or bool(event.query())
 
     def wait(self) -> None:
-        """Until the oldest unread record is here."""
+        """Wait until the oldest unread record has arrived."""
         event = self._events[self._unread[0]]
         if event is not None:
             event.synchronize()
 
     def take(self) -> dict[str, NDArray[np.int32]]:
-        """The oldest unread record, which must be ready; valid until ``depth`` more have been made."""
+        """Return the oldest unread record, which must be ready; valid until ``depth`` more have been made."""
         record = self._hosts[self._unread.popleft()].numpy()
         return {name: record[span].reshape(self._arrays[name]) for name, span in self._spans.items()}

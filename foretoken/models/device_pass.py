@@ -29,7 +29,7 @@ from foretoken.models.device_program import DeviceProgram, fused_steps
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.pinned_buffers import PinnedRows
-from foretoken.models.program import Attention, Operation, Program, Span
+from foretoken.models.program import Attention, Columns, Operation, Program
 from foretoken.models.rope import cos_sin_table
 
 # Elements of the pinned buffer when no program reads GIVEN.
@@ -242,7 +242,7 @@ def _weight_of(operation: Operation) -> torch.Tensor:
     return operation.weight
 
 
-def _input_of(operation: Operation) -> Span:
+def _input_of(operation: Operation) -> Columns:
     assert operation.x is not None, "only EMBED and FILL read no buffer"
     return operation.x
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from foretoken_kernels.cpu import decoder as kernel
 
-from foretoken.models.program import Attention, Operation, Program, Span
+from foretoken.models.program import Attention, Columns, Operation, Program
 
 
 class Step(NamedTuple):
@@ -63,8 +63,8 @@ def _passes_on_given(copy: Operation, operation: Operation) -> bool:
     return (
         copy.code == kernel.COPY
         and copy.x is not None
-        and copy.x == Span(kernel.GIVEN, copy.x.size)
-        and copy.out == Span(kernel.EMBEDDED, copy.x.size)
+        and copy.x == Columns(kernel.GIVEN, copy.x.size)
+        and copy.out == Columns(kernel.EMBEDDED, copy.x.size)
         and operation.code == kernel.LINEAR
         and operation.x == copy.out
     )

@@ -1,4 +1,4 @@
-"""The sizes that a GPU's passes are made for: its buffers never grow while it serves."""
+"""The largest batch of a GPU's passes. Its buffers never grow while it serves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ class PassSizes(NamedTuple):
     """The largest batch that a pass on a GPU runs.
 
     Attributes:
-        rows: of a batch; wanted: of them, those whose logits are wanted.
-        seqs, blocks: sequences, and blocks of one.
+        rows: rows of a batch.
+        wanted: rows whose logits are wanted.
+        seqs: runs of rows of one sequence.
+        blocks: width of the block tables.
         mask_words: words of a row's tree mask.
         graphs: whether decode-sized batches are captured as CUDA graphs.
     """
@@ -25,5 +27,5 @@ class PassSizes(NamedTuple):
 
 
 def choices_file() -> Path:
-    """Where the fastest matmuls of this user's GPUs are kept from one start to the next."""
+    """Return the file that keeps the fastest matmuls of this user's GPUs between starts."""
     return Path.home() / ".cache" / "foretoken" / "matmuls.json"

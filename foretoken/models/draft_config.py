@@ -1,9 +1,9 @@
-"""What kind of draft head a folder holds: its config.json and the names of its tensors, reduced; the rest is refused.
+"""Recognizes the draft head in a folder by its config.json and tensor names; rejects what is not supported.
 
-EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858) share one layout, EAGLE-3 (arXiv 2503.01840) has two spellings and two
-dialects of its config: that of SafeAILab and SpecForge, and that of vLLM's ``speculators``. MTP layers lie in the
-target's own checkpoint; those in Qwen3-Next's names are taken with the arithmetic of the Qwen3 body that they lie
-beside (plain norms and attention), not Qwen3-Next's.
+EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858) share one layout. EAGLE-3 (arXiv 2503.01840) has two
+spellings and two dialects of its config: one of SafeAILab and SpecForge, one of vLLM's ``speculators``.
+MTP layers are part of the target's checkpoint. MTP layers with Qwen3-Next's names run with the
+arithmetic of their Qwen3 body (plain norms and attention), not Qwen3-Next's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foretoken.models.config import ModelConfig, parse_config, read_config_file
 
 Layout = Literal["eagle", "eagle3", "mimo", "qwen3_next"]
 
-# Spellings of names that mean the same, first to last; EAGLE-3's only.
+# Prefixes of EAGLE-3's tensors and their canonical spelling, applied in order.
 _SPELLINGS = (
     ("midlayer.", "layers.0."),
     ("aux_norm_low.", "fc_norm.0."),
@@ -41,14 +41,14 @@ class HeadConfig:
     """One draft head.
 
     Attributes:
-        body: its decoder layers; for MTP those of the target, ``num_layers`` of them in all modules together.
-        num_depths: modules; 1 is applied recurrently.
-        stored_names: by canonical name (EAGLE's without ``model.``, MTP's as stored), the tensor's name in the file.
-        draft_vocab_size: rows of an output head of its own; None: it uses the target's.
-        target_hidden_size: the target's width where the config names it.
-        layer_ids: the target's layers at whose entry features are taken; None: the usual ones by its depth.
-        norm_before_residual: the first layer's residual is what left ``hidden_norm``, not what entered it.
-        norm_output: what goes back into the head is what left its last norm.
+        body: shape of its decoder layers; ``num_layers`` counts the layers of all modules.
+        num_depths: number of modules; a single one is applied recurrently.
+        stored_names: tensor names in the file by canonical name (EAGLE's without ``model.``, MTP's as stored).
+        draft_vocab_size: rows of its own output head; None: it uses the target's.
+        target_hidden_size: the target's hidden size, if the config names it.
+        layer_ids: the target's layers whose inputs it is fed; None: the usual ones by the target's depth.
+        norm_before_residual: the first layer's residual is the output of ``hidden_norm``, not its input.
+        norm_output: the head is fed the output of its last norm, not its input.
     """
 
     layout: Layout
@@ -69,11 +69,11 @@ class HeadConfig:
 
 
 def head_config(path: Path) -> HeadConfig:
-    """The draft head in the folder ``path``: one of its own, or the target's for MTP.
+    """Read the config of the draft head in a folder, which for MTP is the target's.
 
     Raises:
         CheckpointError: no folder, no config.json, no safetensors, or no draft head in it.
-        ConfigError: a kind or feature that is not supported, by name.
+        ConfigError: the kind of head or a feature is not supported; names it.
     """
     raw = read_config_file(path)
     kind = raw.get("speculators_model_type")
@@ -94,7 +94,7 @@ def head_config(path: Path) -> HeadConfig:
 
 
 def head_features(config: HeadConfig, num_target_layers: int) -> tuple[int, ...]:
-    """The target's hidden states that the head is fed, as DrafterNeeds.features.
+    """Return the target's hidden states that the head is fed, as in DrafterNeeds.features.
 
     Raises:
         ConfigError: the target has no such layer.
@@ -103,7 +103,7 @@ def head_features(config: HeadConfig, num_target_layers: int) -> tuple[int, ...]
         return (FINAL_NORM,)
     n = num_target_layers
     found = config.layer_ids if config.layer_ids is not None else (2, n // 2, n - 3)
-    # An output that is already called n is that of the last layer: there is no layer n + 1 to enter.
+    # Some configs call the last layer's output n + 1, but there is no layer n + 1 to enter.
     found = tuple(n if layer == n + 1 else layer for layer in found)
     if not all(0 <= layer <= n for layer in found):
         raise ConfigError(f"the draft head takes features at layers {list(found)} of a target that has {n}")
@@ -145,8 +145,8 @@ def _eagle3_config(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> H
     ids = settings.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
         raise CheckpointError(f"{path / 'config.json'}: eagle_aux_hidden_state_layer_ids: not a list of layers")
-    # SafeAILab's ids name a layer's output, which enters the layer after it; speculators' count as vLLM does, which
-    # takes the state where the layer begins.
+    # SafeAILab's ids name a layer's output, which enters the layer after it. speculators counts as vLLM does:
+    # an id names the input of the layer.
     layers = None if ids is None else tuple(i if "speculators_model_type" in raw else i + 1 for i in ids)
     number = settings.get("num_aux_hidden_states", len(layers) if layers else _DEFAULT_NUM_FEATURES)
     if number != (len(layers) if layers else _DEFAULT_NUM_FEATURES):
@@ -168,18 +168,18 @@ def _eagle3_config(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> H
 
 
 def _body(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> ModelConfig:
-    """The head's decoder layers. Which biases and norms they have is said by their tensors, not by the model type."""
+    """Return the shape of the head's decoder layers. Their tensors decide which biases and norms they have."""
     model_type = raw.get("model_type", "llama")
     if model_type not in _HEAD_MODEL_TYPES:
         raise ConfigError(f"{path / 'config.json'}: draft heads of model_type {model_type!r} are not supported")
     fields = {"max_position_embeddings": 2048, "num_hidden_layers": 1, "vocab_size": 1, **raw}
     if model_type == "llama4_text":
         fields |= {"model_type": "llama", "intermediate_size": raw.get("intermediate_size_mlp")}
-    # Tensors tell; a bias that is not q's, k's or v's is a tensor without a place.
+    # The tensors decide; a bias of anything but q, k or v is an unknown tensor.
     fields.pop("attention_bias", None)
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.get(name)
-        # Three axes of positions that are all equal, as in text, turn as one does.
+        # For text, the three axes of positions are equal and rotate as one does.
         if isinstance(rope, dict) and "mrope" in (rope.get("rope_type"), rope.get("type")):
             fields[name] = {**rope, "rope_type": "default"}
     body = parse_config({"model_type": model_type, **fields}, path / "config.json", {})

@@ -1,4 +1,4 @@
-"""The weights of one draft head, laid out for the kernels; embedding and output head are mostly the target's."""
+"""Loads the weights of a draft head. Embedding and output head are usually the target's."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _NONE = torch.empty(0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleWeights:
-    """One module: what joins embedding and hidden state, its layers and its last norm. Absent tensors are empty.
+    """One module: the join of embedding and hidden state, the layers and the last norm. Absent tensors are empty.
 
     Attributes:
-        joint: from features to the hidden size for EAGLE-3, from both inputs side by side for the others.
-        feature_norms: one for each of the target's features, or a single one over all of them.
+        joint: for EAGLE-3 from the target's hidden states to the head's size; for others from both inputs side by side.
+        feature_norms: one for each of the target's hidden states, or a single one over all of them.
     """
 
     joint: torch.Tensor
@@ -54,10 +54,10 @@ class HeadWeights:
     """A whole draft head.
 
     Attributes:
-        embedding: of target ids: a table, or a matrix if ``embedding_is_packed``.
-        head: from the hidden size to draft_vocab_size.
-        target_ids: int32 [draft_vocab_size]: the target's id of each of the head's; None: the same.
-        num_bytes: of what the head holds beside the target's tensors.
+        embedding: of the target's ids; a table, or a matrix if ``embedding_is_packed``.
+        head: output head, from the hidden size to draft_vocab_size.
+        target_ids: int32 [draft_vocab_size]; the target's id of each of the head's ids; None: the same.
+        num_bytes: size of the tensors that are not the target's.
     """
 
     modules: tuple[ModuleWeights, ...]
@@ -121,10 +121,10 @@ def load_head_weights(source: HeadSource, config: HeadConfig) -> HeadWeights:
 
 
 def head_rows(weights: TargetWeights, token_map: NDArray[np.int32]) -> torch.Tensor:
-    """The output head's rows of these target ids alone (FR-Spec, arXiv 2502.14856).
+    """Return the output head's rows of these target ids (FR-Spec, arXiv 2502.14856).
 
     Raises:
-        ConfigError: the map is empty, names an id twice, or one that is not there.
+        ConfigError: the map is empty, names an id twice, or names an unknown id.
     """
     ids = np.asarray(token_map, np.int64)
     if ids.ndim != 1 or not len(ids) or len(np.unique(ids)) != len(ids):
@@ -136,7 +136,7 @@ def head_rows(weights: TargetWeights, token_map: NDArray[np.int32]) -> torch.Ten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OwnVocabulary:
-    """What the head's file has of its own; None where the target's is used."""
+    """The head's own embedding and output head; None where the target's is used."""
 
     embedding: torch.Tensor | None
     head: torch.Tensor | None
@@ -160,7 +160,7 @@ def _shared_weights(source: HeadSource, config: HeadConfig) -> TargetWeights:
 
 
 class _HeadLoader:
-    """Reads the tensors of one head by their canonical names and remembers which."""
+    """Reads the tensors of one head by their canonical names and remembers the names."""
 
     def __init__(self, source: HeadSource, checkpoint: Checkpoint, config: HeadConfig) -> None:
         self._path, self._checkpoint, self._config = source.path, checkpoint, config
@@ -181,7 +181,7 @@ class _HeadLoader:
         return tuple(load(depth) for depth in range(self._config.num_depths))
 
     def check_all_known(self) -> None:
-        """Refuse a tensor that the head would not use, but for those that all exporters leave behind."""
+        """Raise CheckpointError for an unknown tensor, except those that all exporters leave in the file."""
         names, ignored = self._config.stored_names, {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"}
         if self._config.family == "mtp":
             ignored = set()
@@ -208,7 +208,7 @@ class _HeadLoader:
         return _OwnVocabulary(embedding, head, size, target_ids)
 
     def _embedding(self) -> torch.Tensor | None:
-        """EAGLE-3's own, where its width is another than the target's or its config names the target's width."""
+        """Return EAGLE-3's own embedding, if its width differs from the target's or its config names the target's."""
         config = self._config
         needed = self._size != self._target.hidden_size
         named = config.target_hidden_size is not None and self._has("embed_tokens.weight")
@@ -229,7 +229,7 @@ class _HeadLoader:
             if size != target:
                 raise CheckpointError(f"{self._path}: tensor d2t is missing: {size} draft tokens of {target}")
             return head, size, None
-        # Offsets, not ids.
+        # The tensor holds offsets, not ids.
         ids = self._checkpoint.read_integers(config.stored_names["d2t"], size) + np.arange(size)
         if ids.min() < 0 or ids.max() >= target or len(np.unique(ids)) != size:
             raise CheckpointError(f"{self._path}: d2t does not lead to {size} different ids of the target's {target}")

@@ -1,6 +1,6 @@
-"""FlashInfer as the attention of a model's passes on a GPU. It is planned on the host, so no graph can hold it.
+"""FlashInfer as the attention of a model's passes on a GPU. The host plans it, so graphs cannot capture it.
 
-Written for flashinfer-python 0.6.12, which is imported where its attention is wanted and nowhere else.
+Written for flashinfer-python 0.6.12, which is only imported if it is used.
 """
 
 from __future__ import annotations
@@ -28,50 +28,49 @@ REQUIREMENT = "flashinfer-python>=0.6.12,<0.7"
 _LEAST_VERSION, _NEXT_VERSION = (0, 6, 12), (0, 7, 0)
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
-# What FlashInfer advises as its least room for partial sums.
-_LEAST_WORKSPACE = 128 << 20
-# Rows, times query heads of a group, of its kernels' largest tile, and such tiles of a multiprocessor where keys are
-# split.
+# The smallest workspace for partial sums that FlashInfer recommends.
+_MIN_WORKSPACE = 128 << 20
+# Rows times query heads of a group in its kernels' largest tile; tiles per multiprocessor if keys are split.
 _TILE, _TILES_EACH = 128, 2
-# Each wrapper allocates so much for its plan, and a pass has no more than so many plans.
+# Bytes that each wrapper allocates for its plan, and plans of one pass at most.
 _PLAN_BYTES, _MOST_PLANS = 9 << 20, 4
-# Prompts by what FlashInfer finds best (FlashAttention-3 on compute capability 9.0). The other kernels alone take
-# masks; they share a key head's queries and split long contexts, which few rows need.
+# Prompts run by what FlashInfer finds best (FlashAttention-3 on compute capability 9.0). Only the fa2 kernels
+# take masks; they share a key head's queries and split long contexts, as few rows need.
 _PROMPTS_BY, _NODES_BY = "auto", "fa2"
 
 
 def obstacle(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a model's attention cannot run by FlashInfer; None: nothing is known that speaks against it."""
+    """Return why FlashInfer cannot run a model's attention; None if nothing is known to prevent it."""
     if device.type != "cuda":
         return "FlashInfer needs an NVIDIA GPU"
     if dtype not in _DTYPES:
         return f"FlashInfer has no {str(dtype).removeprefix('torch.')}"
     if config.head_dim not in _HEAD_DIMS:
-        return f"FlashInfer has no heads of {config.head_dim} numbers, as this model's are"
+        return f"FlashInfer does not support this model's head size of {config.head_dim}"
     advice = f"pip install '{REQUIREMENT}'"
     try:
         version = metadata.version("flashinfer-python")
     except metadata.PackageNotFoundError:
         return f"FlashInfer is not installed: {advice}"
     if not _LEAST_VERSION <= tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < _NEXT_VERSION:
-        return f"FlashInfer {version} is installed, which this was not written for: {advice}"
+        return f"FlashInfer {version} is installed, which is not supported: {advice}"
     return None
 
 
 def workspace_bytes(config: ModelConfig, device: torch.device) -> int:
-    """What FlashInferAttention takes on the device."""
+    """Return the bytes that FlashInferAttention allocates on the device."""
     return _partial_sums(config, device) + _MOST_PLANS * _PLAN_BYTES
 
 
 def _partial_sums(config: ModelConfig, device: torch.device) -> int:
-    """Bytes of what programs that share a row's keys leave for each other, and 1 MiB for alignment."""
+    """Return the bytes of the partial sums of programs that share a row's keys, with 1 MiB for alignment."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     tiles = _TILES_EACH * processors // config.num_kv_heads
-    return max(_LEAST_WORKSPACE, 4 * tiles * _TILE * config.num_heads * (config.head_dim + 1) + (1 << 20))
+    return max(_MIN_WORKSPACE, 4 * tiles * _TILE * config.num_heads * (config.head_dim + 1) + (1 << 20))
 
 
 class _Launch(NamedTuple):
-    """Rows ``first`` up to ``end`` of a pass, and what runs their attention."""
+    """Rows ``first`` up to ``end`` of a pass, and the function that runs their attention."""
 
     first: int
     end: int
@@ -79,18 +78,18 @@ class _Launch(NamedTuple):
 
 
 class FlashInferAttention:
-    """Attention over one cache: ``plan`` once a pass, then ``attend`` once a layer. Not for two threads at once.
+    """Attention over one KV cache: call ``plan`` once a pass, then ``attend`` once a layer, from one thread at a time.
 
     Args:
         config: of the model whose keys and values are in ``cache``.
-        every_pass: whether it takes all passes that the host has the rows of; if not, those that have no graph: long
-            prompts'. Read by DevicePass.
+        every_pass: whether it runs all passes of batches from the host; otherwise only passes without a
+            graph, which are long prompts'. DevicePass reads it.
     """
 
     def __init__(self, config: ModelConfig, cache: KVCache, *, every_pass: bool = False) -> None:
         self.every_pass = every_pass
         self._config, self._cache = config, cache
-        # Kernels of one stream run one after the other, so all plans may share it.
+        # Kernels of one stream run one after the other, so all plans share the workspace.
         num_bytes = _partial_sums(config, cache.data.device)
         self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=cache.data.device)
         self._plans: dict[bool, list[_Plan]] = {True: [], False: []}
@@ -100,7 +99,7 @@ class FlashInferAttention:
         """Prepare all layers of a pass. Waits until the device has read the plans of the pass before.
 
         Raises:
-            ValueError: the batch has contexts that begin later than at the first slot.
+            ValueError: the batch has a context that does not begin at the first KV slot.
         """
         self._launches.clear()
         used = {True: 0, False: 0}
@@ -114,7 +113,7 @@ class FlashInferAttention:
             self._launches.append(_Launch(rows.first, rows.end, plan.run))
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """As foretoken_kernels.gpu.tree_attention of the planned batch, over a layer's keys and values.
+        """Run the attention of one layer for the planned batch, as foretoken_kernels.gpu.tree_attention.
 
         Args:
             query: [rows, num_heads, head_dim], last dimension contiguous.
@@ -126,7 +125,7 @@ class FlashInferAttention:
 
 
 class _Plan:
-    """One of FlashInfer's plans, which lives until its next one is made."""
+    """One of FlashInfer's wrappers, which holds a plan until the next one is made."""
 
     def __init__(self, workspace: torch.Tensor, backend: str) -> None:
         import flashinfer
@@ -138,14 +137,14 @@ class _Plan:
 
     def prepare(self, rows: PlannedRows, config: ModelConfig, cache: KVCache) -> None:
         if self._read is not None:
-            # The wrapper writes each plan to the same pinned memory, whether or not the last one has left it.
+            # The wrapper writes each plan to the same pinned memory, even if the last plan is still being copied.
             self._read.synchronize()
         masks = rows.masks
         self._wrapper.plan(
             self._pinned(rows.row_starts),
-            self._pinned(rows.page_starts),
-            self._pinned(rows.pages),
-            self._pinned(rows.last_page_lens),
+            self._pinned(rows.block_starts),
+            self._pinned(rows.blocks),
+            self._pinned(rows.last_block_lens),
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
@@ -157,21 +156,21 @@ class _Plan:
             max_token_per_sequence=int(np.diff(rows.row_starts).max()),
         )
         if masks is not None:
-            # plan() counts where a packed mask begins in bits, and its kernels count in bytes.
+            # plan() counts the starts of packed masks in bits; the kernels count in bytes.
             self._wrapper._mask_indptr_buf.copy_(self._pinned(masks.starts), non_blocking=True)
         if self._read is not None:
             self._read.record()
 
     def _pinned(self, array: NDArray[Any]) -> torch.Tensor:
-        """In memory from which a copy waits for nothing; torch keeps it until such a copy has read it."""
+        """Return the array in pinned memory, so that copies do not wait; torch keeps it until they have read it."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
 
 def compile_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what a model's passes need, or load what is in FlashInfer's cache: a minute or two at the first start.
+    """Compile what a model's passes need, or load it from FlashInfer's cache: a minute or two at the first start.
 
-    Raises whatever FlashInfer and its compilers raise where it cannot be had.
+    Raises whatever FlashInfer and its compilers raise if they fail.
     """
     started = time.perf_counter()
     cache = KVCache(1, 8, 16, config.num_kv_heads, config.head_dim, dtype, device)

@@ -1,7 +1,7 @@
-"""Runs programs over batches on the CPU: buffers, addresses, and a look at every index before compiled code trusts it.
+"""Runs programs over batches on the CPU; checks every index before compiled code uses it.
 
-Rows are independent: a row's results have the same bits whatever rows, chunks and trees run beside it, and on any
-number of threads.
+Rows are independent: a row's results have the same bits whatever rows, chunks and trees run beside it,
+on any number of threads.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from foretoken.models.config import ModelConfig
 from foretoken.models.program import Attention, Operation, Program
 from foretoken.models.rope import cos_sin_table
 
-# Rows of a pass that is a prompt's: long enough that threads which wait for each other at its barriers lose little to
-# other processes on their cores. Trees of a few rows took longer with all cores of two than with one.
+# Rows from which on a pass counts as a prompt's. It is long enough that threads which wait at its barriers
+# lose little to other processes on their cores. On two cores, trees of a few rows were slower with both.
 WIDE_ROWS = 64
 _PATH_MULTIPLE = 64
 
 
 @dataclass(slots=True, eq=False)
 class LoadedProgram:
-    """A program as compiled code reads it, and the largest (rows, wanted rows, path) that the buffers fit so far.
+    """A program as compiled code reads it.
 
-    ``kept`` are the tensors whose addresses stand in ``table``.
+    Attributes:
+        kept: tensors whose addresses are in ``table``.
+        fits: the largest (rows, wanted rows, path) that the buffers hold so far.
     """
 
     program: Program
@@ -44,14 +46,14 @@ class LoadedProgram:
 
 
 class ForwardPass:
-    """The buffers and the compiled function of one model. Not for two threads at once.
+    """The buffers and the compiled function of one model. Only one thread at a time may use it.
 
     Args:
-        config: of the model whose attention runs over ``cache``.
+        config: of the model whose keys and values are in ``cache``.
         vocab_size: token ids of a batch are below it.
         num_positions: rotary positions that may occur; at least the context length.
-        num_threads: threads of one pass, the caller counted.
-        wide_threads: threads of a pass of WIDE_ROWS rows or more; 0: as many.
+        num_threads: threads of one pass, including the caller.
+        wide_threads: threads of a pass of WIDE_ROWS rows or more; 0: the same number.
     """
 
     def __init__(
@@ -79,14 +81,14 @@ class ForwardPass:
         self._no_starts = np.zeros(0, np.int32)
 
     def load(self, program: Program) -> LoadedProgram:
-        """A program ready to run here."""
+        """Return the program ready to run."""
         kept: list[torch.Tensor] = []
         table = np.array([self._entry(operation, kept) for operation in program.operations], np.int64)
         table = table.reshape(-1, kernel.NUM_OPERATION_FIELDS)
         return LoadedProgram(program, kept, table, _address(table))
 
     def _entry(self, operation: Operation, kept: list[torch.Tensor]) -> list[int]:
-        """One operation as the kernel's table has it; ``kept`` gets the tensors that it names."""
+        """Return one operation as a row of the kernel's table; append the tensors that it names to ``kept``."""
         x, out, weight = operation.x, operation.out, operation.weight
         if operation.attention is not None:
             weight = self._attention_table(operation.attention)
@@ -111,7 +113,7 @@ class ForwardPass:
         return entry
 
     def _attention_table(self, attention: Attention) -> torch.Tensor:
-        """What ROPE and ATTEND read of a layer."""
+        """Return the addresses that ROPE and ATTEND read for one layer."""
         plane, weights = attention
         if plane not in self._attention_tables:
             table = np.zeros(kernel.NUM_ATTENTION_FIELDS, np.int64)
@@ -127,10 +129,7 @@ class ForwardPass:
         return self._attention_tables[plane]
 
     def run(self, loaded: LoadedProgram, batch: ForwardBatch, given: NDArray[np.float32] | None = None) -> None:
-        """Writes every row's keys and values to its slot first, so a tree's nodes see each other in the same pass.
-
-        Args:
-            given: float32 [rows, any]: what the program reads as GIVEN.
+        """Run a program over a batch, as Executor.run.
 
         Raises:
             ValueError: an index of the batch is out of range; nothing was written.
@@ -163,9 +162,13 @@ class ForwardPass:
     def level_pass(
         self, programs: Sequence[LoadedProgram], num_rows: int, longest: int, output_field: int, hidden_size: int
     ) -> LevelPass:
-        """What compiled code needs to run programs itself, over at most ``num_rows`` rows that attend to ``longest``.
+        """Return the arguments with which compiled code runs the programs itself.
 
-        ``programs``: of each module; ``output_field``, ``hidden_size``: as LevelPass.
+        Args:
+            programs: one for each module.
+            num_rows: rows of one pass at most.
+            longest: positions that one row attends to at most.
+            output_field, hidden_size: as for LevelPass.
         """
         for loaded in programs:
             self._reserve(loaded, num_rows, num_rows, longest)
@@ -183,7 +186,7 @@ class ForwardPass:
         )
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
-        """float32 [rows, width]: a buffer after a run; a view that is valid until the next one."""
+        """Return the buffer ``field`` after a run, as a float32 view [rows, width]; valid until the next run."""
         return self._buffers[field][: rows * width].view(rows, width)
 
     def _context_starts(self, batch: ForwardBatch) -> NDArray[np.int32]:
@@ -197,7 +200,7 @@ class ForwardPass:
         return batch.context_starts
 
     def _reserve(self, loaded: LoadedProgram, num_rows: int, wanted: int, longest: int) -> None:
-        """Grow the buffers, to powers of two, so that this batch fits."""
+        """Grow the buffers to powers of two that hold this batch."""
         config, threads, program = self._config, self._team.num_threads, loaded.program
         stride = -(-longest // _PATH_MULTIPLE) * _PATH_MULTIPLE
         self._args[kernel.SCORE_STRIDE] = stride

@@ -7,7 +7,7 @@ from foretoken_kernels.cpu.linear import ADD
 
 from foretoken.models.draft_config import HeadConfig
 from foretoken.models.draft_weights import HeadWeights, ModuleWeights
-from foretoken.models.program import Attention, LayerShape, Program, Span
+from foretoken.models.program import Attention, Columns, LayerShape, Program
 
 # MiMo is trained with zeros for the embedding in the pair of the target's first position, whose KV slot is 1.
 _ZEROED_POSITION = 1
@@ -27,7 +27,7 @@ class HeadPrograms:
         self._config, self._weights = config, weights
         self._family, self._size, self._feature_width = config.family, config.body.hidden_size, feature_width
         is_normed = config.family == "mtp" or config.norm_output
-        self.output = Span(kernel.OUTPUT if is_normed else kernel.HIDDEN, self._size)
+        self.output = Columns(kernel.OUTPUT if is_normed else kernel.HIDDEN, self._size)
 
     def whole(self, depth: int, *, from_target: bool) -> Program:
         """Return the program of module ``depth``: KV entries, hidden states and logits.
@@ -56,13 +56,13 @@ class HeadPrograms:
         else:
             self._join_mtp(program, module)
 
-    def _embed(self, program: Program, out: Span) -> None:
+    def _embed(self, program: Program, out: Columns) -> None:
         zeroed = _ZEROED_POSITION if self._config.layout == "mimo" else -1
         program.embed(self._weights.embedding, self._weights.embedding_is_packed, out, zeroed)
 
-    def _joint(self, program: Program, module: ModuleWeights, x: Span) -> None:
+    def _joint(self, program: Program, module: ModuleWeights, x: Columns) -> None:
         """Set HIDDEN to the joint matrix times ``x``, plus its bias if it has one."""
-        hidden = Span(kernel.HIDDEN, self._size)
+        hidden = Columns(kernel.HIDDEN, self._size)
         if module.joint_bias.numel():
             program.fill(module.joint_bias, hidden)
             program.linear(x, module.joint, hidden, ADD)
@@ -71,22 +71,22 @@ class HeadPrograms:
 
     def _join_eagle(self, program: Program, module: ModuleWeights) -> None:
         size = self._size
-        self._embed(program, Span(kernel.EMBEDDED, size, 0, 2 * size))
-        program.copy(Span(kernel.GIVEN, size), Span(kernel.EMBEDDED, size, size, 2 * size))
-        self._joint(program, module, Span(kernel.EMBEDDED, 2 * size))
+        self._embed(program, Columns(kernel.EMBEDDED, size, 0, 2 * size))
+        program.copy(Columns(kernel.GIVEN, size), Columns(kernel.EMBEDDED, size, size, 2 * size))
+        self._joint(program, module, Columns(kernel.EMBEDDED, 2 * size))
 
     def _join_eagle3(self, program: Program, module: ModuleWeights, from_target: bool) -> None:
         """Put the normed embedding and the normed hidden state side by side in NORMED, the residual in HIDDEN."""
-        size, hidden = self._size, Span(kernel.HIDDEN, self._size)
-        embedded = Span(kernel.EMBEDDED, size)
+        size, hidden = self._size, Columns(kernel.HIDDEN, self._size)
+        embedded = Columns(kernel.EMBEDDED, size)
         self._embed(program, embedded)
-        program.norm(embedded, module.embedding_norm, Span(kernel.NORMED, size, 0, 2 * size))
+        program.norm(embedded, module.embedding_norm, Columns(kernel.NORMED, size, 0, 2 * size))
         if from_target:
             self._normed_features(program, module)
-            self._joint(program, module, Span(kernel.EMBEDDED, self._feature_width))
+            self._joint(program, module, Columns(kernel.EMBEDDED, self._feature_width))
         else:
-            program.copy(Span(kernel.GIVEN, size), hidden)
-        normed_hidden = Span(kernel.NORMED, size, size, 2 * size)
+            program.copy(Columns(kernel.GIVEN, size), hidden)
+        normed_hidden = Columns(kernel.NORMED, size, size, 2 * size)
         program.norm(hidden, module.hidden_norm, normed_hidden)
         if self._config.norm_before_residual:
             program.copy(normed_hidden, hidden)
@@ -96,24 +96,24 @@ class HeadPrograms:
         total = self._feature_width
         norms = module.feature_norms
         if not norms:
-            program.copy(Span(kernel.GIVEN, total), Span(kernel.EMBEDDED, total))
+            program.copy(Columns(kernel.GIVEN, total), Columns(kernel.EMBEDDED, total))
         width = total // max(len(norms), 1)
         for i, norm in enumerate(norms):
-            given = Span(kernel.GIVEN, width, i * width, total)
-            program.norm(given, norm, Span(kernel.EMBEDDED, width, i * width, total))
+            given = Columns(kernel.GIVEN, width, i * width, total)
+            program.norm(given, norm, Columns(kernel.EMBEDDED, width, i * width, total))
 
     def _join_mtp(self, program: Program, module: ModuleWeights) -> None:
-        size, embedded = self._size, Span(kernel.EMBEDDED, self._size)
-        first, second = Span(kernel.NORMED, size, 0, 2 * size), Span(kernel.NORMED, size, size, 2 * size)
+        size, embedded = self._size, Columns(kernel.EMBEDDED, self._size)
+        first, second = Columns(kernel.NORMED, size, 0, 2 * size), Columns(kernel.NORMED, size, size, 2 * size)
         token, state = (second, first) if self._config.layout == "mimo" else (first, second)
         self._embed(program, embedded)
         program.norm(embedded, module.embedding_norm, token)
-        program.norm(Span(kernel.GIVEN, size), module.hidden_norm, state)
-        self._joint(program, module, Span(kernel.NORMED, 2 * size))
+        program.norm(Columns(kernel.GIVEN, size), module.hidden_norm, state)
+        self._joint(program, module, Columns(kernel.NORMED, 2 * size))
 
     def _layers(self, program: Program, module: ModuleWeights, first_plane: int, *, kv_only: bool = False) -> None:
         body, size = self._config.body, self._size
-        hidden, normed = Span(kernel.HIDDEN, size), Span(kernel.NORMED, size)
+        hidden, normed = Columns(kernel.HIDDEN, size), Columns(kernel.NORMED, size)
         for index, layer in enumerate(module.layers):
             is_joined = index == 0 and self._family == "eagle3"
             if layer.input_norm.numel():
@@ -126,7 +126,7 @@ class HeadPrograms:
             add(shape, Attention(first_plane + index, layer))
 
     def _finish(self, program: Program, module: ModuleWeights) -> None:
-        hidden, normed = Span(kernel.HIDDEN, self._size), Span(kernel.NORMED, self._size)
+        hidden, normed = Columns(kernel.HIDDEN, self._size), Columns(kernel.NORMED, self._size)
         if self.output.buffer == kernel.OUTPUT:
             program.norm(hidden, module.final_norm, self.output)
             program.copy(self.output, normed, kernel.GATHERED)

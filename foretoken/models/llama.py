@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3 and MiMo over a paged cache."""
+"""The decoder of Llama, Mistral, Qwen2, Qwen3 and MiMo over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import DecoderWeights
 from foretoken.models.executor import Executor, Loaded
 from foretoken.models.forward_pass import ForwardPass, LoadedProgram
-from foretoken.models.program import Attention, LayerShape, Program, Span
+from foretoken.models.program import Attention, Columns, LayerShape, Program
 
 
 class Llama(Generic[Loaded]):
@@ -31,9 +31,9 @@ class Llama(Generic[Loaded]):
 
     @property
     def features(self) -> torch.Tensor:
-        """[rows, len(features) * hidden_size]: what the last pass was asked for; valid until the next call.
+        """The hidden states that the last pass kept, [rows, len(features) * hidden_size]; valid until the next call.
 
-        float32 on a CPU, as the cache on a GPU.
+        They are float32 on a CPU and have the cache's type on a GPU.
         """
         if 0 in self._captured:
             return torch.empty(self._captured)
@@ -41,16 +41,19 @@ class Llama(Generic[Loaded]):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
-        """float32 [len(logit_rows), vocab_size]; valid until the next call.
+        """Run one pass and return the logits, float32 [len(logit_rows), vocab_size]; valid until the next call.
 
-        Writes every row's keys and values to its slot first, so a tree's nodes see each other in the same pass.
+        Keys and values of all rows are written before any row attends, so the nodes of a tree see each
+        other in the same pass.
 
         Args:
-            features: hidden states to keep of all rows, side by side in this order: the state that enters layer l, the
-                state that leaves the last layer (l = the number of layers), or FINAL_NORM.
+            features: hidden states to keep for all rows, side by side in this order. Number l is the
+                state that enters layer l, the number of layers is the state that leaves the last layer;
+                or FINAL_NORM.
 
         Raises:
-            ValueError: an index of the batch is out of range, or there is no such hidden state; nothing was written.
+            ValueError: an index of the batch is out of range, or there is no such hidden state;
+                nothing was written.
         """
         self._executor.run(self._loaded(features), batch)
         self._captured = (batch.num_rows, len(features) * self.config.hidden_size)
@@ -67,9 +70,11 @@ class Llama(Generic[Loaded]):
             if feature != FINAL_NORM and not 0 <= feature <= config.num_layers:
                 raise ValueError(f"there is no hidden state {feature} in a model of {config.num_layers} layers")
         size = config.hidden_size
-        program, hidden, normed = Program(), Span(kernel.HIDDEN, size), Span(kernel.NORMED, size)
+        program, hidden, normed = Program(), Columns(kernel.HIDDEN, size), Columns(kernel.NORMED, size)
         kept = {
-            feature: [Span(kernel.FEATURES, size, i * size, len(features) * size) for i in _places(feature, features)]
+            feature: [
+                Columns(kernel.FEATURES, size, i * size, len(features) * size) for i in _places(feature, features)
+            ]
             for feature in features
         }
         program.embed(weights.embedding, config.tie_word_embeddings, hidden)

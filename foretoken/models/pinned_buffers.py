@@ -1,6 +1,7 @@
-"""Pinned memory: small arrays that one copy brings to a device, or back, and rows of numbers on their way there.
+"""Pinned buffers: copies of small arrays and rows between host and device.
 
-A copy costs microseconds however little it carries; one from other memory waits for all that the stream has to do.
+A copy costs microseconds, however small it is, so one copy carries several arrays. A copy from
+memory that is not pinned waits for all work on the stream.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Each array begins at a multiple of this: what a vector load wants.
+# Each array begins at a multiple of this, as vector loads need.
 _ALIGNMENT = 16
 
 
 class PinnedBuffers:
-    """Arrays in pinned memory with twins on the device, both at fixed addresses.
+    """Arrays in pinned memory and their copies on the device, all at fixed addresses.
 
-    What the host is to say: fill ``host`` between ``wait`` and ``send``; kernels that are launched later see it in
-    ``device``. What it is to learn: kernels fill ``device``, ``receive`` waits for them.
+    To send, fill ``host`` between ``wait`` and ``send``; kernels that are launched later read ``device``.
+    To receive, let kernels fill ``device``; ``receive`` waits for them.
 
     Args:
-        arrays: by name: shape and element type.
+        arrays: shape and element type by name.
     """
 
     def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
@@ -34,7 +35,7 @@ class PinnedBuffers:
             spans[name] = (size, size + num_bytes)
             size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         is_cuda = device.type == "cuda"
-        # Whoever makes them: tensors made in inference mode may be written to there only.
+        # Tensors made in inference mode can only be written to in inference mode.
         with torch.inference_mode(False):
             self._host = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, pin_memory=is_cuda)
             self._device = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, device=device)
@@ -50,18 +51,18 @@ class PinnedBuffers:
         self.host: dict[str, NDArray[Any]] = {name: view.numpy() for name, view in views(self._host).items()}
 
     def wait(self) -> None:
-        """Until the last copy has read the host's arrays."""
+        """Wait until the last copy has read ``host``."""
         if self._sent is not None:
             self._sent.synchronize()
 
     def send(self) -> None:
-        """Copy all to the device, in the order of the stream."""
+        """Copy ``host`` to the device, in stream order."""
         self._device.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
 
     def receive(self) -> dict[str, NDArray[Any]]:
-        """``host``, as ``device`` is at this place in the stream; waits for it."""
+        """Copy ``device`` to ``host`` in stream order, wait, and return ``host``."""
         self._host.copy_(self._device, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
@@ -70,11 +71,11 @@ class PinnedBuffers:
 
 
 class SendRing:
-    """The way of an array to a device, for who does not wait until an earlier one has been read.
+    """Ring of pinned buffers for asynchronous host-to-device copies of one array.
 
     Args:
-        out: on the device.
-        size: arrays that are under way at once; the next one waits.
+        out: the array on the device.
+        size: copies that may be under way at once; the next one waits.
     """
 
     def __init__(self, out: torch.Tensor, size: int) -> None:
@@ -85,7 +86,7 @@ class SendRing:
         self._next = 0
 
     def send(self, values: NDArray[Any]) -> None:
-        """Copy ``values``, of the array's shape, in the order of the stream. They may change once this returns."""
+        """Copy ``values``, which have the array's shape, in stream order. The caller may change them at once."""
         host, event = self._hosts[self._next], self._events[self._next]
         self._next = (self._next + 1) % len(self._hosts)
         if event is not None:
@@ -97,11 +98,11 @@ class SendRing:
 
 
 class PinnedRows:
-    """The way of rows of numbers to a device: converted into pinned memory, then copied in the order of the stream.
+    """A pinned buffer that converts rows to the device's element type and copies them in stream order.
 
     Args:
-        size: numbers at most.
-        dtype: of the device's.
+        size: elements of the largest copy.
+        dtype: element type on the device.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -114,7 +115,7 @@ class PinnedRows:
         return len(self._host)
 
     def send(self, rows: NDArray[np.float32], out: torch.Tensor) -> None:
-        """Copy ``rows`` to ``out``, of the same shape. They may change once this returns."""
+        """Copy ``rows`` to ``out``, which has the same shape. The caller may change them at once."""
         if self._sent is not None:
             self._sent.synchronize()
         host = self._host[: rows.size].view(rows.shape)

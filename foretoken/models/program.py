@@ -1,6 +1,6 @@
-"""A model's forward pass as a list of operations over the rows of a batch, which a CPU or a GPU runs its own way.
+"""A model's forward pass as a list of operations over the rows of a batch; CPU and GPU each run it their own way.
 
-Codes, buffers and modes are called as the CPU kernels' decoder calls them; see there what an operation does.
+Codes, buffers and modes have the names of foretoken_kernels.cpu.decoder, which says what each operation does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _NO_POSITION = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The same ``size`` elements of every row of a buffer (a field of the kernel's table), ``stride`` apart.
+class Columns:
+    """The same ``size`` columns, from ``offset`` on, of every row of a buffer.
 
-    ``stride`` 0 means rows without gaps.
+    Rows are ``stride`` elements apart; 0: there are no gaps. ``buffer`` is a field of the kernel's table.
     """
 
     buffer: int
@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Widths of one decoder layer. ``qkv_features``: what the attention's first matrix takes."""
+    """Widths of one decoder layer. ``qkv_features``: input size of the attention's first matrix."""
 
     hidden_size: int
     intermediate_size: int
@@ -51,28 +51,28 @@ class LayerShape:
 
 
 class Attention(NamedTuple):
-    """One layer's attention: its weights, and the plane of the cache that it reads and writes."""
+    """One layer's attention: its weights, and the layer of the KV cache that it reads and writes."""
 
     plane: int
     weights: LayerWeights
 
 
 class Operation(NamedTuple):
-    """One operation. What is meaningless for its code is left at its default.
+    """One operation. Fields that its code does not use keep their defaults.
 
     Attributes:
         code: EMBED, COPY, ...
-        out, x: what it writes, and what it reads.
+        out, x: the columns that it writes and reads.
         rows: EVERY_ROW, GATHERED or WANTED.
-        weight: of EMBED, FILL, NORM and LINEAR.
-        mode: of LINEAR; of EMBED, whether the embedding is in panels.
-        zero_position: of EMBED: rows at this position become zeros; -1: none do.
-        attention: of ROPE and ATTEND.
+        weight: for EMBED, FILL, NORM and LINEAR.
+        mode: for LINEAR; for EMBED, whether the embedding is in panels.
+        zero_position: for EMBED: rows at this position become zeros; -1: no row does.
+        attention: for ROPE and ATTEND.
     """
 
     code: int
-    out: Span
-    x: Span | None = None
+    out: Columns
+    x: Columns | None = None
     rows: int = kernel.EVERY_ROW
     weight: torch.Tensor | None = None
     mode: int = 0
@@ -85,40 +85,41 @@ class Program:
     """Operations over the rows of a batch, in the order in which they were added.
 
     Attributes:
-        operations: all of them.
-        row_widths: by buffer, how many elements a row takes.
-        wanted_widths: the same for buffers with one row for each row whose logits are wanted.
+        row_widths: elements of a row, by buffer.
+        wanted_widths: the same for buffers that only have rows whose logits are wanted.
     """
 
     operations: list[Operation] = field(default_factory=list)
     row_widths: dict[int, int] = field(default_factory=dict)
     wanted_widths: dict[int, int] = field(default_factory=dict)
 
-    def embed(self, embedding: torch.Tensor, packed: bool, out: Span, zero_position: int = _NO_POSITION) -> None:
-        """The tokens' rows of ``embedding``: [vocabulary, size] or panels; zeros for rows at ``zero_position``."""
+    def embed(self, embedding: torch.Tensor, packed: bool, out: Columns, zero_position: int = _NO_POSITION) -> None:
+        """Look up the tokens in ``embedding``, [vocabulary, size] or panels; rows at ``zero_position`` become zeros."""
         self._add(Operation(kernel.EMBED, out, weight=embedding, mode=int(packed), zero_position=zero_position))
 
-    def copy(self, x: Span, out: Span, rows: int = kernel.EVERY_ROW) -> None:
+    def copy(self, x: Columns, out: Columns, rows: int = kernel.EVERY_ROW) -> None:
         self._add(Operation(kernel.COPY, out, x, rows))
 
-    def fill(self, row: torch.Tensor, out: Span) -> None:
+    def fill(self, row: torch.Tensor, out: Columns) -> None:
         self._add(Operation(kernel.FILL, out, weight=row))
 
-    def norm(self, x: Span, weight: torch.Tensor, out: Span, rows: int = kernel.EVERY_ROW) -> None:
+    def norm(self, x: Columns, weight: torch.Tensor, out: Columns, rows: int = kernel.EVERY_ROW) -> None:
         self._add(Operation(kernel.NORM, out, x, rows, weight))
 
-    def linear(self, x: Span, weight: torch.Tensor, out: Span, mode: int = STORE, rows: int = kernel.EVERY_ROW) -> None:
-        """``weight``: from ``x.size`` to ``out.size`` features; neither span has gaps."""
+    def linear(
+        self, x: Columns, weight: torch.Tensor, out: Columns, mode: int = STORE, rows: int = kernel.EVERY_ROW
+    ) -> None:
+        """Multiply by ``weight``, from ``x.size`` to ``out.size`` features, neither with gaps."""
         assert x.width == x.size and out.width == out.size and not x.offset and not out.offset
         self._add(Operation(kernel.LINEAR, out, x, rows, weight, mode))
 
     def layer(self, shape: LayerShape, attention: Attention) -> None:
-        """One decoder layer: from its normed input in NORMED; what it adds goes to HIDDEN."""
+        """Add a decoder layer's output to HIDDEN; its normed input is in NORMED."""
         weights = attention.weights
-        hidden, normed = Span(kernel.HIDDEN, shape.hidden_size), Span(kernel.NORMED, shape.hidden_size)
-        attended = Span(kernel.ATTENTION_OUT, shape.num_heads * shape.head_dim)
-        gated = Span(kernel.GATED, shape.intermediate_size)
-        qkv = Span(kernel.QKV_OUT, shape.qkv_size)
+        hidden, normed = Columns(kernel.HIDDEN, shape.hidden_size), Columns(kernel.NORMED, shape.hidden_size)
+        attended = Columns(kernel.ATTENTION_OUT, shape.num_heads * shape.head_dim)
+        gated = Columns(kernel.GATED, shape.intermediate_size)
+        qkv = Columns(kernel.QKV_OUT, shape.qkv_size)
         self.kv_entries(shape, attention)
         self._add(Operation(kernel.ATTEND, attended, qkv, attention=attention))
         self.linear(attended, weights.output, hidden, ADD)
@@ -127,15 +128,15 @@ class Program:
         self.linear(gated, weights.down, hidden, ADD)
 
     def kv_entries(self, shape: LayerShape, attention: Attention) -> None:
-        """What a layer writes to the cache, from its normed input in NORMED."""
-        qkv = Span(kernel.QKV_OUT, shape.qkv_size)
-        self.linear(Span(kernel.NORMED, shape.qkv_features), attention.weights.qkv, qkv)
+        """Write a layer's KV entries; its normed input is in NORMED."""
+        qkv = Columns(kernel.QKV_OUT, shape.qkv_size)
+        self.linear(Columns(kernel.NORMED, shape.qkv_features), attention.weights.qkv, qkv)
         self._add(Operation(kernel.ROPE, qkv, qkv, attention=attention))
 
     def logits(self, head: torch.Tensor, hidden_size: int, vocab_size: int) -> None:
-        """Logits of the wanted rows, which lie side by side in NORMED."""
-        out = Span(kernel.LOGITS, vocab_size)
-        self.linear(Span(kernel.NORMED, hidden_size), head, out, rows=kernel.WANTED)
+        """Compute the logits of the wanted rows, which are the first rows of NORMED."""
+        out = Columns(kernel.LOGITS, vocab_size)
+        self.linear(Columns(kernel.NORMED, hidden_size), head, out, rows=kernel.WANTED)
 
     def _add(self, operation: Operation) -> None:
         for span in (operation.x, operation.out):

@@ -1,4 +1,4 @@
-"""Angles of the rotary embedding."""
+"""The angles of the rotary embedding."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from foretoken.models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32 [head_dim / 2]: radians that one position turns each pair.
+    """Return the radians by which one position rotates each pair, float32 [head_dim / 2].
 
-    ``linear`` divides all by the factor. ``llama3`` (Llama 3.1) divides those whose wavelength is longer than
-    the original context over ``low_freq_factor``, keeps those shorter than it over ``high_freq_factor``, and
-    blends in between.
+    ``linear`` divides all frequencies by the factor. ``llama3`` (Llama 3.1) divides a frequency whose
+    wavelength is longer than the original context over ``low_freq_factor``, keeps one whose wavelength is
+    shorter than the context over ``high_freq_factor``, and blends in between.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
@@ -33,7 +33,7 @@ def _blend(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """float32 [num_positions, 2, head_dim / 2]: cosines, then sines."""
+    """Return cosines, then sines, float32 [num_positions, 2, head_dim / 2]."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * inverse_frequencies(rope, head_dim)[None, :]
     return torch.stack([angles.cos(), angles.sin()], dim=1)

@@ -1,4 +1,4 @@
-"""The start-up check of strict mode: does a row get the same bits in every batch, on this machine, with this model?"""
+"""The start-up check of strict mode: a row must get the same bits in every batch on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foretoken.tree import MASK_WORD_BITS, ancestor_mask, depths
 
 # Around every tile size of the CPU's kernels, and one prefill chunk.
 _ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 64, 96)
-# A mask of one word: half of them the text, half of them something else.
+# A mask of one word; half of the nodes are the text, half are other tokens.
 _TREE_NODES = MASK_WORD_BITS
 _WHAT = "checking strict numerics"
 
@@ -29,18 +29,22 @@ def rows_are_independent(
     progress: Progress,
     more_counts: tuple[int, ...] = (),
 ) -> bool:
-    """Run one text in prefill chunks of many sizes, and its end as a tree's nodes; compare each row's logits with those
-    of one row a pass.
+    """Return whether each row of a text has the logits of a pass over that row alone.
 
-    Covers all row counts between which the kernels switch, and every position of a row in its batch. Writes to the
-    first slots of the cache; ``most_tokens``: that it, a context and a pass hold. ``more_counts``: row counts above 96
-    between which kernels switch, ascending. ``progress`` is called with (passes done, passes, what).
+    The text runs in prefill chunks of many sizes, and its end as nodes of a tree. This covers all row
+    counts between which the kernels switch, and every position of a row in its batch. It writes to the
+    first KV slots.
+
+    Args:
+        most_tokens: tokens that the cache, a context and a pass hold.
+        progress: called with (passes done, passes, what).
+        more_counts: further row counts above 96 between which the kernels switch, ascending.
     """
     row_counts = _ROW_COUNTS + more_counts
     length = min(row_counts[-1], most_tokens, config.max_position_embeddings)
     tokens = (np.arange(length, dtype=np.int64) * 7919 % config.vocab_size).astype(np.int32)
     counts = [count for count in row_counts if count <= length]
-    # Few rows need no long text.
+    # Small chunks only run over the beginning of the text.
     ends = [min(length, max(count, _ROW_COUNTS[-1])) for count in counts]
     total = length + sum(end // count for count, end in zip(counts, ends, strict=True)) + 1
     done = 0
@@ -67,8 +71,10 @@ def rows_are_independent(
 
 
 def _tree_batch(text: NDArray[np.int32], first: int, vocab_size: int, block_size: int) -> ForwardBatch:
-    """A tree whose root is at position ``first``: its even nodes are the text, and each of the others another child of
-    the text's node before it."""
+    """Return a tree whose root is at position ``first``.
+
+    Its even nodes are the text. Each odd node is another child of the even node before it.
+    """
     size = 2 * len(text) - 1
     tokens, parents = np.empty(size, np.int32), np.arange(-1, size - 1, dtype=np.int32)
     tokens[::2], tokens[1::2] = text, (text[1:] + 1) % vocab_size

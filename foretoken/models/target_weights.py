@@ -1,4 +1,4 @@
-"""The part of a target's weights that draft models share: embedding and output head, as the kernels read them."""
+"""The weights of a target that draft models share: embedding and output head, as the kernels read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foretoken.models.weights import Checkpoint
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetWeights:
-    """Both as ``layout`` has them: a table and a matrix; where the two are tied, ``embedding is head``."""
+    """Embedding (a table) and output head (a matrix) in ``layout``; if they are tied, ``embedding is head``."""
 
     vocab_size: int
     hidden_size: int
@@ -27,7 +27,7 @@ class TargetWeights:
 
     @staticmethod
     def of(config: ModelConfig, weights: DecoderWeights) -> TargetWeights:
-        """Those of a loaded target; no copy."""
+        """Return the weights of a loaded target, without a copy."""
         return TargetWeights(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -45,7 +45,7 @@ class TargetWeights:
 def load_target_weights(
     path: Path, config: ModelConfig, dtype: torch.dtype = torch.float32, backend: Backend = CPU
 ) -> TargetWeights:
-    """Embedding and head alone of the target in the folder ``path``, for a draft model served as ``dtype``.
+    """Read only embedding and head of the target in a folder, for a draft model that is served as ``dtype``.
 
     Raises:
         CheckpointError: as foretoken.models.weights.Checkpoint, and for a tensor that holds NaN or infinity.

@@ -1,4 +1,4 @@
-"""How many ids a checkpoint's tokenizer has: output heads are often padded beyond it."""
+"""The number of ids of a checkpoint's tokenizer, which is often smaller than the padded output head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 
 def num_token_ids(folder: Path, vocab_size: int) -> int:
-    """One more than the tokenizer's largest id; ``vocab_size`` if the folder has no tokenizer.json or a larger one."""
+    """Return one more than the tokenizer's largest id, at most ``vocab_size``, which also stands for no tokenizer."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return vocab_size

@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors lie in memory for the kernels that read them: in panels on a CPU, as rows on a GPU."""
+"""The memory layout of weights: in panels for CPU kernels, in rows for GPU kernels."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from foretoken.models.backend import Backend
 
 
 class WeightLayout(Protocol):
-    """Takes tensors as a checkpoint stores them. ``bfloat16``: whether matrices are held as that, or as float32."""
+    """Lays out tensors of a checkpoint. ``bfloat16``: whether matrices are held as bfloat16, not float32."""
 
     @property
     def bfloat16(self) -> bool: ...
 
     def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
-        """[out_features, in_features] each: one below the other."""
+        """Lay out a matrix of parts [out_features, in_features], one below the other."""
         ...
 
     def gate_up(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Both [intermediate_size, hidden_size], for one product with SiLU-and-multiply behind it."""
+        """Lay out two [intermediate_size, hidden_size] for one product followed by SiLU-and-multiply."""
         ...
 
     def table(self, rows: torch.Tensor) -> torch.Tensor:
-        """[vocabulary, size]: an embedding, of which rows are read."""
+        """Lay out an embedding [vocabulary, size], whose rows are looked up."""
         ...
 
     def select_rows(self, matrix: torch.Tensor, ids: NDArray[np.int64], in_features: int) -> torch.Tensor:
-        """The rows ``ids`` of what ``matrix`` returned, laid out in the same way."""
+        """Return the rows ``ids`` of a result of ``matrix``, in the same layout."""
         ...
 
     def vector(self, values: torch.Tensor) -> torch.Tensor:
-        """float32."""
+        """Return the values as float32."""
         ...
 
 
 class PanelLayout:
-    """The CPU kernels' (see foretoken_kernels.cpu.linear): flat panels, float32 or the bits of bfloat16 as uint16."""
+    """The CPU kernels' layout: flat panels (foretoken_kernels.cpu.linear), float32 or bfloat16 bits as uint16."""
 
     def __init__(self, bfloat16: bool) -> None:
         self.bfloat16 = bfloat16
@@ -74,7 +74,7 @@ class PanelLayout:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The GPU kernels': [out_features, in_features] on the device, gate above up, as ``dtype``."""
+    """The GPU kernels' layout: [out_features, in_features] on the device, gate above up, as ``dtype``."""
 
     device: torch.device
     dtype: torch.dtype
@@ -106,10 +106,10 @@ class RowLayout:
 
 
 def weight_layout(backend: Backend, dtype: torch.dtype, stored: Sequence[torch.dtype]) -> WeightLayout:
-    """The layout for a model served as ``dtype``, of matrices that are stored as these types.
+    """Return the layout for a model served as ``dtype`` whose matrices are stored as these types.
 
-    On a CPU matrices are bfloat16 also where all of them are stored so: widened as they are read, they give what
-    float32 copies would, from half the memory.
+    On a CPU, matrices also stay bfloat16 if all of them are stored so: kernels widen them while reading,
+    which gives the results of float32 copies at half the memory.
     """
     if backend.kernels == "gpu":
         return RowLayout(backend.device, dtype)
@@ -132,5 +132,5 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _aligned(panels: NDArray[np.generic]) -> torch.Tensor:
-    """A copy in memory of PyTorch's, which starts at a cache line: a vector load that straddles two costs double."""
+    """Copy to memory of PyTorch, which begins at a cache line: a vector load across two lines costs double."""
     return torch.from_numpy(panels).clone()

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors checkpoint, one file or sharded; every error names the file and the tensor."""
+"""Reads tensors of a safetensors checkpoint, single or sharded; every error names the file and the tensor."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _BLOCK_BYTES = 1024 * 1024
 
 
 class Checkpoint:
-    """The tensors of the checkpoint folder ``path``, read one at a time.
+    """The tensors of a checkpoint folder, read one at a time.
 
     Raises:
-        CheckpointError: from the constructor for files that are missing, cut short or not safetensors;
-            from ``read`` and ``dtype`` for a tensor that is missing or of the wrong shape or type.
+        CheckpointError: from the constructor if a file is missing, truncated or not safetensors; from
+            ``read`` and ``dtype`` if a tensor is missing or has the wrong shape or type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,11 +61,11 @@ class Checkpoint:
         return sum(file.stat().st_size for file in self.files)
 
     def file_of(self, name: str) -> Path:
-        """The file that holds the tensor ``name``."""
+        """Return the file that holds a tensor."""
         return self._place(name)[0]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The element type in which the tensor ``name`` is stored."""
+        """Return the element type in which a tensor is stored."""
         file, handle = self._place(name)
         stored = handle.get_slice(name).get_dtype()
         if stored not in _DTYPES:
@@ -74,7 +74,7 @@ class Checkpoint:
         return _DTYPES[stored]
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor ``name`` in the type in which it is stored; its shape must be ``shape``."""
+        """Return a tensor in its stored type. Its shape must be ``shape``."""
         self.dtype(name)
         file, handle = self._place(name)
         stored = tuple(handle.get_slice(name).get_shape())
@@ -87,7 +87,7 @@ class Checkpoint:
         return tensor
 
     def read_integers(self, name: str, size: int) -> NDArray[np.int64]:
-        """int64 [size]: the tensor ``name``, which must be stored as integers."""
+        """Return a tensor that is stored as integers, int64 [size]."""
         file, handle = self._place(name)
         part = handle.get_slice(name)
         if part.get_dtype() not in ("I64", "I32") or tuple(part.get_shape()) != (size,):
@@ -96,11 +96,11 @@ class Checkpoint:
         return handle.get_tensor(name).to(torch.int64).numpy()  # type: ignore[no-any-return]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape in which the tensor ``name`` is stored."""
+        """Return the shape in which a tensor is stored."""
         return tuple(self._place(name)[1].get_slice(name).get_shape())
 
     def check_all_known(self, known: Iterable[str]) -> None:
-        """Raise CheckpointError if a tensor is not in ``known``: the model would ignore what it was trained with."""
+        """Raise CheckpointError if a tensor is not in ``known``: the model would ignore a part of its training."""
         unknown = sorted(self.names - set(known))
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
@@ -114,9 +114,9 @@ class Checkpoint:
 
 
 def hash_files(files: Iterable[Path]) -> str:
-    """sha256 over the files' names, sizes and contents.
+    """Return the sha256 of the files' names, sizes and contents.
 
-    Of a checkpoint above 256 MB the first MiB of each file (its header) and 64 MiB spread evenly over it are
+    Above 256 MB in all, only the first MiB of each file (its header) and 64 MiB spread evenly over it are
     hashed: two fine-tunes differ nearly everywhere, and reading 100 GB at each start would take minutes.
     """
     paths = list(files)

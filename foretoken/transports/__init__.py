@@ -1,1 +1,1 @@
-"""How a step's requests and trees pass between a verifier and a drafter, and the memory that both map."""
+"""Transports between a verifier and a drafter: requests, trees, and memory that both map."""

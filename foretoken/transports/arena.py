@@ -1,7 +1,8 @@
 """The arena: memory that a verifier and a drafter on one host share, and the doorbells between them.
 
-The verifier makes it; descriptors go to the drafter (arena_peer.py) over a private Unix socket, which stays open: its
-end tells each side at once that the other one is gone. No name of it exists anywhere, so no death leaves memory behind.
+The verifier makes it and sends descriptors to the drafter (arena_peer.py) over a private Unix socket. The
+socket stays open: its end tells each side at once that the other is gone. The memory has no name in any
+file system, so it never outlives the processes.
 
     request memory   written by the verifier, sealed so that nobody else can map it writable
       header         magic, layout version, ArenaLayout, epoch, challenge of the self-test
@@ -10,13 +11,14 @@ end tells each side at once that the other one is gone. No name of it exists any
       header         digest of the self-test
       buffers        ``num_buffers`` replies
 
-Message number s uses buffer s mod ``num_buffers`` of either memory. A side writes a buffer, then rings. A request
-buffer is written again only after its reply has come, so no buffer is written while the other side reads it, and the
-rings' system calls order the memory. The verifier trusts nothing that a drafter writes: it copies, then checks.
+Message number s uses buffer s mod ``num_buffers`` of either memory. A side writes a buffer, then rings.
+The verifier only reuses a request buffer after its reply has arrived, so no side writes a buffer that the
+other reads; the rings' system calls order the memory. The verifier does not trust what a drafter writes:
+it copies, then checks.
 
-Hidden rows for drafters with a head travel in the request buffers, whose number bounds them. A drafter on the
-verifier's own GPU also gets device memory (resident_share.py), where steps leave tokens and hidden rows. It
-outlives ``close`` on either side until its last user has let go of it.
+Hidden states for draft heads are sent in the request buffers. A drafter on the verifier's own GPU also
+gets device memory (resident_share.py), where steps leave tokens and hidden states. That memory lives on
+after ``close`` on either side until its last user has released it.
 """
 
 from __future__ import annotations
@@ -57,15 +59,15 @@ if TYPE_CHECKING:
     from foretoken.resident import ResidentMemory, StreamOrder
     from foretoken.transports.resident_share import ResidentShare
 
-# Seconds for the hand-over of the descriptors, once both sides are at it.
+# Seconds that the hand-over of the descriptors may take once the drafter has connected.
 HAND_OVER_TIMEOUT_S = 5.0
 
 
 class ArenaListener:
-    """The private Unix socket at which a drafter gets an arena: 0600, in a folder of 0700, gone once it connected."""
+    """The private Unix socket where a drafter gets an arena: mode 0600 in a folder of 0700, removed once connected."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """``folder``: where the private folder is made; both sides must see it. None: the system's."""
+        """``folder``: parent of the private folder, visible to both sides; None: the system's temporary folder."""
         self._folder = tempfile.mkdtemp(prefix="arena-", dir=folder)
         self.path = os.path.join(self._folder, "s")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -81,11 +83,11 @@ class ArenaListener:
             raise
 
     def fileno(self) -> int:
-        """Readable when a drafter has connected."""
+        """Return a descriptor that is readable when a drafter has connected."""
         return self._socket.fileno()
 
     def accept(self) -> socket.socket:
-        """The drafter's connection. Raises BlockingIOError if there is none. The socket file is removed."""
+        """Return the drafter's connection and remove the socket file. Raises BlockingIOError if there is none."""
         connection, _ = self._socket.accept()
         self.close()
         connection.settimeout(HAND_OVER_TIMEOUT_S)
@@ -293,7 +295,7 @@ class ArenaTransport:
                     self._queue.give_up()
                     return None
                 ready = drafter.waiter.wait(left_s)
-                # A reply that came before the end still counts.
+                # A reply that arrived before the end still counts.
                 if ready == {drafter.fileno()}:
                     raise TransportClosedError("the drafter closed the arena")
 
@@ -312,9 +314,9 @@ class ArenaTransport:
             self._send()
 
     def close(self) -> None:
-        """The engine may have work queued that reads device memory: that stays until nobody refers to it any more.
+        """Close the arena and let streams that wait for the drafter continue.
 
-        A stream that waits for the drafter goes on.
+        Device memory stays while something refers to it, because queued work may still read it.
         """
         with self._lock:
             if self._closed:
@@ -332,7 +334,7 @@ class ArenaTransport:
         return self._drafter
 
     def _send(self) -> None:
-        """Write what the window allows, and ring once for each."""
+        """Write what the window allows and ring once for each message."""
         while (message := self._queue.next()) is not None:
             buffer = self._memory.requests[self._num_sent % len(self._memory.requests)]
             if isinstance(message, tuple):
@@ -343,7 +345,7 @@ class ArenaTransport:
             self._memory.request_bell.ring()
 
     def _take_replies(self) -> DraftBatch | None:
-        """Pair all replies that have come; the awaited one is returned."""
+        """Pair all replies that have arrived with their requests; return the awaited one."""
         num_rings = self._memory.reply_bell.take()
         if num_rings > self._queue.num_in_flight:
             if self._drafter is not None:

@@ -1,4 +1,4 @@
-"""Where things stand in the arena's two memories, and the memories themselves. Knows no processes and no doorbells."""
+"""The layout of the arena's two memories, and functions that make, seal and map them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KIND_RESIDENT = 3
 _BEGINS = 1
 _IS_LAST = 2
 
-# What goes with every hand-over, what with some, and the most of both.
+# Descriptors of every hand-over, of some hand-overs, and the most of all.
 _DESCRIPTORS = ("requests", "replies", "request_bell", "reply_bell")
 _WEIGHT_DESCRIPTORS = ("weights", "weights_memory")
 _RESIDENT_DESCRIPTORS = ("device_memory", "flag_words")
@@ -63,7 +63,7 @@ F_SEAL_FUTURE_WRITE = 0x0010
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MAX_MEMORY_BYTES = 1 << 32
-# Kind, epoch, step id, rows, tokens, hidden rows, blocks, prediction tokens; of a resident step its number and marks.
+# Kind, epoch, step id, rows, tokens, hidden states, blocks, prediction tokens; a resident step's number and marks.
 _REQUEST_HEAD = struct.Struct("<10Q")
 _REPLY_HEAD = struct.Struct("<4Q")  # epoch, step id, rows, nodes
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -71,7 +71,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Shape of an arena; both sides compute every offset from it. The fields are stored in this order, 32 bits each."""
+    """The shape of an arena, from which both sides compute every offset. Stored in this order, 32 bits a field."""
 
     max_rows: int
     max_nodes: int
@@ -79,13 +79,13 @@ class ArenaLayout:
     num_buffers: int = WINDOW
     memory: int = MEMORY_HOST
     token_dtype: int = DTYPE_INT32
-    # Hidden rows for drafters with a head: as many a request as new tokens. Width in elements.
+    # Hidden states for draft heads: as many rows a request as new tokens. Width in elements.
     hidden_dtype: int = DTYPE_NONE
     hidden_width: int = 0
     block_size: int = 16
     # Whether the target's weights are handed over (foretoken.transports.shared_weights).
     has_weights: int = 0
-    # Of the device memory that is handed over (foretoken.resident.ResidentLayout); all zero: there is none.
+    # Layout of the device memory that is handed over (foretoken.resident.ResidentLayout); all zero: none.
     resident_seats: int = 0
     resident_tokens: int = 0
     resident_nodes: int = 0
@@ -101,9 +101,11 @@ class ArenaLayout:
         weights: bool = False,
         resident: ResidentLayout | None = None,
     ) -> ArenaLayout:
-        """The layout that a verifier makes for this target and a drafter with these needs (None: tokens alone).
+        """Return a verifier's layout for this target and a drafter with these needs (None: it only needs tokens).
 
-        ``weights``: the target's are handed over. ``resident``: so is device memory, of this layout.
+        Args:
+            weights: whether the target's weights are handed over.
+            resident: layout of the device memory that is handed over, if any.
         """
         max_rows = ROWS_PER_SLOT * target.max_slots
         width = _hidden_width(target, needs)
@@ -120,7 +122,7 @@ class ArenaLayout:
 
     @property
     def resident(self) -> ResidentLayout | None:
-        """Of the device memory, if there is one; ``check`` has passed."""
+        """The layout of the device memory, if there is some; call ``check`` first."""
         if not self.resident_seats:
             return None
         # Drafters without a model need no torch.
@@ -138,7 +140,7 @@ class ArenaLayout:
 
     @property
     def descriptors(self) -> tuple[str, ...]:
-        """What the descriptors of the hand-over are, in their order."""
+        """The names of the descriptors that are handed over, in order."""
         return (
             *_DESCRIPTORS,
             *(_WEIGHT_DESCRIPTORS if self.has_weights else ()),
@@ -146,7 +148,7 @@ class ArenaLayout:
         )
 
     def check(self, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
-        """Raise PreconditionError, naming both values, unless a drafter of this target can use this layout."""
+        """Raise PreconditionError, with both values, if a drafter of this target cannot use this layout."""
         width = _hidden_width(target, needs)
         expected = {
             "max_rows": ROWS_PER_SLOT * target.max_slots,
@@ -159,7 +161,7 @@ class ArenaLayout:
         }
         if self.resident_seats:
             if needs is None or not needs.resident:
-                raise PreconditionError("arena: comes with device memory, which this drafter has no use for")
+                raise PreconditionError("arena: it has device memory, which this drafter does not use")
             expected |= {"resident_seats": target.max_slots, "resident_nodes": target.max_nodes}
             expected |= {"resident_width": width}
         for name, value in expected.items():
@@ -182,10 +184,10 @@ class ArenaLayout:
         return _aligned(_REQUEST_HEAD.size + ROW_DTYPE.itemsize * self.max_rows + 4 * ragged)
 
     def ragged_capacity(self, name: str) -> int:
-        """Elements of four bytes that a ragged column holds at most."""
+        """Return the number of elements, of four bytes each, that a ragged column can hold."""
         if name == "hidden":
             return self.token_capacity * self.hidden_width
-        # A row's new tokens may begin in the middle of a block.
+        # A row's new tokens may begin inside a block.
         return self.token_capacity + (self.max_rows if name == "block_ids" else 0)
 
     @property
@@ -220,7 +222,7 @@ def _resident_fields(layout: ResidentLayout) -> dict[str, int]:
 
 
 def _aligned(size: int) -> int:
-    """Up to a whole cache line: two buffers never share one."""
+    """Round up to whole cache lines, so that two buffers never share one."""
     return -(-size // 64) * 64
 
 
@@ -237,9 +239,9 @@ class ArenaHeader:
 
     @staticmethod
     def unpack(data: bytes) -> ArenaHeader:
-        """Raises PreconditionError, naming both, for another kind of memory or layout version."""
+        """Raise PreconditionError, with both values, for another kind of memory or layout version."""
         magic, version, *values, epoch, challenge = _HEADER.unpack_from(data)
-        # struct takes trailing zeros for part of the string, so the magic compares whole.
+        # struct keeps trailing zeros, so the magic compares whole.
         if magic != MAGIC:
             raise PreconditionError(f"arena: starts with {magic!r} instead of {MAGIC!r}")
         if version != LAYOUT_VERSION:
@@ -248,19 +250,19 @@ class ArenaHeader:
 
 
 def new_memory(name: str, size: int) -> int:
-    """The descriptor of ``size`` bytes of zeroed memory without a name in any file system."""
+    """Make zeroed memory of ``size`` bytes, without a name in any file system; return its descriptor."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     return fd
 
 
 def seal(fd: int, seals: int) -> None:
-    """Seal memory for all of its holders: without SIZE_SEALS one of them could shrink it under another's reads."""
+    """Seal memory for all its holders. Without SIZE_SEALS, one could shrink it while another reads."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
 def map_memory(fd: int, size: int, *, writable: bool) -> mmap.mmap:
-    """Raises PreconditionError if the memory has another size."""
+    """Map memory. Raises PreconditionError if it has another size."""
     actual = os.fstat(fd).st_size
     if actual != size:
         raise PreconditionError(f"arena: memory of {actual} bytes, its layout needs {size}")
@@ -268,7 +270,7 @@ def map_memory(fd: int, size: int, *, writable: bool) -> mmap.mmap:
 
 
 class _Cursor:
-    """Hands out one array after the other."""
+    """Returns consecutive arrays of a memory."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory = memory
@@ -281,7 +283,7 @@ class _Cursor:
 
 
 class RequestBuffer:
-    """One buffer of the request memory, as arrays. The rows' records come first, so that all are aligned."""
+    """One buffer of the request memory as arrays. The rows' records come first, so that all are aligned."""
 
     def __init__(self, memory: mmap.mmap, layout: ArenaLayout, index: int) -> None:
         self._memory = memory
@@ -298,11 +300,11 @@ class RequestBuffer:
             dtype = np.float32 if name == "hidden" else np.int32
             self._ragged[name] = cursor.array(dtype, layout.ragged_capacity(name))
         self._ragged["hidden"] = self._ragged["hidden"].reshape(-1, layout.hidden_width or 1)
-        # Memory is touched when it is first read to, on the drafter's side alone.
+        # Only the drafter's side writes to this copy, so only there it takes physical memory.
         self._hidden_copy = np.empty((len(self._ragged["hidden"]), layout.hidden_width), np.float32)
 
     def write(self, request: DraftRequest) -> None:
-        """The request fits: RequestQueue has split it."""
+        """Write a request that RequestQueue has split, so that it fits."""
         rows = request.num_rows
         values = [getattr(request, name) for name in RAGGED_COLUMNS]
         counts = [len(array) for array in values]
@@ -324,10 +326,10 @@ class RequestBuffer:
         self._rows["slots"][: len(slots)] = slots
 
     def read(self) -> DraftRequest | tuple[int, ...]:
-        """A private copy: a request, or slots to release. Raises ValueError for counts beyond the layout.
+        """Return a private copy of the request, or the slots to release. Raises ValueError if it exceeds the layout.
 
-        Its hidden rows are valid until this buffer is read again: megabytes of fresh memory would take longer to come
-        by than to copy to.
+        The hidden states are valid until this buffer is read again: allocating megabytes would take longer
+        than copying them.
         """
         kind, epoch, step_id, rows, *counts, number, marks = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
         room = [len(values) for values in self._ragged.values()]
@@ -355,7 +357,7 @@ class RequestBuffer:
 
 
 def _bytes_of(rows: NDArray[np.void]) -> NDArray[np.uint8]:
-    """uint8 [rows, bytes of a record]: a view."""
+    """Return a view uint8 [rows, bytes of a record]."""
     return rows.view(np.uint8).reshape(len(rows), ROW_DTYPE.itemsize)
 
 
@@ -373,7 +375,7 @@ class ReplyBuffer:
         self._scores = cursor.array(np.float32, layout.max_rows * layout.max_nodes)
 
     def write(self, batch: DraftBatch) -> None:
-        """The batch has passed ``check_batch``, so it fits."""
+        """Write a batch that has passed ``check_batch``, so that it fits."""
         rows, nodes = batch.num_rows, len(batch.tokens)
         _REPLY_HEAD.pack_into(self._memory, self._offset, batch.epoch, batch.step_id, rows, nodes)
         self._starts[: rows + 1] = batch.node_starts
@@ -382,7 +384,7 @@ class ReplyBuffer:
         self._scores[:nodes] = batch.scores
 
     def read(self) -> DraftBatch | None:
-        """A private copy, to be checked by ``check_batch``; None for counts beyond the layout."""
+        """Return a private copy, which ``check_batch`` must check; None if it exceeds the layout."""
         epoch, step_id, rows, nodes = _REPLY_HEAD.unpack_from(self._memory, self._offset)
         if rows > self._layout.max_rows or nodes > len(self._tokens):
             return None

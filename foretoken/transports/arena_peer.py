@@ -1,4 +1,4 @@
-"""The arena as its drafter sees it: fetched from the verifier (arena.py), checked, and answered."""
+"""The drafter's end of the arena: fetches it from the verifier (arena.py), checks it and answers requests."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 class ArenaPeer:
-    """The drafter's end. Used by one thread."""
+    """The drafter's end of an arena. Only one thread may use it."""
 
     def __init__(self, path: str, epoch: int, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
-        """Fetch the arena of the verifier that listens at ``path``, check it, and answer its self-test.
+        """Fetch the arena of the verifier that listens at ``path``, check it and answer its self-test.
 
-        ``needs``: of the drafter; None: tokens alone.
+        ``needs``: of the drafter; None: it only needs tokens.
 
         Raises:
-            PreconditionError: another layout, epoch or size than this drafter needs, named with both values.
+            PreconditionError: layout, epoch or size differ from what this drafter needs; names both values.
             UnavailableError: nobody listens there, or the hand-over was cut off.
         """
         with contextlib.ExitStack() as undo:
@@ -77,17 +77,17 @@ class ArenaPeer:
 
     @property
     def share(self) -> ResidentShare | None:
-        """Device memory that the verifier has too, if there is some; it may be used on after ``close``."""
+        """The device memory shared with the verifier, if any; it may be used after ``close``."""
         return self._share
 
     def filenos(self) -> tuple[int, int]:
-        """Doorbell and connection: what to wait for before ``requests``."""
+        """Return the descriptors of doorbell and connection; wait for them before ``requests``."""
         return self._request_bell.fileno(), self._connection.fileno()
 
     def requests(self) -> Iterator[DraftRequest | tuple[int, ...]]:
-        """The requests that have come, and slots to release, in order. Answer each before taking the next.
+        """Yield the requests and releases of slots that have arrived, in order. Answer each before the next.
 
-        Raises TransportClosedError if the verifier is gone, ValueError for a request that cannot be read.
+        Raises TransportClosedError if the verifier is gone, ValueError if a request cannot be read.
         """
         num_rings = self._request_bell.take()
         if num_rings == 0 and self._is_gone():
@@ -100,17 +100,16 @@ class ArenaPeer:
             yield request
 
     def reply(self, batch: DraftBatch | None) -> None:
-        """Answer the oldest open request, with a checked batch; None acknowledges a release."""
+        """Answer the oldest open request with a checked batch; None acknowledges a release."""
         if batch is not None:
             self._replies[self._num_answered % len(self._replies)].write(batch)
         self._num_answered += 1
         self._reply_bell.ring()
 
     def close(self) -> None:
-        """Idempotent. The verifier notices at once.
+        """Close the arena, which the verifier notices at once. Idempotent.
 
-        A stream of the drafter's that waits for the verifier goes on. Its device memory stays until the drafter no
-        longer refers to it.
+        Streams that wait for the verifier continue. Device memory stays while the drafter refers to it.
         """
         if self._share is not None:
             self._share.release()
@@ -119,16 +118,16 @@ class ArenaPeer:
         self._reply_bell.close()
         self._requests, self._replies = [], []
         for memory in (self._request_memory, self._reply_memory):
-            # What cannot be read ends the attachment by an error that still refers to its buffer: memory goes with it.
+            # The error of an unreadable request still refers to its buffer; the memory is freed with the error.
             with contextlib.suppress(BufferError):
                 memory.close()
 
     def _fetch(self, path: str) -> list[int]:
-        """All descriptors, in the order of ``ArenaLayout.descriptors``: the first one at least."""
+        """Return the descriptors, at least one, in the order of ``ArenaLayout.descriptors``."""
         self._connection.settimeout(HAND_OVER_TIMEOUT_S)
         try:
             self._connection.connect(path)
-            # One more than there may be: a hand-over that is longer is not cut to one that fits.
+            # Accept one more than allowed, so that a longer hand-over is noticed instead of truncated.
             _, fds, _, _ = socket.recv_fds(self._connection, 1, MAX_DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             raise UnavailableError(f"arena: no hand-over at {path}: {error}") from error
@@ -138,7 +137,7 @@ class ArenaPeer:
         return fds
 
     def _map_share(self, needs: DrafterNeeds | None, handed: Mapping[str, int]) -> ResidentShare | None:
-        """Raises PreconditionError if the device is not one of this process's."""
+        """Map the device memory, if any. Raises PreconditionError if this process does not see the device."""
         layout = self._layout.resident
         if layout is None:
             return None
@@ -160,7 +159,7 @@ class ArenaPeer:
         return digest
 
     def _is_gone(self) -> bool:
-        """The verifier never writes to the connection, so whatever can be read is its end."""
+        """Return whether the verifier has closed its end: it never writes, so anything readable is the end."""
         try:
             self._connection.recv(1)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that PyTorch has no words for: loaded with the first one, errors by CUDA's names."""
+"""Calls of the CUDA driver that PyTorch lacks. The driver's module is loaded at the first call."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
 
 @cache
 def driver() -> Any:
-    """The module of the driver's API, ``cuda.bindings.driver``. Raises PreconditionError where it is not installed."""
+    """Return the module ``cuda.bindings.driver``. Raises PreconditionError if it is not installed."""
     try:
         return import_module("cuda.bindings.driver")
     except ImportError as error:
         raise PreconditionError(
-            "GPU memory is shared through the package cuda-bindings, which PyTorch's builds for CUDA bring along: "
+            "sharing GPU memory needs the package cuda-bindings, which comes with PyTorch's CUDA builds: "
             f"it is not installed ({error})"
         ) from error
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """The result of the driver's function ``name``, None if it has none.
+    """Call the driver's function ``name`` and return its result, None if it has none.
 
     Raises:
-        PreconditionError: the device or the driver cannot do it at all.
-        UnavailableError: any other fault; both with the names of function and error.
+        PreconditionError: the device or the driver does not support it.
+        UnavailableError: any other error. Both name the function and CUDA's error.
     """
     return checked(name, getattr(driver(), name)(*arguments))
 
 
 def checked(name: str, result: tuple[Any, ...]) -> Any:
-    """``call``'s result and errors, of what the function ``name`` returned."""
+    """Return the result, or raise the error, in what the driver's function ``name`` returned."""
     status, *values = result
     codes = driver().CUresult
     if status == codes.CUDA_SUCCESS:
@@ -49,9 +49,9 @@ def checked(name: str, result: tuple[Any, ...]) -> Any:
 
 @contextlib.contextmanager
 def on(device: torch.device) -> Iterator[None]:
-    """Calls in the block are made in PyTorch's context on this GPU, whatever the thread did before.
+    """Run the block's driver calls in PyTorch's context on this GPU, whatever the thread's context was.
 
-    They may be made by a thread that is just capturing a graph, of which they become no part.
+    The thread may be capturing a graph; the calls do not become part of it.
     """
     call("cuCtxPushCurrent", _primary_context(device_index(device)))
     try:
@@ -66,12 +66,12 @@ def on(device: torch.device) -> Iterator[None]:
 
 
 def device_index(device: torch.device) -> int:
-    """By which CUDA and PyTorch number the GPUs that this process sees."""
+    """Return the number of a GPU among those that this process sees."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 @cache
 def _primary_context(index: int) -> Any:
-    """Held for as long as the process lives, as PyTorch does."""
+    """Return the GPU's primary context and keep it for the life of the process, as PyTorch does."""
     call("cuInit", 0)
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))

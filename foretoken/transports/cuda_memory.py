@@ -1,6 +1,7 @@
-"""GPU memory that two processes map: made by one, which passes a file descriptor of it to the other.
+"""GPU memory that two processes map: one makes it and passes a file descriptor to the other.
 
-Virtual memory management, not the older IPC handles: those fail across process namespaces on some drivers.
+It uses CUDA's virtual memory management. The older IPC handles fail across process namespaces on some
+drivers.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from foretoken.transports.cuda_driver import call, device_index, driver, on
 
 
 class CudaMemory:
-    """An allocation, or another process's one, mapped here.
+    """An allocation of this or of another process, mapped here.
 
-    Tensors of it (``tensor``) keep it: it is unmapped when the last one is gone, and so is this object, or by
-    ``close``. What was mapped is physically given back when no process maps it any more.
+    It is unmapped by ``close``, or when this object and its last tensor (``tensor``) are gone. The memory is
+    freed when no process maps it.
     """
 
     def __init__(
@@ -32,16 +33,16 @@ class CudaMemory:
         fd: int | None = None,
         read_only: bool = False,
     ) -> None:
-        """Raises UnavailableError or PreconditionError with the name of CUDA's error.
+        """Allocate or map the memory. Raises UnavailableError or PreconditionError with the name of CUDA's error.
 
         Args:
             num_bytes: at least 1; the same in both processes.
-            drain: returns when no stream works on the memory any more; called before it is unmapped, by whichever
-                thread lets go last. Unmapping does not wait for anything by itself. It must not refer to the memory.
-            fd: descriptor that ``export`` of another process gave; it stays the caller's. None: new memory, whose
-                bytes may have any value.
-            read_only: a kernel that writes to it here is refused, as CUDA refuses any illegal access: no call works on
-                the GPU in this process any more.
+            drain: returns when no stream uses the memory. The last user's thread calls it before the
+                memory is unmapped, since unmapping does not wait. It must not refer to the memory.
+            fd: descriptor from another process's ``export``, which the caller closes. None: allocate new
+                memory, with undefined content.
+            read_only: a kernel of this process that writes to the memory fails as any illegal access
+                does: the GPU is unusable for this process from then on.
         """
         self.device = torch.device("cuda", device_index(device))
         self.num_bytes = num_bytes
@@ -67,28 +68,28 @@ class CudaMemory:
         self._handle = handle
         self._address = int(address)
         self._unmap = weakref.finalize(self, _unmap, self.device, address, size, handle, drain)
-        # The end of the process gives all back, and may come when the driver has gone.
+        # The end of the process frees everything, and may come after the driver is gone.
         self._unmap.atexit = False
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """How PyTorch comes by the memory, and to keep this object. It refuses memory that is said to be read-only."""
+        """The interface by which PyTorch gets the memory and keeps this object. It rejects read-only memory."""
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
     def tensor(self) -> torch.Tensor:
-        """uint8 [num_bytes]: the memory itself."""
-        # Not kept here: the two would hold each other where no collector sees it.
+        """Return the memory as a tensor uint8 [num_bytes]."""
+        # Not kept here: the collector would not see the two hold each other.
         return torch.as_tensor(self, device=self.device)
 
     def export(self) -> int:
-        """A descriptor to pass to another process; the caller's to close, also at once after it was passed."""
+        """Return a descriptor to pass to another process; the caller may close it once it was passed."""
         with on(self.device):
             fd = int(call("cuMemExportToShareableHandle", self._handle, _handle_type(), 0))
         os.set_inheritable(fd, False)
         return fd
 
     def close(self) -> None:
-        """Drain, then unmap; no tensor of it may be used any more. Idempotent."""
+        """Drain, then unmap; its tensors may not be used afterwards. Idempotent."""
         self._unmap()
 
 

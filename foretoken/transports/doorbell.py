@@ -1,9 +1,10 @@
 """Doorbells between two processes: eventfd counters, and waiting on several of them at once.
 
-A ring there and a ring back, measured at the median: 20 us on an idle machine of 16 cores when both sides block, 5.6 us
-when both spin and the answer comes within the spin, the same as blocking when it comes later. Spinning costs at most
-``spin_us`` of a core a wait, and nothing while idle. Where two cores are busy it takes the core that the other side
-needs: 8 us became 110 us with a spin of 50 us. The whole round trip is measured by benchmarks/transports.py.
+Median time of a ring and its answer on an idle machine of 16 cores: 20 us when both sides block, 5.6 us
+when both spin and the answer comes within the spin; if it comes later, the same as blocking. Spinning
+costs at most ``spin_us`` of a core a wait, and nothing while idle. On two busy cores it takes the core
+that the other side needs: 8 us became 110 us with a spin of 50 us. benchmarks/transports.py measures the
+whole round trip.
 """
 
 from __future__ import annotations
@@ -15,39 +16,39 @@ import threading
 import time
 from collections.abc import Iterable
 
-# With more than two cores a waiter watches for a moment before it blocks.
+# With more than two cores, a waiter spins for a moment before it blocks.
 DEFAULT_SPIN_US = 50
 MIN_CORES_TO_SPIN = 3
 
 
 def default_spin_us() -> int:
-    """Microseconds to spin before blocking: none where the spinning core is one that the other side needs."""
+    """Return the microseconds to spin before blocking: none if the other side needs the spinning core."""
     return DEFAULT_SPIN_US if len(os.sched_getaffinity(0)) >= MIN_CORES_TO_SPIN else 0
 
 
 class Doorbell:
     """A counter of rings that a process can block on. Its descriptor may be handed to another process.
 
-    ``ring`` may come from any thread, also late ones: on a closed doorbell it does nothing.
+    Any thread may call ``ring``; on a closed doorbell it does nothing.
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        """Takes over ``fd``, or makes a new one. The flag of not blocking is shared by all holders."""
+        """Take over ``fd``, or make a new descriptor. All holders share its non-blocking flag."""
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if fd is None else fd
-        # A descriptor that is closed between its look-up and its use may be another file's by then.
+        # A descriptor that is closed between look-up and use may be another file's by then.
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
         return self._fd
 
     def ring(self) -> None:
-        """Never blocks: a counter at its limit is rung already."""
+        """Add a ring. Never blocks: a counter at its limit is already rung."""
         with self._lock, contextlib.suppress(BlockingIOError):
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
 
     def take(self) -> int:
-        """Rings since the last take; 0 if there were none."""
+        """Return the number of rings since the last take."""
         try:
             return os.eventfd_read(self._fd)
         except BlockingIOError:
@@ -65,14 +66,14 @@ class Waiter:
     """Blocks until one of several descriptors is readable or hung up. Owns none of them."""
 
     def __init__(self, fds: Iterable[int], spin_us: int = 0) -> None:
-        """``spin_us``: microseconds to look again and again before blocking, at the cost of a core."""
+        """``spin_us``: microseconds to poll before blocking, at the cost of a core."""
         self._poll = select.poll()
         self._spin_ns = spin_us * 1_000
         for fd in fds:
             self._poll.register(fd, select.POLLIN)
 
     def wait(self, timeout_s: float | None) -> set[int]:
-        """The descriptors that are ready; empty after ``timeout_s``, which is rounded up to milliseconds."""
+        """Return the descriptors that are ready; none after ``timeout_s``, which is rounded up to milliseconds."""
         if self._spin_ns:
             spin_ns = self._spin_ns if timeout_s is None else min(self._spin_ns, int(timeout_s * 1e9))
             deadline = time.monotonic_ns() + spin_ns

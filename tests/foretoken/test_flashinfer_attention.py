@@ -95,7 +95,7 @@ def test_long_stretches_are_planned_apart_and_without_masks(device: str) -> None
     ]
     assert nodes.masks is not None and prompts.masks is None and few.masks is None
     assert prompts.lengths.tolist() == [16384, 65] and few.lengths.tolist() == [69, 39]
-    assert prompts.page_starts.tolist() == [0, 1024, 1029] and prompts.last_page_lens.tolist() == [16, 1]
+    assert prompts.block_starts.tolist() == [0, 1024, 1029] and prompts.last_block_lens.tolist() == [16, 1]
     # The root alone has no mask of its own, but one plan has them for all.
     assert len(nodes.masks.bits) == -(-8 * 28 // 8) + -(-41 // 8) and nodes.masks.bits[-6:].tolist() == [255] * 6
 
@@ -194,7 +194,7 @@ def test_both_kinds_of_kernel_are_compiled(
     [
         ("cpu", torch.bfloat16, 128, "0.6.12", "needs an NVIDIA GPU"),
         ("cuda", torch.float32, 128, "0.6.12", "has no float32"),
-        ("cuda", torch.bfloat16, 80, "0.6.12", "no heads of 80 numbers"),
+        ("cuda", torch.bfloat16, 80, "0.6.12", "head size of 80"),
         ("cuda", torch.bfloat16, 128, None, "is not installed: pip install 'flashinfer-python>=0.6.12,<0.7'"),
         ("cuda", torch.bfloat16, 128, "0.6.9", "FlashInfer 0.6.9 is installed"),
         ("cuda", torch.bfloat16, 128, "0.7.0rc1", "FlashInfer 0.7.0rc1 is installed"),

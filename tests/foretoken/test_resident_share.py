@@ -106,7 +106,7 @@ def test_without_device_memory_all_its_fields_are_zero() -> None:
         ({"resident_tokens": 0}, NEEDS, "device memory of 0 tokens"),
         ({"resident_tokens": 17}, NEEDS, "device memory of 17 tokens"),
         ({"resident_dtype": 1}, NEEDS, "type 1 is unusable"),
-        ({}, replace(NEEDS, resident=False), "which this drafter has no use for"),
+        ({}, replace(NEEDS, resident=False), "which this drafter does not use"),
     ],
 )
 def test_other_device_memory_is_refused_by_name(change: dict[str, int], needs: DrafterNeeds, message: str) -> None:
