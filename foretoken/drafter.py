@@ -1,4 +1,4 @@
-"""The contract of a drafter: the calls that a verifier makes, whatever transport they come by."""
+"""The contract of a drafter: the calls that a verifier makes, by any transport."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 
 if TYPE_CHECKING:
-    # The n-gram drafter runs without torch.
+    # The n-gram drafter does not import torch.
     from foretoken.models.target_weights import TargetWeights
     from foretoken.resident import ResidentMemory, StreamOrder
 
@@ -25,27 +25,27 @@ class Drafter(Protocol):
         ...
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
-        """What requests for this target must carry. Raises PreconditionError if drafter and target do not fit."""
+        """Return what requests for this target must carry. Raises PreconditionError if the two do not fit."""
         ...
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         """Forget every sequence and prepare for this target.
 
-        ``weights``: the target's embedding and head, where they can be shared. Raises PreconditionError if drafter and
-        target do not fit.
+        ``weights``: the target's embedding and head, if they can be shared. Raises PreconditionError if
+        drafter and target do not fit.
         """
         ...
 
     def draft(self, request: DraftRequest) -> DraftBatch:
-        """Learn the new tokens, then propose a tree for each row that wants one."""
+        """Learn the new tokens, then propose a tree for each row that asks for one."""
         ...
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget the per-sequence state of slots. What was learnt for others to use stays."""
+        """Forget the sequences in these batch slots. What other sequences can use stays."""
         ...
 
     def gauges(self) -> dict[str, float]:
-        """Drafter-specific figures for metrics, such as ``ngram_nodes``."""
+        """Return drafter-specific figures for metrics, such as ``ngram_nodes``."""
         ...
 
 
@@ -54,6 +54,5 @@ class DraftsResident(Protocol):
     """A Drafter that also takes requests whose tokens are in device memory."""
 
     def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
-        """Where such requests' tokens are, and their trees go. Called behind ``attach``, if it is; holds until the
-        next ``attach``."""
+        """Set the memory that has such requests' tokens and takes their trees, after ``attach``, until the next."""
         ...

@@ -1,7 +1,7 @@
-"""What a verifier and a drafter exchange: one request a step for the whole batch, one batch of trees back.
+"""The values that a verifier and a drafter exchange: one request a step for the whole batch, one batch of trees back.
 
-The same two values pass through every transport (foretoken/transports, drafter.proto). The calls that a drafter
-answers are in foretoken.drafter.
+Every transport (foretoken/transports, drafter.proto) carries these two values. foretoken.drafter has the
+calls that a drafter answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foretoken.tree import DraftTree, Int32
 
 Float32 = NDArray[np.float32]
 
-# One record a row. Fields of eight bytes come first, so that all are aligned.
+# The fields of a row's record. Fields of eight bytes come first, so that all are aligned.
 ROW_COLUMNS: dict[str, type[Any]] = {
     "salts": np.uint64,
     "seeds": np.uint64,
@@ -36,7 +36,7 @@ ROW_COLUMNS: dict[str, type[Any]] = {
     "min_ps": np.float32,
 }
 ROW_DTYPE = np.dtype(list(ROW_COLUMNS.items()))
-# Ragged columns, in the order of their offsets: values, and the offsets of each row's part.
+# Ragged columns in the order of their offsets: name of the values, name of the offsets of each row's part.
 RAGGED_COLUMNS: dict[str, str] = {
     "new_tokens": "new_token_starts",
     "hidden": "hidden_starts",
@@ -46,18 +46,18 @@ RAGGED_COLUMNS: dict[str, str] = {
 
 
 def starts_of(*counts: Iterable[int]) -> Int32:
-    """The offsets of ragged columns, int32 [columns, rows + 1], from the lengths of their rows' parts."""
+    """Return the offsets of ragged columns, int32 [columns, rows + 1], given the lengths of their rows' parts."""
     return np.array([list(accumulate(column, initial=0)) for column in counts], np.int32)
 
 
-# The target's hidden state after its last norm. A number l >= 0 is the state that enters layer l, before any norm; the
-# number of layers stands for what leaves the last one.
+# The target's hidden state after its last norm. A number l >= 0 is the state that enters layer l, before any
+# norm; the number of layers is the state that leaves the last layer.
 FINAL_NORM = -1
 
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What a drafter learns of the target at attach. ``max_nodes`` counts the root.
+    """What a drafter learns about the target when it is attached. ``max_nodes`` includes the root.
 
     ``checkpoint`` is the target's folder as the verifier sees it; a drafter on another host may not see it.
     """
@@ -76,15 +76,16 @@ class TargetInfo:
 
 @dataclass(frozen=True, slots=True)
 class DrafterNeeds:
-    """What a drafter wants of its requests, beside tokens.
+    """What a drafter needs in its requests, beside tokens.
 
     Attributes:
-        features: hidden states of the target, in the order in which they are concatenated; see FINAL_NORM.
-        num_rerun: positions before the first computed one whose features it needs after a prefix hit: 1 for a head
-            that goes on from the target's hidden state, D for one of D layers, 0 without features.
-        blocks: whether it keeps keys and values under the verifier's block ids.
-        weights: whether it uses the target's embedding or output head (``attach`` gets them where they can be shared).
-        device: the GPU where its model runs, by the UUID that CUDA gives it. Empty: it has none, or it is on the CPU.
+        features: numbers of the target's hidden states, in the order of their concatenation; see FINAL_NORM.
+        num_rerun: positions before the first computed one whose hidden states it needs after a prefix
+            hit: 1 for a head that continues from the target's hidden state, D for one of D layers, 0
+            without hidden states.
+        blocks: whether its KV cache uses the verifier's block ids.
+        weights: whether it uses the target's embedding or output head; ``attach`` gets them if they can be shared.
+        device: UUID, as CUDA gives it, of the GPU where its model runs; empty: it has no model, or it is on the CPU.
         resident: whether it can draft from memory of that GPU (foretoken.resident).
     """
 
@@ -97,7 +98,7 @@ class DrafterNeeds:
 
 
 def _column(name: str) -> Any:
-    """A row column by its name: a view."""
+    """Return a property for a row column, which is a view."""
     return property(lambda request: request.rows[name])
 
 
@@ -106,16 +107,16 @@ def _offsets(index: int) -> Any:
 
 
 class ResidentStep(NamedTuple):
-    """That a request's tokens and hidden rows are in device memory (foretoken.resident), where the trees go too.
+    """The step whose tokens and hidden states are in device memory (foretoken.resident), where the trees go, too.
 
-    Requests whose first has ``begins`` set and whose last ``is_last`` are a run: their rows are the seats of the
-    device memory, the same in all of them. One that has both set is a run of one step.
+    The requests from one with ``begins`` to one with ``is_last`` are a run. Their rows are the seats of the
+    device memory, the same in all of them. A request with both is a run of one step.
 
     Attributes:
-        number: of the step whose results are meant; grows by one from request to request.
-        begins: the first of a run. Its rows say what sits in the seats, and their ``lengths`` what the drafter was told
-            of before: those of the run's later requests are the same.
-        is_last: the trees are to come with the reply too. Replies to others say nothing: a root for each row.
+        number: number of the step; grows by one from request to request.
+        begins: whether the run begins. Its first rows name the sequences in the seats; their ``lengths``
+            count the tokens sent before the run, and stay the same in later requests.
+        is_last: whether the run ends. The reply then also has the trees; other replies only have roots.
     """
 
     number: int
@@ -125,30 +126,30 @@ class ResidentStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRequest:
-    """One step's request. All arrays have one entry a row, in the order of the batch, unless said otherwise.
+    """One step's request. All arrays have one element a row, in the order of the batch, unless said otherwise.
 
-    A row is told exactly once of each committed token of its sequence, prompt included, in order: ``lengths[r]``
-    counts the tokens after this request's ``new_tokens``. If the drafter has not seen the tokens before those (it
-    attached late, or a request was lost), it notices by the length and drafts over what it has from now on.
-    Tokens of a row whose ``max_nodes`` is 1 are to be learnt, not drafted for. A request has at most two rows a slot:
-    the last tokens of a sequence that ended ride beside, and before, the slot's new owner. A transport may split a
-    request with many new tokens; its parts share the step id.
+    Each committed token of a sequence, prompt included, is sent exactly once and in order; ``lengths[r]``
+    counts the tokens up to and including ``new_tokens``. A drafter that missed earlier tokens (it attached
+    late, or a request was lost) notices by the length, and drafts from what it has. The drafter learns the
+    tokens of a row whose ``max_nodes`` is 1, but drafts nothing for it. A request has at most two rows a
+    batch slot: the last tokens of an ended sequence come before the slot's new sequence. A transport may
+    split a request with many new tokens; its parts share the step id.
 
-    Row columns lie side by side in ``rows``, a record of ROW_DTYPE each. Four columns are ragged: row ``r`` owns
-    ``values[starts[r]:starts[r + 1]]``; all their offsets are ``starts``, int32 [4, rows + 1], in the order of
-    RAGGED_COLUMNS. So a request of one row, as most are, is a handful of arrays, whatever it says.
+    ``rows`` holds the row columns, one record of ROW_DTYPE a row. Four columns are ragged: row ``r`` has
+    ``values[starts[r]:starts[r + 1]]``. ``starts``, int32 [4, rows + 1], holds their offsets in the order of
+    RAGGED_COLUMNS. So a request of one row, as most are, is only a handful of arrays.
 
     Attributes:
-        epoch: the verifier's; a reply that carries another is dropped.
-        step_id: grows by at least 1 from request to request; stamped on the reply.
-        slots: int32; the sequence's slot, stable while it runs.
-        generations: int32; how often the slot was given out. A new value means a new sequence: forget the old one.
+        epoch: the verifier's; a reply with another epoch is dropped.
+        step_id: grows by at least 1 from request to request; the reply repeats it.
+        slots: int32; the sequence's batch slot, stable while it runs.
+        generations: int32; a new value means a new sequence in the slot: forget the old one.
         lengths: int32; committed tokens including ``new_tokens``; the last one is the root.
         prompt_lengths: int32; the first so many committed tokens are the prompt.
-        max_nodes: int32; nodes wanted at most, root included; 1 means none.
+        max_nodes: int32; nodes of the tree at most, root included; 1: do not draft.
         max_depths: int32; edges from the root at most.
         max_branches: int32; children of one node at most, the top-k of EAGLE's trees.
-        salts: uint64; digest of the tenant: nothing learnt under one salt is drafted under another.
+        salts: uint64; digest of the tenant: text learnt under one salt is never drafted under another.
         seeds: uint64; keys of the noise (foretoken.sampling).
         choice_indices: int32.
         temperatures: float32; 0 is greedy.
@@ -156,18 +157,19 @@ class DraftRequest:
         top_ps: float32; 1 is off.
         min_ps: float32; 0 is off.
         new_token_starts, new_tokens: int32 [rows + 1], int32 [sum of new tokens].
-        hidden_starts, hidden: int32 [rows + 1], float32 [sum, width]; for each of the row's *last* so many new tokens
-            the target's features (DrafterNeeds) at the position before it. A token without is one whose features are
-            gone (a prefix hit, a late attachment) or that has none: the first token of a sequence.
-        block_starts, block_ids: int32 [rows + 1], int32 [sum]; ids of the cache blocks that hold the positions of the
-            row's new tokens, in logical order: the first is block ``(length - new tokens) // block_size`` of the row.
-            Empty for drafters that want none.
-        prediction_starts, prediction: int32 [rows + 1], int32 [sum]; tokens that the client expects as the output, told
-            once a sequence and attachment, before or with its first tokens; later ones are appended.
-        resident: None: all that the request tells is in it. Else it tells of blocks alone: those behind the ones that
-            the run's earlier requests named, in logical order, and in its first one those behind the ones that hold
-            ``lengths`` tokens; there are enough for all that the run writes until the next one. The tokens count as
-            told once the step is done.
+        hidden_starts, hidden: int32 [rows + 1], float32 [sum, width]; hidden states of the target
+            (DrafterNeeds.features) for the *last* so many new tokens of the row, each from the position
+            before the token. The first token of a sequence has none, and hidden states may be lost by a
+            prefix hit or a late attachment.
+        block_starts, block_ids: int32 [rows + 1], int32 [sum]; ids of the blocks that hold the row's new
+            tokens, in logical order; the first is block ``(length - new tokens) // block_size`` of the row.
+            Empty for drafters that need none.
+        prediction_starts, prediction: int32 [rows + 1], int32 [sum]; tokens that the client expects as the
+            output, sent once a sequence and attachment, before or with its first tokens; later ones are appended.
+        resident: None: the request carries its tokens. Otherwise it only carries further blocks, in
+            logical order, enough for all that the run writes before the next request. They follow those of
+            the run's earlier requests; in the first request, those that hold ``lengths`` tokens. The tokens
+            count as sent once the step is done.
     """
 
     epoch: int
@@ -190,7 +192,7 @@ class DraftRequest:
 
     @staticmethod
     def of_columns(epoch: int, step_id: int, columns: Mapping[str, Any]) -> DraftRequest:
-        """A request of columns one by one: all of ROW_COLUMNS, and values and offsets of all of RAGGED_COLUMNS.
+        """Return a request of separate columns: all ROW_COLUMNS, and values and offsets of all RAGGED_COLUMNS.
 
         Raises ValueError if they differ in length, KeyError if one is missing.
         """
@@ -213,14 +215,14 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftBatch:
-    """The reply: one tree a row, ragged. A row of one node is a row without a draft.
+    """The reply: one tree a row, ragged. A row of one node has no draft.
 
     Attributes:
         node_starts: int32 [rows + 1].
-        tokens: int32 [total nodes]; each row's first is its root.
+        tokens: int32 [total nodes]; the first of each row is its root.
         parents: int32 [total nodes]; indices within the row.
-        scores: float32 [total nodes]; the drafter's estimate of the log of the chance that the target's text runs
-            through the node, given that it stands at the root: 0 for a root, never above its parent's.
+        scores: float32 [total nodes]; the drafter's estimate of the log-probability that the target's text
+            passes through the node, given the root: 0 for a root, never above its parent's.
     """
 
     epoch: int
@@ -235,10 +237,10 @@ class DraftBatch:
         return len(self.node_starts) - 1
 
     def tree(self, row: int) -> DraftTree:
-        """The tree of one row, as views of the batch."""
+        """Return the tree of one row, as views of the batch."""
         low, high = int(self.node_starts[row]), int(self.node_starts[row + 1])
         return DraftTree(self.tokens[low:high], self.parents[low:high])
 
     def row_scores(self, row: int) -> Float32:
-        """The scores of one row's nodes, a view."""
+        """Return the scores of one row's nodes, a view."""
         return self.scores[self.node_starts[row] : self.node_starts[row + 1]]

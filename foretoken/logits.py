@@ -1,9 +1,9 @@
-"""The sampler, plainly: one row of logits to one token. It defines what foretoken_kernels.cpu.sample does fast.
+"""The reference sampler: one row of logits to one token. It defines what foretoken_kernels.cpu.sample does fast.
 
-One function an operation, in the order that foretoken/sampling.py gives. Logits are float32 and each operation
-rounds to float32; probabilities are float64, and their sums run one after the other in the order named. A logit that
-is NaN counts as -inf; -inf is what no operation can bring back. A row gives NO_SAMPLE instead of a token if one of its
-logits is NaN or +inf, before or after these operations, or if nothing is left: whoever calls then ends the output.
+There is one function for each operation, in the order of foretoken/sampling.py. Logits are float32, and
+each operation rounds to float32. Probabilities are float64 and are summed in the stated order. A NaN logit
+counts as -inf, which no operation can undo. A row gives NO_SAMPLE instead of a token if one of its logits is
+NaN or +inf, before or after these operations, or if no token is left; the caller then ends the output.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def sample_reference(
     vocab_limit: int | None = None,
     allowed_ids: Collection[int] | None = None,
 ) -> int:
-    """The token that follows prompt and output, or NO_SAMPLE.
+    """Return the token that follows prompt and output, or NO_SAMPLE.
 
     Args:
-        logits: float32 [vocab], the target's, raw.
-        output_ids: emitted tokens and, at a tree node, the tokens on the path from the root to it, its own included.
-        vocab_limit: ids of the tokenizer: [0, vocab_limit); None: the whole row.
-        allowed_ids: what the grammar allows after the output; None: no grammar.
+        logits: float32 [vocab]; the target's, unprocessed.
+        output_ids: emitted tokens; at a tree node, also the tokens on the path from the root to the node.
+        vocab_limit: number of the tokenizer's ids; None: the whole row.
+        allowed_ids: tokens that the grammar allows after the output; None: no grammar.
     """
     if not (logits[:vocab_limit] < np.inf).all():
         return NO_SAMPLE
@@ -69,7 +69,7 @@ def process_logits(
     vocab_limit: int | None = None,
     allowed_ids: Collection[int] | None = None,
 ) -> Float32:
-    """float32 [vocab]: the row after every operation before the noise; what may not be sampled is -inf."""
+    """Return the row before the noise is added, float32 [vocab]; tokens that may not be sampled are -inf."""
     row = np.where(np.isnan(logits), NEVER, logits).astype(np.float32)
     row = add_logit_bias(row, params.logit_bias)
     row = penalize(row, params, prompt_ids, output_ids)
@@ -146,6 +146,6 @@ def keep_min_p(row: Float32, min_p: float) -> Float32:
 
 
 def relative_weights(row: Float32) -> list[float]:
-    """float64 probabilities, unnormalised: exp(logit - largest logit), 0 for -inf."""
+    """Return unnormalised float64 probabilities: exp(logit - largest logit), 0 for -inf."""
     largest = float(row.max())
     return [math.exp(float(logit) - largest) if logit > NEVER else 0.0 for logit in row]

@@ -1,9 +1,9 @@
-"""The keyed noise: a function of seed, position, choice and token id alone, so no drafter and no batch changes a text.
+"""The keyed noise. It only depends on seed, position, choice and token id, so drafters and batches never change a text.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a counter and a key into
-four 32-bit words; a word becomes a uniform number, that one Gumbel noise; the sampled token is the argmax of logit
-over temperature plus noise (the Gumbel-max trick). The functions here define it, for numpy arrays and torch tensors
-alike; the compiled form is in foretoken_kernels.cpu.sample.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a counter and
+a key into four 32-bit words. A word becomes a uniform number, and that becomes Gumbel noise. The sampled
+token is the argmax of logit / temperature + noise (the Gumbel-max trick). The functions here define the
+noise for numpy arrays and torch tensors; the compiled form is in foretoken_kernels.cpu.sample.
 
     key      seed modulo 2**64: low word, high word
     counter  (token id // 4, position of the token being sampled, choice index, stream tag)
@@ -11,8 +11,8 @@ alike; the compiled form is in foretoken_kernels.cpu.sample.
     uniform  (top 23 bits of the word + 0.5) / 2**23: exact in float32, never 0 or 1
     Gumbel   -log(-log(uniform)) in float64, rounded to float32: finite, in [-2.82, 16.64]
 
-The position is the token's index in prompt + output. The logarithms are taken in float64 because near zero, where the
-inner one is close to 1, float32 would leave implementations that differ by one ulp there far apart.
+The position is the token's index in prompt + output. The logarithms are float64: near zero, where the
+inner one is close to 1, implementations that differ by one ulp in float32 would give very different noise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNIFORM_BITS = 23
 
 
 def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
-    """Four random words for each counter: ten rounds of Philox4x32.
+    """Return four random words for each counter, by ten rounds of Philox4x32.
 
     Args:
         counter: four int64 arrays of one shape, with values in [0, 2**32).
@@ -49,7 +49,7 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int])
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(PHILOX_ROUNDS):
-        # int64 products wrap, which leaves all 64 bits right; the arithmetic shift is undone by the mask.
+        # int64 products wrap, which keeps all 64 bits; the mask undoes the arithmetic shift.
         even, odd = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((odd >> 32) & WORD_MASK) ^ c1 ^ k0,
@@ -63,7 +63,7 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int])
 
 
 def token_words(seed: int, position: int, choice_index: int, token_ids: Words, stream: int = TOKEN_STREAM) -> Words:
-    """The word of each token id at a position; int64, the shape of ``token_ids``."""
+    """Return the word of each token id at a position, int64 in the shape of ``token_ids``."""
     zeros = token_ids * 0
     counter = (token_ids // WORDS_PER_BLOCK, zeros + position, zeros + choice_index, zeros + stream)
     words = philox4x32(counter, noise_key(seed))
@@ -75,12 +75,12 @@ def token_words(seed: int, position: int, choice_index: int, token_ids: Words, s
 
 
 def uniform_from_words(words: NDArray[np.int64]) -> Float32:
-    """float32 in (0, 1), exact."""
+    """Return exact float32 numbers in (0, 1)."""
     return ((words >> (32 - UNIFORM_BITS)).astype(np.float32) + np.float32(0.5)) / np.float32(2**UNIFORM_BITS)
 
 
 def gumbel_from_words(words: NDArray[np.int64]) -> Float32:
-    """float32 Gumbel noise of 32-bit words."""
+    """Return float32 Gumbel noise for 32-bit words."""
     uniform = uniform_from_words(words).astype(np.float64)
     return (-np.log(-np.log(uniform))).astype(np.float32)
 
@@ -88,7 +88,7 @@ def gumbel_from_words(words: NDArray[np.int64]) -> Float32:
 def gumbel_noise(
     seed: int, position: int, choice_index: int, token_ids: NDArray[np.integer], stream: int = TOKEN_STREAM
 ) -> Float32:
-    """float32 noise of each token id, of their shape. For a whole vocabulary pass ``np.arange(vocab_size)``."""
+    """Return float32 noise for each token id. For a whole vocabulary, pass ``np.arange(vocab_size)``."""
     ids = np.asarray(token_ids, np.int64)
     return gumbel_from_words(token_words(seed, position, choice_index, ids, stream))
 
@@ -96,7 +96,7 @@ def gumbel_noise(
 def gumbel_noise_torch(
     seed: int, position: int, choice_index: int, token_ids: torch.Tensor, stream: int = TOKEN_STREAM
 ) -> torch.Tensor:
-    """``gumbel_noise`` for an int64 tensor of token ids, on its device: the reference of device kernels."""
+    """Return ``gumbel_noise`` for an int64 tensor of token ids, on its device: the reference for device kernels."""
     words = token_words(seed, position, choice_index, token_ids, stream)
     uniform = ((words >> (32 - UNIFORM_BITS)).float() + 0.5) / 2**UNIFORM_BITS
     noise: torch.Tensor = (-(-uniform.double().log()).log()).float()

@@ -1,8 +1,9 @@
-"""Device memory in which a verifier and a drafter on one GPU leave each other a step's results and its next trees.
+"""Device memory in which a verifier and a drafter on one GPU exchange a step's results and the next trees.
 
-Where the host runs ahead it does not know what step n committed when it asks for the trees of step n + 1: both lie
-here. Each part has one writer. ``stamp`` and ``draft_stamp`` are written behind all that they stand for, in the order
-of the stream; a part with another stamp than expected is of another step, or half written, and is not used.
+When steps overlap, the host does not know what step n committed when it asks for the trees of step
+n + 1: both are in this memory. Each part has one writer. ``stamp`` and ``draft_stamp`` are written after
+the data that they mark, in stream order. A part whose stamp differs from the expected number belongs to
+another step or is incomplete, and is not used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-# Each array begins at a multiple of this: what a vector load wants.
+# Each array begins at a multiple of this, as vector loads need.
 _ALIGNMENT = 256
 
 
@@ -20,10 +21,10 @@ class ResidentLayout(NamedTuple):
 
     Attributes:
         seats: sequences of one step at most.
-        tokens: that one step commits for one sequence at most.
-        nodes: of one tree at most, the root counted.
-        hidden_width: elements of the target's hidden rows that go with each token; 0: none do.
-        hidden_dtype: of those.
+        tokens: tokens that one step commits for one sequence at most.
+        nodes: nodes of one tree at most, including the root.
+        hidden_width: elements of the target's hidden states for each token; 0: there are none.
+        hidden_dtype: their element type.
     """
 
     seats: int
@@ -38,23 +39,24 @@ class ResidentLayout(NamedTuple):
 
 
 class ResidentMemory(NamedTuple):
-    """Views of one allocation; int32 unless said otherwise. ``seats`` and ``tokens`` as of the layout.
+    """Views of one allocation; int32 unless said otherwise. ``seats`` and ``tokens`` are the layout's.
+
+    The verifier writes ``stamp`` to ``hidden``, the drafter ``draft_stamp`` to ``draft_scores``.
 
     Attributes:
-        layout: sizes.
-        stamp: [1]; number of the step whose results these are. Written by the verifier, with all down to ``hidden``.
-        counts: [seats]; tokens that the step committed; 0 for a seat that nobody sits in.
-        lengths: [seats]; of the sequence with them.
-        num_left: [seats]; tokens that it may still emit: 0 if it has ended, or nobody sits there.
-        new_tokens: [seats, tokens]; of each seat the first ``counts``.
-        hidden: ``hidden_dtype`` [seats * tokens, hidden_width]; row ``seat * tokens + j`` is of the position before
-            that of ``new_tokens[seat, j]``.
-        draft_stamp: [1]; number of the step behind which these trees grow. Written by the drafter, as what follows.
+        stamp: [1]; number of the step with these results.
+        counts: [seats]; tokens that the step committed; 0 for an empty seat.
+        lengths: [seats]; length of the sequence including them.
+        num_left: [seats]; tokens that it may still emit; 0 if it has ended or the seat is empty.
+        new_tokens: [seats, tokens]; the first ``counts`` of each seat are valid.
+        hidden: ``hidden_dtype`` [seats * tokens, hidden_width]; row ``seat * tokens + j`` is the hidden
+            state of the position before ``new_tokens[seat, j]``.
+        draft_stamp: [1]; number of the step after which these trees grow.
         num_nodes: [seats].
         draft_tokens, draft_parents: [seats, nodes]; the root comes first, its parent is -1.
         draft_scores: float32 [seats, nodes]; see DraftBatch.scores.
-        results: uint8; ``counts`` to ``new_tokens`` as they lie, for one copy of all.
-        drafts: uint8; ``num_nodes`` to ``draft_scores``, the same.
+        results: uint8; the memory from ``counts`` to ``new_tokens``, for one copy of all.
+        drafts: uint8; the memory from ``num_nodes`` to ``draft_scores``, for one copy of all.
     """
 
     layout: ResidentLayout
@@ -74,10 +76,10 @@ class ResidentMemory(NamedTuple):
 
     @staticmethod
     def over(memory: torch.Tensor, layout: ResidentLayout) -> ResidentMemory:
-        """``memory``: uint8 [layout.num_bytes at least], zeroed by whoever made it."""
+        """Return views of ``memory``, uint8 [layout.num_bytes or more], zeroed by its maker."""
         spans, size = _spans(layout)
         if memory.dtype != torch.uint8 or memory.numel() < size:
-            raise ValueError(f"resident memory of {memory.numel()} bytes, its layout needs {size}")
+            raise ValueError(f"the resident memory has {memory.numel()} bytes, its layout needs {size}")
         views = {
             name: memory[low : low + num_bytes].view(dtype).view(shape)
             for name, (low, num_bytes, shape, dtype) in spans.items()
@@ -87,14 +89,14 @@ class ResidentMemory(NamedTuple):
 
     @staticmethod
     def mirror(layout: ResidentLayout, *, pinned: bool) -> ResidentMemory:
-        """On the host, without hidden rows: ``results`` and ``drafts`` lie as those of a memory of this layout do."""
+        """Make a copy on the host, without hidden states; ``results`` and ``drafts`` have the same layout."""
         small = layout._replace(hidden_width=0)
         with torch.inference_mode(False):
             return ResidentMemory.over(torch.zeros(small.num_bytes, dtype=torch.uint8, pin_memory=pinned), small)
 
 
 def _spans(layout: ResidentLayout) -> tuple[dict[str, tuple[int, int, tuple[int, ...], torch.dtype]], int]:
-    """Of each array: offset, bytes, shape, element type; and the bytes of all."""
+    """Return offset, bytes, shape and element type of each array, and the bytes of all."""
     seats, tokens, nodes, width, hidden_dtype = layout
     arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "stamp": ((1,), torch.int32),
@@ -119,26 +121,26 @@ def _spans(layout: ResidentLayout) -> tuple[dict[str, tuple[int, int, tuple[int,
 
 
 class StreamOrder:
-    """Order between the work of two sides on one GPU. This one is of sides that share a stream: nothing is to be done.
+    """Order between the work of two sides on one GPU. This class is for sides that share a stream, and does nothing.
 
-    Numbers grow. What a side launched before ``signal_...`` is done before what the other launches behind
-    ``await_...`` of the same or a smaller number begins.
+    Numbers grow. Work that a side launched before ``signal_...`` finishes before work begins that the other
+    side launched after ``await_...`` of the same or a smaller number.
     """
 
     def signal_step(self, number: int) -> None:
-        """The verifier's: the results of step ``number`` are in the memory, as of here in the stream."""
+        """Signal, in the verifier's stream, that the results of step ``number`` are in the memory."""
 
     def await_step(self, number: int) -> None:
-        """The drafter's."""
+        """Wait for ``signal_step`` in the drafter's stream."""
 
     def signal_draft(self, number: int) -> None:
-        """The drafter's: the trees behind step ``number`` are in the memory, as of here in the stream."""
+        """Signal, in the drafter's stream, that the trees after step ``number`` are in the memory."""
 
     def await_draft(self, number: int) -> None:
-        """The verifier's."""
+        """Wait for ``signal_draft`` in the verifier's stream."""
 
     def release_draft(self, number: int) -> None:
-        """The verifier's host: let its own stream go on past ``await_draft(number)``, with or without the drafter."""
+        """Let the verifier's stream continue after ``await_draft(number)``, with or without the drafter."""
 
     def release_step(self, number: int) -> None:
-        """The drafter's host: the same for ``await_step(number)``."""
+        """Let the drafter's stream continue after ``await_step(number)``, with or without the verifier."""

@@ -1,25 +1,25 @@
 """Sampling of one request: its parameters, the order of logit operations and the keyed noise.
 
-What stands here defines the text: plain decode, tree verification and drafters that sample all follow it. The noise
-is defined in foretoken/noise.py, the logit operations in foretoken/logits.py, which this module does not import: the
-gateway needs the parameters only.
+This module defines the text: plain decode, tree verification and sampling drafters all follow it.
+foretoken/noise.py defines the noise and foretoken/logits.py the logit operations. This module imports
+neither, because the gateway only needs the parameters.
 
 A token is sampled from one row of target logits by these operations, in this order, the same at every tree node:
 
      1. logit bias         added
-     2. penalties          repetition over prompt + output, then frequency and presence over the output; the output
-                           includes the node's ancestors in the tree
-     3. grammar mask       no token that the grammar does not allow after the output and the ancestors; stop tokens
-                           only where the output is complete
-     4. min-tokens mask    no stop token while the output has fewer than min_tokens tokens
-     5. vocabulary mask    no id beyond the tokenizer's: the rows of a padded head
+     2. penalties          repetition over prompt + output, then frequency and presence over the output;
+                           the output includes the node's ancestors in the tree
+     3. grammar mask       removes tokens that the grammar forbids after output and ancestors; stop tokens
+                           are only allowed when the output is complete
+     4. min-tokens mask    removes stop tokens while the output has fewer than min_tokens tokens
+     5. vocabulary mask    removes ids beyond the tokenizer's, the rows of a padded head
      6. temperature        divides; greedy takes the argmax here
      7. top-k              keeps the k largest logits and all that equal the k-th
-     8. top-p              keeps the shortest run of the most likely tokens that holds the mass; of equal logits the
-                           lower id comes first
-     9. min-p              keeps what has at least this share of the best token's probability
+     8. top-p              keeps the shortest run of the most likely tokens that holds the mass; of equal
+                           logits, the lower id comes first
+     9. min-p              keeps tokens with at least this share of the best token's probability
     10. noise              added, keyed by seed, position, choice and token id
-    11. argmax             of equal values the lowest id
+    11. argmax             of equal values, the lowest id
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Part of a model's fingerprint: raised whenever the same logits, parameters and seed could give another text.
-# 2: grammars. A verifier of version 1 does not know them and would go on with a resumed output unconstrained.
+# Part of a model's fingerprint. Raise it when the same logits, parameters and seed can give another text.
+# Version 2 added grammars: a verifier of version 1 would continue a resumed output without its grammar.
 SAMPLER_VERSION = 2
 
-# A temperature below this is greedy: dividing by it would overflow float32 before it changed a text.
+# A temperature below this is greedy: dividing by it would overflow float32.
 MIN_TEMPERATURE = 1e-5
-# The last word of the noise counter: what the noise is for. Sampling of tokens is the only use so far.
+# The last word of the noise counter: the purpose of the noise. So far it only samples tokens.
 TOKEN_STREAM = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must be, as a whole.
+    """The grammar that a whole output must match.
 
-    ``text`` of a JSON schema is its JSON; of a regular expression the expression, which is matched from the first
-    character to the last; any JSON object needs none.
+    ``text`` is the JSON of a schema, or a regular expression that must match the whole output; it is empty
+    for any JSON object.
     """
 
     kind: Literal["json_schema", "json_object", "regex"]
@@ -52,10 +52,10 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's sampling, defaults filled in. Ranges stand in foretoken/limits.py.
+    """One request's sampling parameters, with defaults. foretoken/limits.py has the ranges.
 
-    ``top_k`` of 0 or -1, ``top_p`` of 1, ``min_p`` of 0 and a repetition penalty of 1 are off. ``logprobs`` of None
-    is off, 0 the sampled token's only. ``seed`` is the noise key, taken modulo 2**64.
+    ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0 and a repetition penalty of 1 are off. ``logprobs`` None is
+    off, 0 means only the sampled token's. ``seed`` modulo 2**64 is the noise key.
     """
 
     temperature: float = 1.0
@@ -78,7 +78,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """What one request wants of speculation; it never changes the text. ``max_draft_tokens`` excludes the root."""
+    """One request's options of speculation, which never change the text. ``max_draft_tokens`` excludes the root."""
 
     enabled: bool = True
     drafter: str = "auto"
@@ -86,15 +86,15 @@ class SpeculationOptions:
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Whether the argmax is taken without noise, so that top-k, top-p and min-p change nothing."""
+    """Return whether the argmax is taken without noise; top-k, top-p and min-p then have no effect."""
     return params.temperature < MIN_TEMPERATURE
 
 
 def noise_key(seed: int) -> tuple[int, int]:
-    """Low and high 32-bit word of the seed modulo 2**64: the key of the noise."""
+    """Return the noise key: low and high 32-bit word of the seed modulo 2**64."""
     return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
 
 
 def stop_token_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
-    """Token ids that end the output: the request's, and the model's unless the request ignores those."""
+    """Return the token ids that end the output: the request's, and the model's unless the request ignores them."""
     return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)

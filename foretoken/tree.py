@@ -1,7 +1,7 @@
-"""Draft trees: tokens and parents; everything else is derived from them.
+"""Draft trees: tokens and parents; everything else follows from them.
 
-Node 0 is the root, the last committed token. ``parents[0] == -1`` and ``parents[i] < i``, so
-ancestors come before descendants and index order is depth order along every path.
+Node 0 is the root, the last committed token. ``parents[0] == -1`` and ``parents[i] < i``, so ancestors
+come before descendants.
 
               0            tokens  [t0, t1, t2, t3, t4]
             /   \\          parents [-1,  0,  0,  1,  3]
@@ -25,7 +25,7 @@ MASK_WORD_BITS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """One sequence's draft. ``num_nodes`` counts the root.
+    """One sequence's draft. ``num_nodes`` includes the root.
 
     Attributes:
         tokens: int32 [num_nodes]; ``tokens[0]`` is the last committed token.
@@ -37,12 +37,12 @@ class DraftTree:
 
     @staticmethod
     def root_only(token: int) -> DraftTree:
-        """The tree that plain decode verifies."""
+        """Return the tree that plain decode verifies."""
         return DraftTree(np.array([token], np.int32), np.array([-1], np.int32))
 
     @staticmethod
     def chain(tokens: list[int]) -> DraftTree:
-        """A chain; ``tokens[0]`` is the root."""
+        """Return a chain; ``tokens[0]`` is the root."""
         return DraftTree(np.array(tokens, np.int32), np.arange(-1, len(tokens) - 1, dtype=np.int32))
 
     @property
@@ -54,7 +54,7 @@ class DraftTree:
         return len(self.tokens) - 1
 
     def is_valid(self, root_token: int, vocab_size: int, max_nodes: int) -> bool:
-        """Whether a verifier may run this tree: ids, parents, size and root are as agreed."""
+        """Return whether a verifier may run this tree: ids, parents, size and root are valid."""
         tokens, parents = self.tokens.tolist(), self.parents.tolist()
         if not 1 <= len(tokens) <= max_nodes or len(parents) != len(tokens):
             return False
@@ -66,7 +66,7 @@ class DraftTree:
 
 
 def depths(parents: Int32) -> Int32:
-    """int32 [num_nodes]: edges from the root."""
+    """Return each node's number of edges from the root, int32 [num_nodes]."""
     out = [0]
     for parent in parents.tolist()[1:]:
         out.append(out[parent] + 1)
@@ -74,7 +74,7 @@ def depths(parents: Int32) -> Int32:
 
 
 def ancestor_mask(parents: Int32) -> NDArray[np.uint64]:
-    """uint64 [num_nodes, words]: bit ``i`` of a row is set if node ``i`` is the row's node or an ancestor of it."""
+    """Return uint64 [num_nodes, words]: bit i of a row is set if node i is the row's node or its ancestor."""
     rows = [1]
     for node, parent in enumerate(parents.tolist()[1:], start=1):
         rows.append(rows[parent] | 1 << node)

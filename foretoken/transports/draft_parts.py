@@ -1,4 +1,4 @@
-"""A draft request cut into parts that fit a transport's buffers."""
+"""Splits a draft request into parts that fit a transport's buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foretoken.tree import Int32
 
 
 class _Run(NamedTuple):
-    """New tokens ``low`` to ``high`` of a row, by their index in the request; or of its prediction."""
+    """New tokens ``low`` to ``high`` of a row, or tokens of its prediction, by their index in the request."""
 
     row: int
     low: int
@@ -20,11 +20,11 @@ class _Run(NamedTuple):
 
 
 def split_request(request: DraftRequest, token_capacity: int, block_size: int) -> list[DraftRequest]:
-    """The same request in parts of at most ``token_capacity`` new tokens each, and as many tokens of predictions.
+    """Split a request into parts of at most ``token_capacity`` new tokens and as many prediction tokens each.
 
-    All parts but the last only extend. The last has every row, with the last new token of each, and asks for the
-    trees. All carry the request's step id. ``token_capacity`` is at least the number of rows. A request whose tokens
-    are in device memory is one part.
+    The last part has every row, with its last new token, and asks for the trees; the other parts only add
+    tokens. All have the request's step id. ``token_capacity`` is at least the number of rows. A request
+    whose tokens are in device memory stays whole.
     """
     if request.resident is not None:
         return [request]
@@ -45,7 +45,7 @@ def split_request(request: DraftRequest, token_capacity: int, block_size: int) -
 
 
 def _fill(lows: Int32, ends: Int32, capacity: int) -> list[list[_Run]]:
-    """Runs of each row's items, in order, in lists of at most ``capacity`` items."""
+    """Return runs of each row's items, in order, in lists of at most ``capacity`` items."""
     lists: list[list[_Run]] = []
     room = 0
     for row in range(len(lows)):
@@ -62,20 +62,20 @@ def _fill(lows: Int32, ends: Int32, capacity: int) -> list[list[_Run]]:
 
 
 def _predictions_first(request: DraftRequest, capacity: int) -> tuple[list[DraftRequest], DraftRequest]:
-    """Parts with predictions and no tokens, and the request without predictions."""
+    """Return parts with predictions and no tokens, and the request without predictions."""
     parts = []
-    told = request.lengths - np.diff(request.new_token_starts)
+    sent = request.lengths - np.diff(request.new_token_starts)
     for runs in _fill(request.prediction_starts[:-1], request.prediction_starts[1:], capacity):
         rows = np.array([run.row for run in runs])
         prediction = np.concatenate([request.prediction[run.low : run.high] for run in runs])
         counts = [run.high - run.low for run in runs]
-        parts.append(_rows(request, rows, {"prediction": (prediction, counts)}, lengths=told[rows], only_tells=True))
+        parts.append(_rows(request, rows, {"prediction": (prediction, counts)}, lengths=sent[rows], only_adds=True))
     whole = {name: (getattr(request, name), _counts(request, name)) for name in ("new_tokens", "hidden", "block_ids")}
     return parts, _rows(request, np.arange(request.num_rows), whole)
 
 
 def _part(request: DraftRequest, runs: list[_Run], block_size: int, *, is_last: bool = False) -> DraftRequest:
-    """The rows of ``runs`` with those new tokens and what belongs to them; the last part keeps the predictions."""
+    """Return the rows of ``runs`` with their new tokens; the last part also has the predictions."""
     rows = np.array([run.row for run in runs])
     ends = request.new_token_starts[rows + 1]
     lengths = request.lengths[rows] - (ends - np.array([run.high for run in runs], np.int32))
@@ -88,11 +88,11 @@ def _part(request: DraftRequest, runs: list[_Run], block_size: int, *, is_last: 
     }
     if is_last:
         ragged["prediction"] = request.prediction, _counts(request, "prediction")
-    return _rows(request, rows, ragged, lengths=lengths, only_tells=not is_last)
+    return _rows(request, rows, ragged, lengths=lengths, only_adds=not is_last)
 
 
 def _hidden_of(request: DraftRequest, run: _Run) -> np.ndarray:
-    """Feature rows of a run's tokens: none for tokens that come before the row's first one with features."""
+    """Return the hidden states of a run's tokens; tokens before the row's first hidden state have none."""
     end = int(request.hidden_starts[run.row + 1])
     tokens_end = int(request.new_token_starts[run.row + 1])
     first = int(request.hidden_starts[run.row])
@@ -101,18 +101,18 @@ def _hidden_of(request: DraftRequest, run: _Run) -> np.ndarray:
 
 
 def _blocks_of(request: DraftRequest, run: _Run, length: int, block_size: int) -> Int32:
-    """Blocks of the positions [length - tokens of the run, length)."""
+    """Return the blocks of the positions [length - tokens of the run, length)."""
     first = int(request.block_starts[run.row])
     if first == request.block_starts[run.row + 1] or run.low == run.high:
         return request.block_ids[:0]
-    told = int(request.lengths[run.row]) - int(np.diff(request.new_token_starts)[run.row])
-    row_first = told // block_size
+    sent = int(request.lengths[run.row]) - int(np.diff(request.new_token_starts)[run.row])
+    row_first = sent // block_size
     low = (length - (run.high - run.low)) // block_size - row_first
     return request.block_ids[first + low : first + (length - 1) // block_size - row_first + 1]
 
 
 def _counts(request: DraftRequest, name: str) -> list[int]:
-    """Items of each row in a ragged column."""
+    """Return the number of items of each row in a ragged column."""
     counts: list[int] = np.diff(getattr(request, RAGGED_COLUMNS[name])).tolist()
     return counts
 
@@ -123,13 +123,18 @@ def _rows(
     ragged: Mapping[str, tuple[np.ndarray, list[int]]],
     *,
     lengths: Int32 | None = None,
-    only_tells: bool = False,
+    only_adds: bool = False,
 ) -> DraftRequest:
-    """Some rows of a request. Of ragged columns, values and each row's count; those that are not given are empty."""
+    """Return some rows of a request.
+
+    Args:
+        ragged: values and each row's count of ragged columns by name; missing columns are empty.
+        only_adds: ask for no trees.
+    """
     records = request.rows[rows]
     if lengths is not None:
         records["lengths"] = lengths
-    if only_tells:
+    if only_adds:
         records["max_nodes"] = 1
     nothing = [0] * len(rows)
     columns = [ragged.get(name, (getattr(request, name)[:0], nothing)) for name in RAGGED_COLUMNS]

@@ -1,4 +1,4 @@
-"""Draft requests and batches to protobuf and back, column by column. Nothing past the rims sees a protobuf type."""
+"""Converts draft requests and batches to protobuf and back. Only the services' edges see protobuf types."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def needs_to_proto(algorithm: str, needs: DrafterNeeds) -> drafter_pb2.PrepareRe
 
 
 def needs_from_proto(message: drafter_pb2.PrepareResponse, target: TargetInfo) -> DrafterNeeds:
-    """Raises PreconditionError for hidden states that the target does not have."""
+    """Convert needs. Raises PreconditionError for hidden states that the target does not have."""
     features = tuple(message.features)
     if any(not FINAL_NORM <= feature <= target.num_layers for feature in features):
-        raise PreconditionError(f"the drafter wants features {features}; the target has {target.num_layers} layers")
+        raise PreconditionError(f"hidden states {features} are needed; the target has {target.num_layers} layers")
     return DrafterNeeds(features, message.num_rerun, message.blocks, message.weights, message.device, message.resident)
 
 
 def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:
-    """Of a request that carries its tokens: device memory is where both sides are on one device."""
-    assert request.resident is None, "a stream hands over no device memory"
+    """Convert a request, which must carry its tokens: only sides on one device share device memory."""
+    assert request.resident is None, "a gRPC stream shares no device memory"
     columns: dict[str, Any] = {name: getattr(request, name).tolist() for name in ROW_COLUMNS}
     for values, starts in RAGGED_COLUMNS.items():
         columns[starts] = getattr(request, starts).tolist()
@@ -58,7 +58,7 @@ def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:
 
 
 def request_from_proto(message: drafter_pb2.DraftRequest, max_rows: int, hidden_width: int) -> DraftRequest:
-    """Raises InvalidRequestError unless it is well-formed (``foretoken.transports.transport.check_request``)."""
+    """Convert a request. Raises InvalidRequestError if it is malformed (as transport.check_request)."""
     try:
         columns: dict[str, Any] = {}
         for name, dtype in ROW_COLUMNS.items():
@@ -76,10 +76,10 @@ def request_from_proto(message: drafter_pb2.DraftRequest, max_rows: int, hidden_
 
 
 def _hidden(data: bytes, width: int) -> NDArray[np.float32]:
-    """float32 [rows, width], a copy."""
+    """Return a copy as float32 [rows, width]."""
     values = np.frombuffer(data, "<f4").astype(np.float32)
     if width == 0 and len(values):
-        raise ValueError("hidden rows for a drafter that wants none")
+        raise ValueError("hidden states for a drafter that needs none")
     return values.reshape(-1, width) if width else values.reshape(0, 0)
 
 
@@ -95,7 +95,7 @@ def batch_to_proto(batch: DraftBatch) -> drafter_pb2.DraftResponse:
 
 
 def batch_from_proto(message: drafter_pb2.DraftResponse) -> DraftBatch | None:
-    """To be checked by ``foretoken.transports.transport.check_batch``; None if a value does not fit in 32 bits."""
+    """Convert a batch, which transport.check_batch must check; None if a value does not fit in 32 bits."""
     try:
         return DraftBatch(
             epoch=message.epoch,

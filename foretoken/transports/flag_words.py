@@ -1,11 +1,11 @@
 """Order between two processes' streams: two words of shared host memory hold the numbers of the last steps.
 
-A stream signals by writing a number and waits for one (CUDA's stream memory operations); a host can write it as well,
-so that a stream never waits for a process that has died or stands still. An event of another process could hang it for
-ever, and a kernel that polls takes the GPU's time from the other side.
+A stream signals by writing a number and waits until a word reaches one (CUDA's stream memory operations).
+A host can write the words, too, so a stream never waits for a dead or stopped process. An event of
+another process could hang a stream forever, and a polling kernel would take GPU time from the other side.
 
-Numbers are positive and below 2**31, and nobody handles their wrapping round: at a step a millisecond they last 24 days
-of one attachment, and the words are new in each.
+Numbers are positive and below 2**31. They do not wrap around: at a step a millisecond they last 24 days
+of one attachment, and every attachment has new words.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from foretoken.transports.cuda_driver import call, checked, device_index, driver
 logger = logging.getLogger(__name__)
 
 FLAG_BYTES = mmap.PAGESIZE
-# Lets a stream past whatever it waits for.
+# A number that ends every wait.
 EVERY_STEP = 2**31 - 1
 
-# The words, by their place in the page as uint32: each in cache lines of its own, also where those come in pairs.
+# Indices of the words in the memory as uint32. Each has its own cache lines, also where they come in pairs.
 _STEP = 0
 _DRAFT = 32
-# CUDA's names for what cuMemHostRegister is to do.
+# Flags of cuMemHostRegister: portable and device-mapped.
 _REGISTER_PORTABLE_DEVICEMAP = 0x01 | 0x02
-# Waits until a word is at least the number.
+# CUDA's mode of waiting until a word is at least the number.
 _WAIT_GEQ = 0
-# Between two looks at streams that are to become idle.
+# Seconds between two queries of streams that must become idle.
 _DRAIN_EVERY_S = 0.0005
-# Between two looks at a word by a host without streams, and how long it looks.
+# Seconds between two reads of a word by a host without streams, and seconds until it stops waiting.
 _LOOK_EVERY_S = 0.0001
-HOST_PATIENCE_S = 30.0
+HOST_TIMEOUT_S = 30.0
 
 
 class FlagWords:
-    """The page, as the hosts see it. Knows no streams."""
+    """The shared words as the hosts see them."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        """``memory``: FLAG_BYTES, zeroed by whoever made it; it stays open as long as this object lives."""
+        """``memory``: FLAG_BYTES, zeroed by its maker; it stays open as long as this object lives."""
         self._words = np.frombuffer(memory, np.uint32)
 
     @property
@@ -56,27 +56,27 @@ class FlagWords:
         return int(self._words[word])
 
     def raise_to(self, word: int, number: int) -> None:
-        """A plain store, unless the word is there already.
+        """Store ``number`` unless the word has reached it.
 
-        A number that a device writes between look and store, or a smaller one that it writes behind the store, may
-        undo the other: a host that releases its stream does so again until the stream goes on.
+        This is not atomic: the device may write between read and store, or a smaller number after the store.
+        So a host that releases its stream repeats this until the stream continues.
         """
         if self.number(word) < number:
             self._words[word] = number
 
     def release(self) -> None:
-        """Let every stream go on."""
+        """Let every stream continue."""
         self.raise_to(_STEP, EVERY_STEP)
         self.raise_to(_DRAFT, EVERY_STEP)
 
 
 class HostOrder(StreamOrder):
-    """Of hosts that do all work themselves, as the tests of GPU kernels on a CPU: an ``await`` holds the caller up."""
+    """Order for hosts that do all work themselves, as in tests of GPU kernels on a CPU: an ``await`` blocks."""
 
-    def __init__(self, words: FlagWords, patience_s: float = HOST_PATIENCE_S) -> None:
-        """``patience_s``: nobody else could release the caller, so it goes on by itself then."""
+    def __init__(self, words: FlagWords, timeout_s: float = HOST_TIMEOUT_S) -> None:
+        """``timeout_s``: a wait ends by itself after so long, because nobody else could release the caller."""
         self._words = words
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
 
     def signal_step(self, number: int) -> None:
         self._words.raise_to(_STEP, number)
@@ -97,22 +97,22 @@ class HostOrder(StreamOrder):
         self._words.raise_to(_STEP, number)
 
     def _await(self, word: int, number: int) -> None:
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._timeout_s
         while self._words.number(word) < number:
             if time.monotonic() > deadline:
-                logger.warning("number %d did not come in %g s; going on without", number, self._patience_s)
+                logger.warning("step %d did not arrive within %g s; continuing without it", number, self._timeout_s)
                 return
             time.sleep(_LOOK_EVERY_S)
 
 
 class CudaOrder(StreamOrder):
-    """Of streams on a GPU: each call is about PyTorch's current one, and returns at once.
+    """Order for streams on a GPU. Each call concerns PyTorch's current stream and returns at once.
 
-    The page is unregistered when the object is gone, once its streams are idle.
+    The memory is unregistered after this object is gone, once its streams are idle.
     """
 
     def __init__(self, words: FlagWords, device: torch.device) -> None:
-        """Raises UnavailableError or PreconditionError, as cuda_driver.call."""
+        """Register the words with CUDA. Raises UnavailableError or PreconditionError, as cuda_driver.call."""
         self._words = words
         self._device = torch.device("cuda", device_index(device))
         # Handles of the streams that have signalled or waited.
@@ -143,7 +143,7 @@ class CudaOrder(StreamOrder):
         self._words.raise_to(_STEP, number)
 
     def drain(self) -> None:
-        """Let all streams that were ordered here go on, and wait until they are idle. From any thread."""
+        """Let all streams that were ordered here continue, and wait until they are idle. Any thread may call it."""
         _drain(self._device, self._words, self._streams)
 
     def _signal(self, word: int, number: int) -> None:
@@ -167,7 +167,7 @@ def _drain(device: torch.device, words: FlagWords, streams: set[int]) -> None:
             words.release()
             while (result := driver().cuStreamQuery(stream))[0] == not_ready:
                 time.sleep(_DRAIN_EVERY_S)
-                # What the other side's stream still had to write may have lowered a word.
+                # A late write of the other side's stream may have lowered a word.
                 words.release()
             checked("cuStreamQuery", result)
 

@@ -1,7 +1,7 @@
-"""Resident memory between two processes on one device: both sides' mappings of it, and the order between them.
+"""Device memory that two processes on one device share, and the order between their streams.
 
-Two descriptors make it: of the device memory, and of the page of flag words. On a CPU, where GPU kernels run in the
-interpreter, both are plain shared memory, and an ``await`` holds up the host.
+It consists of two descriptors: the device memory and the flag words. On a CPU, where Triton's interpreter
+runs the GPU kernels, both are plain shared memory, and an ``await`` blocks the host.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from foretoken.transports.flag_words import EVERY_STEP, FLAG_BYTES, CudaOrder, F
 
 
 class ResidentShare:
-    """One side's hold. Whoever keeps a tensor of ``memory`` keeps the mapping, whoever keeps ``order`` the flag words.
+    """One side's mapping. A tensor of ``memory`` keeps the mapping alive, ``order`` keeps the flag words alive.
 
-    So either may be in use, also by work that is queued on a stream, when the other side has gone and the transport is
-    closed by another thread: nothing is unmapped before the last user has let go and its streams are idle.
+    So queued work may use both after the other side is gone and another thread has closed the transport.
+    Nothing is unmapped before its last user has released it and its streams are idle.
     """
 
     def __init__(self, layout: ResidentLayout, raw: torch.Tensor, order: StreamOrder) -> None:
-        """``raw``: uint8 [layout.num_bytes], the memory itself."""
+        """``raw``: the memory, uint8 [layout.num_bytes]."""
         self._raw = raw
         self.memory = ResidentMemory.over(raw, layout)
         self.order = order
 
     @staticmethod
     def new(layout: ResidentLayout, device: torch.device) -> tuple[ResidentShare, list[int]]:
-        """New zeroed memory, and the descriptors to hand over, which are the caller's.
+        """Make zeroed memory; return it and the descriptors to hand over, which the caller closes.
 
         Raises UnavailableError or PreconditionError with the name of CUDA's error.
         """
@@ -61,7 +61,7 @@ class ResidentShare:
 
     @staticmethod
     def mapped(layout: ResidentLayout, device: torch.device, fds: list[int]) -> ResidentShare:
-        """The memory that another process made. ``fds``: as ``new`` gave them there; they stay the caller's.
+        """Map memory that another process made with ``new``. The caller closes the descriptors ``fds``.
 
         Raises UnavailableError or PreconditionError with the name of CUDA's error.
         """
@@ -74,30 +74,30 @@ class ResidentShare:
         return ResidentShare(layout, memory.tensor(), order)
 
     def write_proof(self, proof: bytes) -> None:
-        """Put the bytes of a self-test where the other side takes them; done on return."""
+        """Write the bytes of a self-test for the other side; they are in the memory on return."""
         with _beside_all_work(self._raw.device):
             self._raw[: len(proof)].copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
 
     def take_proof(self, size: int) -> bytes:
-        """The bytes of a self-test; they are zero on return."""
+        """Return the bytes of a self-test and set them to zero."""
         with _beside_all_work(self._raw.device):
             proof = bytes(self._raw[:size].tolist())
             self._raw[:size].zero_()
         return proof
 
     def release(self) -> None:
-        """Let both sides' streams go on, whatever they wait for. From any thread; nothing is unmapped."""
+        """Let both sides' streams continue. Any thread may call it; nothing is unmapped."""
         self.order.release_step(EVERY_STEP)
         self.order.release_draft(EVERY_STEP)
 
 
 @contextlib.contextmanager
 def _beside_all_work(device: torch.device) -> Iterator[None]:
-    """The block's work is done behind it, and waits for none of other threads, which may be capturing graphs."""
+    """Run the block's GPU work at once and wait for it, apart from other threads, which may capture graphs."""
     if device.type == "cpu":
         yield
         return
-    # Graphs are captured on streams of normal priority, which PyTorch gives out again and again.
+    # Graphs are captured on streams of normal priority, which PyTorch hands out repeatedly.
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         yield
@@ -105,6 +105,6 @@ def _beside_all_work(device: torch.device) -> Iterator[None]:
 
 
 def _map_host(fd: int, num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes]; the tensor keeps the mapping."""
+    """Map memory as a tensor uint8 [num_bytes], which keeps the mapping alive."""
     memory: mmap.mmap = map_memory(fd, num_bytes, writable=True)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,10 +1,10 @@
 """A target's embedding and output head in memory that drafters' processes map, so that one copy serves all.
 
-Two descriptors make it. Nobody who has them can change the weights or the description:
+It consists of two descriptors. Their holders cannot change the weights or the description:
 
-    description  sealed memory: magic, version, sizes, layout, element type, device, and where the two matrices begin
-    weights      the head, then the embedding unless the two are tied: of a memfd on the CPU; of CUDA's virtual memory
-                 management on a GPU, mapped there with read access alone
+    description  sealed memory: magic, version, sizes, layout, element type, device, offsets of the matrices
+    weights      the head, then the embedding unless the two are tied; on the CPU a memfd, on a GPU memory of
+                 CUDA's virtual memory management, which drafters map read-only
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from foretoken.transports.cuda_memory import CudaMemory
 
 _MAGIC = b"FTWEIGHT"
 _VERSION = 2
-# Layouts and element types by their number. Panels of bfloat16 are bits (foretoken.models.weight_layout).
+# Numbers of layouts and element types. Panels of bfloat16 are bits (foretoken.models.weight_layout).
 _PANELS, _ROWS = 1, 2
 _DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16, 4: torch.uint16}
 _DESCRIPTION = struct.Struct("<8sI5I4Q64s")
-# Both matrices begin at a multiple of it.
+# Both matrices begin at a multiple of this.
 _ALIGNMENT = mmap.PAGESIZE
 
 
 class _Description(NamedTuple):
-    """
+    """What the memory holds.
+
     Attributes:
-        layout, dtype: by their numbers.
-        num_bytes: of the memory, which begins with the head.
-        embedding_at, embedding_bytes: where the two are tied those of the head.
-        device: foretoken.models.backend.device_uuid.
+        layout, dtype: numbers, as above.
+        num_bytes: size of the memory, which begins with the head.
+        embedding_at, embedding_bytes: equal to the head's if the two are tied.
+        device: as foretoken.models.backend.device_uuid.
     """
 
     vocab_size: int
@@ -77,7 +78,7 @@ class _Description(NamedTuple):
         )
 
     def seal(self) -> int:
-        """The descriptor of sealed memory that holds this."""
+        """Return the descriptor of sealed memory that holds this description."""
         fd = new_memory("foretoken-weights-description", _DESCRIPTION.size)
         os.pwrite(fd, _DESCRIPTION.pack(_MAGIC, _VERSION, *self[:-1], self.device.encode()), 0)
         seal(fd, fcntl.F_SEAL_WRITE | SIZE_SEALS)
@@ -85,7 +86,7 @@ class _Description(NamedTuple):
 
     @staticmethod
     def read(fd: int) -> _Description:
-        """Raises PreconditionError for other memory, or weights that would not lie in theirs."""
+        """Read a description. Raises PreconditionError for other memory, or if its weights do not fit in it."""
         data = os.pread(fd, _DESCRIPTION.size, 0)
         if len(data) < _DESCRIPTION.size:
             raise PreconditionError(f"shared weights: a description of {len(data)} bytes")
@@ -97,7 +98,7 @@ class _Description(NamedTuple):
         return description
 
     def views(self, memory: torch.Tensor) -> TargetWeights:
-        """The weights in ``memory``, uint8 [num_bytes]."""
+        """Return the weights as views of ``memory``, uint8 [num_bytes]."""
         dtype = _DTYPES[self.dtype]
         layout = RowLayout(memory.device, dtype) if self.layout == _ROWS else PanelLayout(dtype == torch.uint16)
         shape = (self.vocab_size, self.hidden_size) if self.layout == _ROWS else (-1,)
@@ -124,18 +125,18 @@ class _Description(NamedTuple):
 
 
 class SharedWeights:
-    """The verifier's end.
+    """The verifier's end of shared weights.
 
     Attributes:
         weights: views of the shared memory, which lives as long as they do.
-        device: of the drafters that can use it (foretoken.models.backend.device_uuid); empty: those on the CPU.
+        device: device of the drafters that can use it, as backend.device_uuid; empty: the CPU.
     """
 
     def __init__(self, weights: TargetWeights, backend: Backend = CPU) -> None:
-        """Copies once, and returns when that is done; the caller drops its own. ``backend``: that reads them.
+        """Copy the weights to shared memory, for ``backend`` to read; the caller can then free its own.
 
-        Raises PreconditionError where GPU memory cannot be shared, UnavailableError if there is none left; both with
-        the name of CUDA's error.
+        Raises PreconditionError if GPU memory cannot be shared, UnavailableError if none is left; both name
+        CUDA's error.
         """
         self.device = device_uuid(backend)
         description = _Description.of(weights, self.device)
@@ -146,7 +147,7 @@ class SharedWeights:
                 memory_fd = new_memory("foretoken-weights", description.num_bytes)
                 undo.callback(os.close, memory_fd)
                 mapping = mmap.mmap(memory_fd, description.num_bytes)
-                # This mapping is older than the seal.
+                # This mapping is older than the seal, so it stays writable.
                 seal(memory_fd, F_SEAL_FUTURE_WRITE | SIZE_SEALS)
                 memory = torch.frombuffer(mapping, dtype=torch.uint8)
             else:
@@ -159,40 +160,40 @@ class SharedWeights:
             if not weights.tied:
                 self.weights.embedding.copy_(weights.embedding)
             if backend.device.type == "cuda":
-                # Whoever maps it is ordered by nothing else.
+                # Nothing else orders this copy before the reads of other processes.
                 torch.cuda.synchronize(backend.device)
             undo.pop_all()
         self._fds = (description_fd, memory_fd)
-        # A descriptor keeps the memory, also when nobody maps it any more.
+        # A descriptor keeps the memory even when nobody maps it.
         self._close = weakref.finalize(self, _close_all, self._fds)
 
     def filenos(self) -> tuple[int, int]:
-        """Descriptors to pass to a drafter."""
+        """Return the descriptors to pass to a drafter."""
         assert self._close.alive, "before close"
         return self._fds
 
     def close(self) -> None:
-        """Give the descriptors back. Idempotent; mappings stay."""
+        """Close the descriptors; mappings stay. Idempotent."""
         self._close()
 
 
 def map_weights(fds: tuple[int, int], device: str) -> TargetWeights:
-    """A drafter's end: the weights that SharedWeights gave ``fds`` of, mapped; the descriptors stay the caller's.
+    """Map the weights of a verifier's SharedWeights. The caller closes the descriptors.
 
-    They stay mapped as long as one of their tensors is there, and what was launched on them is not done.
+    They stay mapped until their last tensor is gone and the GPU work that uses them is done.
 
     Args:
-        device: of the drafter (foretoken.models.backend.device_uuid).
+        device: the drafter's device, as backend.device_uuid.
 
     Raises:
-        PreconditionError: other memory, weights for another device, or CUDA cannot map them.
-        UnavailableError: CUDA fails to, by the name of its error.
+        PreconditionError: it is other memory, the weights are for another device, or CUDA cannot map them.
+        UnavailableError: mapping failed; names CUDA's error.
     """
     description_fd, memory_fd = fds
     description = _Description.read(description_fd)
     if description.device != device:
         theirs, ours = (name or "the CPU" for name in (description.device, device))
-        raise PreconditionError(f"shared weights: are for {theirs}, this drafter runs on {ours}")
+        raise PreconditionError(f"shared weights: they are for {theirs}, this drafter runs on {ours}")
     where = device_of(device) if device else CPU.device
     if where.type == "cuda":
         allocation = CudaMemory(where, description.num_bytes, drain=_drain_of(where), fd=memory_fd, read_only=True)
@@ -200,7 +201,7 @@ def map_weights(fds: tuple[int, int], device: str) -> TargetWeights:
     size = os.fstat(memory_fd).st_size
     if size != description.num_bytes:
         raise PreconditionError(f"shared weights: memory of {size} bytes instead of {description.num_bytes}")
-    # Private and never written: the pages are the verifier's. PyTorch warns of buffers that it may not write to.
+    # PyTorch warns of read-only buffers. This private mapping is never written, so it shares the verifier's memory.
     mapping = mmap.mmap(memory_fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     return description.views(torch.frombuffer(mapping, dtype=torch.uint8))
 
@@ -210,9 +211,9 @@ def _drain_of(device: torch.device) -> partial[None]:
 
 
 def _drain(device: torch.device) -> None:
-    """Return when nothing that was launched can be reading weights of which no tensor is left."""
-    # A collection in the middle of a capture. The device was idle when that began, and must not be asked now; what is
-    # captured reads other weights.
+    """Wait until no GPU work can read weights whose last tensor is gone."""
+    # Garbage may be collected during a capture. The device was idle when that began and must not be
+    # queried now; the captured work reads other weights.
     if not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(device)
 

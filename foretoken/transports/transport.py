@@ -1,8 +1,8 @@
-"""What all transports between a verifier and a drafter share: the protocol, the order of requests, the checks.
+"""The protocol of all transports between a verifier and a drafter, their request queue and their checks.
 
-A transport moves ``DraftRequest``s one way and ``DraftBatch``es the other, in order, one reply a request. It knows
-neither policies nor models. There are three: the arena (arena.py), the gRPC stream
-(verifier_svc/drafters/stream.py) and the one below, for a drafter in the same process.
+A transport moves each ``DraftRequest`` one way and its ``DraftBatch`` back, in order. It knows neither
+policies nor models. There are three: the arena (arena.py), the gRPC stream
+(verifier_svc/drafters/stream.py) and, below, the one for a drafter in the same process.
 """
 
 from __future__ import annotations
@@ -24,59 +24,58 @@ from foretoken.tree import Int32
 if TYPE_CHECKING:
     from foretoken.resident import ResidentMemory, StreamOrder
 
-# New tokens of one request on the wire. A batch with more is split; the tokens of four long prompts fit in a few.
+# New tokens of one request on the wire. Larger requests are split; four long prompts take a few parts.
 DEFAULT_TOKEN_CAPACITY = 8192
-# Bytes of hidden rows of one request at most; more are split. It bounds the memory of an arena's buffer.
+# Bytes of hidden states of one request at most; larger requests are split. This bounds an arena's buffers.
 MAX_HIDDEN_BYTES = 16 << 20
-# A request has a row for each running sequence, and for each that ended since the last one.
+# A request has a row for each running sequence, and for each sequence that ended since the last request.
 ROWS_PER_SLOT = 2
-# Requests that a drafter may be behind. The next ones wait on the verifier's side.
+# Requests that may be unanswered. Further ones wait at the verifier.
 WINDOW = 4
-# Requests that may wait there before new ones are dropped: a drafter that is this far behind is as good as gone.
+# Requests that may wait before new ones are dropped: a drafter so far behind is as good as gone.
 MAX_WAITING = 1024
 
 
 class TransportClosedError(Exception):
-    """The other side is gone, or what it sent ended the attachment. The transport is of no more use."""
+    """The other side is gone, or it sent something that ended the attachment. The transport is unusable."""
 
 
 def token_capacity_for(
     max_rows: int, hidden_width: int, most: int = DEFAULT_TOKEN_CAPACITY, hidden_bytes: int = MAX_HIDDEN_BYTES
 ) -> int:
-    """New tokens that one request may carry, each with a hidden row of so many float32 values."""
+    """Return how many new tokens one request may carry, each with ``hidden_width`` float32 values."""
     if hidden_width:
         most = min(most, hidden_bytes // (4 * hidden_width))
     return max(most, max_rows)
 
 
 class MalformedBatchError(ValueError):
-    """A reply that may not be sliced: its counts contradict each other or the request."""
+    """A reply that cannot be used: its counts contradict each other or the request."""
 
 
 class DraftTransport(Protocol):
-    """The verifier's end, used by the engine thread. ``close`` may come from any thread."""
+    """The verifier's end of a transport. The engine thread uses it; any thread may call ``close``."""
 
     @property
     def name(self) -> str:
-        """shared-memory, grpc or in-process."""
+        """Return shared-memory, grpc or in-process."""
         ...
 
     @property
     def resident(self) -> ResidentMemory | None:
-        """Device memory that the drafter has too; None: there is none, and no request may be of a resident step.
+        """The device memory shared with the drafter; None: there is none, and no request may refer to it.
 
-        Both this and ``order`` may be used on after ``close``, by work that is still queued: they go with their last
-        user.
+        Queued work may use this and ``order`` after ``close``; they live until their last user is gone.
         """
         ...
 
     @property
     def order(self) -> StreamOrder:
-        """Between the verifier's work on that memory and the drafter's."""
+        """The order between the verifier's work on the device memory and the drafter's."""
         ...
 
     def is_open(self) -> bool:
-        """Whether the drafter is there, as far as its transport tells; it may stand still. Costs microseconds."""
+        """Return whether the connection to the drafter is open; the drafter may still hang. Takes microseconds."""
         ...
 
     def post(self, request: DraftRequest) -> None:
@@ -84,37 +83,37 @@ class DraftTransport(Protocol):
         ...
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
-        """The reply to the request posted last, checked by ``check_batch``; older replies are dropped.
+        """Return the reply to the last request, checked by ``check_batch``; older replies are dropped.
 
-        None if it did not come in time, or was dropped as malformed: then the request counts as unanswered, and a
-        late reply is dropped when it comes. Raises TransportClosedError as soon as the drafter is gone.
+        None if it did not arrive in time or was malformed. The request then counts as unanswered, and a late
+        reply is dropped. Raises TransportClosedError as soon as the drafter is gone.
         """
         ...
 
     def is_idle(self) -> bool:
-        """Whether the drafter has answered all that was sent. Replies that have come and nobody awaits are dropped.
+        """Return whether the drafter has answered everything that was sent; drop replies that nobody awaits.
 
         Raises TransportClosedError if the drafter is gone.
         """
         ...
 
     def release(self, slots: Sequence[int]) -> None:
-        """Tell the drafter to forget slots, before it sees any later request. Does not wait."""
+        """Make the drafter forget batch slots before it sees any later request. Does not wait."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Free everything. Idempotent."""
         ...
 
 
 @dataclass(slots=True)
 class TransportCounters:
-    """What passed through the transports of one drafter. Written by the engine thread."""
+    """Counts of one drafter's requests and replies. Only the engine thread writes them."""
 
     num_posted: int = 0
     num_received: int = 0
-    # Requests whose reply had not come in time, replies that were malformed or wrongly stamped, and requests that
-    # were never sent because the drafter was too far behind.
+    # Requests without a reply in time, replies that were malformed or had another request's ids, and requests
+    # that were never sent because the drafter was too far behind.
     num_late: int = 0
     num_malformed: int = 0
     num_dropped: int = 0
@@ -125,7 +124,7 @@ class TransportCounters:
 
 
 def check_request(request: DraftRequest, max_rows: int) -> None:
-    """Raise ValueError unless the offsets of all ragged columns may be sliced with."""
+    """Raise ValueError unless the offsets of all ragged columns are valid."""
     rows = request.num_rows
     if rows > max_rows:
         raise ValueError(f"a draft request has {rows} rows; at most {max_rows} were agreed at attach")
@@ -136,13 +135,13 @@ def check_request(request: DraftRequest, max_rows: int) -> None:
         if not _are_offsets(column, total):
             raise ValueError(f"the offsets of {name} in a draft request contradict it")
     if len(request.hidden) and (np.diff(request.hidden_starts) > np.diff(request.new_token_starts)).any():
-        raise ValueError("a draft request has more hidden rows than new tokens")
+        raise ValueError("a draft request has more hidden states than new tokens")
 
 
 def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
     """Raise MalformedBatchError unless each row has 1 to ``max_nodes[row]`` nodes and the arrays agree.
 
-    What the nodes hold is checked when a tree is used (``DraftTree.is_valid``).
+    The nodes' content is checked when a tree is used (``DraftTree.is_valid``).
     """
     rows = len(max_nodes)
     if not len(batch.tokens) == len(batch.parents) == len(batch.scores):
@@ -158,12 +157,12 @@ def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
 
 
 def _are_offsets(starts: list[int], total: int) -> bool:
-    """Whether ``starts`` cuts ``total`` items into runs."""
+    """Return whether ``starts`` divides ``total`` items into runs."""
     return starts[0] == 0 and starts[-1] == total and starts == sorted(starts)
 
 
 def probe_request(epoch: int, step_id: int) -> DraftRequest:
-    """A request without rows: the other side answers it without its drafter."""
+    """Return a request without rows, which the other side answers without its drafter."""
     no_ids = np.zeros(0, np.int32)
     return DraftRequest(
         epoch,
@@ -178,7 +177,7 @@ def probe_request(epoch: int, step_id: int) -> DraftRequest:
 
 
 def answer(drafter: Drafter, request: DraftRequest) -> DraftBatch:
-    """The drafter's reply, checked as the verifier will check it: a drafter's fault shows on its own side."""
+    """Return the drafter's reply, checked as the verifier will, so that a fault shows at the drafter."""
     if request.num_rows == 0:
         empty = np.zeros(0, np.int32)
         return DraftBatch(request.epoch, request.step_id, np.zeros(1, np.int32), empty, empty, np.zeros(0, np.float32))
@@ -189,16 +188,16 @@ def answer(drafter: Drafter, request: DraftRequest) -> DraftBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """A part of a request that is on its way; only the last part's reply is of use."""
+    """A part of a request. Only the reply to the last part matters."""
 
     request: DraftRequest
     is_last: bool
 
 
 class RequestQueue:
-    """Order and back-pressure at the verifier's end: splits, holds back, and pairs replies with requests.
+    """The verifier's queue: splits requests, limits unanswered parts to WINDOW, and pairs replies with requests.
 
-    At most WINDOW parts are on their way; replies come in their order.
+    Replies arrive in the order of the parts.
     """
 
     def __init__(
@@ -210,7 +209,7 @@ class RequestQueue:
         *,
         releases_are_answered: bool,
     ) -> None:
-        """``token_capacity``: new tokens of one part, at least ``max_rows``. ``block_size``: of the target's cache."""
+        """``token_capacity``: new tokens of one part, at least ``max_rows``. ``block_size``: of the target."""
         assert token_capacity >= max_rows, "the last part of a split request has a token for each row"
         self._max_rows = max_rows
         self._releases_are_answered = releases_are_answered
@@ -223,7 +222,7 @@ class RequestQueue:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a reply is wanted: it has not come, and was not given up or dropped."""
+        """Whether a reply is awaited: it has not arrived, and was not given up or dropped."""
         return self._awaited_step_id is not None
 
     @property
@@ -232,14 +231,14 @@ class RequestQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its way, or waits to be."""
+        """Whether no part is unanswered or waiting."""
         return not self._in_flight and not self._waiting
 
     def add(self, request: DraftRequest) -> None:
-        """Queue a request. One that is too large, or for a drafter that is too far behind, is dropped."""
+        """Queue a request. Drop it if it is too large or the drafter is too far behind."""
         self._awaited_step_id = None
         is_too_large = request.num_rows > self._max_rows or (
-            # It is not split.
+            # Such a request is not split.
             request.resident is not None and len(request.block_ids) > self._token_capacity
         )
         if is_too_large or len(self._waiting) > MAX_WAITING:
@@ -251,14 +250,17 @@ class RequestQueue:
         self._counters.num_posted += request.num_rows > 0
 
     def add_release(self, slots: Sequence[int]) -> None:
-        """Queue a release, in order with the requests. Dropped like them: a slot's next generation forgets too."""
+        """Queue a release, in order with the requests.
+
+        It may be dropped like them: a slot's next generation also makes the drafter forget.
+        """
         if len(self._waiting) > MAX_WAITING:
             return
         for low in range(0, len(slots), self._max_rows):
             self._waiting.append(tuple(int(slot) for slot in slots[low : low + self._max_rows]))
 
     def next(self) -> DraftRequest | tuple[int, ...] | None:
-        """What to send now, a request or slots to release; None if there is nothing or the window is full."""
+        """Return what to send now, a request or slots to release; None if nothing waits or the window is full."""
         if not self._waiting or len(self._in_flight) >= WINDOW:
             return None
         part = self._waiting.popleft()
@@ -270,12 +272,12 @@ class RequestQueue:
         return part.request
 
     def take(self, read: Callable[[], DraftBatch | None]) -> DraftBatch | None:
-        """Pair a reply with its request; the reply that is awaited comes back checked, any other one is dropped.
+        """Pair a reply with its request; return the awaited reply, checked, and drop any other.
 
-        ``read`` is called for the awaited reply only; it gives None for one that cannot be read.
+        ``read`` is only called for the awaited reply and returns None if it cannot be read.
         """
         if not self._in_flight:
-            raise TransportClosedError("the drafter sent a reply that nobody asked for")
+            raise TransportClosedError("the drafter sent a reply to no request")
         part = self._in_flight.popleft()
         if part is None or not part.is_last or part.request.step_id != self._awaited_step_id:
             return None
@@ -291,19 +293,19 @@ class RequestQueue:
         except MalformedBatchError:
             self._counters.num_malformed += 1
             return None
-        # Probes have no rows and count for nothing.
+        # Probes have no rows and are not counted.
         self._counters.num_received += batch.num_rows > 0
         return batch
 
     def give_up(self) -> None:
-        """The awaited reply is late: it is dropped when it comes."""
+        """Count the awaited reply as late; it is dropped when it arrives."""
         if self._awaited_step_id is not None:
             self._awaited_step_id = None
             self._counters.num_late += 1
 
 
 class InProcessTransport:
-    """A drafter in the same process and thread: ``post`` drafts. It isolates nothing and costs nothing."""
+    """A transport to a drafter in the same process and thread, whose ``post`` drafts. It isolates nothing."""
 
     def __init__(
         self,
@@ -311,7 +313,7 @@ class InProcessTransport:
         counters: TransportCounters,
         resident: ResidentMemory | None = None,
     ) -> None:
-        """``resident``: memory that the drafter has been given, too."""
+        """``resident``: device memory that the drafter also has."""
         # Drafters without a model need no torch; a verifier has it.
         from foretoken.resident import StreamOrder
 
@@ -333,15 +335,15 @@ class InProcessTransport:
 
     @property
     def order(self) -> StreamOrder:
-        """Both sides launch on one stream."""
+        """The order of sides that launch on one stream."""
         return self._order
 
     def is_open(self) -> bool:
-        """Not after the drafter raised."""
+        """Return whether the drafter has not raised."""
         return not self._closed
 
     def post(self, request: DraftRequest) -> None:
-        """Raises TransportClosedError if the drafter raises: it has ended its attachment."""
+        """Draft at once. Raises TransportClosedError if the drafter raises, which ends its attachment."""
         with self._lock:
             self._check_open()
             self._batch = None
@@ -359,7 +361,7 @@ class InProcessTransport:
                 self._batch = None
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
-        """Does not wait: the reply is there, or was malformed."""
+        """Return the reply at once; None if it was malformed."""
         with self._lock:
             self._check_open()
             batch, self._batch = self._batch, None

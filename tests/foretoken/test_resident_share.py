@@ -244,7 +244,7 @@ def test_who_waits_goes_on_when_either_side_closes_and_keeps_the_memory(closing:
 
 def test_a_host_releases_its_own_side_alone_and_lowers_nothing() -> None:
     words = FlagWords(mmap.mmap(-1, FLAG_BYTES))
-    order = HostOrder(words, patience_s=600.0)
+    order = HostOrder(words, timeout_s=600.0)
     order.release_draft(5)
     order.await_draft(5)
     order.release_draft(3)
@@ -267,10 +267,10 @@ def test_the_words_lie_in_cache_lines_of_their_own() -> None:
 
 
 def test_a_host_that_nobody_can_release_goes_on_by_itself(caplog: pytest.LogCaptureFixture) -> None:
-    order = HostOrder(FlagWords(mmap.mmap(-1, FLAG_BYTES)), patience_s=0.01)
+    order = HostOrder(FlagWords(mmap.mmap(-1, FLAG_BYTES)), timeout_s=0.01)
     with caplog.at_level(logging.WARNING):
         order.await_draft(1)
-    assert "number 1 did not come" in caplog.text
+    assert "step 1 did not arrive" in caplog.text
 
 
 def test_nothing_stays_open() -> None:
