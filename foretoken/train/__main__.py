@@ -1,6 +1,7 @@
-"""``python -m foretoken.train ALGORITHM TARGET --data FOLDER --output FOLDER``, which is ``foretoken train`` too.
+"""The command ``python -m foretoken.train ALGORITHM TARGET --data FOLDER --output FOLDER``, also ``foretoken train``.
 
-The flags are the fields of ``TrainOptions``, read by argparse: a machine with a GPU may have nothing of the server's.
+The flags are the fields of ``TrainOptions``. argparse reads them, because a training machine may lack the
+server's packages.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from foretoken import hub
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.train.options import ALGORITHMS, TrainOptions
 
-# The command that writes a text to train on, beside those of the algorithms.
+# The command that writes a text to train on; the other commands are the algorithms.
 _SELF_TEXT = "self-text"
 _SUMMARIES = {
     "eagle3": "an EAGLE-3 head, by training-time test",
@@ -28,7 +29,7 @@ _SUMMARIES = {
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
-    """One sub-command an algorithm, with the flags that have a meaning for it."""
+    """Return a parser with one sub-command for each algorithm and the flags that apply to it."""
     parser = argparse.ArgumentParser(program, description="Train a drafter against a target on a folder of text.")
     names = [algorithm.upper() for algorithm in ALGORITHMS]
     commands = parser.add_subparsers(dest="algorithm", required=True, metavar="|".join((*names, _SELF_TEXT)))
@@ -47,7 +48,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str], program: str) -> TrainOptions:
-    """The options that ``arguments`` give. Raises ConfigError for values, SystemExit for usage."""
+    """Return the options in ``arguments``. Raises ConfigError for invalid values, SystemExit for wrong usage."""
     given: dict[str, Any] = vars(make_parser(program).parse_args(_in_capitals(arguments)))
     given["algorithm"] = given["algorithm"].lower()
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -55,7 +56,7 @@ def parse(arguments: Sequence[str], program: str) -> TrainOptions:
 
 
 def run(arguments: Sequence[str], program: str) -> None:
-    """Parse and train, or write the target's own text; a hub id as TARGET is downloaded."""
+    """Parse and train, or write the target's own text. If TARGET is a hub id, download it."""
     if [word.lower() for word in arguments[:1]] == [_SELF_TEXT]:
         from foretoken.train import self_text
 
@@ -68,7 +69,7 @@ def run(arguments: Sequence[str], program: str) -> None:
 
 
 def _in_capitals(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the algorithm as the parser knows it: any case will do, and EAGLE is EAGLE-2's layout."""
+    """Spell the algorithm as the parser knows it: any case is accepted, and EAGLE means EAGLE-2's layout."""
     words = list(arguments)
     if words and words[0].lower() in ("eagle", *ALGORITHMS):
         words[0] = {"EAGLE": "EAGLE2"}.get(words[0].upper(), words[0].upper())
@@ -92,7 +93,7 @@ def _add_flag(command: argparse.ArgumentParser, field: dataclasses.Field[Any]) -
 
 
 def _kind(name: str) -> tuple[Any, Any]:
-    """The type of a field without its None, and that of its items if it has any."""
+    """Return the type of a field without None, and the type of its items if it has any."""
     declared = typing.get_type_hints(TrainOptions)[name]
     if isinstance(declared, types.UnionType):
         declared = next(each for each in typing.get_args(declared) if each is not types.NoneType)

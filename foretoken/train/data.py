@@ -1,5 +1,6 @@
-"""Tokens to train on and the order of their windows. An order follows from seed and step alone, so a resumed run
-goes on with the very batches that an uninterrupted one would have had.
+"""The tokens to train on and the order of their windows.
+
+The order only depends on seed and step, so a resumed run gets the same batches as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import Tensor
 from foretoken.errors import ConfigError
 
 _FILES_PER_BATCH = 256
-# One file (or token) of so many is measured on where no others are given.
+# Without --held-out, one file (or token) of so many is held out.
 _HELD_OUT_SHARE = 20
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSplit:
-    """Two token streams, int32 [num_tokens] each; documents are led by the separator id."""
+    """Two token streams, int32 [num_tokens] each; every document begins with the separator id."""
 
     train: Tensor
     held_out: Tensor
@@ -32,9 +33,10 @@ class TokenSplit:
 def load_split(
     data: Path, held_out: Path | None, globs: Sequence[str], target: Path, separator: int, vocab_size: int
 ) -> TokenSplit:
-    """The tokens of ``data`` and ``held_out``; without the latter every 20th file, or the last 20th of a token file.
+    """Return the tokens of ``data`` and ``held_out``.
 
-    Raises ConfigError for a path that is neither, an empty folder, or ids that are not the target's.
+    Without ``held_out``, every 20th file or the last 20th of a token file is held out. Raises ConfigError for
+    a path that is neither, an empty folder, or ids that the target lacks.
     """
     if held_out is not None:
         sides = [load_tokens(path, globs, target, separator, vocab_size) for path in (data, held_out)]
@@ -53,7 +55,7 @@ def load_split(
 
 
 def load_tokens(path: Path, globs: Sequence[str], target: Path, separator: int, vocab_size: int) -> Tensor:
-    """int32 [num_tokens] of a folder of text or a token file. Raises ConfigError for a path that is neither."""
+    """Return the tokens of a folder of text or a token file, int32 [num_tokens]. ConfigError if it is neither."""
     if path.is_dir():
         return encode_files(text_files(path, globs), target, separator)
     if path.suffix != ".npy" or not path.is_file():
@@ -67,7 +69,7 @@ def load_tokens(path: Path, globs: Sequence[str], target: Path, separator: int, 
 
 
 def text_files(folder: Path, globs: Sequence[str]) -> list[Path]:
-    """All files below ``folder`` whose names match one of ``globs``, sorted. ConfigError if there is none."""
+    """Return all files below ``folder`` whose names match one of ``globs``, sorted. ConfigError if none does."""
     files = sorted({file for pattern in globs for file in folder.rglob(pattern) if file.is_file()})
     if not files:
         raise ConfigError(f"{folder} has no file named {' or '.join(globs)}")
@@ -75,7 +77,7 @@ def text_files(folder: Path, globs: Sequence[str]) -> list[Path]:
 
 
 def encode_files(files: Sequence[Path], target: Path, separator: int) -> Tensor:
-    """Texts by the target's tokenizer, int32 [num_tokens], each led by ``separator``; what is no UTF-8 is replaced."""
+    """Encode texts, each after ``separator``, to int32 [num_tokens]; bytes that are not UTF-8 are replaced."""
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     tokenizer.encode_special_tokens = True  # A special token's name inside a file is ordinary text.
     tokenizer.no_truncation()
@@ -88,7 +90,7 @@ def encode_files(files: Sequence[Path], target: Path, separator: int) -> Tensor:
 
 
 class Windows:
-    """Random access to the batches of a run: every window of an epoch once, each epoch shifted and shuffled anew."""
+    """Random access to the batches of a run. Each epoch has every window once, newly shifted and shuffled."""
 
     def __init__(self, tokens: Tensor, window: int, stride: int, batch_size: int, seed: int) -> None:
         """``tokens`` int32 [num_tokens] on the device; ``window`` tokens every ``stride`` tokens.
@@ -103,13 +105,13 @@ class Windows:
         self.num_windows = (len(tokens) - window - stride) // stride + 1
         if self.num_windows < 1:
             raise ConfigError(
-                f"{len(tokens)} training tokens are too few for windows of {window}: {window + stride} is the least"
+                f"{len(tokens)} training tokens are too few for windows of {window}: at least {window + stride} are needed"
             )
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
 
     def batch(self, step: int) -> Tensor:
-        """Batch number ``step``: int64 [batch_size, window]."""
+        """Return batch number ``step``, int64 [batch_size, window]."""
         chosen: list[Tensor] = []
         first, last = step * self._batch_size, (step + 1) * self._batch_size
         while first < last:
@@ -130,12 +132,12 @@ class Windows:
 
 
 class MixedWindows:
-    """Batches of which a share is from a second stream. As ``Windows``, a function of seed and step alone."""
+    """Batches with a share of rows from a second stream. As for ``Windows``, they only depend on seed and step."""
 
     def __init__(
         self, streams: Sequence[Tensor], second_share: float, window: int, stride: int, batch_size: int, seed: int
     ) -> None:
-        """``streams``: one, or two of which the second gives ``second_share`` of each batch's rows."""
+        """``streams``: one or two; the second one gives the share ``second_share`` of each batch's rows."""
         second = round(batch_size * second_share)
         counts = (batch_size - second, second)
         self._parts = [
@@ -145,12 +147,12 @@ class MixedWindows:
         ]
 
     def batch(self, step: int) -> Tensor:
-        """Batch number ``step``: int64 [batch_size, window]."""
+        """Return batch number ``step``, int64 [batch_size, window]."""
         return torch.cat([part.batch(step) for part in self._parts])
 
 
 def most_frequent(tokens: Tensor, count: int, vocab_size: int) -> Tensor:
-    """The ``count`` most frequent ids of ``tokens``, ascending, int64; ties go to the lower id."""
+    """Return the ``count`` most frequent ids of ``tokens``, ascending, int64; ties go to the lower id."""
     counts = torch.bincount(tokens.long().cpu(), minlength=vocab_size)
     order = torch.sort(counts, descending=True, stable=True).indices
     return order[:count].sort().values

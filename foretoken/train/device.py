@@ -1,4 +1,4 @@
-"""The device of a training run."""
+"""Chooses the device of a training run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from foretoken.errors import ConfigError
 
 
 def pick_device(name: str) -> torch.device:
-    """``cpu``, ``cuda`` or ``cuda:N``; ``auto`` is the GPU if there is one. Raises ConfigError for one that is not."""
+    """Return the device ``cpu``, ``cuda`` or ``cuda:N``; ``auto`` is the GPU if there is one. ConfigError otherwise."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"--device: {name!r} is none") from error
+        raise ConfigError(f"--device: {name!r} is not a device") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"--device: {name!r} is not there; have: cpu" + (", cuda" * torch.cuda.is_available()))
+        raise ConfigError(
+            f"--device: {name!r} is not available; there is: cpu" + (", cuda" * torch.cuda.is_available())
+        )
     return device

@@ -1,6 +1,6 @@
 """EAGLE-3 and EAGLE-2 heads: modules, losses, files.
 
-Token i's entry holds its embedding and the features of token i - 1.
+The head's row of token i reads the token's embedding and the target's hidden states of token i - 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foretoken.train.options import TrainOptions
 from foretoken.train.recipe import compiled, llama_fields, write_checkpoint
 from foretoken.train.target import Target
 
-# EAGLE (arXiv 2401.15077) and its released code: uniform noise on the features, and the weight of the classes.
+# From EAGLE (arXiv 2401.15077) and its released code: uniform noise on the hidden states, weight of the classes.
 _NOISE_WIDTH = 0.2
 _NOISE_LENGTH = 512
 _CLASS_WEIGHT = 0.1
@@ -28,10 +28,10 @@ _MIN_LAYERS = 4
 
 
 def feature_layers(num_layers: int, asked: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """The target layers whose inputs an EAGLE-3 head reads: as asked, or those of a head without explicit ids.
+    """Return the target layers whose inputs an EAGLE-3 head reads: as asked, or the usual ones.
 
-    Raises ConfigError if the target has no such layer, or too few for the usual ones. Layer 0's input, which is no
-    layer's output, has no place in a head's config.json.
+    Raises ConfigError if the target has no such layer, or too few layers for the usual ones. Layer 0 is not
+    allowed: a head's config.json names outputs of layers, and its input is none.
     """
     if asked is not None:
         if not all(1 <= layer < num_layers for layer in asked):
@@ -43,12 +43,16 @@ def feature_layers(num_layers: int, asked: tuple[int, ...] | None = None) -> tup
 
 
 class Eagle3Head(nn.Module):
-    """Three features to one width, one wide layer, own norm, a head over the draft vocabulary (arXiv 2503.01840)."""
+    """The EAGLE-3 head (arXiv 2503.01840).
+
+    It reduces three hidden states to one width and has one wide layer, its own norm and a head over the draft
+    vocabulary.
+    """
 
     def __init__(
         self, fields: dict[str, Any], feature_size: int, draft_vocab_size: int, target_head: Tensor | None
     ) -> None:
-        """``target_head``: the target's output head, used as it is; None: an own one, which is trained."""
+        """``target_head``: the target's output head, used as it is; None: train an own one."""
         super().__init__()
         config = head_config(fields)
         self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
@@ -59,7 +63,7 @@ class Eagle3Head(nn.Module):
         initialise(self)
 
     def enter(self, embeds: Tensor, hidden: Tensor, depth: int) -> Tensor:
-        """What the layer reads as hidden: features are reduced to one width, own rows are taken as they are."""
+        """Return the layer's hidden input: the target's hidden states reduced to one width, or the head's own."""
         return self.fc(hidden) if depth == 0 else hidden
 
     @property
@@ -67,7 +71,7 @@ class Eagle3Head(nn.Module):
         return self.midlayer
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size] to [..., draft_vocab_size]."""
+        """Map [..., hidden_size] to [..., draft_vocab_size]."""
         normed = self.norm(hidden)
         if self.lm_head is not None:
             return self.lm_head(normed)  # type: ignore[no-any-return]
@@ -76,7 +80,7 @@ class Eagle3Head(nn.Module):
 
 
 class Eagle2Head(nn.Module):
-    """One layer over ``fc(cat[embedding, feature])`` that predicts the next feature; the head is the target's."""
+    """One layer over ``fc(cat[embedding, hidden])`` that predicts the next hidden state; the output head is the target's."""
 
     def __init__(self, fields: dict[str, Any], target_head: Tensor) -> None:
         super().__init__()
@@ -97,12 +101,12 @@ class Eagle2Head(nn.Module):
         return layer
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size] to [..., vocab_size]."""
+        """Map [..., hidden_size] to [..., vocab_size]."""
         return nn.functional.linear(hidden.to(self.target_head.dtype), self.target_head)
 
 
 class EagleRecipe:
-    """What both heads share: rotary tables, and chains of draft steps over all rows of a window at once."""
+    """The common part of both recipes: rotary tables, and chains of draft steps over all rows of a window at once."""
 
     module: Eagle3Head | Eagle2Head
 
@@ -125,7 +129,7 @@ class EagleRecipe:
         return output
 
     def depths(self, tokens: Tensor, features: Tensor) -> Iterator[Tensor]:
-        """Hidden rows [batch, rows, hidden_size] of each depth in turn, by the chain's own outputs.
+        """Yield the hidden states [batch, rows, hidden_size] of each depth; each depth reads the output of the last.
 
         ``tokens`` int64 [batch, at least rows + num_depths], ``features`` [batch, rows, feature_size].
         """
@@ -145,7 +149,7 @@ class EagleRecipe:
         return drafted
 
     def matches(self, tokens: Tensor) -> Tensor:
-        """As ``Recipe.matches``; rows are the training window's."""
+        """As ``Recipe.matches``, over the rows of a training window."""
         found: list[Tensor] = []
         for depth, hidden in enumerate(self.depths(tokens, self._features(tokens[:, : self.rows]))):
             drafted = self._target_ids(self.module.logits(hidden).argmax(-1))
@@ -154,7 +158,7 @@ class EagleRecipe:
 
 
 class Eagle3Recipe(EagleRecipe):
-    """Training-time test: every depth learns the target's distribution from what the depth before gave it."""
+    """Training-time test: every depth learns the target's distribution from the output of the depth before."""
 
     module: Eagle3Head
 
@@ -164,7 +168,7 @@ class Eagle3Recipe(EagleRecipe):
         if options.draft_vocab_size > vocab_size:
             raise ConfigError(f"--draft-vocab-size {options.draft_vocab_size}: the target has {vocab_size} tokens")
         own_size = options.draft_vocab_size
-        # Ascending, so all of them are every id in order.
+        # They are ascending, so a full vocabulary is every id in order.
         self.draft_ids = most_frequent(tokens, own_size or vocab_size, vocab_size).to(device)
         self.is_draftable = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.is_draftable[self.draft_ids] = True
@@ -181,9 +185,9 @@ class Eagle3Recipe(EagleRecipe):
         self._step = compiled(self._depth_loss, options.compile is True)
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Cross entropy with the target's distribution over the draft vocabulary, renormalised.
+        """Return the cross entropy with the target's distribution, renormalised over the draft vocabulary.
 
-        Positions whose most likely token is not in the draft vocabulary do not count, as in the released code.
+        As in the released code, positions whose most likely token is not in the draft vocabulary do not count.
         """
         output = self.target.run(tokens, self._layers)
         label_probs, is_counted = self._labels(output.final)
@@ -217,7 +221,7 @@ class Eagle3Recipe(EagleRecipe):
         label_probs: Tensor,
         is_counted: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        # Caches cross the rim of compiled code as plain tuples: torch 2.11 gives a named one back without its items.
+        # Caches enter and leave compiled code as plain tuples: torch 2.11 returns named tuples without their items.
         cache = ChainCache(*before) if before else None
         hidden, cache = self._layer_step(embeds, hidden, cos, sin, cache, is_current)
         logits = self.module.logits(hidden).float()
@@ -227,7 +231,7 @@ class Eagle3Recipe(EagleRecipe):
 
     @torch.no_grad()
     def _labels(self, final: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities [batch, window, draft_vocab] in the target's type; where its argmax is draftable, float32."""
+        """Return probabilities [batch, window, draft_vocab] in the target's type, and whether its argmax is draftable."""
         logits = self.target.logits(final)
         probs = logits[..., self.draft_ids].float().softmax(-1).to(logits.dtype)
         return probs, self.is_draftable[logits.argmax(-1)].float()
@@ -240,9 +244,10 @@ class Eagle3Recipe(EagleRecipe):
         return self.draft_ids[drafted]
 
     def save(self, folder: Path) -> None:
-        """SafeAILab's spelling. Layer ids name outputs, so they are one less; without ids the usual layers are meant.
+        """Write the head with SafeAILab's names.
 
-        A head without a draft vocabulary of its own uses the target's output head, which is not stored.
+        Layer ids name outputs there, so they are one less; without ids the usual layers are meant. A head without
+        its own draft vocabulary uses the target's output head, which is not stored.
         """
         size = len(self.draft_ids)
         tensors = dict(self.module.state_dict())
@@ -258,7 +263,7 @@ class Eagle3Recipe(EagleRecipe):
 
 
 class Eagle2Recipe(EagleRecipe):
-    """EAGLE's recipe: regression of the next feature and a small weight on the classes, from noisy true features."""
+    """EAGLE's recipe: regression of the next hidden state and a small weight on the classes, from noisy true states."""
 
     module: Eagle2Head
 
@@ -269,7 +274,7 @@ class Eagle2Recipe(EagleRecipe):
         self._step = compiled(self._first_depth_loss, options.compile is True)
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Smooth L1 to the target's feature plus 0.1 of the cross entropy with its distribution."""
+        """Return smooth L1 to the target's hidden state plus 0.1 times the cross entropy with its distribution."""
         tokens = tokens[:, : self.rows + 1]
         final = self.target.run(tokens).final
         label_probs = self.target.logits(final[:, 1:]).float().softmax(-1).to(final.dtype)
@@ -292,7 +297,7 @@ class Eagle2Recipe(EagleRecipe):
         return self.target.run(tokens).final
 
     def save(self, folder: Path) -> None:
-        """The names of SafeAILab's EAGLE heads; embedding and head are the target's and not stored."""
+        """Write the head with SafeAILab's names; embedding and output head are the target's and not stored."""
         write_checkpoint(
             folder, {"architectures": ["LlamaForCausalLMEagle"], **self.fields}, dict(self.module.state_dict())
         )

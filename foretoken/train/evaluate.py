@@ -1,4 +1,4 @@
-"""Held-out acceptance: how far drafts agree with what the target itself writes, greedily, after held-out prompts."""
+"""Held-out acceptance: how far drafts agree with the target's greedy text after held-out prompts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from foretoken.train.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Figures of one measurement over ``num_chains`` chains, one at each generated token.
+    """The result of one measurement over ``num_chains`` chains, one at each generated token.
 
     Attributes:
-        per_step: chance that step d's best token is the target's, given that those of all steps before were.
-        tokens_per_step: 1 + the mean number of accepted tokens of a chain: what greedy chain drafting would give.
+        per_step: probability that step d's best token is the target's, given that all steps before matched.
+        tokens_per_step: 1 + the mean number of accepted tokens of a chain, as in greedy chain drafting.
     """
 
     per_step: tuple[float, ...]
@@ -31,9 +31,9 @@ class Acceptance:
 
 
 def held_out_texts(target: Target, tokens: Tensor, count: int, length: int, batch_size: int) -> Tensor:
-    """``count`` prompts, spread evenly over ``tokens``, each with the target's greedy text: int64 [count, length].
+    """Return prompts spread evenly over ``tokens``, each with the target's greedy text, int64 [count, length].
 
-    The second half of each row is generated. Raises ConfigError if there are fewer tokens than one prompt.
+    The second half of each row is generated. Raises ConfigError if the tokens are fewer than one prompt.
     """
     prompt = length // 2
     if len(tokens) < prompt:
@@ -46,7 +46,7 @@ def held_out_texts(target: Target, tokens: Tensor, count: int, length: int, batc
 
 @torch.no_grad()
 def measure(recipe: Recipe, texts: Tensor, batch_size: int) -> Acceptance:
-    """Acceptance on ``texts`` [count, length] of ``held_out_texts``, over chains that draft generated tokens only."""
+    """Measure acceptance on ``texts`` [count, length] of ``held_out_texts``, for chains that draft generated tokens."""
     first_row = texts.shape[1] // 2 - 2
     accepted: list[Tensor] = []
     chains = 0

@@ -1,9 +1,10 @@
-"""The decoder layer of a draft head, and how a chain of draft steps attends in training.
+"""The decoder layer of a draft head, and the attention of chains of draft steps in training.
 
-A row r of a window starts a chain whose root is token r + 1. At depth d the chain reads token r + 1 + d and the
-hidden row that its own depth d - 1 gave (depth 0: the target's features of token r). In attention it sees the
-depth-0 entries of all rows up to r, which a server would have made from true features, and its own entries of
-depths 1 to d. So rows stay in place from depth to depth, and only tokens and positions move.
+Row r of a window starts a chain whose root is token r + 1. At depth d the chain reads token r + 1 + d and
+the hidden state of its own depth d - 1 (at depth 0: the target's hidden states of token r). It attends to
+the depth-0 KV entries of all rows up to r, which a server would have made from the target's hidden states,
+and to its own KV entries of depths 1 to d. So rows stay in place from depth to depth; only tokens and
+positions move.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-# Far below any score: exp of it is 0, and unlike minus infinity its gradient is no NaN.
+# Far below any score: its exp is 0, and unlike minus infinity it gives no NaN gradient.
 _MASKED = -1e9
 
 
 class ChainCache(NamedTuple):
-    """Keys and values of the depths before: of all rows at depth 0, and of each row's own later depths.
+    """Keys and values of earlier depths: depth 0 of all rows, and later depths of each row itself.
 
     Attributes:
         prefix_key, prefix_value: [batch, num_kv_heads, rows, head_dim].
@@ -34,7 +35,7 @@ class ChainCache(NamedTuple):
 
 
 class ChainAttention(nn.Module):
-    """Grouped-query attention whose query, key and value read rows of ``input_size``."""
+    """Grouped-query attention whose inputs have ``input_size`` elements."""
 
     def __init__(self, config: LlamaConfig, input_size: int) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class ChainAttention(nn.Module):
     def forward(
         self, rows: Tensor, cos: Tensor, sin: Tensor, cache: ChainCache | None, is_current: Tensor
     ) -> tuple[Tensor, ChainCache]:
-        """``rows`` [batch, rows, input_size]; ``is_current`` bool [num_depths - 1] marks this depth (none: depth 0)."""
+        """Attend with ``rows`` [batch, rows, input_size]; ``is_current`` bool [num_depths - 1] marks a depth above 0."""
         shape = (*rows.shape[:2], -1, self.head_dim)
         query = self.q_proj(rows).view(shape).transpose(1, 2)
         key = self.k_proj(rows).view(shape).transpose(1, 2)
@@ -74,7 +75,7 @@ class ChainAttention(nn.Module):
         return output, cache
 
     def _attend_along_chains(self, query: Tensor, cache: ChainCache, is_current: Tensor) -> Tensor:
-        """[batch, num_heads, rows, head_dim]: one softmax over the prefix's keys and each row's own."""
+        """Attend to the prefix's keys and each row's own, in one softmax: [batch, num_heads, rows, head_dim]."""
         rows = query.shape[2]
         shape = (query.shape[0], self.num_kv_heads, self.num_groups, rows)
         grouped = query.reshape(*shape, self.head_dim) * self.head_dim**-0.5
@@ -94,8 +95,10 @@ class ChainAttention(nn.Module):
 
 
 class ChainLayer(nn.Module):
-    """One decoder layer. ``wide``: EAGLE-3's, which reads norms of embedding and hidden side by side; else EAGLE-2's,
-    which reads its input as it is.
+    """One decoder layer.
+
+    ``wide``: EAGLE-3's layer, which reads the norms of embedding and hidden state side by side; otherwise
+    EAGLE-2's, which reads its input as it is.
     """
 
     def __init__(self, config: LlamaConfig, *, wide: bool) -> None:
@@ -112,7 +115,7 @@ class ChainLayer(nn.Module):
     def forward(
         self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, cache: ChainCache | None, is_current: Tensor
     ) -> tuple[Tensor, ChainCache]:
-        """``embeds`` (read if wide), ``hidden`` [batch, rows, hidden_size] to the layer's output, not normed."""
+        """Return the layer's output before the norm; ``hidden`` is [batch, rows, hidden_size], ``embeds`` read if wide."""
         rows = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1) if self.wide else hidden
         mixed, cache = self.self_attn(rows, cos, sin, cache, is_current)
         hidden = hidden + mixed
@@ -121,7 +124,7 @@ class ChainLayer(nn.Module):
 
 
 def initialise(module: nn.Module, std: float = 0.02, residual_std: float = 0.01) -> None:
-    """Normal weights; those that write to the residual stream are smaller."""
+    """Draw normal weights, smaller ones for matrices that write to the residual stream."""
     for name, parameter in module.named_parameters():
         if parameter.ndim == 2:
             is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -129,7 +132,7 @@ def initialise(module: nn.Module, std: float = 0.02, residual_std: float = 0.01)
 
 
 def head_config(fields: dict[str, Any]) -> LlamaConfig:
-    """The transformers config of a head's config.json, which the layers above read."""
+    """Return the transformers config of a head's config.json, for the layers above."""
     scaling = fields["rope_scaling"] or {"rope_type": "default"}
     rope = {"rope_theta": fields["rope_theta"], **scaling}
     kept = {name: value for name, value in fields.items() if name not in ("rope_theta", "rope_scaling")}

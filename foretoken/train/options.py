@@ -1,4 +1,4 @@
-"""What one training run is told. The fields are the flags of ``foretoken train``, each declared here alone."""
+"""The options of one training run. The fields are the flags of ``foretoken train``, declared only here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 def _about(help_text: str, *only: str) -> dict[str, object]:
-    """A field's metadata; ``only``: the algorithms that it has a meaning for, none named: all."""
+    """Return a field's metadata; ``only``: the algorithms that it applies to; default: all."""
     return {"help": help_text, "only": only or ALGORITHMS}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """One run. Exactly one of ``steps`` and ``minutes`` is set; None elsewhere means what the help text says."""
+    """The options of one run. Exactly one of ``steps`` and ``minutes`` is set; see the help texts for other None."""
 
     algorithm: Algorithm
     target: Path
@@ -34,16 +34,14 @@ class TrainOptions:
     self_text: Path | None = field(
         default=None, metadata=_about("token file of text that the target wrote (foretoken train self-text)")
     )
-    self_text_share: float = field(default=0.5, metadata=_about("share of a batch that is from --self-text"))
+    self_text_share: float = field(default=0.5, metadata=_about("share of each batch from --self-text"))
     steps: int | None = field(default=None, metadata=_about("optimizer steps"))
     minutes: float | None = field(
-        default=None, metadata=_about("minutes that the schedule takes, from the end of the first step")
+        default=None, metadata=_about("minutes of the schedule, from the end of the first step")
     )
-    batch_size: int = field(default=64, metadata=_about("windows of one step"))
-    context_length: int = field(default=512, metadata=_about("tokens of one window that a draft starts at"))
-    num_draft_steps: int = field(
-        default=6, metadata=_about("draft steps that are unrolled, trained (EAGLE3) and measured")
-    )
+    batch_size: int = field(default=64, metadata=_about("windows per step"))
+    context_length: int = field(default=512, metadata=_about("tokens per window at which drafts start"))
+    num_draft_steps: int = field(default=6, metadata=_about("draft steps to unroll, train (EAGLE3) and measure"))
     matrix_lr: float = field(default=5e-3, metadata=_about("peak learning rate of matrices (Muon)"))
     embedding_lr: float = field(
         default=2e-3, metadata=_about("peak learning rate of embeddings, heads, norms and biases (AdamW)")
@@ -53,13 +51,13 @@ class TrainOptions:
         default=None, metadata=_about("width of the feed-forward part (default: twice the hidden size)")
     )
     num_heads: int | None = field(
-        default=None, metadata=_about("query heads (default: as many of the target's size as fit)")
+        default=None, metadata=_about("query heads (default: as many heads of the target's size as fit)")
     )
     num_kv_heads: int | None = field(default=None, metadata=_about("key and value heads (default: the target's ratio)"))
     draft_vocab_size: int = field(
         default=2048,
         metadata=_about(
-            "tokens that the head can draft, the most frequent of the data; 0: all, by the target's output head",
+            "most frequent tokens of the data that the head can draft; 0: all, with the target's output head",
             "eagle3",
         ),
     )
@@ -71,27 +69,25 @@ class TrainOptions:
         ),
     )
     step_decay: float = field(
-        default=0.8, metadata=_about("weight of each draft step over that of the step before", "eagle3")
+        default=0.8, metadata=_about("weight of each draft step relative to the step before", "eagle3")
     )
     hidden_size: int = field(default=192, metadata=_about("width of the draft model", "standalone"))
     num_layers: int = field(default=3, metadata=_about("layers of the draft model", "standalone"))
     distillation: float = field(
         default=0.5,
-        metadata=_about("share of the target's soft labels in the loss; the rest is the text", "standalone"),
+        metadata=_about("share of the loss from the target's soft labels; the rest is from the text", "standalone"),
     )
     held_out_sequences: int = field(
-        default=128, metadata=_about("held-out prompts that the target goes on from, to measure acceptance on")
+        default=128, metadata=_about("held-out prompts that the target continues, to measure acceptance")
     )
-    evaluate_every: int = field(default=500, metadata=_about("steps from one measurement to the next"))
-    log_every: int = field(default=20, metadata=_about("steps from one progress line to the next"))
-    checkpoint_every: int | None = field(
-        default=None, metadata=_about("steps from one checkpoint to the next (default: by time)")
-    )
+    evaluate_every: int = field(default=500, metadata=_about("steps between measurements"))
+    log_every: int = field(default=20, metadata=_about("steps between progress lines"))
+    checkpoint_every: int | None = field(default=None, metadata=_about("steps between checkpoints (default: by time)"))
     checkpoint_minutes: float = field(
-        default=10.0, metadata=_about("minutes from one checkpoint to the next, without --checkpoint-every")
+        default=10.0, metadata=_about("minutes between checkpoints, without --checkpoint-every")
     )
-    resume: bool = field(default=False, metadata=_about("go on from the checkpoint in --output"))
-    seed: int = field(default=0, metadata=_about("of the weights, the order of the data and the noise"))
+    resume: bool = field(default=False, metadata=_about("continue from the checkpoint in --output"))
+    seed: int = field(default=0, metadata=_about("seed of the weights, the order of the data and the noise"))
     device: str = field(default="auto", metadata=_about("cpu, cuda or cuda:N; auto: the GPU if there is one"))
     compile: bool | None = field(
         default=None, metadata=_about("torch.compile of the training step (default: on a GPU)")
@@ -123,7 +119,7 @@ class TrainOptions:
             raise ConfigError(f"{flag}: expected {bounds}, got {value}")
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal in a run that resumes this one: everything that a step depends on."""
+        """Return what a resumed run must have in common with this one: everything that a step depends on."""
         free = {"output", "resume", "device", "compile", "log_every", "checkpoint_every", "checkpoint_minutes"}
         return {
             name: [str(each) for each in value] if isinstance(value, tuple) else str(value)

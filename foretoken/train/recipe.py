@@ -1,4 +1,4 @@
-"""What the trainer asks of an algorithm, and what all algorithms' files have in common."""
+"""The interface of a training algorithm, and helpers for the files that all algorithms write."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Recipe(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What is trained, in float32."""
+        """The module to train, in float32."""
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """The loss of ``tokens`` int64 [batch, window], a scalar; ``step`` seeds what is random in it."""
+        """Return the scalar loss of ``tokens`` int64 [batch, window]; ``step`` seeds its randomness."""
 
     def matches(self, tokens: Tensor) -> Tensor:
-        """Which draft steps would name the text's own next token, if those before did.
+        """Return which draft steps predict the text's next token, bool [batch, num_draft_steps, rows].
 
-        For ``tokens`` int64 [batch, rows + num_draft_steps + 1] bool [batch, num_draft_steps, rows]; row r drafts from
-        the root at token r + 1, so its step d is compared with token r + 2 + d.
+        Each step assumes that the steps before did. ``tokens`` is int64 [batch, rows + num_draft_steps + 1];
+        row r drafts from the root at token r + 1, so its step d is compared with token r + 2 + d.
         """
 
     def save(self, folder: Path) -> None:
@@ -44,12 +44,12 @@ class Recipe(Protocol):
 
 
 def compiled(function: Callable[..., Any], is_compiled: bool) -> Callable[..., Any]:
-    """``function``, through torch.compile if asked."""
+    """Return ``function``, compiled by torch.compile if ``is_compiled``."""
     return torch.compile(function, dynamic=False) if is_compiled else function
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """``config.json`` and ``model.safetensors``; floating-point tensors become bfloat16."""
+    """Write ``config.json`` and ``model.safetensors``; floating-point tensors become bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {
         name: (value.to(torch.bfloat16) if value.is_floating_point() else value).detach().cpu().contiguous()
@@ -60,7 +60,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Te
 
 
 def llama_fields(target: Target, options: TrainOptions, hidden_size: int, num_layers: int) -> dict[str, Any]:
-    """The shape of a draft model or head as config.json says it, by the flags or in proportion to the target.
+    """Return the config.json fields of a draft model or head, by the flags or in proportion to the target.
 
     Raises ConfigError for head counts that do not divide.
     """

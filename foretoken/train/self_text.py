@@ -1,7 +1,7 @@
-"""``foretoken train self-text``: text that a target writes itself, to train its drafters on.
+"""``foretoken train self-text``: let a target write text to train its drafters on.
 
-What a drafter has to guess is the target's own text, which differs from what the target learnt from: EAGLE
-(arXiv 2401.15077) and its successors are trained on it for that reason.
+A drafter predicts the target's own text, which differs from the text that the target was trained on.
+EAGLE (arXiv 2401.15077) and its successors train on it for that reason.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def write_self_text(options: argparse.Namespace) -> None:
-    """Write ``options.tokens`` tokens to ``options.output`` (.npy, int32): rows of a prompt and what follows it.
+    """Write ``options.tokens`` tokens to ``options.output`` (.npy, int32), in rows of a prompt and its continuation.
 
-    A share of ``options.greedy_share`` of the rows is greedy, the rest is sampled at temperature 1.
+    The share ``options.greedy_share`` of the rows is greedy, the rest is sampled at temperature 1.
     """
     print(f"loading {options.target}", flush=True)
-    # For seconds: libraries first.
+    # Importing these takes seconds, so the message above comes first.
     import numpy as np
     import torch
 
@@ -60,21 +60,26 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(program, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add: Any = parser.add_argument
     add("target", type=Path, metavar="TARGET", help="folder of the target's checkpoint, or its id on the hub")
-    add("--data", type=Path, required=True, help="where prompts come from: a folder of text, or a token file (.npy)")
+    add("--data", type=Path, required=True, help="source of the prompts: a folder of text, or a token file (.npy)")
     add("--output", type=Path, required=True, help="token file to write (.npy)")
-    add("--tokens", type=int, default=4_000_000, help="to write, prompts counted (default: %(default)s)")
+    add("--tokens", type=int, default=4_000_000, help="tokens to write, including prompts (default: %(default)s)")
     add("--glob", action="append", default=[], help="names of the text files in a folder (default: *.py *.txt)")
-    add("--length", type=int, default=1024, help="tokens of one row (default: %(default)s)")
-    add("--prompt-length", type=int, default=256, help="of them prompt (default: %(default)s)")
-    add("--greedy-share", type=float, default=0.6, help="of rows; others at temperature 1 (default: %(default)s)")
+    add("--length", type=int, default=1024, help="tokens per row (default: %(default)s)")
+    add("--prompt-length", type=int, default=256, help="prompt tokens per row (default: %(default)s)")
+    add(
+        "--greedy-share",
+        type=float,
+        default=0.6,
+        help="share of greedy rows; others have temperature 1 (default: %(default)s)",
+    )
     add("--batch-size", type=int, default=512, help="rows at once (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of prompts and samples (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of prompts and samples (default: %(default)s)")
     add("--device", default="auto", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
     return parser
 
 
 def run(arguments: Sequence[str], program: str) -> None:
-    """Parse and write. Raises ConfigError or CheckpointError for what a user can mend."""
+    """Parse and write. Raises ConfigError or CheckpointError for errors that the user can fix."""
     options = make_parser(program).parse_args(arguments)
     options.glob = tuple(options.glob) or ("*.py", "*.txt")
     if not (options.tokens > 0 and options.batch_size > 0 and 0 <= options.greedy_share <= 1):

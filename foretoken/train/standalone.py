@@ -1,4 +1,4 @@
-"""A small Llama with the target's tokenizer, learnt from text and from the target's soft labels."""
+"""Trains a small Llama with the target's tokenizer on text and on the target's soft labels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOKENIZER_FILES = (
 
 
 class StandaloneRecipe:
-    """An ordinary causal language model; the embedding is its head too."""
+    """The recipe of an ordinary causal language model whose embedding is also its head."""
 
     module: nn.Module
 
@@ -40,7 +40,7 @@ class StandaloneRecipe:
         self._step = compiled(self._mixed_loss, options.compile is True)
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """The share ``distillation`` of cross entropy with the target's distribution, the rest with the text."""
+        """Return the cross entropy: the share ``distillation`` with the target's distribution, the rest with the text."""
         probs = self.target.logits(self.target.run(tokens[:, :-1]).final)
         probs = probs.float().softmax(-1).to(probs.dtype)
         loss: Tensor = self._step(tokens[:, :-1], tokens[:, 1:], probs)
@@ -59,12 +59,12 @@ class StandaloneRecipe:
         return logits
 
     def matches(self, tokens: Tensor) -> Tensor:
-        """As ``Recipe.matches``. Where all steps before matched, the text is what the model itself drafted."""
+        """As ``Recipe.matches``. If all earlier steps matched, the model has drafted the text itself."""
         is_next = self._logits(tokens[:, :-1]).argmax(-1) == tokens[:, 1:]
         return torch.stack([is_next[:, 1 + depth : 1 + depth + self.rows] for depth in range(self.num_depths)], dim=1)
 
     def save(self, folder: Path) -> None:
-        """An ordinary Hugging Face checkpoint with the target's tokenizer files."""
+        """Write an ordinary Hugging Face checkpoint with the target's tokenizer files."""
         tensors = {name: value for name, value in self.module.state_dict().items() if name != "lm_head.weight"}
         write_checkpoint(folder, {"architectures": ["LlamaForCausalLM"], **self.fields}, tensors)
         for name in _TOKENIZER_FILES:

@@ -1,4 +1,4 @@
-"""The frozen target that drafters learn from, run by transformers: its features, its soft labels, its greedy text."""
+"""The frozen target that drafters learn from, run by transformers: hidden states, soft labels and greedy text."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from transformers.utils import logging as transformers_logging
 
 from foretoken.errors import CheckpointError, ConfigError
 
-# As foretoken.models.config.MODEL_TYPES, which needs pydantic (a test compares them).
+# The same as foretoken.models.config.MODEL_TYPES, which needs pydantic; a test compares them.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 
 
 class TargetOutput(NamedTuple):
-    """What the target computed for tokens [batch, length].
+    """The target's hidden states for tokens [batch, length].
 
     Attributes:
-        features: [batch, length, num_layers_asked * hidden_size]: inputs of the layers asked for, side by side.
-        final: [batch, length, hidden_size]: after the last norm, what the head reads.
+        features: [batch, length, num_layers_asked * hidden_size]; inputs of the requested layers, side by side.
+        final: [batch, length, hidden_size]; output of the last norm, which the output head reads.
     """
 
     features: Tensor
@@ -33,7 +33,7 @@ class Target:
     """A target in evaluation mode on ``device``: float32 on a CPU, bfloat16 on a GPU."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        """Raises CheckpointError or ConfigError for a folder that is no checkpoint of a supported type."""
+        """Load the target. Raises CheckpointError or ConfigError if ``path`` holds no supported checkpoint."""
         raw = _read_config(path)
         if raw.get("model_type") not in MODEL_TYPES:
             raise ConfigError(
@@ -46,7 +46,7 @@ class Target:
         model_class: Any = AutoModelForCausalLM
         config: dict[str, Any] = {}
         if raw["model_type"] == "mimo":
-            # A Qwen2 body beside heads of its own, for which transformers has no class.
+            # MiMo is a Qwen2 body with its own draft heads, for which transformers has no class.
             model_class = Qwen2ForCausalLM
             fields = {name: value for name, value in raw.items() if name not in ("auto_map", "model_type")}
             config = {"config": Qwen2Config(**fields)}
@@ -62,7 +62,7 @@ class Target:
 
     @torch.no_grad()
     def run(self, tokens: Tensor, layers: tuple[int, ...] = ()) -> TargetOutput:
-        """One pass over ``tokens`` int64 [batch, length]; ``layers``: whose inputs to return."""
+        """Run one pass over ``tokens`` int64 [batch, length]; return the inputs of ``layers``."""
         output = self.model.model(tokens, output_hidden_states=bool(layers), use_cache=False)
         final: Tensor = output.last_hidden_state
         if not layers:
@@ -71,14 +71,14 @@ class Target:
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:
-        """[..., hidden_size] to [..., vocab_size]."""
+        """Map [..., hidden_size] to [..., vocab_size]."""
         return nn.functional.linear(final, self.head_weight)
 
     @torch.no_grad()
     def written_text(self, prompts: Tensor, num_tokens: int, *, is_sampled: bool = False) -> Tensor:
-        """``prompts`` int64 [batch, length] with the ``num_tokens`` that the target writes after each, past any end.
+        """Return ``prompts`` int64 [batch, length] with ``num_tokens`` more tokens each; end tokens do not stop it.
 
-        Greedily, or sampled at temperature 1 by PyTorch's global generator.
+        The text is greedy, or sampled at temperature 1 by PyTorch's global generator.
         """
         generated: Tensor = self.model.generate(
             prompts,
@@ -96,7 +96,7 @@ class Target:
         return generated
 
     def rope_fields(self) -> dict[str, Any]:
-        """Rotary settings for the config.json of a head that uses the same positions."""
+        """Return the rotary settings for the config.json of a head that uses the same positions."""
         parameters = dict(self.config.rope_parameters)
         theta = parameters.pop("rope_theta")
         scaled = parameters.get("rope_type", "default") != "default"

@@ -1,4 +1,4 @@
-"""One training run: schedule, optimizers, progress, checkpoints. It knows no algorithm, only ``Recipe``."""
+"""One training run: schedule, optimizers, progress, checkpoints. It only knows algorithms as ``Recipe``."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CHECKPOINT_FILE = "training.pt"
 
 
 def train(options: TrainOptions) -> Acceptance:
-    """Run ``options`` from its start, or from its checkpoint; writes the drafter and ``train.json`` into ``output``.
+    """Train from the start or from a checkpoint; write the drafter and ``train.json`` to ``options.output``.
 
-    Raises ConfigError or CheckpointError for what a user can mend.
+    Raises ConfigError or CheckpointError for errors that the user can fix.
     """
     if not options.resume and (options.output / "config.json").exists():
         raise ConfigError(f"--output {options.output} holds a checkpoint; choose another folder, or remove that one")
@@ -59,13 +59,13 @@ def train(options: TrainOptions) -> Acceptance:
 
 
 def learning_rate_share(step: int, progress: float, warm_up_steps: int) -> float:
-    """The factor on all learning rates: linear warm-up by step, constant, linear decay by ``progress`` (0 to 1)."""
+    """Return the factor of all learning rates: linear warm-up by step, constant, linear decay by ``progress`` (0 to 1)."""
     return min(1.0, (step + 1) / warm_up_steps, max(0.0, (1.0 - progress) / DECAY_SHARE))
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is; kept in its checkpoints. ``seconds`` of training exclude the first step, which compiles."""
+    """The progress of a run, kept in its checkpoints. ``seconds`` exclude the first step, which compiles."""
 
     step: int = 0
     seconds: float = 0.0
@@ -73,12 +73,12 @@ class Progress:
 
 
 class Trainer:
-    """The loop of one run. Matrices are optimised by Muon, everything else by AdamW."""
+    """The loop of one run. Muon optimizes matrices, AdamW everything else."""
 
     def __init__(
         self, options: TrainOptions, recipe: Recipe, streams: list[Tensor], texts: Tensor, device: torch.device
     ) -> None:
-        """``streams``: tokens of the data and, if there are any, of the target's own text."""
+        """``streams``: tokens of the data, then tokens of the target's own text, if any."""
         self.options = options
         self.recipe = recipe
         self.device = device
@@ -112,7 +112,7 @@ class Trainer:
             self._recent.append(self._train_step(share))
             progress.step += 1
             if is_first:
-                # Compilation is no part of the schedule's time.
+                # The schedule's time excludes compilation.
                 self._synchronize()
                 clock, is_first = time.monotonic() - progress.seconds, False
                 self._logged = (progress.step, progress.seconds)
@@ -180,7 +180,7 @@ class Trainer:
         return acceptance
 
     def _save(self) -> None:
-        """Written beside and renamed, so that a kill leaves the checkpoint before."""
+        """Write a checkpoint to a temporary file and rename it, so that a kill leaves the last one whole."""
         self.options.output.mkdir(parents=True, exist_ok=True)
         file = self.options.output / CHECKPOINT_FILE
         state = {
