@@ -25,14 +25,17 @@ class Drafter(Protocol):
         ...
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
-        """Return what requests for this target must carry. Raises PreconditionError if the two do not fit."""
+        """Return what requests for this target must carry.
+
+        Raises PreconditionError if the two do not fit.
+        """
         ...
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         """Forget every sequence and prepare for this target.
 
-        ``weights``: the target's embedding and head, if they can be shared. Raises PreconditionError if
-        drafter and target do not fit.
+        ``weights``: the target's embedding and head, if they can be shared. Raises
+        PreconditionError if drafter and target do not fit.
         """
         ...
 
@@ -54,5 +57,6 @@ class DraftsResident(Protocol):
     """A Drafter that also takes requests whose tokens are in device memory."""
 
     def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
-        """Set the memory that has such requests' tokens and takes their trees, after ``attach``, until the next."""
+        """Set the memory that has such requests' tokens and takes their trees, after ``attach``,
+        until the next."""
         ...

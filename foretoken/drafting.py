@@ -1,7 +1,8 @@
-"""The values that a verifier and a drafter exchange: one request a step for the whole batch, one batch of trees back.
+"""The values that a verifier and a drafter exchange: one request a step for the whole batch, one
+batch of trees back.
 
-Every transport (foretoken/transports, drafter.proto) carries these two values. foretoken.drafter has the
-calls that a drafter answers.
+Every transport (foretoken/transports, drafter.proto) carries these two values. foretoken.drafter
+has the calls that a drafter answers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ ROW_COLUMNS: dict[str, type[Any]] = {
     "min_ps": np.float32,
 }
 ROW_DTYPE = np.dtype(list(ROW_COLUMNS.items()))
-# Ragged columns in the order of their offsets: name of the values, name of the offsets of each row's part.
+# Ragged columns in the order of their offsets: name of the values, name of the offsets of each
+# row's part.
 RAGGED_COLUMNS: dict[str, str] = {
     "new_tokens": "new_token_starts",
     "hidden": "hidden_starts",
@@ -46,12 +48,13 @@ RAGGED_COLUMNS: dict[str, str] = {
 
 
 def starts_of(*counts: Iterable[int]) -> Int32:
-    """Return the offsets of ragged columns, int32 [columns, rows + 1], given the lengths of their rows' parts."""
+    """Return the offsets of ragged columns, int32 [columns, rows + 1], given the lengths of their
+    rows' parts."""
     return np.array([list(accumulate(column, initial=0)) for column in counts], np.int32)
 
 
-# The target's hidden state after its last norm. A number l >= 0 is the state that enters layer l, before any
-# norm; the number of layers is the state that leaves the last layer.
+# The target's hidden state after its last norm. A number l >= 0 is the state that enters layer l,
+# before any norm; the number of layers is the state that leaves the last layer.
 FINAL_NORM = -1
 
 
@@ -59,7 +62,8 @@ FINAL_NORM = -1
 class TargetInfo:
     """What a drafter learns about the target when it is attached. ``max_nodes`` includes the root.
 
-    ``checkpoint`` is the target's folder as the verifier sees it; a drafter on another host may not see it.
+    ``checkpoint`` is the target's folder as the verifier sees it; a drafter on another host may not
+    see it.
     """
 
     model_fingerprint: str
@@ -76,16 +80,19 @@ class TargetInfo:
 
 @dataclass(frozen=True, slots=True)
 class DrafterNeeds:
-    """What a drafter needs in its requests, beside tokens.
+    """What a drafter needs in its requests, in addition to tokens.
 
     Attributes:
-        features: numbers of the target's hidden states, in the order of their concatenation; see FINAL_NORM.
-        num_rerun: positions before the first computed one whose hidden states it needs after a prefix
-            hit: 1 for a head that continues from the target's hidden state, D for one of D layers, 0
-            without hidden states.
+        features: numbers of the target's hidden states, in the order of their concatenation; see
+            FINAL_NORM.
+        num_rerun: positions before the first computed one whose hidden states it needs after a
+            prefix hit: 1 for a head that continues from the target's hidden state, D for one of D
+            layers, 0 without hidden states.
         blocks: whether its KV cache uses the verifier's block ids.
-        weights: whether it uses the target's embedding or output head; ``attach`` gets them if they can be shared.
-        device: UUID, as CUDA gives it, of the GPU where its model runs; empty: it has no model, or it is on the CPU.
+        weights: whether it uses the target's embedding or output head; ``attach`` gets them if they
+            can be shared.
+        device: UUID, as CUDA gives it, of the GPU where its model runs; empty: it has no model, or
+            it is on the CPU.
         resident: whether it can draft from memory of that GPU (foretoken.resident).
     """
 
@@ -107,16 +114,18 @@ def _offsets(index: int) -> Any:
 
 
 class ResidentStep(NamedTuple):
-    """The step whose tokens and hidden states are in device memory (foretoken.resident), where the trees go, too.
+    """The step whose tokens and hidden states are in device memory (foretoken.resident), where the
+    trees go, too.
 
-    The requests from one with ``begins`` to one with ``is_last`` are a run. Their rows are the seats of the
-    device memory, the same in all of them. A request with both is a run of one step.
+    The requests from one with ``begins`` to one with ``is_last`` are a run. Their rows are the
+    seats of the device memory, the same in all of them. A request with both is a run of one step.
 
     Attributes:
         number: number of the step; grows by one from request to request.
-        begins: whether the run begins. Its first rows name the sequences in the seats; their ``lengths``
-            count the tokens sent before the run, and stay the same in later requests.
-        is_last: whether the run ends. The reply then also has the trees; other replies only have roots.
+        begins: whether the run begins. Its first rows name the sequences in the seats; their
+            ``lengths`` count the tokens sent before the run, and stay the same in later requests.
+        is_last: whether the run ends. The reply then also has the trees; other replies only have
+            roots.
     """
 
     number: int
@@ -126,18 +135,22 @@ class ResidentStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRequest:
-    """One step's request. All arrays have one element a row, in the order of the batch, unless said otherwise.
+    """One step's request.
 
-    Each committed token of a sequence, prompt included, is sent exactly once and in order; ``lengths[r]``
-    counts the tokens up to and including ``new_tokens``. A drafter that missed earlier tokens (it attached
-    late, or a request was lost) notices by the length, and drafts from what it has. The drafter learns the
-    tokens of a row whose ``max_nodes`` is 1, but drafts nothing for it. A request has at most two rows a
-    batch slot: the last tokens of an ended sequence come before the slot's new sequence. A transport may
-    split a request with many new tokens; its parts share the step id.
+    All arrays have one element a row, in the order of the batch, unless said otherwise.
 
-    ``rows`` holds the row columns, one record of ROW_DTYPE a row. Four columns are ragged: row ``r`` has
-    ``values[starts[r]:starts[r + 1]]``. ``starts``, int32 [4, rows + 1], holds their offsets in the order of
-    RAGGED_COLUMNS. So a request of one row, as most are, is only a handful of arrays.
+    Each committed token of a sequence, prompt included, is sent exactly once and in order;
+    ``lengths[r]`` counts the tokens up to and including ``new_tokens``. A drafter that missed
+    earlier tokens (it attached late, or a request was lost) notices by the length, and drafts from
+    what it has. The drafter learns the tokens of a row whose ``max_nodes`` is 1, but drafts nothing
+    for it. A request has at most two rows a batch slot: the last tokens of an ended sequence come
+    before the slot's new sequence. A transport may split a request with many new tokens; its parts
+    share the step id.
+
+    ``rows`` holds the row columns, one record of ROW_DTYPE a row. Four columns are ragged: row
+    ``r`` has ``values[starts[r]:starts[r + 1]]``. ``starts``, int32 [4, rows + 1], holds their
+    offsets in the order of RAGGED_COLUMNS. So a request of one row, as most are, is only a handful
+    of arrays.
 
     Attributes:
         epoch: the verifier's; a reply with another epoch is dropped.
@@ -149,7 +162,8 @@ class DraftRequest:
         max_nodes: int32; nodes of the tree at most, root included; 1: do not draft.
         max_depths: int32; edges from the root at most.
         max_branches: int32; children of one node at most, the top-k of EAGLE's trees.
-        salts: uint64; digest of the tenant: text learnt under one salt is never drafted under another.
+        salts: uint64; digest of the tenant: text learnt under one salt is never drafted under
+            another.
         seeds: uint64; keys of the noise (foretoken.sampling).
         choice_indices: int32.
         temperatures: float32; 0 is greedy.
@@ -158,18 +172,19 @@ class DraftRequest:
         min_ps: float32; 0 is off.
         new_token_starts, new_tokens: int32 [rows + 1], int32 [sum of new tokens].
         hidden_starts, hidden: int32 [rows + 1], float32 [sum, width]; hidden states of the target
-            (DrafterNeeds.features) for the *last* so many new tokens of the row, each from the position
-            before the token. The first token of a sequence has none, and hidden states may be lost by a
-            prefix hit or a late attachment.
-        block_starts, block_ids: int32 [rows + 1], int32 [sum]; ids of the blocks that hold the row's new
-            tokens, in logical order; the first is block ``(length - new tokens) // block_size`` of the row.
-            Empty for drafters that need none.
-        prediction_starts, prediction: int32 [rows + 1], int32 [sum]; tokens that the client expects as the
-            output, sent once a sequence and attachment, before or with its first tokens; later ones are appended.
+            (DrafterNeeds.features) for the *last* so many new tokens of the row, each from the
+            position before the token. The first token of a sequence has none, and hidden states may
+            be lost by a prefix hit or a late attachment.
+        block_starts, block_ids: int32 [rows + 1], int32 [sum]; ids of the blocks that hold the
+            row's new tokens, in logical order; the first is block
+            ``(length - new tokens) // block_size`` of the row. Empty for drafters that need none.
+        prediction_starts, prediction: int32 [rows + 1], int32 [sum]; tokens that the client expects
+            as the output, sent once a sequence and attachment, before or with its first tokens;
+            later ones are appended.
         resident: None: the request carries its tokens. Otherwise it only carries further blocks, in
-            logical order, enough for all that the run writes before the next request. They follow those of
-            the run's earlier requests; in the first request, those that hold ``lengths`` tokens. The tokens
-            count as sent once the step is done.
+            logical order, enough for all that the run writes before the next request. They follow
+            those of the run's earlier requests; in the first request, those that hold ``lengths``
+            tokens. The tokens count as sent once the step is done.
     """
 
     epoch: int
@@ -192,7 +207,8 @@ class DraftRequest:
 
     @staticmethod
     def of_columns(epoch: int, step_id: int, columns: Mapping[str, Any]) -> DraftRequest:
-        """Return a request of separate columns: all ROW_COLUMNS, and values and offsets of all RAGGED_COLUMNS.
+        """Return a request of separate columns: all ROW_COLUMNS, and values and offsets of all
+        RAGGED_COLUMNS.
 
         Raises ValueError if they differ in length, KeyError if one is missing.
         """
@@ -221,8 +237,9 @@ class DraftBatch:
         node_starts: int32 [rows + 1].
         tokens: int32 [total nodes]; the first of each row is its root.
         parents: int32 [total nodes]; indices within the row.
-        scores: float32 [total nodes]; the drafter's estimate of the log-probability that the target's text
-            passes through the node, given the root: 0 for a root, never above its parent's.
+        scores: float32 [total nodes]; the drafter's estimate of the log-probability that the
+            target's text passes through the node, given the root: 0 for a root, never above its
+            parent's.
     """
 
     epoch: int

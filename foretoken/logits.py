@@ -1,4 +1,6 @@
-"""The reference sampler: one row of logits to one token. It defines what foretoken_kernels.cpu.sample does fast.
+"""The reference sampler: one row of logits to one token.
+
+It defines what foretoken_kernels.cpu.sample does fast.
 
 There is one function for each operation, in the order of foretoken/sampling.py. Logits are float32, and
 each operation rounds to float32. Probabilities are float64 and are summed in the stated order. A NaN logit
@@ -36,7 +38,8 @@ def sample_reference(
 
     Args:
         logits: float32 [vocab]; the target's, unprocessed.
-        output_ids: emitted tokens; at a tree node, also the tokens on the path from the root to the node.
+        output_ids: emitted tokens; at a tree node, also the tokens on the path from the root to the
+            node.
         vocab_limit: number of the tokenizer's ids; None: the whole row.
         allowed_ids: tokens that the grammar allows after the output; None: no grammar.
     """
@@ -69,7 +72,8 @@ def process_logits(
     vocab_limit: int | None = None,
     allowed_ids: Collection[int] | None = None,
 ) -> Float32:
-    """Return the row before the noise is added, float32 [vocab]; tokens that may not be sampled are -inf."""
+    """Return the row before the noise is added, float32 [vocab]; tokens that may not be sampled are
+    -inf."""
     row = np.where(np.isnan(logits), NEVER, logits).astype(np.float32)
     row = add_logit_bias(row, params.logit_bias)
     row = penalize(row, params, prompt_ids, output_ids)
@@ -95,7 +99,8 @@ def add_logit_bias(row: Float32, logit_bias: Mapping[int, float]) -> Float32:
 
 
 def penalize(row: Float32, params: SamplingParams, prompt_ids: Iterable[int], output_ids: Sequence[int]) -> Float32:
-    """Apply the repetition penalty (Keskar et al., 2019, CTRL), then OpenAI's frequency and presence penalties."""
+    """Apply the repetition penalty (Keskar et al., 2019, CTRL), then OpenAI's frequency and
+    presence penalties."""
     out = row.copy()
     repetition = np.float32(params.repetition_penalty)
     for token_id in {*prompt_ids, *output_ids}:
@@ -121,7 +126,8 @@ def keep_top_k(row: Float32, top_k: int) -> Float32:
 
 
 def keep_top_p(row: Float32, top_p: float) -> Float32:
-    """Keep the shortest run of the most likely tokens whose mass is at least ``top_p`` of all; 1 is off."""
+    """Keep the shortest run of the most likely tokens whose mass is at least ``top_p`` of all; 1 is
+    off."""
     if top_p >= 1.0:
         return row
     weights = relative_weights(row)
@@ -139,7 +145,8 @@ def keep_top_p(row: Float32, top_p: float) -> Float32:
 
 
 def keep_min_p(row: Float32, min_p: float) -> Float32:
-    """Keep tokens whose probability is at least ``min_p`` times that of the most likely one; 0 is off."""
+    """Keep tokens whose probability is at least ``min_p`` times that of the most likely one; 0 is
+    off."""
     if min_p <= 0.0:
         return row
     return np.where(np.array(relative_weights(row)) >= min_p, row, NEVER)

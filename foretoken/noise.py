@@ -1,9 +1,12 @@
-"""The keyed noise. It only depends on seed, position, choice and token id, so drafters and batches never change a text.
+"""The keyed noise.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a counter and
-a key into four 32-bit words. A word becomes a uniform number, and that becomes Gumbel noise. The sampled
-token is the argmax of logit / temperature + noise (the Gumbel-max trick). The functions here define the
-noise for numpy arrays and torch tensors; the compiled form is in foretoken_kernels.cpu.sample.
+It only depends on seed, position, choice and token id, so drafters and batches never change a text.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a
+counter and a key into four 32-bit words. A word becomes a uniform number, and that becomes Gumbel
+noise. The sampled token is the argmax of logit / temperature + noise (the Gumbel-max trick). The
+functions here define the noise for numpy arrays and torch tensors; the compiled form is in
+foretoken_kernels.cpu.sample.
 
     key      seed modulo 2**64: low word, high word
     counter  (token id // 4, position of the token being sampled, choice index, stream tag)
@@ -11,8 +14,9 @@ noise for numpy arrays and torch tensors; the compiled form is in foretoken_kern
     uniform  (top 23 bits of the word + 0.5) / 2**23: exact in float32, never 0 or 1
     Gumbel   -log(-log(uniform)) in float64, rounded to float32: finite, in [-2.82, 16.64]
 
-The position is the token's index in prompt + output. The logarithms are float64: near zero, where the
-inner one is close to 1, implementations that differ by one ulp in float32 would give very different noise.
+The position is the token's index in prompt + output. The logarithms are float64: near zero, where
+the inner one is close to 1, implementations that differ by one ulp in float32 would give very
+different noise.
 """
 
 from __future__ import annotations
@@ -88,7 +92,10 @@ def gumbel_from_words(words: NDArray[np.int64]) -> Float32:
 def gumbel_noise(
     seed: int, position: int, choice_index: int, token_ids: NDArray[np.integer], stream: int = TOKEN_STREAM
 ) -> Float32:
-    """Return float32 noise for each token id. For a whole vocabulary, pass ``np.arange(vocab_size)``."""
+    """Return float32 noise for each token id.
+
+    For a whole vocabulary, pass ``np.arange(vocab_size)``.
+    """
     ids = np.asarray(token_ids, np.int64)
     return gumbel_from_words(token_words(seed, position, choice_index, ids, stream))
 
@@ -96,7 +103,8 @@ def gumbel_noise(
 def gumbel_noise_torch(
     seed: int, position: int, choice_index: int, token_ids: torch.Tensor, stream: int = TOKEN_STREAM
 ) -> torch.Tensor:
-    """Return ``gumbel_noise`` for an int64 tensor of token ids, on its device: the reference for device kernels."""
+    """Return ``gumbel_noise`` for an int64 tensor of token ids, on its device: the reference for
+    device kernels."""
     words = token_words(seed, position, choice_index, token_ids, stream)
     uniform = ((words >> (32 - UNIFORM_BITS)).float() + 0.5) / 2**UNIFORM_BITS
     noise: torch.Tensor = (-(-uniform.double().log()).log()).float()

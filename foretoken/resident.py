@@ -1,9 +1,10 @@
-"""Device memory in which a verifier and a drafter on one GPU exchange a step's results and the next trees.
+"""Device memory in which a verifier and a drafter on one GPU exchange a step's results and the next
+trees.
 
 When steps overlap, the host does not know what step n committed when it asks for the trees of step
-n + 1: both are in this memory. Each part has one writer. ``stamp`` and ``draft_stamp`` are written after
-the data that they mark, in stream order. A part whose stamp differs from the expected number belongs to
-another step or is incomplete, and is not used.
+n + 1: both are in this memory. Each part has one writer. ``stamp`` and ``draft_stamp`` are written
+after the data that they mark, in stream order. A part whose stamp differs from the expected number
+belongs to another step or is incomplete, and is not used.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class ResidentLayout(NamedTuple):
 
 
 class ResidentMemory(NamedTuple):
-    """Views of one allocation; int32 unless said otherwise. ``seats`` and ``tokens`` are the layout's.
+    """Views of one allocation; int32 unless said otherwise.
+
+    ``seats`` and ``tokens`` are the layout's.
 
     The verifier writes ``stamp`` to ``hidden``, the drafter ``draft_stamp`` to ``draft_scores``.
 
@@ -49,8 +52,8 @@ class ResidentMemory(NamedTuple):
         lengths: [seats]; length of the sequence including them.
         num_left: [seats]; tokens that it may still emit; 0 if it has ended or the seat is empty.
         new_tokens: [seats, tokens]; the first ``counts`` of each seat are valid.
-        hidden: ``hidden_dtype`` [seats * tokens, hidden_width]; row ``seat * tokens + j`` is the hidden
-            state of the position before ``new_tokens[seat, j]``.
+        hidden: ``hidden_dtype`` [seats * tokens, hidden_width]; row ``seat * tokens + j`` is the
+            hidden state of the position before ``new_tokens[seat, j]``.
         draft_stamp: [1]; number of the step after which these trees grow.
         num_nodes: [seats].
         draft_tokens, draft_parents: [seats, nodes]; the root comes first, its parent is -1.
@@ -89,7 +92,10 @@ class ResidentMemory(NamedTuple):
 
     @staticmethod
     def mirror(layout: ResidentLayout, *, pinned: bool) -> ResidentMemory:
-        """Make a copy on the host, without hidden states; ``results`` and ``drafts`` have the same layout."""
+        """Make a copy on the host, without hidden states.
+
+        ``results`` and ``drafts`` have the same layout.
+        """
         small = layout._replace(hidden_width=0)
         with torch.inference_mode(False):
             return ResidentMemory.over(torch.zeros(small.num_bytes, dtype=torch.uint8, pin_memory=pinned), small)
@@ -121,26 +127,32 @@ def _spans(layout: ResidentLayout) -> tuple[dict[str, tuple[int, int, tuple[int,
 
 
 class StreamOrder:
-    """Order between the work of two sides on one GPU. This class is for sides that share a stream, and does nothing.
+    """Order between the work of two sides on one GPU.
 
-    Numbers grow. Work that a side launched before ``signal_...`` finishes before work begins that the other
-    side launched after ``await_...`` of the same or a smaller number.
+    This class is for sides that share a stream, and does nothing.
+
+    Numbers grow. Work that a side launched before ``signal_...`` finishes before work begins that
+    the other side launched after ``await_...`` of the same or a smaller number.
     """
 
     def signal_step(self, number: int) -> None:
-        """Signal, in the verifier's stream, that the results of step ``number`` are in the memory."""
+        """Signal, in the verifier's stream, that the results of step ``number`` are in the
+        memory."""
 
     def await_step(self, number: int) -> None:
         """Wait for ``signal_step`` in the drafter's stream."""
 
     def signal_draft(self, number: int) -> None:
-        """Signal, in the drafter's stream, that the trees after step ``number`` are in the memory."""
+        """Signal, in the drafter's stream, that the trees after step ``number`` are in the
+        memory."""
 
     def await_draft(self, number: int) -> None:
         """Wait for ``signal_draft`` in the verifier's stream."""
 
     def release_draft(self, number: int) -> None:
-        """Let the verifier's stream continue after ``await_draft(number)``, with or without the drafter."""
+        """Let the verifier's stream continue after ``await_draft(number)``, with or without the
+        drafter."""
 
     def release_step(self, number: int) -> None:
-        """Let the drafter's stream continue after ``await_step(number)``, with or without the verifier."""
+        """Let the drafter's stream continue after ``await_step(number)``, with or without the
+        verifier."""

@@ -1,10 +1,11 @@
 """Sampling of one request: its parameters, the order of logit operations and the keyed noise.
 
 This module defines the text: plain decode, tree verification and sampling drafters all follow it.
-foretoken/noise.py defines the noise and foretoken/logits.py the logit operations. This module imports
-neither, because the gateway only needs the parameters.
+foretoken/noise.py defines the noise and foretoken/logits.py the logit operations. This module
+imports neither, because the gateway only needs the parameters.
 
-A token is sampled from one row of target logits by these operations, in this order, the same at every tree node:
+A token is sampled from one row of target logits by these operations, in this order, the same at
+every tree node:
 
      1. logit bias         added
      2. penalties          repetition over prompt + output, then frequency and presence over the output;
@@ -28,8 +29,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Part of a model's fingerprint. Raise it when the same logits, parameters and seed can give another text.
-# Version 2 added grammars: a verifier of version 1 would continue a resumed output without its grammar.
+# Part of a model's fingerprint. Raise it when the same logits, parameters and seed can give another
+# text. Version 2 added grammars: a verifier of version 1 would continue a resumed output without
+# its grammar.
 SAMPLER_VERSION = 2
 
 # A temperature below this is greedy: dividing by it would overflow float32.
@@ -42,8 +44,8 @@ TOKEN_STREAM = 0
 class Grammar:
     """The grammar that a whole output must match.
 
-    ``text`` is the JSON of a schema, or a regular expression that must match the whole output; it is empty
-    for any JSON object.
+    ``text`` is the JSON of a schema, or a regular expression that must match the whole output; it
+    is empty for any JSON object.
     """
 
     kind: Literal["json_schema", "json_object", "regex"]
@@ -54,8 +56,8 @@ class Grammar:
 class SamplingParams:
     """One request's sampling parameters, with defaults. foretoken/limits.py has the ranges.
 
-    ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0 and a repetition penalty of 1 are off. ``logprobs`` None is
-    off, 0 means only the sampled token's. ``seed`` modulo 2**64 is the noise key.
+    ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0 and a repetition penalty of 1 are off. ``logprobs``
+    None is off, 0 means only the sampled token's. ``seed`` modulo 2**64 is the noise key.
     """
 
     temperature: float = 1.0
@@ -78,7 +80,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """One request's options of speculation, which never change the text. ``max_draft_tokens`` excludes the root."""
+    """One request's options of speculation, which never change the text.
+
+    ``max_draft_tokens`` excludes the root.
+    """
 
     enabled: bool = True
     drafter: str = "auto"
@@ -86,7 +91,10 @@ class SpeculationOptions:
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Return whether the argmax is taken without noise; top-k, top-p and min-p then have no effect."""
+    """Return whether the argmax is taken without noise.
+
+    Top-k, top-p and min-p then have no effect.
+    """
     return params.temperature < MIN_TEMPERATURE
 
 
@@ -96,5 +104,6 @@ def noise_key(seed: int) -> tuple[int, int]:
 
 
 def stop_token_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
-    """Return the token ids that end the output: the request's, and the model's unless the request ignores them."""
+    """Return the token ids that end the output: the request's, and the model's unless the request
+    ignores them."""
     return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)

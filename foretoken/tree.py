@@ -1,7 +1,7 @@
 """Draft trees: tokens and parents; everything else follows from them.
 
-Node 0 is the root, the last committed token. ``parents[0] == -1`` and ``parents[i] < i``, so ancestors
-come before descendants.
+Node 0 is the root, the last committed token. ``parents[0] == -1`` and ``parents[i] < i``, so
+ancestors come before descendants.
 
               0            tokens  [t0, t1, t2, t3, t4]
             /   \\          parents [-1,  0,  0,  1,  3]
@@ -74,7 +74,8 @@ def depths(parents: Int32) -> Int32:
 
 
 def ancestor_mask(parents: Int32) -> NDArray[np.uint64]:
-    """Return uint64 [num_nodes, words]: bit i of a row is set if node i is the row's node or its ancestor."""
+    """Return uint64 [num_nodes, words]: bit i of a row is set if node i is the row's node or its
+    ancestor."""
     rows = [1]
     for node, parent in enumerate(parents.tolist()[1:], start=1):
         rows.append(rows[parent] | 1 << node)

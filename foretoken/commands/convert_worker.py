@@ -1,7 +1,7 @@
-"""The process that reads one pickle for ``foretoken.commands.convert``: a script of its own, under limits.
+"""A script with resource limits that reads one pickle for ``foretoken.commands.convert``.
 
-It imports nothing of foretoken. It reads a JSON request on standard input and writes a JSON answer on standard output:
-``{"names": [...]}`` or ``{"error": "..."}``.
+It imports nothing of foretoken. It reads a JSON request on standard input and writes a JSON answer
+on standard output: ``{"names": [...]}`` or ``{"error": "..."}``.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from pathlib import Path
 from typing import Any
 
 _GIB = 1024**3
-# What importing torch and parsing a file's records take beside the tensors.
+# Memory for importing torch and parsing a file's records.
 _BASE_BYTES = 2 * _GIB
 _WRAPPERS = ("state_dict", "model_state_dict", "module")
 _MAX_ID = 2**31
 
 
 class Refused(Exception):
-    """A file that is not converted; the message says why."""
+    """The file is not converted; the message says why."""
 
 
 def limit_process(cpu_s: int, output_bytes: int) -> None:
-    """Before torch is imported: processor time, the size of a file written, and no core dump."""
+    """Limit CPU time and file sizes and forbid core dumps, before importing torch."""
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_FSIZE, (output_bytes, output_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def limit_memory(file_bytes: int) -> None:
-    """After torch is imported: the file mapped, its tensors, one copy of them, and a fixed allowance."""
+    """Limit memory, after importing torch, to the mapped file, its tensors, one copy of them and a
+    fixed allowance."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     size = pages * resource.getpagesize() + 3 * file_bytes + _BASE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def check_archive(file: Path) -> bool:
-    """Whether ``file`` is a zip, whose records torch can map.
+    """Return whether ``file`` is a zip, whose records torch can map.
 
     Raises Refused for compressed records, which may be bombs.
     """
@@ -54,7 +55,7 @@ def check_archive(file: Path) -> bool:
 
 
 def load(file: Path) -> Any:
-    """What the pickle holds, by torch's unpickler of tensors and plain containers alone."""
+    """Read the pickle by torch's unpickler, which only allows tensors and plain containers."""
     import pickle
 
     import torch
@@ -62,7 +63,7 @@ def load(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=check_archive(file))
     except pickle.UnpicklingError as error:
-        # Torch's own message advises to read the file without weights_only, which nobody should.
+        # Torch's own message advises to read the file without weights_only, which is unsafe.
         found = re.search(r"GLOBAL (\S+)", str(error))
         cause = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
         what = f"it refers to {found[1]}" if found else cause[1] if cause else "which ones, torch does not say"
@@ -70,7 +71,8 @@ def load(file: Path) -> Any:
 
 
 def tensors_of(content: Any, max_tensors: int, max_bytes: int) -> dict[str, Any]:
-    """Return the tensors of a state dict by name, or a list of ids as ``token_map``, int64 [num_ids].
+    """Return the tensors of a state dict by name, or a list of ids as ``token_map``, int64
+    [num_ids].
 
     Raises Refused for anything else.
     """
@@ -136,7 +138,7 @@ def _token_map(ids: Any) -> Any:
 
 
 def _unshared(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Contiguous tensors with a storage each, as safetensors wants them."""
+    """Return contiguous tensors with separate storages, as safetensors needs them."""
     seen: set[int] = set()
     result: dict[str, Any] = {}
     for name, value in tensors.items():

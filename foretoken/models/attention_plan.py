@@ -1,4 +1,5 @@
-"""A batch in the form that attention planned on the host takes: queries by sequence, blocks, packed masks."""
+"""A batch in the form that attention planned on the host takes: queries by sequence, blocks, packed
+masks."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class PackedMasks(NamedTuple):
     """The KV slots that each row of each sequence sees.
 
     Attributes:
-        bits: uint8 [bytes]; bit i % 8 of a sequence's byte i // 8, where i = row * length + slot, is set
-            if the row sees the logical KV slot.
+        bits: uint8 [bytes]; bit i % 8 of a sequence's byte i // 8, where i = row * length + slot,
+            is set if the row sees the logical KV slot.
         starts: int32 [seqs + 1]; first byte of each sequence.
     """
 
@@ -37,7 +38,8 @@ class PlannedRows(NamedTuple):
         row_starts: int32 [seqs + 1]; first row of each sequence, counted from ``first``.
         block_starts: int32 [seqs + 1]; first element of each sequence in ``blocks``.
         blocks: int32 [block_starts[-1]]; blocks of the KV cache.
-        last_block_lens: int32 [seqs]; KV slots that are read of the last block, from 1 to the block size.
+        last_block_lens: int32 [seqs]; KV slots that are read of the last block, from 1 to the block
+            size.
         lengths: int32 [seqs]; KV slots that are read. This pass or an earlier one has written them.
         masks: None: a sequence's last row sees all its KV slots, and each row before it one less.
     """
@@ -83,7 +85,8 @@ def planned_rows(batch: ForwardBatch, runs: Runs, block_size: int, most: int) ->
 
 
 def _seen(batch: ForwardBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return, for each row, the end of the KV slots that it sees, and whether it sees all before that end."""
+    """Return, for each row, the end of the KV slots that it sees, and whether it sees all before
+    that end."""
     ends = batch.context_lens.astype(np.int64)
     is_stretch = np.ones(len(ends), np.bool_)
     rows = np.flatnonzero(batch.masks.any(1))
@@ -132,7 +135,8 @@ def _planned(
 
 
 def _packed(batch: ForwardBatch, first: int, row_starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> PackedMasks:
-    """Set all bits, because most stay set, then clear the few after the context that all rows share."""
+    """Set all bits, because most stay set, then clear the few after the context that all rows
+    share."""
     rows = slice(first, first + int(row_starts[-1]))
     counts = np.diff(row_starts)
     starts = _starts(-(-counts * lengths // 8))

@@ -20,7 +20,10 @@ _INTERPRETER = "cpu"
 
 
 class Backend(NamedTuple):
-    """Kernels and device of a model. Tests run GPU kernels on CPU tensors, in Triton's interpreter."""
+    """Kernels and device of a model.
+
+    Tests run GPU kernels on CPU tensors, in Triton's interpreter.
+    """
 
     kernels: Literal["cpu", "gpu"]
     device: torch.device
@@ -30,7 +33,8 @@ CPU = Backend("cpu", torch.device("cpu"))
 
 
 def choose_backend(wanted: DeviceName) -> Backend:
-    """Return the backend for ``--device``; ``auto`` is the first NVIDIA GPU that can run the kernels, or the CPU.
+    """Return the backend for ``--device``; ``auto`` is the first NVIDIA GPU that can run the
+    kernels, or the CPU.
 
     Raises:
         ConfigError: the device is ``cuda`` and there is no such GPU.
@@ -52,7 +56,8 @@ def device_name(backend: Backend) -> str:
 
 
 def device_uuid(backend: Backend) -> str:
-    """Return a name by which two processes recognize that they share one GPU; empty without GPU kernels.
+    """Return a name by which two processes recognize that they share one GPU; empty without GPU
+    kernels.
 
     Where GPU kernels run on CPU tensors, all processes of the host share one device.
     """
@@ -64,7 +69,10 @@ def device_uuid(backend: Backend) -> str:
 
 
 def device_of(uuid: str) -> torch.device:
-    """Return the device that ``device_uuid`` named. Raises PreconditionError if this process does not see it."""
+    """Return the device that ``device_uuid`` named.
+
+    Raises PreconditionError if this process does not see it.
+    """
     if uuid == _INTERPRETER:
         return torch.device("cpu")
     for index in range(torch.cuda.device_count()):

@@ -14,14 +14,15 @@ Int32 = NDArray[np.int32]
 class ForwardBatch:
     """Rows of prefill chunks, of plain decode and of draft trees, in one flat list.
 
-    A row attends to two parts of its sequence: to the first ``context_lens[r]`` logical KV slots (from
-    ``context_starts`` on), and to the tree nodes whose bits are set in ``masks[r]``, its own included. Node
-    i is in logical KV slot ``tree_starts[row_seqs[r]] + i``, and the nodes count as logical positions
-    ``context_lens[r], context_lens[r] + 1, ...`` in index order.
+    A row attends to two parts of its sequence: to the first ``context_lens[r]`` logical KV slots
+    (from ``context_starts`` on), and to the tree nodes whose bits are set in ``masks[r]``, its own
+    included. Node i is in logical KV slot ``tree_starts[row_seqs[r]] + i``, and the nodes count as
+    logical positions ``context_lens[r], context_lens[r] + 1, ...`` in index order.
 
-    A prefill row at position p has ``context_lens = p + 1`` and an empty mask. Node i of a tree whose root
-    is at position p has ``context_lens = p``, ``tree_starts = p`` and the ancestor mask. Logical KV slot s
-    of a sequence is slot ``block_tables[seq, s // block_size] * block_size + s % block_size`` of the cache.
+    A prefill row at position p has ``context_lens = p + 1`` and an empty mask. Node i of a tree
+    whose root is at position p has ``context_lens = p``, ``tree_starts = p`` and the ancestor mask.
+    Logical KV slot s of a sequence is slot
+    ``block_tables[seq, s // block_size] * block_size + s % block_size`` of the cache.
 
     Attributes:
         token_ids: int32 [rows].
@@ -31,10 +32,11 @@ class ForwardBatch:
         context_lens: int32 [rows].
         masks: uint64 [rows, words].
         tree_starts: int32 [seqs].
-        block_tables: int32 [seqs, max_blocks]; elements after a sequence's blocks are 0 and never read.
+        block_tables: int32 [seqs, max_blocks]; elements after a sequence's blocks are 0 and never
+            read.
         logit_rows: int32 [wanted]; rows whose logits are wanted, ascending.
-        context_starts: int32 [seqs]; logical KV slots before it are never read, because a draft model has
-            no KV entries there. None: all zero, as for every target.
+        context_starts: int32 [seqs]; logical KV slots before it are never read, because a draft
+            model has no KV entries there. None: all zero, as for every target.
     """
 
     token_ids: Int32
@@ -54,7 +56,8 @@ class ForwardBatch:
 
 
 def chain_batch(token_ids: Int32, first: int, block_size: int, logit_rows: Int32 | None = None) -> ForwardBatch:
-    """Return a batch of consecutive tokens of one sequence, from position ``first`` on, in the first blocks.
+    """Return a batch of consecutive tokens of one sequence, from position ``first`` on, in the
+    first blocks.
 
     ``logit_rows``: rows whose logits are wanted; None: all.
     """
@@ -74,7 +77,8 @@ def chain_batch(token_ids: Int32, first: int, block_size: int, logit_rows: Int32
 
 
 def chains_batch(count: int, length: int, block_size: int, num_blocks: int) -> ForwardBatch:
-    """Return a batch of the first ``length`` tokens of ``count`` sequences, which share blocks if there are too few."""
+    """Return a batch of the first ``length`` tokens of ``count`` sequences, which share blocks if
+    there are too few."""
     per_seq = -(-length // block_size)
     blocks = (np.arange(count * per_seq, dtype=np.int32) % num_blocks).reshape(count, per_seq)
     seqs = np.repeat(np.arange(count, dtype=np.int32), length)

@@ -19,7 +19,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a checkpoint folder, by the tensor's name, without reading tensors.
+    """Return the file of each tensor in a checkpoint folder, by the tensor's name, without reading
+    tensors.
 
     Raises:
         CheckpointError: a file is missing, truncated or not safetensors.

@@ -1,4 +1,5 @@
-"""Reads a checkpoint's config.json, keeps what the forward pass needs and rejects unsupported features by name.
+"""Reads a checkpoint's config.json, keeps what the forward pass needs and rejects unsupported
+features by name.
 
 It only reads local files and never runs code from a checkpoint. It does not use transformers'
 AutoConfig, whose import takes two seconds, half of a verifier's start, while broken streams wait.
@@ -17,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from foretoken.errors import CheckpointError, ConfigError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
-# transformers has no class for these, so their checkpoints name their own code, which is not needed here.
+# transformers has no class for these, so their checkpoints name their own code, which is not needed
+# here.
 _WITHOUT_A_CLASS = ("mimo",)
 # Model types whose queries, keys and values have a bias.
 _WITH_BIAS = ("qwen2", "mimo")
@@ -68,7 +70,10 @@ _DEFAULTS: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. The last three fields belong to Llama 3.1's scaling (``rope_type: llama3``)."""
+    """Rotary embedding.
+
+    The last three fields belong to Llama 3.1's scaling (``rope_type: llama3``).
+    """
 
     kind: Literal["default", "linear", "llama3"]
     theta: float
@@ -80,7 +85,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder. ``vocab_size`` may be larger than the tokenizer's: checkpoints pad their embedding."""
+    """One decoder.
+
+    ``vocab_size`` may be larger than the tokenizer's: checkpoints pad their embedding.
+    """
 
     model_type: str
     vocab_size: int
@@ -116,13 +124,17 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Return the fields of the folder's config.json. Raises as ``load_config``; ``auto_map`` is rejected."""
+    """Return the fields of the folder's config.json.
+
+    Raises as ``load_config``; ``auto_map`` is rejected.
+    """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder with a checkpoint")
     raw = _read_json(path / "config.json")
     if raw is None:
         raise CheckpointError(f"{path / 'config.json'} does not exist")
-    # The speculators library names its own class in every head that it writes; the other fields suffice.
+    # The speculators library names its own class in every head that it writes; the other fields
+    # suffice.
     is_known = raw.get("model_type") in _WITHOUT_A_CLASS or "speculators_model_type" in raw
     if raw.get("auto_map") and not is_known:
         raise ConfigError(f"{path / 'config.json'}: auto_map needs code from the checkpoint, which is never run")

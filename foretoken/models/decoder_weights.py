@@ -42,7 +42,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    """The weights of a decoder. ``embedding`` is a table, or the head itself if the two are tied."""
+    """The weights of a decoder.
+
+    ``embedding`` is a table, or the head itself if the two are tied.
+    """
 
     layout: WeightLayout
     embedding: torch.Tensor

@@ -1,4 +1,5 @@
-"""The arrays of a batch in device memory, at addresses that captured graphs know; one copy sends them."""
+"""The arrays of a batch in device memory, at addresses that captured graphs know; one copy sends
+them."""
 
 from __future__ import annotations
 
@@ -104,7 +105,10 @@ class DeviceBatch:
         self.arrays = DeviceArrays(**self._pinned.device, max_seq_rows=max_seq_rows)
 
     def clear(self, row_starts: NDArray[np.int32]) -> None:
-        """Send padding rows, all with logits, for kernels to fill; ``row_starts`` [seqs + 1] divides them into runs."""
+        """Send padding rows, all with logits, for kernels to fill.
+
+        ``row_starts`` [seqs + 1] divides them into runs.
+        """
         self._pinned.wait()
         host = self._pinned.host
         for name in ("masks", "token_ids", "positions", "context_lens", "tree_starts", "context_starts"):
@@ -190,14 +194,15 @@ def table_bucket(blocks: int) -> int:
 def seq_bucket(count: int) -> int:
     """Return the captured size that holds ``count`` sequences or trees.
 
-    Their number changes often and each new size waits for a capture, so there are few sizes. A padding
-    sequence has no rows and costs next to nothing.
+    Their number changes often and each new size waits for a capture, so there are few sizes. A
+    padding sequence has no rows and costs next to nothing.
     """
     return 1 << max(count - 1, 0).bit_length()
 
 
 def bucket(count: int) -> int:
-    """Return the smallest captured size that holds ``count`` rows: a padding row costs as much as any other."""
+    """Return the smallest captured size that holds ``count`` rows: a padding row costs as much as
+    any other."""
     for size in _BUCKETS:
         if size >= count:
             return size

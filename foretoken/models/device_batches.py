@@ -1,4 +1,5 @@
-"""The batches that passes on a GPU run over: their sizes, and the arrays that captured graphs read."""
+"""The batches that passes on a GPU run over: their sizes, and the arrays that captured graphs
+read."""
 
 from __future__ import annotations
 
@@ -19,13 +20,16 @@ from foretoken.models.device_batch import (
 from foretoken.models.device_sizes import PassSizes
 from foretoken.tree import MASK_WORD_BITS
 
-# A pass of more rows that does not want the logits of all is a prompt's: its kernels take longer than their
-# launches, and hardly two have one size.
+# A pass of more rows that does not want the logits of all is a prompt's: its kernels take longer
+# than their launches, and hardly two have one size.
 MAX_PROMPT_GRAPH_ROWS = 128
 
 
 class Uploaded(NamedTuple):
-    """A batch on the device. ``graph_shape``: what a graph of it is captured for; None: it needs no graph."""
+    """A batch on the device.
+
+    ``graph_shape``: what a graph of it is captured for; None: it needs no graph.
+    """
 
     arrays: DeviceArrays
     graph_shape: BatchShape | None
@@ -68,7 +72,8 @@ class DeviceBatches:
         return Uploaded(uploaded.arrays, shape if has_graph else None)
 
     def batch_of(self, rows: int, seqs: int, max_seq_rows: int, blocks: int) -> DeviceBatch:
-        """Return the batch for kernels to fill that holds so many rows, all of them wanted, of so many sequences.
+        """Return the batch for kernels to fill that holds so many rows, all of them wanted, of so
+        many sequences.
 
         Raises ValueError for more than the largest pass.
         """
@@ -94,5 +99,6 @@ class DeviceBatches:
         )
 
     def _has_graph(self, batch: ForwardBatch) -> bool:
-        """Return whether a batch of this kind comes again: a decode step does, whatever its size."""
+        """Return whether a batch of this kind comes again: a decode step does, whatever its
+        size."""
         return self._graphs and (batch.num_rows <= MAX_PROMPT_GRAPH_ROWS or len(batch.logit_rows) == batch.num_rows)

@@ -17,7 +17,8 @@ class DeviceBuffers:
     """Buffers by field; they only grow while programs are loaded.
 
     Args:
-        on_move: called when a buffer is replaced: graphs that know its address are useless from then on.
+        on_move: called when a buffer is replaced: graphs that know its address are useless from
+            then on.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, on_move: Callable[[], None]) -> None:
@@ -40,5 +41,8 @@ class DeviceBuffers:
         return self.rows(span.buffer, rows, span.width)[:, span.offset : span.offset + span.size]
 
     def element_type(self, field: int) -> torch.dtype:
-        """Return a buffer's element type. Logits are float32: in bfloat16 the best two would often be equal."""
+        """Return a buffer's element type.
+
+        Logits are float32: in bfloat16 the best two would often be equal.
+        """
         return torch.float32 if field == kernel.LOGITS else self._dtype

@@ -25,7 +25,10 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
         super().__init__(head, self._passes)
 
     def tune(self, path: Path | None) -> None:
-        """Time the matmuls and use the fastest from now on; ``path`` keeps the choices for the next start."""
+        """Time the matmuls and use the fastest from now on.
+
+        ``path`` keeps the choices for the next start.
+        """
         for depth in range(self.num_depths):
             self._program(depth, from_target=True)
             self._program(depth, from_target=False)
@@ -44,7 +47,8 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
         return self._output(len(arrays.token_ids), len(arrays.token_ids))
 
     def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> HeadOutput:
-        """Launch the first module's pass over new tokens, as ``forward`` does with the target's hidden states.
+        """Launch the first module's pass over new tokens, as ``forward`` does with the target's
+        hidden states.
 
         ``features``: bfloat16 or float32 [rows, feature_width] on the GPU.
         """

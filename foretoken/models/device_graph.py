@@ -27,7 +27,8 @@ class DeviceGraphs:
         self._enabled = enabled
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        # All captures share one stream: cuBLAS takes a workspace for each new stream, 34 MB on Hopper.
+        # All captures share one stream: cuBLAS takes a workspace for each new stream, 34 MB on
+        # Hopper.
         self._stream: torch.cuda.Stream | None = None
         self.generation = 0
 

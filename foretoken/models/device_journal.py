@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Each array begins at a multiple of so many elements: kernels are compiled again for unaligned arrays.
+# Each array begins at a multiple of so many elements: kernels are compiled again for unaligned
+# arrays.
 _ALIGNMENT = 4
 
 
 class DeviceJournal:
-    """Arrays on the device, at fixed addresses, and copies of their last few states in pinned memory.
+    """Arrays on the device, at fixed addresses, and copies of their last few states in pinned
+    memory.
 
     Attributes:
         device: the arrays by name.
@@ -72,6 +74,9 @@ class DeviceJournal:
             event.synchronize()
 
     def take(self) -> dict[str, NDArray[np.int32]]:
-        """Return the oldest unread record, which must be ready; valid until ``depth`` more have been made."""
+        """Return the oldest unread record, which must be ready.
+
+        Valid until ``depth`` more have been made.
+        """
         record = self._hosts[self._unread.popleft()].numpy()
         return {name: record[span].reshape(self._arrays[name]) for name, span in self._spans.items()}

@@ -26,7 +26,8 @@ class ResidentPass(NamedTuple):
     Attributes:
         batch: the arrays to fill; call ``clear`` on it first.
         launch: launches the kernels of the pass; the caller may capture it in a graph.
-        generation: of the buffers; a graph is only valid for the generation that it was captured with.
+        generation: of the buffers; a graph is only valid for the generation that it was captured
+            with.
         logits: float32 [rows, vocab_size], after a launch.
         features: [rows, captured * hidden_size], after a launch; None if no hidden states are kept.
     """
@@ -59,7 +60,10 @@ class DeviceLlama(Llama[DeviceProgram]):
         super().__init__(config, weights, self._passes)
 
     def tune(self, path: Path | None) -> None:
-        """Time the matmuls and use the fastest from now on; ``path`` keeps the choices for the next start."""
+        """Time the matmuls and use the fastest from now on.
+
+        ``path`` keeps the choices for the next start.
+        """
         self._loaded(())
         self._passes.tune(path)
 

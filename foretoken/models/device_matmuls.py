@@ -1,4 +1,5 @@
-"""The matmuls of a model's passes on a GPU: the fastest for each batch, or the same bits in every batch."""
+"""The matmuls of a model's passes on a GPU: the fastest for each batch, or the same bits in every
+batch."""
 
 from __future__ import annotations
 
@@ -25,11 +26,14 @@ class PassMatmuls(Protocol):
     """The LINEAR operations of a pass."""
 
     def reserve(self, operation: Operation, weight: torch.Tensor) -> None:
-        """Allocate what the operation needs beside its input and output."""
+        """Allocate what the operation needs in addition to input and output."""
         ...
 
     def tune(self, steps: Iterable[Step], path: Path | None) -> None:
-        """Time the matmuls of these steps and use the fastest; ``path`` keeps the choices for the next start."""
+        """Time the matmuls of these steps and use the fastest.
+
+        ``path`` keeps the choices for the next start.
+        """
         ...
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, mode: int) -> None:

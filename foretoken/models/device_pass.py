@@ -42,10 +42,13 @@ class DevicePass:
     """The passes of one model on a GPU. Only one thread at a time may use it.
 
     Args:
-        config: of the model whose keys and values are in ``cache``; all buffers are on the cache's device.
+        config: of the model whose keys and values are in ``cache``; all buffers are on the cache's
+            device.
         num_positions: rotary positions that may occur.
-        strict: give a row the same bits in every batch; otherwise use the fastest kernels for each batch.
-        flashinfer: attention of ``run``'s passes that have no graph; None: the project's own kernels run it.
+        strict: give a row the same bits in every batch; otherwise use the fastest kernels for each
+            batch.
+        flashinfer: attention of ``run``'s passes that have no graph; None: the project's own
+            kernels run it.
     """
 
     def __init__(
@@ -128,7 +131,8 @@ class DevicePass:
 
     @property
     def generation(self) -> int:
-        """A number that grows when memory moves: a graph of launches is only valid while it stays the same."""
+        """A number that grows when memory moves: a graph of launches is only valid while it stays
+        the same."""
         return self._graphs.generation
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
@@ -136,11 +140,17 @@ class DevicePass:
         return self._buffers.rows(field, rows, width)
 
     def gather_given(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """Copy rows of ``x``, which may be another buffer, to GIVEN. ``rows``: int32; None: all, in order."""
+        """Copy rows of ``x``, which may be another buffer, to GIVEN.
+
+        ``rows``: int32; None: all, in order.
+        """
         copy_rows(x, self.buffer(kernel.GIVEN, len(x if rows is None else rows), x.shape[1]), rows)
 
     def launch(self, loaded: DeviceProgram, arrays: DeviceArrays, planned: FlashInferAttention | None = None) -> None:
-        """Launch a program's kernels over arrays on the device. ``planned``: attention that was planned for them."""
+        """Launch a program's kernels over arrays on the device.
+
+        ``planned``: attention that was planned for them.
+        """
         num_rows, num_wanted = len(arrays.token_ids), len(arrays.logit_rows)
         for operation, turned, fetch in loaded.steps:
             rows = num_rows if operation.rows == kernel.EVERY_ROW else num_wanted

@@ -59,7 +59,8 @@ def _is_norm_of(operation: Operation, fetch: Operation) -> bool:
 
 
 def _passes_on_given(copy: Operation, operation: Operation) -> bool:
-    """Return whether a matmul can read GIVEN itself instead of its copy, which nothing else reads."""
+    """Return whether a matmul can read GIVEN itself instead of its copy, which nothing else
+    reads."""
     return (
         copy.code == kernel.COPY
         and copy.x is not None

@@ -1,9 +1,10 @@
-"""Recognizes the draft head in a folder by its config.json and tensor names; rejects what is not supported.
+"""Recognizes the draft head in a folder by its config.json and tensor names; rejects what is not
+supported.
 
-EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858) share one layout. EAGLE-3 (arXiv 2503.01840) has two
-spellings and two dialects of its config: one of SafeAILab and SpecForge, one of vLLM's ``speculators``.
-MTP layers are part of the target's checkpoint. MTP layers with Qwen3-Next's names run with the
-arithmetic of their Qwen3 body (plain norms and attention), not Qwen3-Next's.
+EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858) share one layout. EAGLE-3 (arXiv 2503.01840) has
+two spellings and two dialects of its config: one of SafeAILab and SpecForge, one of vLLM's
+``speculators``. MTP layers are part of the target's checkpoint. MTP layers with Qwen3-Next's names
+run with the arithmetic of their Qwen3 body (plain norms and attention), not Qwen3-Next's.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ class HeadConfig:
     Attributes:
         body: shape of its decoder layers; ``num_layers`` counts the layers of all modules.
         num_depths: number of modules; a single one is applied recurrently.
-        stored_names: tensor names in the file by canonical name (EAGLE's without ``model.``, MTP's as stored).
+        stored_names: tensor names in the file by canonical name (EAGLE's without ``model.``, MTP's
+            as stored).
         draft_vocab_size: rows of its own output head; None: it uses the target's.
         target_hidden_size: the target's hidden size, if the config names it.
-        layer_ids: the target's layers whose inputs it is fed; None: the usual ones by the target's depth.
-        norm_before_residual: the first layer's residual is the output of ``hidden_norm``, not its input.
+        layer_ids: the target's layers whose inputs it is fed; None: the usual ones by the target's
+            depth.
+        norm_before_residual: the first layer's residual is the output of ``hidden_norm``, not its
+            input.
         norm_output: the head is fed the output of its last norm, not its input.
     """
 
@@ -145,8 +149,8 @@ def _eagle3_config(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> H
     ids = settings.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
         raise CheckpointError(f"{path / 'config.json'}: eagle_aux_hidden_state_layer_ids: not a list of layers")
-    # SafeAILab's ids name a layer's output, which enters the layer after it. speculators counts as vLLM does:
-    # an id names the input of the layer.
+    # SafeAILab's ids name a layer's output, which enters the layer after it. speculators counts as
+    # vLLM does: an id names the input of the layer.
     layers = None if ids is None else tuple(i if "speculators_model_type" in raw else i + 1 for i in ids)
     number = settings.get("num_aux_hidden_states", len(layers) if layers else _DEFAULT_NUM_FEATURES)
     if number != (len(layers) if layers else _DEFAULT_NUM_FEATURES):
@@ -168,7 +172,10 @@ def _eagle3_config(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> H
 
 
 def _body(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> ModelConfig:
-    """Return the shape of the head's decoder layers. Their tensors decide which biases and norms they have."""
+    """Return the shape of the head's decoder layers.
+
+    Their tensors decide which biases and norms they have.
+    """
     model_type = raw.get("model_type", "llama")
     if model_type not in _HEAD_MODEL_TYPES:
         raise ConfigError(f"{path / 'config.json'}: draft heads of model_type {model_type!r} are not supported")

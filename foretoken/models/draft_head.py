@@ -1,9 +1,9 @@
 """Draft heads that continue from a target's hidden states: EAGLE, EAGLE-2, EAGLE-3 and MTP.
 
 A head is one or more decoder layers. A row is fed the embedding of token i and the hidden state of
-position i - 1. Its KV entry is stored in KV slot i and rotated by position i, so slot 0 stays empty.
-Heads are trained with the pair at position i - 1, which gives the same result: rotary embedding only
-counts distances.
+position i - 1. Its KV entry is stored in KV slot i and rotated by position i, so slot 0 stays
+empty. Heads are trained with the pair at position i - 1, which gives the same result: rotary
+embedding only counts distances.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def load_head(source: HeadSource, num_blocks: int, block_size: int) -> LoadedHea
     """Load the weights of a draft head and make its KV cache of ``num_blocks`` blocks.
 
     Raises:
-        CheckpointError, ConfigError: the head cannot be loaded or does not fit the target; names the cause.
+        CheckpointError, ConfigError: the head cannot be loaded or does not fit the target; names
+            the cause.
     """
     config = head_config(source.path)
     body = config.body
@@ -72,7 +73,8 @@ class DraftHead(Generic[Loaded]):
         features: the target's hidden states that it is fed, as in DrafterNeeds.features.
         num_depths: 1: one module, applied recurrently; more: module d drafts depth d.
         feature_width: ``len(features)`` times the target's hidden size.
-        target_ids: int32 [draft_vocab_size]; the target's id of each draft id; None: the ids are the same.
+        target_ids: int32 [draft_vocab_size]; the target's id of each draft id; None: the ids are
+            the same.
         num_bytes: size of the weights that are not the target's.
     """
 
@@ -103,12 +105,13 @@ class DraftHead(Generic[Loaded]):
 
         Args:
             batch: ``token_ids`` are the target's.
-            hidden: float32 [rows, feature_width] of the target, or [rows, hidden_size] of an earlier call.
+            hidden: float32 [rows, feature_width] of the target, or [rows, hidden_size] of an
+                earlier call.
             from_target: whether ``hidden`` is the target's.
 
         Raises:
-            ValueError: an index of the batch is out of range, ``hidden`` has another shape or type, or there
-                is no such module; nothing was written.
+            ValueError: an index of the batch is out of range, ``hidden`` has another shape or type,
+                or there is no such module; nothing was written.
         """
         if not 0 <= depth < self.num_depths:
             raise ValueError(f"there is no module {depth} in a head of {self.num_depths}")
@@ -120,9 +123,9 @@ class DraftHead(Generic[Loaded]):
     def write_entries(self) -> Callable[[ForwardBatch, NDArray[np.float32]], None] | None:
         """A pass that only writes KV entries, at half the work of ``forward``.
 
-        It takes a batch without logit rows and float32 [rows, feature_width] of the target, and raises
-        ValueError as ``forward`` does. None for a head of several layers, whose deeper KV entries depend on
-        the layers before.
+        It takes a batch without logit rows and float32 [rows, feature_width] of the target, and
+        raises ValueError as ``forward`` does. None for a head of several layers, whose deeper KV
+        entries depend on the layers before.
         """
         return self._write_entries if self._num_layers == 1 else None
 

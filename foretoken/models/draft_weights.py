@@ -24,10 +24,13 @@ _NONE = torch.empty(0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleWeights:
-    """One module: the join of embedding and hidden state, the layers and the last norm. Absent tensors are empty.
+    """One module: the join of embedding and hidden state, the layers and the last norm.
+
+    Absent tensors are empty.
 
     Attributes:
-        joint: for EAGLE-3 from the target's hidden states to the head's size; for others from both inputs side by side.
+        joint: for EAGLE-3 from the target's hidden states to the head's size; for others from both
+            inputs side by side.
         feature_norms: one for each of the target's hidden states, or a single one over all of them.
     """
 
@@ -56,7 +59,8 @@ class HeadWeights:
     Attributes:
         embedding: of the target's ids; a table, or a matrix if ``embedding_is_packed``.
         head: output head, from the hidden size to draft_vocab_size.
-        target_ids: int32 [draft_vocab_size]; the target's id of each of the head's ids; None: the same.
+        target_ids: int32 [draft_vocab_size]; the target's id of each of the head's ids; None: the
+            same.
         num_bytes: size of the tensors that are not the target's.
     """
 
@@ -77,7 +81,8 @@ class HeadSource:
         path: the head's folder, which for MTP is the target's.
         weights: the target's embedding and output head; None: for MTP they are read from ``path``.
         dtype: of the cache; matrices are bfloat16 if it is, or if all of them are stored so.
-        token_map: int32; draft only these target ids (FR-Spec), for heads that use the target's output head.
+        token_map: int32; draft only these target ids (FR-Spec), for heads that use the target's
+            output head.
     """
 
     path: Path
@@ -145,7 +150,8 @@ class _OwnVocabulary:
 
 
 def _shared_weights(source: HeadSource, config: HeadConfig) -> TargetWeights:
-    """Return the target's embedding and output head, as given or read from the head's own folder."""
+    """Return the target's embedding and output head, as given or read from the head's own
+    folder."""
     path, weights = source.path, source.weights
     if weights is None:
         if config.family != "mtp":
@@ -181,7 +187,8 @@ class _HeadLoader:
         return tuple(load(depth) for depth in range(self._config.num_depths))
 
     def check_all_known(self) -> None:
-        """Raise CheckpointError for an unknown tensor, except those that all exporters leave in the file."""
+        """Raise CheckpointError for an unknown tensor, except those that all exporters leave in the
+        file."""
         names, ignored = self._config.stored_names, {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"}
         if self._config.family == "mtp":
             ignored = set()
@@ -204,11 +211,12 @@ class _HeadLoader:
         head, size, target_ids = self._output_head()
         is_tied = head is None and self._config.family == "eagle3" and self._config.body.tie_word_embeddings
         if is_tied and (embedding is not None or not self._target.tie_word_embeddings):
-            raise ConfigError(f"{self._path}: tie_word_embeddings of a head beside an untied target")
+            raise ConfigError(f"{self._path}: a head with tie_word_embeddings needs a target that is tied, too")
         return _OwnVocabulary(embedding, head, size, target_ids)
 
     def _embedding(self) -> torch.Tensor | None:
-        """Return EAGLE-3's own embedding, if its width differs from the target's or its config names the target's."""
+        """Return EAGLE-3's own embedding, if its width differs from the target's or its config
+        names the target's."""
         config = self._config
         needed = self._size != self._target.hidden_size
         named = config.target_hidden_size is not None and self._has("embed_tokens.weight")
@@ -223,7 +231,7 @@ class _HeadLoader:
         if config.family != "eagle3" or size is None:
             return None, target, None
         if config.body.tie_word_embeddings and not self._has("lm_head.weight"):
-            raise ConfigError(f"{self._path}: draft_vocab_size beside tie_word_embeddings is not supported")
+            raise ConfigError(f"{self._path}: draft_vocab_size with tie_word_embeddings is not supported")
         head = self._reader.matrix("lm_head.weight", (size, self._size))
         if not self._has("d2t"):
             if size != target:

@@ -25,8 +25,8 @@ class Executor(Protocol[Loaded]):
     def run(self, loaded: Loaded, batch: ForwardBatch, given: NDArray[np.float32] | None = None) -> None:
         """Run the program over a batch.
 
-        Keys and values of all rows are written before any row attends, so the nodes of a tree see each
-        other in the same pass.
+        Keys and values of all rows are written before any row attends, so the nodes of a tree see
+        each other in the same pass.
 
         Args:
             given: float32 [rows, any]; what the program reads as GIVEN.
@@ -37,5 +37,6 @@ class Executor(Protocol[Loaded]):
         ...
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
-        """Return the buffer ``field`` after a run, as a view [rows, width]; valid until the next run."""
+        """Return the buffer ``field`` after a run, as a view [rows, width]; valid until the next
+        run."""
         ...

@@ -1,4 +1,6 @@
-"""FlashInfer as the attention of a model's passes on a GPU. The host plans it, so graphs cannot capture it.
+"""FlashInfer as the attention of a model's passes on a GPU.
+
+The host plans it, so graphs cannot capture it.
 
 Written for flashinfer-python 0.6.12, which is only imported if it is used.
 """
@@ -30,17 +32,21 @@ _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 # The smallest workspace for partial sums that FlashInfer recommends.
 _MIN_WORKSPACE = 128 << 20
-# Rows times query heads of a group in its kernels' largest tile; tiles per multiprocessor if keys are split.
+# Rows times query heads of a group in its kernels' largest tile; tiles per multiprocessor if keys
+# are split.
 _TILE, _TILES_EACH = 128, 2
 # Bytes that each wrapper allocates for its plan, and plans of one pass at most.
 _PLAN_BYTES, _MOST_PLANS = 9 << 20, 4
-# Prompts run by what FlashInfer finds best (FlashAttention-3 on compute capability 9.0). Only the fa2 kernels
-# take masks; they share a key head's queries and split long contexts, as few rows need.
+# Prompts run by what FlashInfer finds best (FlashAttention-3 on compute capability 9.0). Only the
+# fa2 kernels take masks; they share a key head's queries and split long contexts, as few rows need.
 _PROMPTS_BY, _NODES_BY = "auto", "fa2"
 
 
 def obstacle(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why FlashInfer cannot run a model's attention; None if nothing is known to prevent it."""
+    """Return why FlashInfer cannot run a model's attention.
+
+    None if nothing is known to prevent it.
+    """
     if device.type != "cuda":
         return "FlashInfer needs an NVIDIA GPU"
     if dtype not in _DTYPES:
@@ -63,7 +69,8 @@ def workspace_bytes(config: ModelConfig, device: torch.device) -> int:
 
 
 def _partial_sums(config: ModelConfig, device: torch.device) -> int:
-    """Return the bytes of the partial sums of programs that share a row's keys, with 1 MiB for alignment."""
+    """Return the bytes of the partial sums of programs that share a row's keys, with 1 MiB for
+    alignment."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     tiles = _TILES_EACH * processors // config.num_kv_heads
     return max(_MIN_WORKSPACE, 4 * tiles * _TILE * config.num_heads * (config.head_dim + 1) + (1 << 20))
@@ -78,12 +85,13 @@ class _Launch(NamedTuple):
 
 
 class FlashInferAttention:
-    """Attention over one KV cache: call ``plan`` once a pass, then ``attend`` once a layer, from one thread at a time.
+    """Attention over one KV cache: call ``plan`` once a pass, then ``attend`` once a layer, from
+    one thread at a time.
 
     Args:
         config: of the model whose keys and values are in ``cache``.
-        every_pass: whether it runs all passes of batches from the host; otherwise only passes without a
-            graph, which are long prompts'. DevicePass reads it.
+        every_pass: whether it runs all passes of batches from the host; otherwise only passes
+            without a graph, which are long prompts'. DevicePass reads it.
     """
 
     def __init__(self, config: ModelConfig, cache: KVCache, *, every_pass: bool = False) -> None:
@@ -96,7 +104,9 @@ class FlashInferAttention:
         self._launches: list[_Launch] = []
 
     def plan(self, batch: ForwardBatch, runs: Runs) -> None:
-        """Prepare all layers of a pass. Waits until the device has read the plans of the pass before.
+        """Prepare all layers of a pass.
+
+        Waits until the device has read the plans of the pass before.
 
         Raises:
             ValueError: the batch has a context that does not begin at the first KV slot.
@@ -113,7 +123,8 @@ class FlashInferAttention:
             self._launches.append(_Launch(rows.first, rows.end, plan.run))
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Run the attention of one layer for the planned batch, as foretoken_kernels.gpu.tree_attention.
+        """Run the attention of one layer for the planned batch, as
+        foretoken_kernels.gpu.tree_attention.
 
         Args:
             query: [rows, num_heads, head_dim], last dimension contiguous.
@@ -137,7 +148,8 @@ class _Plan:
 
     def prepare(self, rows: PlannedRows, config: ModelConfig, cache: KVCache) -> None:
         if self._read is not None:
-            # The wrapper writes each plan to the same pinned memory, even if the last plan is still being copied.
+            # The wrapper writes each plan to the same pinned memory, even if the last plan is still
+            # being copied.
             self._read.synchronize()
         masks = rows.masks
         self._wrapper.plan(
@@ -162,13 +174,17 @@ class _Plan:
             self._read.record()
 
     def _pinned(self, array: NDArray[Any]) -> torch.Tensor:
-        """Return the array in pinned memory, so that copies do not wait; torch keeps it until they have read it."""
+        """Return the array in pinned memory, so that copies do not wait.
+
+        Torch keeps it until they have read it.
+        """
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
 
 def compile_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what a model's passes need, or load it from FlashInfer's cache: a minute or two at the first start.
+    """Compile what a model's passes need, or load it from FlashInfer's cache: a minute or two at
+    the first start.
 
     Raises whatever FlashInfer and its compilers raise if they fail.
     """

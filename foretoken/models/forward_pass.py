@@ -1,7 +1,7 @@
 """Runs programs over batches on the CPU; checks every index before compiled code uses it.
 
-Rows are independent: a row's results have the same bits whatever rows, chunks and trees run beside it,
-on any number of threads.
+Rows are independent: a row's results have the same bits whatever rows, chunks and trees run beside
+it, on any number of threads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from foretoken.models.config import ModelConfig
 from foretoken.models.program import Attention, Operation, Program
 from foretoken.models.rope import cos_sin_table
 
-# Rows from which on a pass counts as a prompt's. It is long enough that threads which wait at its barriers
-# lose little to other processes on their cores. On two cores, trees of a few rows were slower with both.
+# Rows from which on a pass counts as a prompt's. It is long enough that threads which wait at its
+# barriers lose little to other processes on their cores. On two cores, trees of a few rows were
+# slower with both.
 WIDE_ROWS = 64
 _PATH_MULTIPLE = 64
 
@@ -88,7 +89,10 @@ class ForwardPass:
         return LoadedProgram(program, kept, table, _address(table))
 
     def _entry(self, operation: Operation, kept: list[torch.Tensor]) -> list[int]:
-        """Return one operation as a row of the kernel's table; append the tensors that it names to ``kept``."""
+        """Return one operation as a row of the kernel's table.
+
+        Append the tensors that it names to ``kept``.
+        """
         x, out, weight = operation.x, operation.out, operation.weight
         if operation.attention is not None:
             weight = self._attention_table(operation.attention)
@@ -186,7 +190,8 @@ class ForwardPass:
         )
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
-        """Return the buffer ``field`` after a run, as a float32 view [rows, width]; valid until the next run."""
+        """Return the buffer ``field`` after a run, as a float32 view [rows, width]; valid until the
+        next run."""
         return self._buffers[field][: rows * width].view(rows, width)
 
     def _context_starts(self, batch: ForwardBatch) -> NDArray[np.int32]:

@@ -1,4 +1,5 @@
-"""The programs of a draft head: how token and hidden state are joined, the layers, and the output."""
+"""The programs of a draft head: how token and hidden state are joined, the layers, and the
+output."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from foretoken.models.draft_config import HeadConfig
 from foretoken.models.draft_weights import HeadWeights, ModuleWeights
 from foretoken.models.program import Attention, Columns, LayerShape, Program
 
-# MiMo is trained with zeros for the embedding in the pair of the target's first position, whose KV slot is 1.
+# MiMo is trained with zeros for the embedding in the pair of the target's first position, whose KV
+# slot is 1.
 _ZEROED_POSITION = 1
 
 
@@ -76,7 +78,8 @@ class HeadPrograms:
         self._joint(program, module, Columns(kernel.EMBEDDED, 2 * size))
 
     def _join_eagle3(self, program: Program, module: ModuleWeights, from_target: bool) -> None:
-        """Put the normed embedding and the normed hidden state side by side in NORMED, the residual in HIDDEN."""
+        """Put the normed embedding and the normed hidden state side by side in NORMED, the residual
+        in HIDDEN."""
         size, hidden = self._size, Columns(kernel.HIDDEN, self._size)
         embedded = Columns(kernel.EMBEDDED, size)
         self._embed(program, embedded)

@@ -31,7 +31,8 @@ class Llama(Generic[Loaded]):
 
     @property
     def features(self) -> torch.Tensor:
-        """The hidden states that the last pass kept, [rows, len(features) * hidden_size]; valid until the next call.
+        """The hidden states that the last pass kept, [rows, len(features) * hidden_size]; valid
+        until the next call.
 
         They are float32 on a CPU and have the cache's type on a GPU.
         """
@@ -41,15 +42,16 @@ class Llama(Generic[Loaded]):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
-        """Run one pass and return the logits, float32 [len(logit_rows), vocab_size]; valid until the next call.
+        """Run one pass and return the logits, float32 [len(logit_rows), vocab_size]; valid until
+        the next call.
 
-        Keys and values of all rows are written before any row attends, so the nodes of a tree see each
-        other in the same pass.
+        Keys and values of all rows are written before any row attends, so the nodes of a tree see
+        each other in the same pass.
 
         Args:
-            features: hidden states to keep for all rows, side by side in this order. Number l is the
-                state that enters layer l, the number of layers is the state that leaves the last layer;
-                or FINAL_NORM.
+            features: hidden states to keep for all rows, side by side in this order. Number l is
+                the state that enters layer l, the number of layers is the state that leaves the
+                last layer; or FINAL_NORM.
 
         Raises:
             ValueError: an index of the batch is out of range, or there is no such hidden state;

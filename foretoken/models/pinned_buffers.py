@@ -20,8 +20,8 @@ _ALIGNMENT = 16
 class PinnedBuffers:
     """Arrays in pinned memory and their copies on the device, all at fixed addresses.
 
-    To send, fill ``host`` between ``wait`` and ``send``; kernels that are launched later read ``device``.
-    To receive, let kernels fill ``device``; ``receive`` waits for them.
+    To send, fill ``host`` between ``wait`` and ``send``; kernels that are launched later read
+    ``device``. To receive, let kernels fill ``device``; ``receive`` waits for them.
 
     Args:
         arrays: shape and element type by name.
@@ -86,7 +86,10 @@ class SendRing:
         self._next = 0
 
     def send(self, values: NDArray[Any]) -> None:
-        """Copy ``values``, which have the array's shape, in stream order. The caller may change them at once."""
+        """Copy ``values``, which have the array's shape, in stream order.
+
+        The caller may change them at once.
+        """
         host, event = self._hosts[self._next], self._events[self._next]
         self._next = (self._next + 1) % len(self._hosts)
         if event is not None:
@@ -98,7 +101,8 @@ class SendRing:
 
 
 class PinnedRows:
-    """A pinned buffer that converts rows to the device's element type and copies them in stream order.
+    """A pinned buffer that converts rows to the device's element type and copies them in stream
+    order.
 
     Args:
         size: elements of the largest copy.
@@ -115,7 +119,10 @@ class PinnedRows:
         return len(self._host)
 
     def send(self, rows: NDArray[np.float32], out: torch.Tensor) -> None:
-        """Copy ``rows`` to ``out``, which has the same shape. The caller may change them at once."""
+        """Copy ``rows`` to ``out``, which has the same shape.
+
+        The caller may change them at once.
+        """
         if self._sent is not None:
             self._sent.synchronize()
         host = self._host[: rows.size].view(rows.shape)

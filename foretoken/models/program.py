@@ -1,6 +1,8 @@
-"""A model's forward pass as a list of operations over the rows of a batch; CPU and GPU each run it their own way.
+"""A model's forward pass as a list of operations over the rows of a batch; CPU and GPU each run it
+their own way.
 
-Codes, buffers and modes have the names of foretoken_kernels.cpu.decoder, which says what each operation does.
+Codes, buffers and modes have the names of foretoken_kernels.cpu.decoder, which says what each
+operation does.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _NO_POSITION = -1
 class Columns:
     """The same ``size`` columns, from ``offset`` on, of every row of a buffer.
 
-    Rows are ``stride`` elements apart; 0: there are no gaps. ``buffer`` is a field of the kernel's table.
+    Rows are ``stride`` elements apart; 0: there are no gaps. ``buffer`` is a field of the kernel's
+    table.
     """
 
     buffer: int
@@ -51,7 +54,8 @@ class LayerShape:
 
 
 class Attention(NamedTuple):
-    """One layer's attention: its weights, and the layer of the KV cache that it reads and writes."""
+    """One layer's attention: its weights, and the layer of the KV cache that it reads and
+    writes."""
 
     plane: int
     weights: LayerWeights
@@ -94,7 +98,8 @@ class Program:
     wanted_widths: dict[int, int] = field(default_factory=dict)
 
     def embed(self, embedding: torch.Tensor, packed: bool, out: Columns, zero_position: int = _NO_POSITION) -> None:
-        """Look up the tokens in ``embedding``, [vocabulary, size] or panels; rows at ``zero_position`` become zeros."""
+        """Look up the tokens in ``embedding``, [vocabulary, size] or panels; rows at
+        ``zero_position`` become zeros."""
         self._add(Operation(kernel.EMBED, out, weight=embedding, mode=int(packed), zero_position=zero_position))
 
     def copy(self, x: Columns, out: Columns, rows: int = kernel.EVERY_ROW) -> None:

@@ -12,9 +12,9 @@ from foretoken.models.config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Return the radians by which one position rotates each pair, float32 [head_dim / 2].
 
-    ``linear`` divides all frequencies by the factor. ``llama3`` (Llama 3.1) divides a frequency whose
-    wavelength is longer than the original context over ``low_freq_factor``, keeps one whose wavelength is
-    shorter than the context over ``high_freq_factor``, and blends in between.
+    ``linear`` divides all frequencies by the factor. ``llama3`` (Llama 3.1) divides a frequency
+    whose wavelength is longer than the original context over ``low_freq_factor``, keeps one whose
+    wavelength is shorter than the context over ``high_freq_factor``, and blends in between.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)

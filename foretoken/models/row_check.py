@@ -1,4 +1,5 @@
-"""The start-up check of strict mode: a row must get the same bits in every batch on this machine."""
+"""The start-up check of strict mode: a row must get the same bits in every batch on this
+machine."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ def rows_are_independent(
 ) -> bool:
     """Return whether each row of a text has the logits of a pass over that row alone.
 
-    The text runs in prefill chunks of many sizes, and its end as nodes of a tree. This covers all row
-    counts between which the kernels switch, and every position of a row in its batch. It writes to the
-    first KV slots.
+    The text runs in prefill chunks of many sizes, and its end as nodes of a tree. This covers all
+    row counts between which the kernels switch, and every position of a row in its batch. It writes
+    to the first KV slots.
 
     Args:
         most_tokens: tokens that the cache, a context and a pass hold.

@@ -1,4 +1,5 @@
-"""The weights of a target that draft models share: embedding and output head, as the kernels read them."""
+"""The weights of a target that draft models share: embedding and output head, as the kernels read
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from foretoken.models.weights import Checkpoint
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetWeights:
-    """Embedding (a table) and output head (a matrix) in ``layout``; if they are tied, ``embedding is head``."""
+    """Embedding (a table) and output head (a matrix) in ``layout``.
+
+    If they are tied, ``embedding is head``.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -45,7 +49,8 @@ class TargetWeights:
 def load_target_weights(
     path: Path, config: ModelConfig, dtype: torch.dtype = torch.float32, backend: Backend = CPU
 ) -> TargetWeights:
-    """Read only embedding and head of the target in a folder, for a draft model that is served as ``dtype``.
+    """Read only embedding and head of the target in a folder, for a draft model that is served as
+    ``dtype``.
 
     Raises:
         CheckpointError: as foretoken.models.weights.Checkpoint, and for a tensor that holds NaN or infinity.

@@ -1,4 +1,5 @@
-"""The number of ids of a checkpoint's tokenizer, which is often smaller than the padded output head."""
+"""The number of ids of a checkpoint's tokenizer, which is often smaller than the padded output
+head."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from tokenizers import Tokenizer
 
 
 def num_token_ids(folder: Path, vocab_size: int) -> int:
-    """Return one more than the tokenizer's largest id, at most ``vocab_size``, which also stands for no tokenizer."""
+    """Return one more than the tokenizer's largest id, at most ``vocab_size``, which also stands
+    for no tokenizer."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return vocab_size

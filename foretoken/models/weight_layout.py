@@ -15,7 +15,10 @@ from foretoken.models.backend import Backend
 
 
 class WeightLayout(Protocol):
-    """Lays out tensors of a checkpoint. ``bfloat16``: whether matrices are held as bfloat16, not float32."""
+    """Lays out tensors of a checkpoint.
+
+    ``bfloat16``: whether matrices are held as bfloat16, not float32.
+    """
 
     @property
     def bfloat16(self) -> bool: ...
@@ -25,7 +28,8 @@ class WeightLayout(Protocol):
         ...
 
     def gate_up(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Lay out two [intermediate_size, hidden_size] for one product followed by SiLU-and-multiply."""
+        """Lay out two [intermediate_size, hidden_size] for one product followed by
+        SiLU-and-multiply."""
         ...
 
     def table(self, rows: torch.Tensor) -> torch.Tensor:
@@ -42,7 +46,8 @@ class WeightLayout(Protocol):
 
 
 class PanelLayout:
-    """The CPU kernels' layout: flat panels (foretoken_kernels.cpu.linear), float32 or bfloat16 bits as uint16."""
+    """The CPU kernels' layout: flat panels (foretoken_kernels.cpu.linear), float32 or bfloat16 bits
+    as uint16."""
 
     def __init__(self, bfloat16: bool) -> None:
         self.bfloat16 = bfloat16
@@ -74,7 +79,8 @@ class PanelLayout:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The GPU kernels' layout: [out_features, in_features] on the device, gate above up, as ``dtype``."""
+    """The GPU kernels' layout: [out_features, in_features] on the device, gate above up, as
+    ``dtype``."""
 
     device: torch.device
     dtype: torch.dtype
@@ -108,8 +114,8 @@ class RowLayout:
 def weight_layout(backend: Backend, dtype: torch.dtype, stored: Sequence[torch.dtype]) -> WeightLayout:
     """Return the layout for a model served as ``dtype`` whose matrices are stored as these types.
 
-    On a CPU, matrices also stay bfloat16 if all of them are stored so: kernels widen them while reading,
-    which gives the results of float32 copies at half the memory.
+    On a CPU, matrices also stay bfloat16 if all of them are stored so: kernels widen them while
+    reading, which gives the results of float32 copies at half the memory.
     """
     if backend.kernels == "gpu":
         return RowLayout(backend.device, dtype)
@@ -132,5 +138,6 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _aligned(panels: NDArray[np.generic]) -> torch.Tensor:
-    """Copy to memory of PyTorch, which begins at a cache line: a vector load across two lines costs double."""
+    """Copy to memory of PyTorch, which begins at a cache line: a vector load across two lines costs
+    double."""
     return torch.from_numpy(panels).clone()

@@ -1,4 +1,7 @@
-"""Reads tensors of a safetensors checkpoint, single or sharded; every error names the file and the tensor."""
+"""Reads tensors of a safetensors checkpoint, single or sharded.
+
+Every error names the file and the tensor.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ class Checkpoint:
     """The tensors of a checkpoint folder, read one at a time.
 
     Raises:
-        CheckpointError: from the constructor if a file is missing, truncated or not safetensors; from
-            ``read`` and ``dtype`` if a tensor is missing or has the wrong shape or type.
+        CheckpointError: from the constructor if a file is missing, truncated or not safetensors;
+            from ``read`` and ``dtype`` if a tensor is missing or has the wrong shape or type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,7 +103,8 @@ class Checkpoint:
         return tuple(self._place(name)[1].get_slice(name).get_shape())
 
     def check_all_known(self, known: Iterable[str]) -> None:
-        """Raise CheckpointError if a tensor is not in ``known``: the model would ignore a part of its training."""
+        """Raise CheckpointError if a tensor is not in ``known``: the model would ignore a part of
+        its training."""
         unknown = sorted(self.names - set(known))
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
@@ -116,8 +120,9 @@ class Checkpoint:
 def hash_files(files: Iterable[Path]) -> str:
     """Return the sha256 of the files' names, sizes and contents.
 
-    Above 256 MB in all, only the first MiB of each file (its header) and 64 MiB spread evenly over it are
-    hashed: two fine-tunes differ nearly everywhere, and reading 100 GB at each start would take minutes.
+    Above 256 MB in all, only the first MiB of each file (its header) and 64 MiB spread evenly over
+    it are hashed: two fine-tunes differ nearly everywhere, and reading 100 GB at each start would
+    take minutes.
     """
     paths = list(files)
     whole = sum(file.stat().st_size for file in paths) <= _WHOLE_HASH_BYTES

@@ -1,7 +1,8 @@
-"""The command ``python -m foretoken.train ALGORITHM TARGET --data FOLDER --output FOLDER``, also ``foretoken train``.
+"""The command ``python -m foretoken.train ALGORITHM TARGET --data FOLDER --output FOLDER``, also
+``foretoken train``.
 
-The flags are the fields of ``TrainOptions``. argparse reads them, because a training machine may lack the
-server's packages.
+The flags are the fields of ``TrainOptions``. argparse reads them, because a training machine may
+lack the server's packages.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def make_parser(program: str) -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str], program: str) -> TrainOptions:
-    """Return the options in ``arguments``. Raises ConfigError for invalid values, SystemExit for wrong usage."""
+    """Return the options in ``arguments``.
+
+    Raises ConfigError for invalid values, SystemExit for wrong usage.
+    """
     given: dict[str, Any] = vars(make_parser(program).parse_args(_in_capitals(arguments)))
     given["algorithm"] = given["algorithm"].lower()
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -69,7 +73,8 @@ def run(arguments: Sequence[str], program: str) -> None:
 
 
 def _in_capitals(arguments: Sequence[str]) -> list[str]:
-    """Spell the algorithm as the parser knows it: any case is accepted, and EAGLE means EAGLE-2's layout."""
+    """Spell the algorithm as the parser knows it: any case is accepted, and EAGLE means EAGLE-2's
+    layout."""
     words = list(arguments)
     if words and words[0].lower() in ("eagle", *ALGORITHMS):
         words[0] = {"EAGLE": "EAGLE2"}.get(words[0].upper(), words[0].upper())

@@ -1,6 +1,7 @@
 """The tokens to train on and the order of their windows.
 
-The order only depends on seed and step, so a resumed run gets the same batches as an uninterrupted one.
+The order only depends on seed and step, so a resumed run gets the same batches as an uninterrupted
+one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def load_split(
 ) -> TokenSplit:
     """Return the tokens of ``data`` and ``held_out``.
 
-    Without ``held_out``, every 20th file or the last 20th of a token file is held out. Raises ConfigError for
-    a path that is neither, an empty folder, or ids that the target lacks.
+    Without ``held_out``, every 20th file or the last 20th of a token file is held out. Raises
+    ConfigError for a path that is neither, an empty folder, or ids that the target lacks.
     """
     if held_out is not None:
         sides = [load_tokens(path, globs, target, separator, vocab_size) for path in (data, held_out)]
@@ -55,7 +56,10 @@ def load_split(
 
 
 def load_tokens(path: Path, globs: Sequence[str], target: Path, separator: int, vocab_size: int) -> Tensor:
-    """Return the tokens of a folder of text or a token file, int32 [num_tokens]. ConfigError if it is neither."""
+    """Return the tokens of a folder of text or a token file, int32 [num_tokens].
+
+    Raises ConfigError if it is neither.
+    """
     if path.is_dir():
         return encode_files(text_files(path, globs), target, separator)
     if path.suffix != ".npy" or not path.is_file():
@@ -69,7 +73,10 @@ def load_tokens(path: Path, globs: Sequence[str], target: Path, separator: int, 
 
 
 def text_files(folder: Path, globs: Sequence[str]) -> list[Path]:
-    """Return all files below ``folder`` whose names match one of ``globs``, sorted. ConfigError if none does."""
+    """Return all files below ``folder`` whose names match one of ``globs``, sorted.
+
+    Raises ConfigError if none does.
+    """
     files = sorted({file for pattern in globs for file in folder.rglob(pattern) if file.is_file()})
     if not files:
         raise ConfigError(f"{folder} has no file named {' or '.join(globs)}")
@@ -77,7 +84,8 @@ def text_files(folder: Path, globs: Sequence[str]) -> list[Path]:
 
 
 def encode_files(files: Sequence[Path], target: Path, separator: int) -> Tensor:
-    """Encode texts, each after ``separator``, to int32 [num_tokens]; bytes that are not UTF-8 are replaced."""
+    """Encode texts, each after ``separator``, to int32 [num_tokens]; bytes that are not UTF-8 are
+    replaced."""
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     tokenizer.encode_special_tokens = True  # A special token's name inside a file is ordinary text.
     tokenizer.no_truncation()
@@ -90,7 +98,10 @@ def encode_files(files: Sequence[Path], target: Path, separator: int) -> Tensor:
 
 
 class Windows:
-    """Random access to the batches of a run. Each epoch has every window once, newly shifted and shuffled."""
+    """Random access to the batches of a run.
+
+    Each epoch has every window once, newly shifted and shuffled.
+    """
 
     def __init__(self, tokens: Tensor, window: int, stride: int, batch_size: int, seed: int) -> None:
         """``tokens`` int32 [num_tokens] on the device; ``window`` tokens every ``stride`` tokens.
@@ -105,7 +116,8 @@ class Windows:
         self.num_windows = (len(tokens) - window - stride) // stride + 1
         if self.num_windows < 1:
             raise ConfigError(
-                f"{len(tokens)} training tokens are too few for windows of {window}: at least {window + stride} are needed"
+                f"{len(tokens)} training tokens are too few for windows of {window}: "
+                f"at least {window + stride} are needed"
             )
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
@@ -132,12 +144,15 @@ class Windows:
 
 
 class MixedWindows:
-    """Batches with a share of rows from a second stream. As for ``Windows``, they only depend on seed and step."""
+    """Batches with a share of rows from a second stream.
+
+    As for ``Windows``, they only depend on seed and step.
+    """
 
     def __init__(
         self, streams: Sequence[Tensor], second_share: float, window: int, stride: int, batch_size: int, seed: int
     ) -> None:
-        """``streams``: one or two; the second one gives the share ``second_share`` of each batch's rows."""
+        """``streams``: one or two; the second one gives the share ``second_share`` of the rows."""
         second = round(batch_size * second_share)
         counts = (batch_size - second, second)
         self._parts = [
@@ -152,7 +167,10 @@ class MixedWindows:
 
 
 def most_frequent(tokens: Tensor, count: int, vocab_size: int) -> Tensor:
-    """Return the ``count`` most frequent ids of ``tokens``, ascending, int64; ties go to the lower id."""
+    """Return the ``count`` most frequent ids of ``tokens``, ascending, int64.
+
+    Ties go to the lower id.
+    """
     counts = torch.bincount(tokens.long().cpu(), minlength=vocab_size)
     order = torch.sort(counts, descending=True, stable=True).indices
     return order[:count].sort().values

@@ -20,7 +20,8 @@ from foretoken.train.options import TrainOptions
 from foretoken.train.recipe import compiled, llama_fields, write_checkpoint
 from foretoken.train.target import Target
 
-# From EAGLE (arXiv 2401.15077) and its released code: uniform noise on the hidden states, weight of the classes.
+# From EAGLE (arXiv 2401.15077) and its released code: uniform noise on the hidden states, weight of
+# the classes.
 _NOISE_WIDTH = 0.2
 _NOISE_LENGTH = 512
 _CLASS_WEIGHT = 0.1
@@ -30,8 +31,8 @@ _MIN_LAYERS = 4
 def feature_layers(num_layers: int, asked: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Return the target layers whose inputs an EAGLE-3 head reads: as asked, or the usual ones.
 
-    Raises ConfigError if the target has no such layer, or too few layers for the usual ones. Layer 0 is not
-    allowed: a head's config.json names outputs of layers, and its input is none.
+    Raises ConfigError if the target has no such layer, or too few layers for the usual ones. Layer
+    0 is not allowed: a head's config.json names outputs of layers, and its input is none.
     """
     if asked is not None:
         if not all(1 <= layer < num_layers for layer in asked):
@@ -45,8 +46,8 @@ def feature_layers(num_layers: int, asked: tuple[int, ...] | None = None) -> tup
 class Eagle3Head(nn.Module):
     """The EAGLE-3 head (arXiv 2503.01840).
 
-    It reduces three hidden states to one width and has one wide layer, its own norm and a head over the draft
-    vocabulary.
+    It reduces three hidden states to one width and has one wide layer, its own norm and a head over
+    the draft vocabulary.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Eagle3Head(nn.Module):
         initialise(self)
 
     def enter(self, embeds: Tensor, hidden: Tensor, depth: int) -> Tensor:
-        """Return the layer's hidden input: the target's hidden states reduced to one width, or the head's own."""
+        """Return the layer's hidden input: the target's hidden states reduced to one width, or the
+        head's own."""
         return self.fc(hidden) if depth == 0 else hidden
 
     @property
@@ -80,7 +82,8 @@ class Eagle3Head(nn.Module):
 
 
 class Eagle2Head(nn.Module):
-    """One layer over ``fc(cat[embedding, hidden])`` that predicts the next hidden state; the output head is the target's."""
+    """One layer over ``fc(cat[embedding, hidden])`` that predicts the next hidden state; the output
+    head is the target's."""
 
     def __init__(self, fields: dict[str, Any], target_head: Tensor) -> None:
         super().__init__()
@@ -106,7 +109,8 @@ class Eagle2Head(nn.Module):
 
 
 class EagleRecipe:
-    """The common part of both recipes: rotary tables, and chains of draft steps over all rows of a window at once."""
+    """The common part of both recipes: rotary tables, and chains of draft steps over all rows of a
+    window at once."""
 
     module: Eagle3Head | Eagle2Head
 
@@ -129,9 +133,11 @@ class EagleRecipe:
         return output
 
     def depths(self, tokens: Tensor, features: Tensor) -> Iterator[Tensor]:
-        """Yield the hidden states [batch, rows, hidden_size] of each depth; each depth reads the output of the last.
+        """Yield the hidden states [batch, rows, hidden_size] of each depth; each depth reads the
+        output of the last.
 
-        ``tokens`` int64 [batch, at least rows + num_depths], ``features`` [batch, rows, feature_size].
+        ``tokens`` int64 [batch, at least rows + num_depths], ``features`` [batch, rows,
+        feature_size].
         """
         embeds = nn.functional.embedding(tokens, self.target.embedding_weight)
         hidden, cache = features, None
@@ -158,7 +164,8 @@ class EagleRecipe:
 
 
 class Eagle3Recipe(EagleRecipe):
-    """Training-time test: every depth learns the target's distribution from the output of the depth before."""
+    """Training-time test: every depth learns the target's distribution from the output of the depth
+    before."""
 
     module: Eagle3Head
 
@@ -185,9 +192,11 @@ class Eagle3Recipe(EagleRecipe):
         self._step = compiled(self._depth_loss, options.compile is True)
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Return the cross entropy with the target's distribution, renormalised over the draft vocabulary.
+        """Return the cross entropy with the target's distribution, renormalised over the draft
+        vocabulary.
 
-        As in the released code, positions whose most likely token is not in the draft vocabulary do not count.
+        As in the released code, positions whose most likely token is not in the draft vocabulary do
+        not count.
         """
         output = self.target.run(tokens, self._layers)
         label_probs, is_counted = self._labels(output.final)
@@ -221,7 +230,8 @@ class Eagle3Recipe(EagleRecipe):
         label_probs: Tensor,
         is_counted: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        # Caches enter and leave compiled code as plain tuples: torch 2.11 returns named tuples without their items.
+        # Caches enter and leave compiled code as plain tuples: torch 2.11 returns named tuples
+        # without their items.
         cache = ChainCache(*before) if before else None
         hidden, cache = self._layer_step(embeds, hidden, cos, sin, cache, is_current)
         logits = self.module.logits(hidden).float()
@@ -231,7 +241,8 @@ class Eagle3Recipe(EagleRecipe):
 
     @torch.no_grad()
     def _labels(self, final: Tensor) -> tuple[Tensor, Tensor]:
-        """Return probabilities [batch, window, draft_vocab] in the target's type, and whether its argmax is draftable."""
+        """Return probabilities [batch, window, draft_vocab] in the target's type, and whether its
+        argmax is draftable."""
         logits = self.target.logits(final)
         probs = logits[..., self.draft_ids].float().softmax(-1).to(logits.dtype)
         return probs, self.is_draftable[logits.argmax(-1)].float()
@@ -246,8 +257,8 @@ class Eagle3Recipe(EagleRecipe):
     def save(self, folder: Path) -> None:
         """Write the head with SafeAILab's names.
 
-        Layer ids name outputs there, so they are one less; without ids the usual layers are meant. A head without
-        its own draft vocabulary uses the target's output head, which is not stored.
+        Layer ids name outputs there, so they are one less; without ids the usual layers are meant.
+        A head without its own draft vocabulary uses the target's output head, which is not stored.
         """
         size = len(self.draft_ids)
         tensors = dict(self.module.state_dict())
@@ -263,7 +274,8 @@ class Eagle3Recipe(EagleRecipe):
 
 
 class Eagle2Recipe(EagleRecipe):
-    """EAGLE's recipe: regression of the next hidden state and a small weight on the classes, from noisy true states."""
+    """EAGLE's recipe: regression of the next hidden state and a small weight on the classes, from
+    noisy true states."""
 
     module: Eagle2Head
 
@@ -274,7 +286,8 @@ class Eagle2Recipe(EagleRecipe):
         self._step = compiled(self._first_depth_loss, options.compile is True)
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Return smooth L1 to the target's hidden state plus 0.1 times the cross entropy with its distribution."""
+        """Return smooth L1 to the target's hidden state plus 0.1 times the cross entropy with its
+        distribution."""
         tokens = tokens[:, : self.rows + 1]
         final = self.target.run(tokens).final
         label_probs = self.target.logits(final[:, 1:]).float().softmax(-1).to(final.dtype)
@@ -297,7 +310,10 @@ class Eagle2Recipe(EagleRecipe):
         return self.target.run(tokens).final
 
     def save(self, folder: Path) -> None:
-        """Write the head with SafeAILab's names; embedding and output head are the target's and not stored."""
+        """Write the head with SafeAILab's names.
+
+        Embedding and output head are the target's and not stored.
+        """
         write_checkpoint(
             folder, {"architectures": ["LlamaForCausalLMEagle"], **self.fields}, dict(self.module.state_dict())
         )

@@ -1,4 +1,5 @@
-"""Held-out acceptance: how far drafts agree with the target's greedy text after held-out prompts."""
+"""Held-out acceptance: how far drafts agree with the target's greedy text after held-out
+prompts."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ class Acceptance:
     """The result of one measurement over ``num_chains`` chains, one at each generated token.
 
     Attributes:
-        per_step: probability that step d's best token is the target's, given that all steps before matched.
-        tokens_per_step: 1 + the mean number of accepted tokens of a chain, as in greedy chain drafting.
+        per_step: probability that step d's best token is the target's, given that all steps before
+            matched.
+        tokens_per_step: 1 + the mean number of accepted tokens of a chain, as in greedy chain
+            drafting.
     """
 
     per_step: tuple[float, ...]
@@ -31,9 +34,11 @@ class Acceptance:
 
 
 def held_out_texts(target: Target, tokens: Tensor, count: int, length: int, batch_size: int) -> Tensor:
-    """Return prompts spread evenly over ``tokens``, each with the target's greedy text, int64 [count, length].
+    """Return prompts spread evenly over ``tokens``, each with the target's greedy text, int64
+    [count, length].
 
-    The second half of each row is generated. Raises ConfigError if the tokens are fewer than one prompt.
+    The second half of each row is generated. Raises ConfigError if the tokens are fewer than one
+    prompt.
     """
     prompt = length // 2
     if len(tokens) < prompt:
@@ -46,7 +51,8 @@ def held_out_texts(target: Target, tokens: Tensor, count: int, length: int, batc
 
 @torch.no_grad()
 def measure(recipe: Recipe, texts: Tensor, batch_size: int) -> Acceptance:
-    """Measure acceptance on ``texts`` [count, length] of ``held_out_texts``, for chains that draft generated tokens."""
+    """Measure acceptance on ``texts`` [count, length] of ``held_out_texts``, for chains that draft
+    generated tokens."""
     first_row = texts.shape[1] // 2 - 2
     accepted: list[Tensor] = []
     chains = 0

@@ -1,10 +1,10 @@
 """The decoder layer of a draft head, and the attention of chains of draft steps in training.
 
-Row r of a window starts a chain whose root is token r + 1. At depth d the chain reads token r + 1 + d and
-the hidden state of its own depth d - 1 (at depth 0: the target's hidden states of token r). It attends to
-the depth-0 KV entries of all rows up to r, which a server would have made from the target's hidden states,
-and to its own KV entries of depths 1 to d. So rows stay in place from depth to depth; only tokens and
-positions move.
+Row r of a window starts a chain whose root is token r + 1. At depth d the chain reads token r + 1 +
+d and the hidden state of its own depth d - 1 (at depth 0: the target's hidden states of token r).
+It attends to the depth-0 KV entries of all rows up to r, which a server would have made from the
+target's hidden states, and to its own KV entries of depths 1 to d. So rows stay in place from depth
+to depth; only tokens and positions move.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class ChainCache(NamedTuple):
 
     Attributes:
         prefix_key, prefix_value: [batch, num_kv_heads, rows, head_dim].
-        own_key, own_value: [batch, num_kv_heads, num_depths - 1, rows, head_dim], index d - 1 for depth d.
+        own_key, own_value: [batch, num_kv_heads, num_depths - 1, rows, head_dim], index d - 1 for
+            depth d.
     """
 
     prefix_key: Tensor
@@ -53,7 +54,8 @@ class ChainAttention(nn.Module):
     def forward(
         self, rows: Tensor, cos: Tensor, sin: Tensor, cache: ChainCache | None, is_current: Tensor
     ) -> tuple[Tensor, ChainCache]:
-        """Attend with ``rows`` [batch, rows, input_size]; ``is_current`` bool [num_depths - 1] marks a depth above 0."""
+        """Attend with ``rows`` [batch, rows, input_size]; ``is_current`` bool [num_depths - 1]
+        marks a depth above 0."""
         shape = (*rows.shape[:2], -1, self.head_dim)
         query = self.q_proj(rows).view(shape).transpose(1, 2)
         key = self.k_proj(rows).view(shape).transpose(1, 2)
@@ -75,7 +77,8 @@ class ChainAttention(nn.Module):
         return output, cache
 
     def _attend_along_chains(self, query: Tensor, cache: ChainCache, is_current: Tensor) -> Tensor:
-        """Attend to the prefix's keys and each row's own, in one softmax: [batch, num_heads, rows, head_dim]."""
+        """Attend to the prefix's keys and each row's own, in one softmax: [batch, num_heads, rows,
+        head_dim]."""
         rows = query.shape[2]
         shape = (query.shape[0], self.num_kv_heads, self.num_groups, rows)
         grouped = query.reshape(*shape, self.head_dim) * self.head_dim**-0.5
@@ -97,8 +100,8 @@ class ChainAttention(nn.Module):
 class ChainLayer(nn.Module):
     """One decoder layer.
 
-    ``wide``: EAGLE-3's layer, which reads the norms of embedding and hidden state side by side; otherwise
-    EAGLE-2's, which reads its input as it is.
+    ``wide``: EAGLE-3's layer, which reads the norms of embedding and hidden state side by side;
+    otherwise EAGLE-2's, which reads its input as it is.
     """
 
     def __init__(self, config: LlamaConfig, *, wide: bool) -> None:
@@ -115,7 +118,10 @@ class ChainLayer(nn.Module):
     def forward(
         self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, cache: ChainCache | None, is_current: Tensor
     ) -> tuple[Tensor, ChainCache]:
-        """Return the layer's output before the norm; ``hidden`` is [batch, rows, hidden_size], ``embeds`` read if wide."""
+        """Return the layer's output before the norm.
+
+        ``hidden`` is [batch, rows, hidden_size], ``embeds`` read if wide.
+        """
         rows = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1) if self.wide else hidden
         mixed, cache = self.self_attn(rows, cos, sin, cache, is_current)
         hidden = hidden + mixed

@@ -1,4 +1,7 @@
-"""The options of one training run. The fields are the flags of ``foretoken train``, declared only here."""
+"""The options of one training run.
+
+The fields are the flags of ``foretoken train``, declared only here.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ def _about(help_text: str, *only: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """The options of one run. Exactly one of ``steps`` and ``minutes`` is set; see the help texts for other None."""
+    """The options of one run.
+
+    Exactly one of ``steps`` and ``minutes`` is set; see the help texts for other None.
+    """
 
     algorithm: Algorithm
     target: Path
@@ -119,7 +125,8 @@ class TrainOptions:
             raise ConfigError(f"{flag}: expected {bounds}, got {value}")
 
     def identity(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common with this one: everything that a step depends on."""
+        """Return what a resumed run must have in common with this one: everything that a step
+        depends on."""
         free = {"output", "resume", "device", "compile", "log_every", "checkpoint_every", "checkpoint_minutes"}
         return {
             name: [str(each) for each in value] if isinstance(value, tuple) else str(value)

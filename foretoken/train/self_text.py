@@ -1,7 +1,7 @@
 """``foretoken train self-text``: let a target write text to train its drafters on.
 
-A drafter predicts the target's own text, which differs from the text that the target was trained on.
-EAGLE (arXiv 2401.15077) and its successors train on it for that reason.
+A drafter predicts the target's own text, which differs from the text that the target was trained
+on. EAGLE (arXiv 2401.15077) and its successors train on it for that reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def write_self_text(options: argparse.Namespace) -> None:
-    """Write ``options.tokens`` tokens to ``options.output`` (.npy, int32), in rows of a prompt and its continuation.
+    """Write ``options.tokens`` tokens to ``options.output`` (.npy, int32), in rows of a prompt and
+    its continuation.
 
     The share ``options.greedy_share`` of the rows is greedy, the rest is sampled at temperature 1.
     """
@@ -70,7 +71,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         "--greedy-share",
         type=float,
         default=0.6,
-        help="share of greedy rows; others have temperature 1 (default: %(default)s)",
+        help="share of greedy rows, others sampled (default: %(default)s)",
     )
     add("--batch-size", type=int, default=512, help="rows at once (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of prompts and samples (default: %(default)s)")

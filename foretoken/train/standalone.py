@@ -40,7 +40,8 @@ class StandaloneRecipe:
         self._step = compiled(self._mixed_loss, options.compile is True)
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Return the cross entropy: the share ``distillation`` with the target's distribution, the rest with the text."""
+        """Return the cross entropy: the share ``distillation`` with the target's distribution, the
+        rest with the text."""
         probs = self.target.logits(self.target.run(tokens[:, :-1]).final)
         probs = probs.float().softmax(-1).to(probs.dtype)
         loss: Tensor = self._step(tokens[:, :-1], tokens[:, 1:], probs)
@@ -59,7 +60,10 @@ class StandaloneRecipe:
         return logits
 
     def matches(self, tokens: Tensor) -> Tensor:
-        """As ``Recipe.matches``. If all earlier steps matched, the model has drafted the text itself."""
+        """As ``Recipe.matches``.
+
+        If all earlier steps matched, the model has drafted the text itself.
+        """
         is_next = self._logits(tokens[:, :-1]).argmax(-1) == tokens[:, 1:]
         return torch.stack([is_next[:, 1 + depth : 1 + depth + self.rows] for depth in range(self.num_depths)], dim=1)
 

@@ -1,4 +1,5 @@
-"""The frozen target that drafters learn from, run by transformers: hidden states, soft labels and greedy text."""
+"""The frozen target that drafters learn from, run by transformers: hidden states, soft labels and
+greedy text."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class TargetOutput(NamedTuple):
     """The target's hidden states for tokens [batch, length].
 
     Attributes:
-        features: [batch, length, num_layers_asked * hidden_size]; inputs of the requested layers, side by side.
+        features: [batch, length, num_layers_asked * hidden_size]; inputs of the requested layers,
+            side by side.
         final: [batch, length, hidden_size]; output of the last norm, which the output head reads.
     """
 
@@ -33,7 +35,10 @@ class Target:
     """A target in evaluation mode on ``device``: float32 on a CPU, bfloat16 on a GPU."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        """Load the target. Raises CheckpointError or ConfigError if ``path`` holds no supported checkpoint."""
+        """Load the target.
+
+        Raises CheckpointError or ConfigError if ``path`` holds no supported checkpoint.
+        """
         raw = _read_config(path)
         if raw.get("model_type") not in MODEL_TYPES:
             raise ConfigError(
@@ -76,7 +81,8 @@ class Target:
 
     @torch.no_grad()
     def written_text(self, prompts: Tensor, num_tokens: int, *, is_sampled: bool = False) -> Tensor:
-        """Return ``prompts`` int64 [batch, length] with ``num_tokens`` more tokens each; end tokens do not stop it.
+        """Return ``prompts`` int64 [batch, length] with ``num_tokens`` more tokens each; end tokens
+        do not stop it.
 
         The text is greedy, or sampled at temperature 1 by PyTorch's global generator.
         """

@@ -1,4 +1,7 @@
-"""One training run: schedule, optimizers, progress, checkpoints. It only knows algorithms as ``Recipe``."""
+"""One training run: schedule, optimizers, progress, checkpoints.
+
+It only knows algorithms as ``Recipe``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ CHECKPOINT_FILE = "training.pt"
 
 
 def train(options: TrainOptions) -> Acceptance:
-    """Train from the start or from a checkpoint; write the drafter and ``train.json`` to ``options.output``.
+    """Train from the start or from a checkpoint; write the drafter and ``train.json`` to
+    ``options.output``.
 
     Raises ConfigError or CheckpointError for errors that the user can fix.
     """
@@ -59,13 +63,17 @@ def train(options: TrainOptions) -> Acceptance:
 
 
 def learning_rate_share(step: int, progress: float, warm_up_steps: int) -> float:
-    """Return the factor of all learning rates: linear warm-up by step, constant, linear decay by ``progress`` (0 to 1)."""
+    """Return the factor of all learning rates: linear warm-up by step, constant, linear decay by
+    ``progress`` (0 to 1)."""
     return min(1.0, (step + 1) / warm_up_steps, max(0.0, (1.0 - progress) / DECAY_SHARE))
 
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a run, kept in its checkpoints. ``seconds`` exclude the first step, which compiles."""
+    """The progress of a run, kept in its checkpoints.
+
+    ``seconds`` exclude the first step, which compiles.
+    """
 
     step: int = 0
     seconds: float = 0.0
@@ -180,7 +188,8 @@ class Trainer:
         return acceptance
 
     def _save(self) -> None:
-        """Write a checkpoint to a temporary file and rename it, so that a kill leaves the last one whole."""
+        """Write a checkpoint to a temporary file and rename it, so that a kill leaves the last one
+        whole."""
         self.options.output.mkdir(parents=True, exist_ok=True)
         file = self.options.output / CHECKPOINT_FILE
         state = {

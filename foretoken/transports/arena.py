@@ -1,8 +1,9 @@
-"""The arena: memory that a verifier and a drafter on one host share, and the doorbells between them.
+"""The arena: memory that a verifier and a drafter on one host share, and the doorbells between
+them.
 
-The verifier makes it and sends descriptors to the drafter (arena_peer.py) over a private Unix socket. The
-socket stays open: its end tells each side at once that the other is gone. The memory has no name in any
-file system, so it never outlives the processes.
+The verifier makes it and sends descriptors to the drafter (arena_peer.py) over a private Unix
+socket. The socket stays open: its end tells each side at once that the other is gone. The memory
+has no name in any file system, so it never outlives the processes.
 
     request memory   written by the verifier, sealed so that nobody else can map it writable
       header         magic, layout version, ArenaLayout, epoch, challenge of the self-test
@@ -11,14 +12,14 @@ file system, so it never outlives the processes.
       header         digest of the self-test
       buffers        ``num_buffers`` replies
 
-Message number s uses buffer s mod ``num_buffers`` of either memory. A side writes a buffer, then rings.
-The verifier only reuses a request buffer after its reply has arrived, so no side writes a buffer that the
-other reads; the rings' system calls order the memory. The verifier does not trust what a drafter writes:
-it copies, then checks.
+Message number s uses buffer s mod ``num_buffers`` of either memory. A side writes a buffer, then
+rings. The verifier only reuses a request buffer after its reply has arrived, so no side writes a
+buffer that the other reads; the rings' system calls order the memory. The verifier does not trust
+what a drafter writes: it copies, then checks.
 
-Hidden states for draft heads are sent in the request buffers. A drafter on the verifier's own GPU also
-gets device memory (resident_share.py), where steps leave tokens and hidden states. That memory lives on
-after ``close`` on either side until its last user has released it.
+Hidden states for draft heads are sent in the request buffers. A drafter on the verifier's own GPU
+also gets device memory (resident_share.py), where steps leave tokens and hidden states. That memory
+lives on after ``close`` on either side until its last user has released it.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ HAND_OVER_TIMEOUT_S = 5.0
 
 
 class ArenaListener:
-    """The private Unix socket where a drafter gets an arena: mode 0600 in a folder of 0700, removed once connected."""
+    """The private Unix socket where a drafter gets an arena: mode 0600 in a folder of 0700, removed
+    once connected."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """``folder``: parent of the private folder, visible to both sides; None: the system's temporary folder."""
+        """``folder``: parent of the private folder, visible to both sides.
+
+        None: the system's temporary folder.
+        """
         self._folder = tempfile.mkdtemp(prefix="arena-", dir=folder)
         self.path = os.path.join(self._folder, "s")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -87,7 +92,10 @@ class ArenaListener:
         return self._socket.fileno()
 
     def accept(self) -> socket.socket:
-        """Return the drafter's connection and remove the socket file. Raises BlockingIOError if there is none."""
+        """Return the drafter's connection and remove the socket file.
+
+        Raises BlockingIOError if there is none.
+        """
         connection, _ = self._socket.accept()
         self.close()
         connection.settimeout(HAND_OVER_TIMEOUT_S)
@@ -103,7 +111,8 @@ class _ArenaMemory:
     """Both memories and both doorbells, as the verifier holds them.
 
     Attributes:
-        fds: descriptors for the drafter, in the order of the hand-over: requests, replies and their doorbells.
+        fds: descriptors for the drafter, in the order of the hand-over: requests, replies and their
+            doorbells.
     """
 
     def __init__(self, layout: ArenaLayout, header: ArenaHeader) -> None:
@@ -133,7 +142,10 @@ class _ArenaMemory:
         return [self.request_fd, self.reply_fd, self.request_bell.fileno(), self.reply_bell.fileno()]
 
     def close_fds(self) -> None:
-        """Close the memories' descriptors, once the drafter has its own. The mappings stay. Idempotent."""
+        """Close the memories' descriptors, once the drafter has its own.
+
+        The mappings stay. Idempotent.
+        """
         for fd in (self.request_fd, self.reply_fd):
             if fd >= 0:
                 os.close(fd)
@@ -165,7 +177,8 @@ class _DrafterConnection:
         return self._connection.fileno()
 
     def is_gone(self) -> bool:
-        """Return whether the drafter has closed its end: it never writes, so anything readable is the end."""
+        """Return whether the drafter has closed its end: it never writes, so anything readable is
+        the end."""
         return bool(self._end.wait(0))
 
     def hang_up(self) -> None:
@@ -195,12 +208,13 @@ class ArenaTransport:
 
         Args:
             spin_us: as for Waiter; None: ``default_spin_us``.
-            weights_fds: descriptors of shared_weights.py for the drafter, if the layout has weights; the caller closes
-                them.
+            weights_fds: descriptors of shared_weights.py for the drafter, if the layout has
+                weights; the caller closes them.
             device: where to make the layout's device memory, if it has some.
 
         Raises:
-            UnavailableError, PreconditionError: the device memory cannot be made; names CUDA's error.
+            UnavailableError, PreconditionError: the device memory cannot be made; names CUDA's
+                error.
         """
         # Drafters without a model need no torch; a verifier has it.
         from foretoken.resident import StreamOrder
@@ -253,7 +267,10 @@ class ArenaTransport:
         return self._attached().fileno()
 
     def hand_over(self, connection: socket.socket) -> None:
-        """Send the drafter its descriptors, with the first ring of the self-test. Takes over ``connection``."""
+        """Send the drafter its descriptors, with the first ring of the self-test.
+
+        Takes over ``connection``.
+        """
         self._drafter = _DrafterConnection(connection, self._memory.reply_bell, self._spin_us)
         self._memory.request_bell.ring()
         if self._share is not None:
@@ -264,7 +281,8 @@ class ArenaTransport:
         self._close_sent_fds()
 
     def check_self_test(self) -> None:
-        """Raise PreconditionError unless the drafter's digest and ring have come through the arena."""
+        """Raise PreconditionError unless the drafter's digest and ring have come through the
+        arena."""
         digest = self._memory.reply_memory[: len(self._digest)]
         if not hmac.compare_digest(digest, self._digest):
             raise PreconditionError("self-test: the digest in the arena is not that of the challenge")

@@ -63,7 +63,8 @@ F_SEAL_FUTURE_WRITE = 0x0010
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MAX_MEMORY_BYTES = 1 << 32
-# Kind, epoch, step id, rows, tokens, hidden states, blocks, prediction tokens; a resident step's number and marks.
+# Kind, epoch, step id, rows, tokens, hidden states, blocks, prediction tokens; a resident step's
+# number and marks.
 _REQUEST_HEAD = struct.Struct("<10Q")
 _REPLY_HEAD = struct.Struct("<4Q")  # epoch, step id, rows, nodes
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -71,7 +72,10 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """The shape of an arena, from which both sides compute every offset. Stored in this order, 32 bits a field."""
+    """The shape of an arena, from which both sides compute every offset.
+
+    Stored in this order, 32 bits a field.
+    """
 
     max_rows: int
     max_nodes: int
@@ -85,7 +89,8 @@ class ArenaLayout:
     block_size: int = 16
     # Whether the target's weights are handed over (foretoken.transports.shared_weights).
     has_weights: int = 0
-    # Layout of the device memory that is handed over (foretoken.resident.ResidentLayout); all zero: none.
+    # Layout of the device memory that is handed over (foretoken.resident.ResidentLayout); all zero:
+    # none.
     resident_seats: int = 0
     resident_tokens: int = 0
     resident_nodes: int = 0
@@ -101,7 +106,8 @@ class ArenaLayout:
         weights: bool = False,
         resident: ResidentLayout | None = None,
     ) -> ArenaLayout:
-        """Return a verifier's layout for this target and a drafter with these needs (None: it only needs tokens).
+        """Return a verifier's layout for this target and a drafter with these needs (None: it only
+        needs tokens).
 
         Args:
             weights: whether the target's weights are handed over.
@@ -148,7 +154,8 @@ class ArenaLayout:
         )
 
     def check(self, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
-        """Raise PreconditionError, with both values, if a drafter of this target cannot use this layout."""
+        """Raise PreconditionError, with both values, if a drafter of this target cannot use this
+        layout."""
         width = _hidden_width(target, needs)
         expected = {
             "max_rows": ROWS_PER_SLOT * target.max_slots,
@@ -239,7 +246,8 @@ class ArenaHeader:
 
     @staticmethod
     def unpack(data: bytes) -> ArenaHeader:
-        """Raise PreconditionError, with both values, for another kind of memory or layout version."""
+        """Raise PreconditionError, with both values, for another kind of memory or layout
+        version."""
         magic, version, *values, epoch, challenge = _HEADER.unpack_from(data)
         # struct keeps trailing zeros, so the magic compares whole.
         if magic != MAGIC:
@@ -250,14 +258,20 @@ class ArenaHeader:
 
 
 def new_memory(name: str, size: int) -> int:
-    """Make zeroed memory of ``size`` bytes, without a name in any file system; return its descriptor."""
+    """Make zeroed memory of ``size`` bytes, without a name in any file system.
+
+    Return its descriptor.
+    """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     return fd
 
 
 def seal(fd: int, seals: int) -> None:
-    """Seal memory for all its holders. Without SIZE_SEALS, one could shrink it while another reads."""
+    """Seal memory for all its holders.
+
+    Without SIZE_SEALS, one could shrink it while another reads.
+    """
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
@@ -283,7 +297,10 @@ class _Cursor:
 
 
 class RequestBuffer:
-    """One buffer of the request memory as arrays. The rows' records come first, so that all are aligned."""
+    """One buffer of the request memory as arrays.
+
+    The rows' records come first, so that all are aligned.
+    """
 
     def __init__(self, memory: mmap.mmap, layout: ArenaLayout, index: int) -> None:
         self._memory = memory
@@ -326,10 +343,12 @@ class RequestBuffer:
         self._rows["slots"][: len(slots)] = slots
 
     def read(self) -> DraftRequest | tuple[int, ...]:
-        """Return a private copy of the request, or the slots to release. Raises ValueError if it exceeds the layout.
+        """Return a private copy of the request, or the slots to release.
 
-        The hidden states are valid until this buffer is read again: allocating megabytes would take longer
-        than copying them.
+        Raises ValueError if it exceeds the layout.
+
+        The hidden states are valid until this buffer is read again: allocating megabytes would take
+        longer than copying them.
         """
         kind, epoch, step_id, rows, *counts, number, marks = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
         room = [len(values) for values in self._ragged.values()]
@@ -384,7 +403,10 @@ class ReplyBuffer:
         self._scores[:nodes] = batch.scores
 
     def read(self) -> DraftBatch | None:
-        """Return a private copy, which ``check_batch`` must check; None if it exceeds the layout."""
+        """Return a private copy, which ``check_batch`` must check.
+
+        None if it exceeds the layout.
+        """
         epoch, step_id, rows, nodes = _REPLY_HEAD.unpack_from(self._memory, self._offset)
         if rows > self._layout.max_rows or nodes > len(self._tokens):
             return None

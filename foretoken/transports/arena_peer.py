@@ -1,4 +1,5 @@
-"""The drafter's end of the arena: fetches it from the verifier (arena.py), checks it and answers requests."""
+"""The drafter's end of the arena: fetches it from the verifier (arena.py), checks it and answers
+requests."""
 
 from __future__ import annotations
 
@@ -33,12 +34,14 @@ class ArenaPeer:
     """The drafter's end of an arena. Only one thread may use it."""
 
     def __init__(self, path: str, epoch: int, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
-        """Fetch the arena of the verifier that listens at ``path``, check it and answer its self-test.
+        """Fetch the arena of the verifier that listens at ``path``, check it and answer its
+        self-test.
 
         ``needs``: of the drafter; None: it only needs tokens.
 
         Raises:
-            PreconditionError: layout, epoch or size differ from what this drafter needs; names both values.
+            PreconditionError: layout, epoch or size differ from what this drafter needs; names both
+                values.
             UnavailableError: nobody listens there, or the hand-over was cut off.
         """
         with contextlib.ExitStack() as undo:
@@ -85,7 +88,9 @@ class ArenaPeer:
         return self._request_bell.fileno(), self._connection.fileno()
 
     def requests(self) -> Iterator[DraftRequest | tuple[int, ...]]:
-        """Yield the requests and releases of slots that have arrived, in order. Answer each before the next.
+        """Yield the requests and releases of slots that have arrived, in order.
+
+        Answer each before the next.
 
         Raises TransportClosedError if the verifier is gone, ValueError if a request cannot be read.
         """
@@ -109,7 +114,8 @@ class ArenaPeer:
     def close(self) -> None:
         """Close the arena, which the verifier notices at once. Idempotent.
 
-        Streams that wait for the verifier continue. Device memory stays while the drafter refers to it.
+        Streams that wait for the verifier continue. Device memory stays while the drafter refers to
+        it.
         """
         if self._share is not None:
             self._share.release()
@@ -118,7 +124,8 @@ class ArenaPeer:
         self._reply_bell.close()
         self._requests, self._replies = [], []
         for memory in (self._request_memory, self._reply_memory):
-            # The error of an unreadable request still refers to its buffer; the memory is freed with the error.
+            # The error of an unreadable request still refers to its buffer; the memory is freed
+            # with the error.
             with contextlib.suppress(BufferError):
                 memory.close()
 
@@ -127,7 +134,8 @@ class ArenaPeer:
         self._connection.settimeout(HAND_OVER_TIMEOUT_S)
         try:
             self._connection.connect(path)
-            # Accept one more than allowed, so that a longer hand-over is noticed instead of truncated.
+            # Accept one more than allowed, so that a longer hand-over is noticed instead of
+            # truncated.
             _, fds, _, _ = socket.recv_fds(self._connection, 1, MAX_DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             raise UnavailableError(f"arena: no hand-over at {path}: {error}") from error
@@ -137,7 +145,10 @@ class ArenaPeer:
         return fds
 
     def _map_share(self, needs: DrafterNeeds | None, handed: Mapping[str, int]) -> ResidentShare | None:
-        """Map the device memory, if any. Raises PreconditionError if this process does not see the device."""
+        """Map the device memory, if any.
+
+        Raises PreconditionError if this process does not see the device.
+        """
         layout = self._layout.resident
         if layout is None:
             return None
@@ -159,7 +170,8 @@ class ArenaPeer:
         return digest
 
     def _is_gone(self) -> bool:
-        """Return whether the verifier has closed its end: it never writes, so anything readable is the end."""
+        """Return whether the verifier has closed its end: it never writes, so anything readable is
+        the end."""
         try:
             self._connection.recv(1)
         except BlockingIOError:

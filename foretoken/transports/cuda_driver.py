@@ -15,7 +15,10 @@ from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
 
 @cache
 def driver() -> Any:
-    """Return the module ``cuda.bindings.driver``. Raises PreconditionError if it is not installed."""
+    """Return the module ``cuda.bindings.driver``.
+
+    Raises PreconditionError if it is not installed.
+    """
     try:
         return import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -49,7 +52,8 @@ def checked(name: str, result: tuple[Any, ...]) -> Any:
 
 @contextlib.contextmanager
 def on(device: torch.device) -> Iterator[None]:
-    """Run the block's driver calls in PyTorch's context on this GPU, whatever the thread's context was.
+    """Run the block's driver calls in PyTorch's context on this GPU, whatever the thread's context
+    was.
 
     The thread may be capturing a graph; the calls do not become part of it.
     """

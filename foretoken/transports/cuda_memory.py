@@ -1,7 +1,7 @@
 """GPU memory that two processes map: one makes it and passes a file descriptor to the other.
 
-It uses CUDA's virtual memory management. The older IPC handles fail across process namespaces on some
-drivers.
+It uses CUDA's virtual memory management. The older IPC handles fail across process namespaces on
+some drivers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from foretoken.transports.cuda_driver import call, device_index, driver, on
 class CudaMemory:
     """An allocation of this or of another process, mapped here.
 
-    It is unmapped by ``close``, or when this object and its last tensor (``tensor``) are gone. The memory is
-    freed when no process maps it.
+    It is unmapped by ``close``, or when this object and its last tensor (``tensor``) are gone. The
+    memory is freed when no process maps it.
     """
 
     def __init__(
@@ -33,16 +33,19 @@ class CudaMemory:
         fd: int | None = None,
         read_only: bool = False,
     ) -> None:
-        """Allocate or map the memory. Raises UnavailableError or PreconditionError with the name of CUDA's error.
+        """Allocate or map the memory.
+
+        Raises UnavailableError or PreconditionError with the name of CUDA's error.
 
         Args:
             num_bytes: at least 1; the same in both processes.
-            drain: returns when no stream uses the memory. The last user's thread calls it before the
-                memory is unmapped, since unmapping does not wait. It must not refer to the memory.
-            fd: descriptor from another process's ``export``, which the caller closes. None: allocate new
-                memory, with undefined content.
-            read_only: a kernel of this process that writes to the memory fails as any illegal access
-                does: the GPU is unusable for this process from then on.
+            drain: returns when no stream uses the memory. The last user's thread calls it before
+                the memory is unmapped, since unmapping does not wait. It must not refer to the
+                memory.
+            fd: descriptor from another process's ``export``, which the caller closes. None:
+                allocate new memory, with undefined content.
+            read_only: a kernel of this process that writes to the memory fails as any illegal
+                access does: the GPU is unusable for this process from then on.
         """
         self.device = torch.device("cuda", device_index(device))
         self.num_bytes = num_bytes
@@ -73,7 +76,10 @@ class CudaMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The interface by which PyTorch gets the memory and keeps this object. It rejects read-only memory."""
+        """The interface by which PyTorch gets the memory and keeps this object.
+
+        It rejects read-only memory.
+        """
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
     def tensor(self) -> torch.Tensor:
@@ -82,7 +88,10 @@ class CudaMemory:
         return torch.as_tensor(self, device=self.device)
 
     def export(self) -> int:
-        """Return a descriptor to pass to another process; the caller may close it once it was passed."""
+        """Return a descriptor to pass to another process.
+
+        The caller may close it once it was passed.
+        """
         with on(self.device):
             fd = int(call("cuMemExportToShareableHandle", self._handle, _handle_type(), 0))
         os.set_inheritable(fd, False)

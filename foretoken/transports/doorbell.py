@@ -1,10 +1,10 @@
 """Doorbells between two processes: eventfd counters, and waiting on several of them at once.
 
-Median time of a ring and its answer on an idle machine of 16 cores: 20 us when both sides block, 5.6 us
-when both spin and the answer comes within the spin; if it comes later, the same as blocking. Spinning
-costs at most ``spin_us`` of a core a wait, and nothing while idle. On two busy cores it takes the core
-that the other side needs: 8 us became 110 us with a spin of 50 us. benchmarks/transports.py measures the
-whole round trip.
+Median time of a ring and its answer on an idle machine of 16 cores: 20 us when both sides block,
+5.6 us when both spin and the answer comes within the spin; if it comes later, the same as blocking.
+Spinning costs at most ``spin_us`` of a core a wait, and nothing while idle. On two busy cores it
+takes the core that the other side needs: 8 us became 110 us with a spin of 50 us.
+benchmarks/transports.py measures the whole round trip.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ MIN_CORES_TO_SPIN = 3
 
 
 def default_spin_us() -> int:
-    """Return the microseconds to spin before blocking: none if the other side needs the spinning core."""
+    """Return the microseconds to spin before blocking: none if the other side needs the spinning
+    core."""
     return DEFAULT_SPIN_US if len(os.sched_getaffinity(0)) >= MIN_CORES_TO_SPIN else 0
 
 
 class Doorbell:
-    """A counter of rings that a process can block on. Its descriptor may be handed to another process.
+    """A counter of rings that a process can block on.
+
+    Its descriptor may be handed to another process.
 
     Any thread may call ``ring``; on a closed doorbell it does nothing.
     """
@@ -73,7 +76,10 @@ class Waiter:
             self._poll.register(fd, select.POLLIN)
 
     def wait(self, timeout_s: float | None) -> set[int]:
-        """Return the descriptors that are ready; none after ``timeout_s``, which is rounded up to milliseconds."""
+        """Return the descriptors that are ready.
+
+        None after ``timeout_s``, which is rounded up to milliseconds.
+        """
         if self._spin_ns:
             spin_ns = self._spin_ns if timeout_s is None else min(self._spin_ns, int(timeout_s * 1e9))
             deadline = time.monotonic_ns() + spin_ns

@@ -12,7 +12,8 @@ from foretoken.tree import Int32
 
 
 class _Run(NamedTuple):
-    """New tokens ``low`` to ``high`` of a row, or tokens of its prediction, by their index in the request."""
+    """New tokens ``low`` to ``high`` of a row, or tokens of its prediction, by their index in the
+    request."""
 
     row: int
     low: int
@@ -20,11 +21,12 @@ class _Run(NamedTuple):
 
 
 def split_request(request: DraftRequest, token_capacity: int, block_size: int) -> list[DraftRequest]:
-    """Split a request into parts of at most ``token_capacity`` new tokens and as many prediction tokens each.
+    """Split a request into parts of at most ``token_capacity`` new tokens and as many prediction
+    tokens each.
 
-    The last part has every row, with its last new token, and asks for the trees; the other parts only add
-    tokens. All have the request's step id. ``token_capacity`` is at least the number of rows. A request
-    whose tokens are in device memory stays whole.
+    The last part has every row, with its last new token, and asks for the trees; the other parts
+    only add tokens. All have the request's step id. ``token_capacity`` is at least the number of
+    rows. A request whose tokens are in device memory stays whole.
     """
     if request.resident is not None:
         return [request]
@@ -92,7 +94,10 @@ def _part(request: DraftRequest, runs: list[_Run], block_size: int, *, is_last: 
 
 
 def _hidden_of(request: DraftRequest, run: _Run) -> np.ndarray:
-    """Return the hidden states of a run's tokens; tokens before the row's first hidden state have none."""
+    """Return the hidden states of a run's tokens.
+
+    Tokens before the row's first hidden state have none.
+    """
     end = int(request.hidden_starts[run.row + 1])
     tokens_end = int(request.new_token_starts[run.row + 1])
     first = int(request.hidden_starts[run.row])

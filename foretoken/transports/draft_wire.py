@@ -1,4 +1,7 @@
-"""Converts draft requests and batches to protobuf and back. Only the services' edges see protobuf types."""
+"""Converts draft requests and batches to protobuf and back.
+
+Only the services' edges see protobuf types.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ def needs_from_proto(message: drafter_pb2.PrepareResponse, target: TargetInfo) -
 
 
 def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:
-    """Convert a request, which must carry its tokens: only sides on one device share device memory."""
+    """Convert a request, which must carry its tokens: only sides on one device share device
+    memory."""
     assert request.resident is None, "a gRPC stream shares no device memory"
     columns: dict[str, Any] = {name: getattr(request, name).tolist() for name in ROW_COLUMNS}
     for values, starts in RAGGED_COLUMNS.items():
@@ -58,7 +62,10 @@ def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:
 
 
 def request_from_proto(message: drafter_pb2.DraftRequest, max_rows: int, hidden_width: int) -> DraftRequest:
-    """Convert a request. Raises InvalidRequestError if it is malformed (as transport.check_request)."""
+    """Convert a request.
+
+    Raises InvalidRequestError if it is malformed (as transport.check_request).
+    """
     try:
         columns: dict[str, Any] = {}
         for name, dtype in ROW_COLUMNS.items():
@@ -95,7 +102,10 @@ def batch_to_proto(batch: DraftBatch) -> drafter_pb2.DraftResponse:
 
 
 def batch_from_proto(message: drafter_pb2.DraftResponse) -> DraftBatch | None:
-    """Convert a batch, which transport.check_batch must check; None if a value does not fit in 32 bits."""
+    """Convert a batch, which transport.check_batch must check.
+
+    None if a value does not fit in 32 bits.
+    """
     try:
         return DraftBatch(
             epoch=message.epoch,

@@ -1,11 +1,13 @@
-"""Order between two processes' streams: two words of shared host memory hold the numbers of the last steps.
+"""Order between two processes' streams: two words of shared host memory hold the numbers of the
+last steps.
 
-A stream signals by writing a number and waits until a word reaches one (CUDA's stream memory operations).
-A host can write the words, too, so a stream never waits for a dead or stopped process. An event of
-another process could hang a stream forever, and a polling kernel would take GPU time from the other side.
+A stream signals by writing a number and waits until a word reaches one (CUDA's stream memory
+operations). A host can write the words, too, so a stream never waits for a dead or stopped process.
+An event of another process could hang a stream forever, and a polling kernel would take GPU time
+from the other side.
 
-Numbers are positive and below 2**31. They do not wrap around: at a step a millisecond they last 24 days
-of one attachment, and every attachment has new words.
+Numbers are positive and below 2**31. They do not wrap around: at a step a millisecond they last 24
+days of one attachment, and every attachment has new words.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ FLAG_BYTES = mmap.PAGESIZE
 # A number that ends every wait.
 EVERY_STEP = 2**31 - 1
 
-# Indices of the words in the memory as uint32. Each has its own cache lines, also where they come in pairs.
+# Indices of the words in the memory as uint32. Each has its own cache lines, also where they come
+# in pairs.
 _STEP = 0
 _DRAFT = 32
 # Flags of cuMemHostRegister: portable and device-mapped.
@@ -45,7 +48,10 @@ class FlagWords:
     """The shared words as the hosts see them."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        """``memory``: FLAG_BYTES, zeroed by its maker; it stays open as long as this object lives."""
+        """``memory``: FLAG_BYTES, zeroed by its maker.
+
+        It stays open as long as this object lives.
+        """
         self._words = np.frombuffer(memory, np.uint32)
 
     @property
@@ -58,8 +64,8 @@ class FlagWords:
     def raise_to(self, word: int, number: int) -> None:
         """Store ``number`` unless the word has reached it.
 
-        This is not atomic: the device may write between read and store, or a smaller number after the store.
-        So a host that releases its stream repeats this until the stream continues.
+        This is not atomic: the device may write between read and store, or a smaller number after
+        the store. So a host that releases its stream repeats this until the stream continues.
         """
         if self.number(word) < number:
             self._words[word] = number
@@ -71,10 +77,12 @@ class FlagWords:
 
 
 class HostOrder(StreamOrder):
-    """Order for hosts that do all work themselves, as in tests of GPU kernels on a CPU: an ``await`` blocks."""
+    """Order for hosts that do all work themselves, as in tests of GPU kernels on a CPU: an
+    ``await`` blocks."""
 
     def __init__(self, words: FlagWords, timeout_s: float = HOST_TIMEOUT_S) -> None:
-        """``timeout_s``: a wait ends by itself after so long, because nobody else could release the caller."""
+        """``timeout_s``: a wait ends by itself after so long, because nobody else could release the
+        caller."""
         self._words = words
         self._timeout_s = timeout_s
 
@@ -112,7 +120,10 @@ class CudaOrder(StreamOrder):
     """
 
     def __init__(self, words: FlagWords, device: torch.device) -> None:
-        """Register the words with CUDA. Raises UnavailableError or PreconditionError, as cuda_driver.call."""
+        """Register the words with CUDA.
+
+        Raises UnavailableError or PreconditionError, as cuda_driver.call.
+        """
         self._words = words
         self._device = torch.device("cuda", device_index(device))
         # Handles of the streams that have signalled or waited.
@@ -143,7 +154,10 @@ class CudaOrder(StreamOrder):
         self._words.raise_to(_STEP, number)
 
     def drain(self) -> None:
-        """Let all streams that were ordered here continue, and wait until they are idle. Any thread may call it."""
+        """Let all streams that were ordered here continue, and wait until they are idle.
+
+        Any thread may call it.
+        """
         _drain(self._device, self._words, self._streams)
 
     def _signal(self, word: int, number: int) -> None:

@@ -1,7 +1,7 @@
 """Device memory that two processes on one device share, and the order between their streams.
 
-It consists of two descriptors: the device memory and the flag words. On a CPU, where Triton's interpreter
-runs the GPU kernels, both are plain shared memory, and an ``await`` blocks the host.
+It consists of two descriptors: the device memory and the flag words. On a CPU, where Triton's
+interpreter runs the GPU kernels, both are plain shared memory, and an ``await`` blocks the host.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from foretoken.transports.flag_words import EVERY_STEP, FLAG_BYTES, CudaOrder, F
 
 
 class ResidentShare:
-    """One side's mapping. A tensor of ``memory`` keeps the mapping alive, ``order`` keeps the flag words alive.
+    """One side's mapping.
 
-    So queued work may use both after the other side is gone and another thread has closed the transport.
-    Nothing is unmapped before its last user has released it and its streams are idle.
+    A tensor of ``memory`` keeps the mapping alive, ``order`` keeps the flag words alive.
+
+    So queued work may use both after the other side is gone and another thread has closed the
+    transport. Nothing is unmapped before its last user has released it and its streams are idle.
     """
 
     def __init__(self, layout: ResidentLayout, raw: torch.Tensor, order: StreamOrder) -> None:
@@ -61,7 +63,9 @@ class ResidentShare:
 
     @staticmethod
     def mapped(layout: ResidentLayout, device: torch.device, fds: list[int]) -> ResidentShare:
-        """Map memory that another process made with ``new``. The caller closes the descriptors ``fds``.
+        """Map memory that another process made with ``new``.
+
+        The caller closes the descriptors ``fds``.
 
         Raises UnavailableError or PreconditionError with the name of CUDA's error.
         """
@@ -93,7 +97,8 @@ class ResidentShare:
 
 @contextlib.contextmanager
 def _beside_all_work(device: torch.device) -> Iterator[None]:
-    """Run the block's GPU work at once and wait for it, apart from other threads, which may capture graphs."""
+    """Run the block's GPU work at once and wait for it, apart from other threads, which may capture
+    graphs."""
     if device.type == "cpu":
         yield
         return

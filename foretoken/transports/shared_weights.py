@@ -1,4 +1,5 @@
-"""A target's embedding and output head in memory that drafters' processes map, so that one copy serves all.
+"""A target's embedding and output head in memory that drafters' processes map, so that one copy
+serves all.
 
 It consists of two descriptors. Their holders cannot change the weights or the description:
 
@@ -30,7 +31,8 @@ from foretoken.transports.cuda_memory import CudaMemory
 
 _MAGIC = b"FTWEIGHT"
 _VERSION = 2
-# Numbers of layouts and element types. Panels of bfloat16 are bits (foretoken.models.weight_layout).
+# Numbers of layouts and element types. Panels of bfloat16 are bits
+# (foretoken.models.weight_layout).
 _PANELS, _ROWS = 1, 2
 _DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16, 4: torch.uint16}
 _DESCRIPTION = struct.Struct("<8sI5I4Q64s")
@@ -86,7 +88,10 @@ class _Description(NamedTuple):
 
     @staticmethod
     def read(fd: int) -> _Description:
-        """Read a description. Raises PreconditionError for other memory, or if its weights do not fit in it."""
+        """Read a description.
+
+        Raises PreconditionError for other memory, or if its weights do not fit in it.
+        """
         data = os.pread(fd, _DESCRIPTION.size, 0)
         if len(data) < _DESCRIPTION.size:
             raise PreconditionError(f"shared weights: a description of {len(data)} bytes")
@@ -133,10 +138,11 @@ class SharedWeights:
     """
 
     def __init__(self, weights: TargetWeights, backend: Backend = CPU) -> None:
-        """Copy the weights to shared memory, for ``backend`` to read; the caller can then free its own.
+        """Copy the weights to shared memory, for ``backend`` to read; the caller can then free its
+        own.
 
-        Raises PreconditionError if GPU memory cannot be shared, UnavailableError if none is left; both name
-        CUDA's error.
+        Raises PreconditionError if GPU memory cannot be shared, UnavailableError if none is left;
+        both name CUDA's error.
         """
         self.device = device_uuid(backend)
         description = _Description.of(weights, self.device)
@@ -186,7 +192,8 @@ def map_weights(fds: tuple[int, int], device: str) -> TargetWeights:
         device: the drafter's device, as backend.device_uuid.
 
     Raises:
-        PreconditionError: it is other memory, the weights are for another device, or CUDA cannot map them.
+        PreconditionError: it is other memory, the weights are for another device, or CUDA cannot
+            map them.
         UnavailableError: mapping failed; names CUDA's error.
     """
     description_fd, memory_fd = fds
@@ -201,7 +208,8 @@ def map_weights(fds: tuple[int, int], device: str) -> TargetWeights:
     size = os.fstat(memory_fd).st_size
     if size != description.num_bytes:
         raise PreconditionError(f"shared weights: memory of {size} bytes instead of {description.num_bytes}")
-    # PyTorch warns of read-only buffers. This private mapping is never written, so it shares the verifier's memory.
+    # PyTorch warns of read-only buffers. This private mapping is never written, so it shares the
+    # verifier's memory.
     mapping = mmap.mmap(memory_fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     return description.views(torch.frombuffer(mapping, dtype=torch.uint8))
 

@@ -1,7 +1,8 @@
-"""The protocol of all transports between a verifier and a drafter, their request queue and their checks.
+"""The protocol of all transports between a verifier and a drafter, their request queue and their
+checks.
 
-A transport moves each ``DraftRequest`` one way and its ``DraftBatch`` back, in order. It knows neither
-policies nor models. There are three: the arena (arena.py), the gRPC stream
+A transport moves each ``DraftRequest`` one way and its ``DraftBatch`` back, in order. It knows
+neither policies nor models. There are three: the arena (arena.py), the gRPC stream
 (verifier_svc/drafters/stream.py) and, below, the one for a drafter in the same process.
 """
 
@@ -24,11 +25,14 @@ from foretoken.tree import Int32
 if TYPE_CHECKING:
     from foretoken.resident import ResidentMemory, StreamOrder
 
-# New tokens of one request on the wire. Larger requests are split; four long prompts take a few parts.
+# New tokens of one request on the wire. Larger requests are split; four long prompts take a few
+# parts.
 DEFAULT_TOKEN_CAPACITY = 8192
-# Bytes of hidden states of one request at most; larger requests are split. This bounds an arena's buffers.
+# Bytes of hidden states of one request at most; larger requests are split. This bounds an arena's
+# buffers.
 MAX_HIDDEN_BYTES = 16 << 20
-# A request has a row for each running sequence, and for each sequence that ended since the last request.
+# A request has a row for each running sequence, and for each sequence that ended since the last
+# request.
 ROWS_PER_SLOT = 2
 # Requests that may be unanswered. Further ones wait at the verifier.
 WINDOW = 4
@@ -37,13 +41,17 @@ MAX_WAITING = 1024
 
 
 class TransportClosedError(Exception):
-    """The other side is gone, or it sent something that ended the attachment. The transport is unusable."""
+    """The other side is gone, or it sent something that ended the attachment.
+
+    The transport is unusable.
+    """
 
 
 def token_capacity_for(
     max_rows: int, hidden_width: int, most: int = DEFAULT_TOKEN_CAPACITY, hidden_bytes: int = MAX_HIDDEN_BYTES
 ) -> int:
-    """Return how many new tokens one request may carry, each with ``hidden_width`` float32 values."""
+    """Return how many new tokens one request may carry, each with ``hidden_width`` float32
+    values."""
     if hidden_width:
         most = min(most, hidden_bytes // (4 * hidden_width))
     return max(most, max_rows)
@@ -54,7 +62,10 @@ class MalformedBatchError(ValueError):
 
 
 class DraftTransport(Protocol):
-    """The verifier's end of a transport. The engine thread uses it; any thread may call ``close``."""
+    """The verifier's end of a transport.
+
+    The engine thread uses it; any thread may call ``close``.
+    """
 
     @property
     def name(self) -> str:
@@ -63,9 +74,11 @@ class DraftTransport(Protocol):
 
     @property
     def resident(self) -> ResidentMemory | None:
-        """The device memory shared with the drafter; None: there is none, and no request may refer to it.
+        """The device memory shared with the drafter; None: there is none, and no request may refer
+        to it.
 
-        Queued work may use this and ``order`` after ``close``; they live until their last user is gone.
+        Queued work may use this and ``order`` after ``close``; they live until their last user is
+        gone.
         """
         ...
 
@@ -75,7 +88,10 @@ class DraftTransport(Protocol):
         ...
 
     def is_open(self) -> bool:
-        """Return whether the connection to the drafter is open; the drafter may still hang. Takes microseconds."""
+        """Return whether the connection to the drafter is open; the drafter may still hang.
+
+        Takes microseconds.
+        """
         ...
 
     def post(self, request: DraftRequest) -> None:
@@ -83,15 +99,17 @@ class DraftTransport(Protocol):
         ...
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
-        """Return the reply to the last request, checked by ``check_batch``; older replies are dropped.
+        """Return the reply to the last request, checked by ``check_batch``; older replies are
+        dropped.
 
-        None if it did not arrive in time or was malformed. The request then counts as unanswered, and a late
-        reply is dropped. Raises TransportClosedError as soon as the drafter is gone.
+        None if it did not arrive in time or was malformed. The request then counts as unanswered,
+        and a late reply is dropped. Raises TransportClosedError as soon as the drafter is gone.
         """
         ...
 
     def is_idle(self) -> bool:
-        """Return whether the drafter has answered everything that was sent; drop replies that nobody awaits.
+        """Return whether the drafter has answered everything that was sent; drop replies that
+        nobody awaits.
 
         Raises TransportClosedError if the drafter is gone.
         """
@@ -112,8 +130,8 @@ class TransportCounters:
 
     num_posted: int = 0
     num_received: int = 0
-    # Requests without a reply in time, replies that were malformed or had another request's ids, and requests
-    # that were never sent because the drafter was too far behind.
+    # Requests without a reply in time, replies that were malformed or had another request's ids,
+    # and requests that were never sent because the drafter was too far behind.
     num_late: int = 0
     num_malformed: int = 0
     num_dropped: int = 0
@@ -139,7 +157,8 @@ def check_request(request: DraftRequest, max_rows: int) -> None:
 
 
 def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
-    """Raise MalformedBatchError unless each row has 1 to ``max_nodes[row]`` nodes and the arrays agree.
+    """Raise MalformedBatchError unless each row has 1 to ``max_nodes[row]`` nodes and the arrays
+    agree.
 
     The nodes' content is checked when a tree is used (``DraftTree.is_valid``).
     """
@@ -177,7 +196,8 @@ def probe_request(epoch: int, step_id: int) -> DraftRequest:
 
 
 def answer(drafter: Drafter, request: DraftRequest) -> DraftBatch:
-    """Return the drafter's reply, checked as the verifier will, so that a fault shows at the drafter."""
+    """Return the drafter's reply, checked as the verifier will, so that a fault shows at the
+    drafter."""
     if request.num_rows == 0:
         empty = np.zeros(0, np.int32)
         return DraftBatch(request.epoch, request.step_id, np.zeros(1, np.int32), empty, empty, np.zeros(0, np.float32))
@@ -195,7 +215,8 @@ class _Part:
 
 
 class RequestQueue:
-    """The verifier's queue: splits requests, limits unanswered parts to WINDOW, and pairs replies with requests.
+    """The verifier's queue: splits requests, limits unanswered parts to WINDOW, and pairs replies
+    with requests.
 
     Replies arrive in the order of the parts.
     """
@@ -209,7 +230,10 @@ class RequestQueue:
         *,
         releases_are_answered: bool,
     ) -> None:
-        """``token_capacity``: new tokens of one part, at least ``max_rows``. ``block_size``: of the target."""
+        """``token_capacity``: new tokens of one part, at least ``max_rows``.
+
+        ``block_size``: of the target.
+        """
         assert token_capacity >= max_rows, "the last part of a split request has a token for each row"
         self._max_rows = max_rows
         self._releases_are_answered = releases_are_answered
@@ -260,7 +284,10 @@ class RequestQueue:
             self._waiting.append(tuple(int(slot) for slot in slots[low : low + self._max_rows]))
 
     def next(self) -> DraftRequest | tuple[int, ...] | None:
-        """Return what to send now, a request or slots to release; None if nothing waits or the window is full."""
+        """Return what to send now, a request or slots to release.
+
+        None if nothing waits or the window is full.
+        """
         if not self._waiting or len(self._in_flight) >= WINDOW:
             return None
         part = self._waiting.popleft()
@@ -305,7 +332,10 @@ class RequestQueue:
 
 
 class InProcessTransport:
-    """A transport to a drafter in the same process and thread, whose ``post`` drafts. It isolates nothing."""
+    """A transport to a drafter in the same process and thread, whose ``post`` drafts.
+
+    It isolates nothing.
+    """
 
     def __init__(
         self,
@@ -343,7 +373,10 @@ class InProcessTransport:
         return not self._closed
 
     def post(self, request: DraftRequest) -> None:
-        """Draft at once. Raises TransportClosedError if the drafter raises, which ends its attachment."""
+        """Draft at once.
+
+        Raises TransportClosedError if the drafter raises, which ends its attachment.
+        """
         with self._lock:
             self._check_open()
             self._batch = None
