@@ -18,7 +18,7 @@ from foretoken.train.data import most_frequent
 from foretoken.train.layers import ChainCache, ChainLayer, head_config, initialise
 from foretoken.train.options import TrainOptions
 from foretoken.train.recipe import compiled, llama_fields, write_checkpoint
-from foretoken.train.target import Target
+from foretoken.train.target import FrozenTarget
 
 # From EAGLE (arXiv 2401.15077) and its released code: uniform noise on the hidden states, weight of
 # the classes.
@@ -114,7 +114,7 @@ class EagleRecipe:
 
     module: Eagle3Head | Eagle2Head
 
-    def __init__(self, target: Target, options: TrainOptions, device: torch.device) -> None:
+    def __init__(self, target: FrozenTarget, options: TrainOptions, device: torch.device) -> None:
         self.target = target
         self.rows = options.context_length
         self.num_depths = options.num_draft_steps
@@ -169,7 +169,7 @@ class Eagle3Recipe(EagleRecipe):
 
     module: Eagle3Head
 
-    def __init__(self, target: Target, options: TrainOptions, device: torch.device, tokens: Tensor) -> None:
+    def __init__(self, target: FrozenTarget, options: TrainOptions, device: torch.device, tokens: Tensor) -> None:
         super().__init__(target, options, device)
         vocab_size = target.config.vocab_size
         if options.draft_vocab_size > vocab_size:
@@ -279,7 +279,7 @@ class Eagle2Recipe(EagleRecipe):
 
     module: Eagle2Head
 
-    def __init__(self, target: Target, options: TrainOptions, device: torch.device) -> None:
+    def __init__(self, target: FrozenTarget, options: TrainOptions, device: torch.device) -> None:
         super().__init__(target, options, device)
         self.module = Eagle2Head(self.fields, target.head_weight).to(device)
         self._seed = options.seed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.train.recipe import Recipe
-from foretoken.train.target import Target
+from foretoken.train.target import FrozenTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Acceptance:
         return f"held-out acceptance per step {steps}: {self.tokens_per_step:.2f} tokens a step"
 
 
-def held_out_texts(target: Target, tokens: Tensor, count: int, length: int, batch_size: int) -> Tensor:
+def held_out_texts(target: FrozenTarget, tokens: Tensor, count: int, length: int, batch_size: int) -> Tensor:
     """Return prompts spread evenly over ``tokens``, each with the target's greedy text, int64
     [count, length].
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
 from foretoken.train.options import TrainOptions
-from foretoken.train.target import Target
+from foretoken.train.target import FrozenTarget
 
 
 class Recipe(Protocol):
@@ -62,7 +62,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Te
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def llama_fields(target: Target, options: TrainOptions, hidden_size: int, num_layers: int) -> dict[str, Any]:
+def llama_fields(target: FrozenTarget, options: TrainOptions, hidden_size: int, num_layers: int) -> dict[str, Any]:
     """Return the config.json fields of a draft model or head, by the flags or in proportion to the
     target.
 

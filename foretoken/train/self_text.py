@@ -31,10 +31,10 @@ def write_self_text(options: argparse.Namespace) -> None:
 
     from foretoken.train.data import load_tokens
     from foretoken.train.device import pick_device
-    from foretoken.train.target import Target
+    from foretoken.train.target import FrozenTarget
 
     device = pick_device(options.device)
-    target = Target(hub.resolve(str(options.target)), device)
+    target = FrozenTarget(hub.resolve(str(options.target)), device)
     tokens = load_tokens(options.data, options.glob, target.path, target.separator, target.config.vocab_size)
     prompt, length = options.prompt_length, options.length
     if not 0 < prompt < length or len(tokens) <= prompt:

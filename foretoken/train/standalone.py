@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from foretoken.train.layers import head_config, initialise
 from foretoken.train.options import TrainOptions
 from foretoken.train.recipe import compiled, llama_fields, write_checkpoint
-from foretoken.train.target import Target
+from foretoken.train.target import FrozenTarget
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
@@ -26,7 +26,7 @@ class StandaloneRecipe:
 
     module: nn.Module
 
-    def __init__(self, target: Target, options: TrainOptions, device: torch.device) -> None:
+    def __init__(self, target: FrozenTarget, options: TrainOptions, device: torch.device) -> None:
         self.target = target
         self.rows = options.context_length
         self.num_depths = options.num_draft_steps

@@ -31,7 +31,7 @@ class TargetOutput(NamedTuple):
     final: Tensor
 
 
-class Target:
+class FrozenTarget:
     """A target in evaluation mode on ``device``: float32 on a CPU, bfloat16 on a GPU."""
 
     def __init__(self, path: Path, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from foretoken.train.evaluate import Acceptance, held_out_texts, measure
 from foretoken.train.options import TrainOptions
 from foretoken.train.recipe import Recipe
 from foretoken.train.standalone import StandaloneRecipe
-from foretoken.train.target import Target
+from foretoken.train.target import FrozenTarget
 
 WARM_UP_STEPS = 100
 DECAY_SHARE = 0.5
@@ -45,7 +45,7 @@ def train(options: TrainOptions) -> Acceptance:
         options = dataclasses.replace(options, compile=device.type == "cuda")
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
-    target = Target(options.target, device)
+    target = FrozenTarget(options.target, device)
     split = load_split(
         options.data, options.held_out, options.glob, options.target, target.separator, target.config.vocab_size
     )
@@ -246,7 +246,7 @@ class Trainer:
             torch.cuda.synchronize(self.device)
 
 
-def _recipe(target: Target, options: TrainOptions, device: torch.device, tokens: Tensor) -> Recipe:
+def _recipe(target: FrozenTarget, options: TrainOptions, device: torch.device, tokens: Tensor) -> Recipe:
     if options.algorithm == "eagle3":
         return Eagle3Recipe(target, options, device, tokens)
     if options.algorithm == "eagle2":

@@ -16,7 +16,7 @@ from foretoken.train.data import Windows, most_frequent
 from foretoken.train.eagle import Eagle2Recipe, Eagle3Recipe, EagleRecipe, feature_layers
 from foretoken.train.evaluate import held_out_texts, measure
 from foretoken.train.options import TrainOptions
-from foretoken.train.target import Target
+from foretoken.train.target import FrozenTarget
 from tests.support.tiny_target import VOCAB_SIZE, repeating_tokens, write_tiny_target
 
 ROWS, DEPTHS = 12, 4
@@ -25,14 +25,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
     folder = tmp_path_factory.mktemp("target")
     write_tiny_target(folder)
-    return Target(folder, CPU)
+    return FrozenTarget(folder, CPU)
 
 
 def make_recipe(
-    target: Target, algorithm: str, draft_vocab_size: int = 40, *, compile: bool | None = None
+    target: FrozenTarget, algorithm: str, draft_vocab_size: int = 40, *, compile: bool | None = None
 ) -> EagleRecipe:
     options = TrainOptions(
         "eagle3" if algorithm == "eagle3" else "eagle2",
@@ -116,7 +116,7 @@ def target_features(recipe: EagleRecipe, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "eagle2"])
 @torch.no_grad()
-def test_unrolled_depths_are_what_drafting_entry_by_entry_gives(target: Target, algorithm: str) -> None:
+def test_unrolled_depths_are_what_drafting_entry_by_entry_gives(target: FrozenTarget, algorithm: str) -> None:
     recipe = make_recipe(target, algorithm)
     tokens = torch.randint(VOCAB_SIZE, (2, ROWS + DEPTHS + 1), generator=torch.Generator().manual_seed(1))
     features = torch.stack([target_features(recipe, each) for each in tokens])
@@ -137,7 +137,7 @@ def test_unrolled_depths_are_what_drafting_entry_by_entry_gives(target: Target, 
 @pytest.mark.parametrize(("algorithm", "draft_vocab_size"), [("eagle3", 40), ("eagle3", 0), ("eagle2", 40)])
 @torch.no_grad()
 def test_acceptance_is_that_of_drafting_with_the_heads_own_tokens(
-    target: Target, algorithm: str, draft_vocab_size: int
+    target: FrozenTarget, algorithm: str, draft_vocab_size: int
 ) -> None:
     """The measurement reads the target's text only; a server feeds the head its own drafts. Both count alike."""
     recipe = make_recipe(target, algorithm, draft_vocab_size)
@@ -177,14 +177,14 @@ def count_accepted(recipe: EagleRecipe, text: Tensor, features: Tensor, row: int
 
 
 @torch.no_grad()
-def test_held_out_texts_go_on_as_the_target_greedily_would(target: Target) -> None:
+def test_held_out_texts_go_on_as_the_target_greedily_would(target: FrozenTarget) -> None:
     texts = held_out_texts(target, torch.from_numpy(repeating_tokens(300).astype("int32")), 3, 20, 2)
     assert texts.shape == (3, 20)
     predicted = target.logits(target.run(texts).final).argmax(-1)
     assert torch.equal(texts[:, 10:], predicted[:, 9:-1])
 
 
-def test_eagle3_labels_leave_out_positions_whose_best_token_cannot_be_drafted(target: Target) -> None:
+def test_eagle3_labels_leave_out_positions_whose_best_token_cannot_be_drafted(target: FrozenTarget) -> None:
     recipe = make_recipe(target, "eagle3")
     assert isinstance(recipe, Eagle3Recipe)
     tokens = torch.randint(VOCAB_SIZE, (2, recipe.window), generator=torch.Generator().manual_seed(2))
@@ -197,7 +197,7 @@ def test_eagle3_labels_leave_out_positions_whose_best_token_cannot_be_drafted(ta
     assert 0 < is_counted.sum() < is_counted.numel()
 
 
-def test_an_eagle3_head_with_the_targets_output_head_can_draft_every_token(target: Target) -> None:
+def test_an_eagle3_head_with_the_targets_output_head_can_draft_every_token(target: FrozenTarget) -> None:
     recipe = make_recipe(target, "eagle3", draft_vocab_size=0)
     assert isinstance(recipe, Eagle3Recipe)
     assert recipe.draft_ids.tolist() == list(range(VOCAB_SIZE))
@@ -206,7 +206,7 @@ def test_an_eagle3_head_with_the_targets_output_head_can_draft_every_token(targe
     assert bool(is_counted.all())
 
 
-def test_compiled_code_is_given_and_gives_plain_tuples(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_given_and_gives_plain_tuples(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 loses the items of a named tuple that compiled code returns."""
     seen: list[object] = []
 
