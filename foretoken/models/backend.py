@@ -78,7 +78,7 @@ def device_of(uuid: str) -> torch.device:
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return torch.device("cuda", index)
-    raise PreconditionError(f"this process sees no GPU {uuid}")
+    raise PreconditionError(f"there is no GPU {uuid} here")
 
 
 def _gpu_problem() -> str | None:
