@@ -2,10 +2,11 @@
 
 It defines what foretoken_kernels.cpu.sample does fast.
 
-There is one function for each operation, in the order of foretoken/sampling.py. Logits are float32, and
-each operation rounds to float32. Probabilities are float64 and are summed in the stated order. A NaN logit
-counts as -inf, which no operation can undo. A row gives NO_SAMPLE instead of a token if one of its logits is
-NaN or +inf, before or after these operations, or if no token is left; the caller then ends the output.
+There is one function for each operation, in the order of foretoken/sampling.py. Logits are float32,
+and each operation rounds to float32. Probabilities are float64 and are summed in the stated order.
+A NaN logit counts as -inf, which no operation can undo. A row gives NO_SAMPLE instead of a token if
+one of its logits is NaN or +inf, before or after these operations, or if no token is left; the
+caller then ends the output.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from foretoken.noise import Float32, gumbel_noise
 from foretoken.sampling import SamplingParams, is_greedy, stop_token_ids
 
 NEVER = np.float32(-np.inf)
-# The "token" of a row that gives none.
+# Stands for the token of a row that gives none.
 NO_SAMPLE = -2
 
 

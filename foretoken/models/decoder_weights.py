@@ -163,14 +163,17 @@ class TensorReader:
         self.names_read: set[str] = set()
 
     def check_finite(self, laid_out: Iterable[torch.Tensor]) -> None:
-        """Raise CheckpointError, naming a tensor that was read, if one that was laid out holds NaN or infinity."""
+        """Raise CheckpointError if a laid-out tensor holds NaN or infinity.
+
+        Name the tensor that was read.
+        """
         if are_finite(laid_out):
             return
         names = sorted(self._stored.get(name, name) for name in self.names_read)
         for name in names:
             if not self._checkpoint.read(name, self._checkpoint.shape(name)).isfinite().all():
                 raise CheckpointError(f"{self._checkpoint.file_of(name)}: tensor {name} holds NaN or infinity")
-        raise CheckpointError(f"{self._checkpoint.path}: a tensor holds numbers too large for the type that is served")
+        raise CheckpointError(f"{self._checkpoint.path}: a tensor holds numbers too large for the served type")
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor as it is stored."""

@@ -97,8 +97,10 @@ def load_head_weights(source: HeadSource, config: HeadConfig) -> HeadWeights:
     """Read the weights of a draft head.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape, is unknown, or holds NaN or infinity.
-        ConfigError: head and target do not fit, or there is a token map for a head with its own vocabulary.
+        CheckpointError: a tensor is missing, has another shape, is unknown, or holds NaN or
+            infinity.
+        ConfigError: head and target do not fit, or there is a token map for a head with its own
+            vocabulary.
     """
     path, token_map = source.path, source.token_map
     with Checkpoint(path) as checkpoint:

@@ -53,7 +53,7 @@ def load_target_weights(
     ``dtype``.
 
     Raises:
-        CheckpointError: as foretoken.models.weights.Checkpoint, and for a tensor that holds NaN or infinity.
+        CheckpointError: as foretoken.models.weights.Checkpoint, or a tensor holds NaN or infinity.
     """
     names = ["model.embed_tokens.weight"] + ([] if config.tie_word_embeddings else ["lm_head.weight"])
     with Checkpoint(path) as checkpoint:

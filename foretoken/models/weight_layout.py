@@ -125,8 +125,9 @@ def weight_layout(backend: Backend, dtype: torch.dtype, stored: Sequence[torch.d
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether tensors that a layout made hold neither NaN nor infinity.
 
-    A sum tells, at the price of reading: NaN and infinity do not go away. All tensors of a GPU are waited for at once.
-    Only where a sum is no number are the elements looked at, since it may have overflowed.
+    A sum is enough, because NaN and infinity never disappear from it; the sums of one GPU's tensors
+    are fetched together. If a sum is not finite, the elements are checked, because the sum may have
+    overflowed.
     """
     floats = [bits.view(torch.bfloat16) if bits.dtype == torch.uint16 else bits for bits in tensors]
     sums: dict[torch.device, list[torch.Tensor]] = {}
