@@ -113,7 +113,7 @@ def _offsets(index: int) -> Any:
     return property(lambda request: request.starts[index])
 
 
-class ResidentStep(NamedTuple):
+class DeviceStep(NamedTuple):
     """The step whose tokens and hidden states are in device memory (foretoken.resident), where the
     trees go, too.
 
@@ -195,7 +195,7 @@ class DraftRequest:
     hidden: Float32
     block_ids: Int32
     prediction: Int32
-    resident: ResidentStep | None = None
+    resident: DeviceStep | None = None
 
     salts, seeds = _column("salts"), _column("seeds")
     slots, generations = _column("slots"), _column("generations")

@@ -110,7 +110,7 @@ def head_features(config: HeadConfig, num_target_layers: int) -> tuple[int, ...]
     # Some configs call the last layer's output n + 1, but there is no layer n + 1 to enter.
     found = tuple(n if layer == n + 1 else layer for layer in found)
     if not all(0 <= layer <= n for layer in found):
-        raise ConfigError(f"the draft head takes features at layers {list(found)} of a target that has {n}")
+        raise ConfigError(f"the draft head reads the inputs of layers {list(found)}; the target has {n} layers")
     return found
 
 
@@ -122,7 +122,7 @@ def _canonical_names(files: dict[str, Path]) -> dict[str, str]:
             if canonical.startswith(old):
                 canonical = new + canonical.removeprefix(old)
         if canonical in stored:
-            raise CheckpointError(f"{files[name]}: {name} and {stored[canonical]} are one tensor twice")
+            raise CheckpointError(f"{files[name]}: {name} and {stored[canonical]} are the same tensor")
         stored[canonical] = name
     return stored
 

@@ -157,11 +157,11 @@ def _shared_weights(source: HeadSource, config: HeadConfig) -> TargetWeights:
     path, weights = source.path, source.weights
     if weights is None:
         if config.family != "mtp":
-            raise ConfigError(f"{path}: this draft head uses the target's embedding or output head, which is not here")
+            raise ConfigError(f"{path}: this draft head needs the target's embedding or output head")
         weights = load_target_weights(path, source.target_config, source.dtype, source.backend)
     if weights.hidden_size != config.body.hidden_size or weights.vocab_size != source.target_config.vocab_size:
         raise ConfigError(
-            f"{path}: the head's hidden size {config.body.hidden_size} does not go with the target's embedding and "
+            f"{path}: the head's hidden size {config.body.hidden_size} does not match the target's embedding and "
             f"output head of size {weights.hidden_size}"
         )
     return weights
@@ -258,7 +258,7 @@ class _HeadLoader:
         body = self._config.body
         if body.hidden_size != self._target.hidden_size:
             raise ConfigError(
-                f"{self._path}: an EAGLE head of hidden size {body.hidden_size} does not go with a target of "
+                f"{self._path}: an EAGLE head of hidden size {body.hidden_size} does not match a target of "
                 f"{self._target.hidden_size}"
             )
         layers = []
@@ -274,7 +274,7 @@ class _HeadLoader:
         width = self._config.target_hidden_size or self._target.hidden_size
         if width != self._target.hidden_size:
             raise ConfigError(
-                f"{self._path}: target_hidden_size {width} does not go with a target of {self._target.hidden_size}"
+                f"{self._path}: target_hidden_size {width} does not match a target of {self._target.hidden_size}"
             )
         layers = [load_layer(body, reader, "layers.0", qkv_features=2 * size, input_norm="")]
         for index in range(1, body.num_layers):

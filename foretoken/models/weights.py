@@ -82,7 +82,7 @@ class Checkpoint:
         file, handle = self._place(name)
         stored = tuple(handle.get_slice(name).get_shape())
         if stored != shape:
-            raise CheckpointError(f"{file}: tensor {name} has shape {list(stored)}; the config asks for {list(shape)}")
+            raise CheckpointError(f"{file}: tensor {name} has shape {list(stored)}; the config needs {list(shape)}")
         try:
             tensor: torch.Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
@@ -95,7 +95,7 @@ class Checkpoint:
         part = handle.get_slice(name)
         if part.get_dtype() not in ("I64", "I32") or tuple(part.get_shape()) != (size,):
             found = f"{part.get_dtype()} {list(part.get_shape())}"
-            raise CheckpointError(f"{file}: tensor {name} is {found}; {size} integers are asked for")
+            raise CheckpointError(f"{file}: tensor {name} is {found}; expected {size} integers")
         return handle.get_tensor(name).to(torch.int64).numpy()  # type: ignore[no-any-return]
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from foretoken.drafting import (
     RAGGED_COLUMNS,
     ROW_DTYPE,
+    DeviceStep,
     DraftBatch,
     DrafterNeeds,
     DraftRequest,
-    ResidentStep,
     TargetInfo,
 )
 from foretoken.errors import PreconditionError
@@ -368,7 +368,7 @@ class RequestBuffer:
         records = self._row_bytes[:rows].copy().view(ROW_DTYPE)[:, 0]
         resident = None
         if kind == KIND_RESIDENT:
-            resident = ResidentStep(number, bool(marks & _BEGINS), bool(marks & _IS_LAST))
+            resident = DeviceStep(number, bool(marks & _BEGINS), bool(marks & _IS_LAST))
         starts = self._starts[:, : rows + 1].copy()
         request = DraftRequest(epoch, step_id, records, starts, **ragged, resident=resident)
         check_request(request, self._layout.max_rows)

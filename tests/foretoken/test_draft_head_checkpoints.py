@@ -190,7 +190,7 @@ def test_a_folder_of_pickles_names_the_converter(tmp_path: Path, suffix: str) ->
         (lambda t: t.update({"d2t": t["d2t"].float()}), "tensor d2t is F32"),
         (lambda t: t.update({"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}), r"fc\.weight has shape"),
         (lambda t: t.pop("fc.weight"), "no draft head"),
-        (lambda t: t.update({"layers.0.hidden_norm.weight": torch.zeros(HIDDEN)}), "one tensor twice"),
+        (lambda t: t.update({"layers.0.hidden_norm.weight": torch.zeros(HIDDEN)}), "are the same tensor"),
     ],
 )
 def test_tensors_that_are_refused(target: Path, eagle3: Path, change: Callable[[Tensors], object], named: str) -> None:
@@ -257,7 +257,7 @@ def test_a_head_with_all_of_its_own_needs_no_target(target: Path, tmp_path: Path
 
 def test_an_eagle_head_of_another_width(target: Path, eagle: Path) -> None:
     reconfigure(eagle, hidden_size=32, head_dim=16)
-    with pytest.raises(ConfigError, match="hidden size 32 does not go with a target of 64"):
+    with pytest.raises(ConfigError, match="hidden size 32 does not match a target of 64"):
         load(eagle, target)
 
 

@@ -24,7 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.drafting import DrafterNeeds, ResidentStep, TargetInfo
+from foretoken.drafting import DeviceStep, DrafterNeeds, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.models.backend import Backend
 from foretoken.models.target_weights import TargetWeights
@@ -120,7 +120,7 @@ def test_a_resident_step_comes_out_of_the_head_as_it_went_in(
     number: int, begins: bool, is_last: bool, rows: int
 ) -> None:
     buffer = RequestBuffer(mmap.mmap(-1, LAYOUT.request_bytes), LAYOUT, 0)
-    step = ResidentStep(number, begins, is_last)
+    step = DeviceStep(number, begins, is_last)
     request = draft_request([[]] * rows, block_ids=[[row, row + 1] for row in range(rows)], resident=step)
     buffer.write(request)
     got = buffer.read()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.drafting import DraftBatch, DraftRequest, ResidentStep
+from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest
 from foretoken.transports.draft_parts import split_request
 from foretoken.transports.transport import (
     MAX_WAITING,
@@ -47,7 +47,7 @@ def test_a_request_that_fits_is_not_split() -> None:
 
 
 def test_a_request_of_a_resident_step_is_one_part() -> None:
-    step = ResidentStep(number=3, begins=False, is_last=False)
+    step = DeviceStep(number=3, begins=False, is_last=False)
     request = draft_request([[], []], block_ids=[[4, 5], [6]], resident=step)
     assert split_request(request, 1, BLOCK_SIZE) == [request]
     counters = TransportCounters()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from foretoken.drafting import RAGGED_COLUMNS, DraftBatch, DraftRequest, Float32, ResidentStep
+from foretoken.drafting import RAGGED_COLUMNS, DeviceStep, DraftBatch, DraftRequest, Float32
 from foretoken.tree import Int32
 
 UINT64 = st.integers(0, 2**64 - 1)
@@ -22,7 +22,7 @@ def draft_request(
     epoch: int = 1,
     step_id: int = 1,
     hidden_width: int = 0,
-    resident: ResidentStep | None = None,
+    resident: DeviceStep | None = None,
     **columns: Sequence[Any],
 ) -> DraftRequest:
     """One row for each list of new tokens, in slots 0, 1, ...; other columns as given, or plain defaults.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from drafter_svc.model.drafter import ModelDrafter
-from foretoken.drafting import DraftBatch, DraftRequest, ResidentStep
+from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from tests.support.paged_draft import BLOCK, Row, feature, request_of
 
@@ -176,7 +176,7 @@ class Play:
             request,
             starts=starts,
             block_ids=np.array([block for part in blocks for block in part], np.int32),
-            resident=ResidentStep(self._number, begins, is_last),
+            resident=DeviceStep(self._number, begins, is_last),
         )
 
     def post(self, step: int, *, begins: bool = False, is_last: bool = False, **fill: Any) -> list[Tree]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, ResidentStep
+from foretoken.drafting import DeviceStep, DraftBatch, DrafterNeeds, DraftRequest
 from foretoken.transports.transport import DraftTransport, TransportClosedError
 from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
@@ -197,9 +197,9 @@ class Attachment:
         self._feed.place(rows, memory, self.resident_number)
         self.transport.order.signal_step(self.resident_number)
         request = request_of(self._settings.epoch, self._step_id, as_seats(rows, self._settings.block_size))
-        return replace(request, resident=ResidentStep(self.resident_number, begins=True, is_last=True))
+        return replace(request, resident=DeviceStep(self.resident_number, begins=True, is_last=True))
 
-    def post_resident(self, rows: list[Row], step: ResidentStep) -> None:
+    def post_resident(self, rows: list[Row], step: DeviceStep) -> None:
         """Ask for the trees after a step whose results are in device memory. The rows name only blocks.
 
         If the step ``is_last``, it has been read, and ``collect`` returns the trees of sequences that still run.

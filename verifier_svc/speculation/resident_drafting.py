@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from foretoken.drafting import ResidentStep
+from foretoken.drafting import DeviceStep
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
 from verifier_svc.drafters.attachment import Attachment
@@ -109,7 +109,7 @@ class ResidentDrafting:
             blocks = self._blocks(row.sequence, self.attachment.sent.block_size)
             rows.append(row._replace(block_ids=blocks[self._num_blocks[index] :]))
             self._num_blocks[index] = max(self._num_blocks[index], len(blocks))
-        self.attachment.post_resident(rows, ResidentStep(number, not self._has_begun, is_last))
+        self.attachment.post_resident(rows, DeviceStep(number, not self._has_begun, is_last))
         self._has_begun = True
 
     def _blocks(self, sequence: Sequence, block_size: int) -> list[int]:

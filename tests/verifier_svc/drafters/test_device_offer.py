@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.drafting import DrafterNeeds, ResidentStep, TargetInfo
+from foretoken.drafting import DeviceStep, DrafterNeeds, TargetInfo
 from foretoken.models.backend import CPU, Backend
 from foretoken.resident import ResidentLayout, ResidentMemory
 from foretoken.transports.transport import DraftTransport, TransportClosedError
@@ -104,7 +104,7 @@ def run_steps(transport: DraftTransport, first: int, count: int) -> None:
     assert memory is not None and memory.layout == LAYOUT
     for number in range(first, first + count):
         is_last = number == first + count - 1
-        step = ResidentStep(number, begins=number == first, is_last=is_last)
+        step = DeviceStep(number, begins=number == first, is_last=is_last)
         transport.post(draft_request([[], []], epoch=EPOCH, step_id=number, resident=step))
         commit(memory, number, 2)
         transport.order.signal_step(number)
@@ -224,7 +224,7 @@ def test_a_drafter_in_the_process_gets_memory_behind_its_attach() -> None:
     memory = transport.resident
     for number in (1, 2):
         commit(memory, number, 2)
-        step = ResidentStep(number, begins=number == 1, is_last=number == 2)
+        step = DeviceStep(number, begins=number == 1, is_last=number == 2)
         transport.post(draft_request([[], []], epoch=EPOCH, step_id=number, resident=step))
         assert memory.draft_tokens[1, : 1 + NUM_DRAFTED].tolist() == expected_tree(number, 1)
     batch = transport.receive(0)
