@@ -36,9 +36,9 @@ class DeviceBuffers:
         """Return the buffer as a view [rows, width]."""
         return self._buffers[field][: rows * width].view(rows, width)
 
-    def view(self, span: Columns, rows: int) -> torch.Tensor:
-        """Return a view [rows, span.size], whose rows are ``span.width`` apart."""
-        return self.rows(span.buffer, rows, span.width)[:, span.offset : span.offset + span.size]
+    def view(self, columns: Columns, rows: int) -> torch.Tensor:
+        """Return a view [rows, columns.size], whose rows are ``columns.width`` apart."""
+        return self.rows(columns.buffer, rows, columns.width)[:, columns.offset : columns.offset + columns.size]
 
     def element_type(self, field: int) -> torch.dtype:
         """Return a buffer's element type.

@@ -73,23 +73,20 @@ class Llama(Generic[Loaded]):
                 raise ValueError(f"there is no hidden state {feature} in a model of {config.num_layers} layers")
         size = config.hidden_size
         program, hidden, normed = Program(), Columns(kernel.HIDDEN, size), Columns(kernel.NORMED, size)
-        kept = {
-            feature: [
-                Columns(kernel.FEATURES, size, i * size, len(features) * size) for i in _places(feature, features)
-            ]
-            for feature in features
-        }
+        kept: dict[int, list[Columns]] = {}
+        for i, feature in enumerate(features):
+            kept.setdefault(feature, []).append(Columns(kernel.FEATURES, size, i * size, len(features) * size))
         program.embed(weights.embedding, config.tie_word_embeddings, hidden)
         shape = LayerShape(size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, size)
         for index, layer in enumerate(weights.layers):
-            for span in kept.get(index, ()):
-                program.copy(hidden, span)
+            for columns in kept.get(index, ()):
+                program.copy(hidden, columns)
             program.norm(hidden, layer.input_norm, normed)
             program.layer(shape, Attention(index, layer))
-        for span in kept.get(config.num_layers, ()):
-            program.copy(hidden, span)
-        for span in kept.get(FINAL_NORM, ()):
-            program.norm(hidden, weights.final_norm, span)
+        for columns in kept.get(config.num_layers, ()):
+            program.copy(hidden, columns)
+        for columns in kept.get(FINAL_NORM, ()):
+            program.norm(hidden, weights.final_norm, columns)
         program.norm(hidden, weights.final_norm, normed, kernel.GATHERED)
         program.logits(weights.head, size, config.vocab_size)
         return program
@@ -123,7 +120,3 @@ class HostLlama(Llama[LoadedProgram]):
             longest: positions that one row attends to at most.
         """
         return self._passes.level_pass([self._loaded(())], num_rows, longest, NO_OUTPUT, 0)
-
-
-def _places(feature: int, features: tuple[int, ...]) -> list[int]:
-    return [i for i, other in enumerate(features) if other == feature]

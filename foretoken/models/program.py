@@ -144,8 +144,8 @@ class Program:
         self.linear(Columns(kernel.NORMED, hidden_size), head, out, rows=kernel.WANTED)
 
     def _add(self, operation: Operation) -> None:
-        for span in (operation.x, operation.out):
-            if span is not None and span.buffer != kernel.GIVEN:
-                widths = self.wanted_widths if span.buffer == kernel.LOGITS else self.row_widths
-                widths[span.buffer] = max(widths.get(span.buffer, 0), span.width)
+        for columns in (operation.x, operation.out):
+            if columns is not None and columns.buffer != kernel.GIVEN:
+                widths = self.wanted_widths if columns.buffer == kernel.LOGITS else self.row_widths
+                widths[columns.buffer] = max(widths.get(columns.buffer, 0), columns.width)
         self.operations.append(operation)

@@ -16,6 +16,7 @@ import logging
 import mmap
 import time
 import weakref
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -76,64 +77,11 @@ class FlagWords:
         self.raise_to(_DRAFT, EVERY_STEP)
 
 
-class HostOrder(StreamOrder):
-    """Order for hosts that do all work themselves, as in tests of GPU kernels on a CPU: an
-    ``await`` blocks."""
+class _WordOrder(StreamOrder, ABC):
+    """Order by the numbers in the shared words."""
 
-    def __init__(self, words: FlagWords, timeout_s: float = HOST_TIMEOUT_S) -> None:
-        """``timeout_s``: a wait ends by itself after so long, because nobody else could release the
-        caller."""
+    def __init__(self, words: FlagWords) -> None:
         self._words = words
-        self._timeout_s = timeout_s
-
-    def signal_step(self, number: int) -> None:
-        self._words.raise_to(_STEP, number)
-
-    def await_step(self, number: int) -> None:
-        self._await(_STEP, number)
-
-    def signal_draft(self, number: int) -> None:
-        self._words.raise_to(_DRAFT, number)
-
-    def await_draft(self, number: int) -> None:
-        self._await(_DRAFT, number)
-
-    def release_draft(self, number: int) -> None:
-        self._words.raise_to(_DRAFT, number)
-
-    def release_step(self, number: int) -> None:
-        self._words.raise_to(_STEP, number)
-
-    def _await(self, word: int, number: int) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while self._words.number(word) < number:
-            if time.monotonic() > deadline:
-                logger.warning("step %d did not arrive within %g s; continuing without it", number, self._timeout_s)
-                return
-            time.sleep(_LOOK_EVERY_S)
-
-
-class CudaOrder(StreamOrder):
-    """Order for streams on a GPU. Each call concerns PyTorch's current stream and returns at once.
-
-    The memory is unregistered after this object is gone, once its streams are idle.
-    """
-
-    def __init__(self, words: FlagWords, device: torch.device) -> None:
-        """Register the words with CUDA.
-
-        Raises UnavailableError or PreconditionError, as cuda_driver.call.
-        """
-        self._words = words
-        self._device = torch.device("cuda", device_index(device))
-        # Handles of the streams that have signalled or waited.
-        self._streams: set[int] = set()
-        self._write_value, self._wait_value = driver().cuStreamWriteValue32, driver().cuStreamWaitValue32
-        with on(self._device):
-            call("cuMemHostRegister", words.address, FLAG_BYTES, _REGISTER_PORTABLE_DEVICEMAP)
-            self._unregister = weakref.finalize(self, _unregister, self._device, words, self._streams)
-            self._unregister.atexit = False
-            self._address = int(call("cuMemHostGetDevicePointer", words.address, 0))
 
     def signal_step(self, number: int) -> None:
         self._signal(_STEP, number)
@@ -152,6 +100,59 @@ class CudaOrder(StreamOrder):
 
     def release_step(self, number: int) -> None:
         self._words.raise_to(_STEP, number)
+
+    @abstractmethod
+    def _signal(self, word: int, number: int) -> None:
+        """Set a word, in stream order."""
+
+    @abstractmethod
+    def _await(self, word: int, number: int) -> None:
+        """Wait, in stream order, until a word is at least the number."""
+
+
+class HostOrder(_WordOrder):
+    """Order for hosts that do all work themselves, as in tests of GPU kernels on a CPU: an
+    ``await`` blocks."""
+
+    def __init__(self, words: FlagWords, timeout_s: float = HOST_TIMEOUT_S) -> None:
+        """``timeout_s``: a wait ends by itself after so long, because nobody else could release the
+        caller."""
+        super().__init__(words)
+        self._timeout_s = timeout_s
+
+    def _signal(self, word: int, number: int) -> None:
+        self._words.raise_to(word, number)
+
+    def _await(self, word: int, number: int) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while self._words.number(word) < number:
+            if time.monotonic() > deadline:
+                logger.warning("step %d did not arrive within %g s; continuing without it", number, self._timeout_s)
+                return
+            time.sleep(_LOOK_EVERY_S)
+
+
+class CudaOrder(_WordOrder):
+    """Order for streams on a GPU. Each call concerns PyTorch's current stream and returns at once.
+
+    The memory is unregistered after this object is gone, once its streams are idle.
+    """
+
+    def __init__(self, words: FlagWords, device: torch.device) -> None:
+        """Register the words with CUDA.
+
+        Raises UnavailableError or PreconditionError, as cuda_driver.call.
+        """
+        super().__init__(words)
+        self._device = torch.device("cuda", device_index(device))
+        # Handles of the streams that have signalled or waited.
+        self._streams: set[int] = set()
+        self._write_value, self._wait_value = driver().cuStreamWriteValue32, driver().cuStreamWaitValue32
+        with on(self._device):
+            call("cuMemHostRegister", words.address, FLAG_BYTES, _REGISTER_PORTABLE_DEVICEMAP)
+            self._unregister = weakref.finalize(self, _unregister, self._device, words, self._streams)
+            self._unregister.atexit = False
+            self._address = int(call("cuMemHostGetDevicePointer", words.address, 0))
 
     def drain(self) -> None:
         """Let all streams that were ordered here continue, and wait until they are idle.

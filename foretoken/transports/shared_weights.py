@@ -157,7 +157,7 @@ class SharedWeights:
                 seal(memory_fd, F_SEAL_FUTURE_WRITE | SIZE_SEALS)
                 memory = torch.frombuffer(mapping, dtype=torch.uint8)
             else:
-                allocation = CudaMemory(backend.device, description.num_bytes, drain=_drain_of(backend.device))
+                allocation = CudaMemory(backend.device, description.num_bytes, drain=partial(_drain, backend.device))
                 memory_fd = allocation.export()
                 undo.callback(os.close, memory_fd)
                 memory = allocation.tensor()
@@ -203,7 +203,9 @@ def map_weights(fds: tuple[int, int], device: str) -> TargetWeights:
         raise PreconditionError(f"shared weights: they are for {theirs}, this drafter runs on {ours}")
     where = device_of(device) if device else CPU.device
     if where.type == "cuda":
-        allocation = CudaMemory(where, description.num_bytes, drain=_drain_of(where), fd=memory_fd, read_only=True)
+        allocation = CudaMemory(
+            where, description.num_bytes, drain=partial(_drain, where), fd=memory_fd, read_only=True
+        )
         return description.views(allocation.tensor())
     size = os.fstat(memory_fd).st_size
     if size != description.num_bytes:
@@ -212,10 +214,6 @@ def map_weights(fds: tuple[int, int], device: str) -> TargetWeights:
     # verifier's memory.
     mapping = mmap.mmap(memory_fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     return description.views(torch.frombuffer(mapping, dtype=torch.uint8))
-
-
-def _drain_of(device: torch.device) -> partial[None]:
-    return partial(_drain, device)
 
 
 def _drain(device: torch.device) -> None:

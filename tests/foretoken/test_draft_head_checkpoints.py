@@ -245,7 +245,7 @@ def test_llama4_names_its_width_otherwise(target: Path, eagle3: Path) -> None:
 
 
 def test_a_head_without_the_targets_weights(target: Path, eagle: Path) -> None:
-    with pytest.raises(ConfigError, match="uses the target's embedding or output head"):
+    with pytest.raises(ConfigError, match="needs the target's embedding or output head"):
         load(eagle, target, weights=None)
 
 
