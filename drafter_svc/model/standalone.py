@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from foretoken.models.backend import device_uuid
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
+from foretoken.models.draft_head import HeadOutput
 from foretoken.models.llama import HostLlama, Llama
 from foretoken.models.weights import Checkpoint
 
@@ -40,11 +41,6 @@ if TYPE_CHECKING:
 # Tokens that one request prefills at most, beside a few for each row: as many as one prefill step of a verifier by
 # default, so that the drafter keeps pace and no step waits for a whole prompt.
 PREFILL_TOKENS = 512
-
-
-class _Output(NamedTuple):
-    logits: torch.Tensor
-    hidden: torch.Tensor
 
 
 class StandaloneModel:
@@ -61,8 +57,8 @@ class StandaloneModel:
         self._no_hidden = torch.empty(0, 0)
         self.draft_vocab_size = llama.config.vocab_size
 
-    def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> _Output:
-        return _Output(self._decoder.forward(batch), self._no_hidden)
+    def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> HeadOutput:
+        return HeadOutput(self._decoder.forward(batch), self._no_hidden)
 
 
 class HostStandaloneModel(StandaloneModel):
@@ -81,11 +77,11 @@ class DeviceStandaloneModel(StandaloneModel):
         self._llama = llama
         self.tune = llama.tune
 
-    def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> _Output:
-        return _Output(self._llama.launch(arrays), self._no_hidden)
+    def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> HeadOutput:
+        return HeadOutput(self._llama.launch(arrays), self._no_hidden)
 
-    def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> _Output:
-        return _Output(self._llama.launch(arrays), self._no_hidden)
+    def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> HeadOutput:
+        return HeadOutput(self._llama.launch(arrays), self._no_hidden)
 
 
 class StandaloneDrafter(ModelDrafter):

@@ -106,10 +106,6 @@ class ModelConfig:
     head_norm: bool
     eos_token_ids: tuple[int, ...]
 
-    @property
-    def qkv_size(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
 
 def load_config(path: Path) -> ModelConfig:
     """Read the config of a checkpoint folder.

@@ -27,8 +27,6 @@ from foretoken.models.executor import Executor, Loaded
 from foretoken.models.forward_pass import ForwardPass, LoadedProgram
 from foretoken.models.head_programs import HeadPrograms
 
-_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "MTP"}
-
 
 class HeadOutput(NamedTuple):
     """The result of one pass; both tensors are valid until the head's next call.
@@ -82,7 +80,6 @@ class DraftHead(Generic[Loaded]):
         config, weights = head.config, head.weights
         self.config = config
         self.family: Literal["eagle", "eagle3", "mtp"] = config.family
-        self.algorithm = _ALGORITHMS[config.family]
         self.features = head_features(config, head.target_config.num_layers)
         self.num_depths = config.num_depths
         self.hidden_size = config.body.hidden_size

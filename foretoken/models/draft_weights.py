@@ -114,17 +114,18 @@ def load_head_weights(source: HeadSource, config: HeadConfig) -> HeadWeights:
     num_bytes = sum(tensor.nbytes for tensor in own_tensors)
     if own.head is not None and token_map is not None:
         raise ConfigError(f"{path}: a token map is for heads that use the target's output head; this has its own")
-    if own.embedding is not None and own.head is not None:
-        vocabulary = (own.embedding, False, own.head, own.draft_vocab_size, own.target_ids)
-        return HeadWeights(modules, *vocabulary, num_bytes)
-    shared = _shared_weights(source, config)
-    embedding, is_packed = (shared.embedding, shared.tied) if own.embedding is None else (own.embedding, False)
-    if own.head is not None:
-        return HeadWeights(modules, embedding, is_packed, own.head, own.draft_vocab_size, own.target_ids, num_bytes)
-    if token_map is None:
-        return HeadWeights(modules, embedding, is_packed, shared.head, shared.vocab_size, None, num_bytes)
-    rows, ids = head_rows(shared, token_map), token_map.astype(np.int32)
-    return HeadWeights(modules, embedding, is_packed, rows, len(ids), ids, num_bytes + rows.nbytes)
+    embedding, is_packed = own.embedding, False
+    head, vocab_size, ids = own.head, own.draft_vocab_size, own.target_ids
+    if embedding is None or head is None:
+        shared = _shared_weights(source, config)
+        if embedding is None:
+            embedding, is_packed = shared.embedding, shared.tied
+        if head is None and token_map is not None:
+            head, ids = head_rows(shared, token_map), token_map.astype(np.int32)
+            vocab_size, num_bytes = len(ids), num_bytes + head.nbytes
+        if head is None:
+            head, vocab_size = shared.head, shared.vocab_size
+    return HeadWeights(modules, embedding, is_packed, head, vocab_size, ids, num_bytes)
 
 
 def head_rows(weights: TargetWeights, token_map: NDArray[np.int32]) -> torch.Tensor:

@@ -41,10 +41,6 @@ class TargetWeights:
             head=weights.head,
         )
 
-    @property
-    def bfloat16(self) -> bool:
-        return self.layout.bfloat16
-
 
 def load_target_weights(
     path: Path, config: ModelConfig, dtype: torch.dtype = torch.float32, backend: Backend = CPU

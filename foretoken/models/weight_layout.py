@@ -15,13 +15,7 @@ from foretoken.models.backend import Backend
 
 
 class WeightLayout(Protocol):
-    """Lays out tensors of a checkpoint.
-
-    ``bfloat16``: whether matrices are held as bfloat16, not float32.
-    """
-
-    @property
-    def bfloat16(self) -> bool: ...
+    """Lays out tensors of a checkpoint."""
 
     def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
         """Lay out a matrix of parts [out_features, in_features], one below the other."""
@@ -50,7 +44,7 @@ class PanelLayout:
     as uint16."""
 
     def __init__(self, bfloat16: bool) -> None:
-        self.bfloat16 = bfloat16
+        self._bfloat16 = bfloat16
 
     def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
         arrays = [self._array(part) for part in parts]
@@ -70,7 +64,7 @@ class PanelLayout:
         return values.to(torch.float32).contiguous()
 
     def _array(self, tensor: torch.Tensor) -> NDArray[np.generic]:
-        if self.bfloat16:
+        if self._bfloat16:
             bits: NDArray[np.generic] = tensor.to(torch.bfloat16).view(torch.uint16).numpy()
             return bits
         floats: NDArray[np.generic] = tensor.to(torch.float32).numpy()
@@ -84,10 +78,6 @@ class RowLayout:
 
     device: torch.device
     dtype: torch.dtype
-
-    @property
-    def bfloat16(self) -> bool:
-        return self.dtype == torch.bfloat16
 
     def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
         rows = sum(len(part) for part in parts)

@@ -67,12 +67,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add("--glob", action="append", default=[], help="names of the text files in a folder (default: *.py *.txt)")
     add("--length", type=int, default=1024, help="tokens per row (default: %(default)s)")
     add("--prompt-length", type=int, default=256, help="prompt tokens per row (default: %(default)s)")
-    add(
-        "--greedy-share",
-        type=float,
-        default=0.6,
-        help="share of greedy rows, others sampled (default: %(default)s)",
-    )
+    add("--greedy-share", type=float, default=0.6, help="share of greedy rows; others sampled (default: %(default)s)")
     add("--batch-size", type=int, default=512, help="rows at once (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of prompts and samples (default: %(default)s)")
     add("--device", default="auto", help="cpu, cuda or cuda:N (default: the GPU if there is one)")

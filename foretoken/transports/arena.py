@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.drafting import DraftBatch, DraftRequest
 from foretoken.errors import PreconditionError
@@ -161,33 +161,17 @@ class _ArenaMemory:
         self.reply_memory.close()
 
 
-class _DrafterConnection:
-    """The connection to the drafter that has got the descriptors.
+class _DrafterConnection(NamedTuple):
+    """The connection to the drafter that has the descriptors.
 
     Attributes:
-        waiter: waits for a reply or for the end of the connection.
+        end: waits for the end of the connection: the drafter never writes, so anything readable is it.
+        reply: waits for a reply or for the end.
     """
 
-    def __init__(self, connection: socket.socket, reply_bell: Doorbell, spin_us: int) -> None:
-        self._connection = connection
-        self._end = Waiter((connection.fileno(),))
-        self.waiter = Waiter((reply_bell.fileno(), connection.fileno()), spin_us)
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def is_gone(self) -> bool:
-        """Return whether the drafter has closed its end: it never writes, so anything readable is
-        the end."""
-        return bool(self._end.wait(0))
-
-    def hang_up(self) -> None:
-        """End the connection, so that both sides' waiters see its end."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._connection.close()
+    socket: socket.socket
+    end: Waiter
+    reply: Waiter
 
 
 class ArenaTransport:
@@ -260,18 +244,19 @@ class ArenaTransport:
 
     def is_open(self) -> bool:
         with self._lock:
-            return not self._closed and self._drafter is not None and not self._drafter.is_gone()
+            return not self._closed and self._drafter is not None and not self._drafter.end.wait(0)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the drafter is gone."""
-        return self._attached().fileno()
+        return self._attached().socket.fileno()
 
     def hand_over(self, connection: socket.socket) -> None:
         """Send the drafter its descriptors, with the first ring of the self-test.
 
         Takes over ``connection``.
         """
-        self._drafter = _DrafterConnection(connection, self._memory.reply_bell, self._spin_us)
+        reply = Waiter((self._memory.reply_bell.fileno(), connection.fileno()), self._spin_us)
+        self._drafter = _DrafterConnection(connection, Waiter((connection.fileno(),)), reply)
         self._memory.request_bell.ring()
         if self._share is not None:
             self._share.write_proof(self._digest)
@@ -312,9 +297,9 @@ class ArenaTransport:
                 if left_s <= 0:
                     self._queue.give_up()
                     return None
-                ready = drafter.waiter.wait(left_s)
+                ready = drafter.reply.wait(left_s)
                 # A reply that arrived before the end still counts.
-                if ready == {drafter.fileno()}:
+                if ready == {drafter.socket.fileno()}:
                     raise TransportClosedError("the drafter closed the arena")
 
     def is_idle(self) -> bool:
@@ -343,7 +328,7 @@ class ArenaTransport:
             if self._share is not None:
                 self._share.release()
             if self._drafter is not None:
-                self._drafter.close()
+                self._drafter.socket.close()
             self._close_sent_fds()
             self._memory.close()
 
@@ -366,8 +351,9 @@ class ArenaTransport:
         """Pair all replies that have arrived with their requests; return the awaited one."""
         num_rings = self._memory.reply_bell.take()
         if num_rings > self._queue.num_in_flight:
-            if self._drafter is not None:
-                self._drafter.hang_up()
+            # The end of the connection wakes both sides' waiters.
+            with contextlib.suppress(OSError):
+                self._attached().socket.shutdown(socket.SHUT_RDWR)
             raise TransportClosedError(f"{num_rings} replies to {self._queue.num_in_flight} requests")
         awaited, replies = None, self._memory.replies
         for _ in range(num_rings):

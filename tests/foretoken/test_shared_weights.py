@@ -64,7 +64,7 @@ def shared_of(kind: str = "rows", *, tied: bool = False) -> SharedWeights:
 
 
 def same(one: TargetWeights, other: TargetWeights) -> bool:
-    sizes = [(each.vocab_size, each.hidden_size, each.tied, each.bfloat16, each.head.dtype) for each in (one, other)]
+    sizes = [(each.vocab_size, each.hidden_size, each.tied, each.head.dtype) for each in (one, other)]
     return (
         sizes[0] == sizes[1]
         and type(one.layout) is type(other.layout)
