@@ -151,7 +151,7 @@ class DeviceBatch:
 # Rows and wanted rows are padded to one of these, then to multiples of _STEP.
 _STEP = 128
 _MIN_BLOCKS = 128
-_BUCKETS = (
+_BUCKETS: tuple[int, ...] = (
     *range(1, 9),
     *range(10, 17, 2),
     *range(20, 33, 4),
