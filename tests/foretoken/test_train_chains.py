@@ -254,5 +254,5 @@ def test_the_draft_vocabulary_is_the_most_frequent_ids() -> None:
 
 
 def test_too_few_tokens_for_a_window_are_refused() -> None:
-    with pytest.raises(ConfigError, match="22 training tokens are too few for windows of 13: 23 are needed"):
+    with pytest.raises(ConfigError, match="22 training tokens are too few for windows of 13: at least 23 are needed"):
         Windows(torch.arange(22), 13, 10, 3, seed=5)
