@@ -105,8 +105,8 @@ class Trainer:
         self._warm_up_steps = max(1, min(WARM_UP_STEPS, (options.steps or 10 * WARM_UP_STEPS) // 10))
         self._recent: list[Tensor] = []
         self._logged = (0, 0.0)
-        self._measured: Acceptance | None = None
-        self._measured_step = -1
+        # The last measurement, by its step.
+        self._measured: dict[int, Acceptance] = {}
         if options.resume:
             self._load()
 
@@ -136,8 +136,7 @@ class Trainer:
                 saved_at = progress.seconds
         if self._recent:
             self._log()
-        acceptance = self._measured if self._measured_step == progress.step else self._measure()
-        assert acceptance is not None
+        acceptance = self._measured.get(progress.step) or self._measure()
         self._finish(acceptance)
         return acceptance
 
@@ -183,7 +182,7 @@ class Trainer:
         self.progress.history.append(
             {"step": self.progress.step, "acceptance": [round(each, 4) for each in acceptance.per_step]}
         )
-        self._measured, self._measured_step = acceptance, self.progress.step
+        self._measured = {self.progress.step: acceptance}
         _say(f"step {self.progress.step}  {acceptance}")
         return acceptance
 
