@@ -212,7 +212,7 @@ def test_speculators_ids_count_entries(tmp_path: Path) -> None:
 def test_layers_that_the_target_does_not_have(tmp_path: Path, ids: list[int] | None, num_layers: int) -> None:
     nested = {} if ids is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
     head = head_config(write_folder(tmp_path, *head_files.eagle3_files(**nested)))
-    with pytest.raises(ConfigError, match=f"of a target that has {num_layers}"):
+    with pytest.raises(ConfigError, match=f"the target has {num_layers} layers"):
         head_features(head, num_layers)
 
 

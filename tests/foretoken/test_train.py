@@ -345,7 +345,7 @@ def test_a_mimo_target_is_run_as_the_body_that_it_is(tmp_path: Path) -> None:
     body.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mimo", "auto_map": {"AutoModel": "x.Y"}}))
-    target = target_module.Target(tmp_path, torch.device("cpu"))
+    target = target_module.FrozenTarget(tmp_path, torch.device("cpu"))
     tokens = torch.arange(9)[None]
     output = body.model(tokens, output_hidden_states=True)
     found = target.run(tokens, (1, 2))

@@ -41,7 +41,7 @@ def test_a_head_for_a_target_of_another_width(algorithm: Algorithm, name: str, t
 
 def test_a_head_whose_layers_the_target_has_not(tmp_path: Path) -> None:
     target = changed(TARGET, tmp_path / "target", num_hidden_layers=3)
-    with pytest.raises(ConfigError, match="of a target that has 3"):
+    with pytest.raises(ConfigError, match="the target has 3 layers"):
         check_folder("EAGLE3", DEMO / "eagle3", target)
 
 
