@@ -19,7 +19,7 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
 from gateway.detokenizer import Detokenizer
 from gateway.messages import Finished, NewTokens, SequenceSpec
-from gateway.placement import Placement
+from gateway.resumable_sequence import Placement
 from gateway.prediction import PairPlaces, PredictionMatch
 from gateway.stop import StopMatcher
 from gateway.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import draw_seed
 from gateway.generation import Delta, GenerationRequest, Output, Prompt
-from gateway.patience import Patience
+from gateway.slow_reader import Patience
 from protos import gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = "foretoken.gateway.v1.GatewayService"

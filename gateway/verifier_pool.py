@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from foretoken.errors import QueueFullError, UnavailableError
 from gateway.messages import OutputSink, SequenceSpec, VerifierInfo
-from gateway.placement import Binding, Placement
+from gateway.resumable_sequence import Binding, Placement
 from gateway.verifier_client import SILENCE_LIMIT_S, VerifierClient
 
 logger = logging.getLogger(__name__)
