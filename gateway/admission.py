@@ -1,4 +1,4 @@
-"""Who may come in: a limit on requests, and the closed door of a gateway that drains."""
+"""Admit requests up to a limit, and none while the gateway drains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foretoken.errors import QueueFullError, UnavailableError
 
 
 class Admission:
-    """Counts the requests inside, all protocols together."""
+    """Counts the gateway's requests, over all protocols."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -24,11 +24,11 @@ class Admission:
         if self.draining:
             raise UnavailableError("the server is shutting down")
         if self.num_requests >= self._limit:
-            raise QueueFullError(f"{self._limit} requests are running or waiting already; try again later")
+            raise QueueFullError(f"{self._limit} requests are already running or waiting; try again later")
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
-        """Hold a place. Raises as ``check`` does."""
+        """Count one request while the block runs. Raises as ``check`` does."""
         self.check()
         self.num_requests += 1
         self._empty.clear()
@@ -40,7 +40,7 @@ class Admission:
                 self._empty.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Close the door and wait until everybody has left; False if some are still inside after ``timeout_s``."""
+        """Admit no more requests, and wait for the running ones; False if ``timeout_s`` passed first."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout_s):

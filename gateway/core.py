@@ -244,7 +244,7 @@ class GatewayCore:
             self.metrics.request_ended(generation, seconds, failure)
         request, outputs = generation.request, generation.outputs
         stats = generation.speculation
-        firsts = [output.first_token_at for output in outputs if output.first_token_at]
+        first_s = generation.time_to_first_token_s
         logger.info(
             "request",
             extra={
@@ -257,7 +257,7 @@ class GatewayCore:
                 "prompt_tokens": generation.prompt_tokens,
                 "cached_tokens": generation.cached_tokens,
                 "completion_tokens": generation.completion_tokens,
-                "time_to_first_token_ms": round(1e3 * (min(firsts) - generation.started_at), 3) if firsts else None,
+                "time_to_first_token_ms": None if first_s is None else round(1e3 * first_s, 3),
                 "duration_ms": round(1e3 * seconds, 3),
                 "resumes": generation.num_resumes,
                 "drafter": stats.drafter,

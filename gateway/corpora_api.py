@@ -1,4 +1,4 @@
-"""The operator's API for corpora: texts that drafters draft from for everybody."""
+"""Serve the operator's API for corpora: texts that drafters draft from for every request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from protos import verifier_pb2
 
 # Sorting millions of tokens takes seconds.
 CALL_TIMEOUT_S = 150.0
-# The operator may send more than others may.
+# The operator may send more than other clients.
 MAX_JSON_VALUES = limits.MAX_CORPUS_TOKENS + limits.MAX_JSON_VALUES
 
 
@@ -31,12 +31,12 @@ class CorpusFields(Fields):
     name: str = Field(description="1 to 64 characters of a-z, 0-9, _, . and -.")
     text: str | None = Field(None, description="Text, at most 2 million characters; or give token_ids.")
     token_ids: Any = Field(None, description="A list of token ids; or give text.")
-    append: bool = Field(False, description="Beside what the corpus holds, as a text of its own; else instead of it.")
-    drafter: str = Field("", description="A drafter that holds corpora; empty: the first.")
+    append: bool = Field(False, description="Add the text to the corpus as a separate text; else replace the corpus.")
+    drafter: str = Field("", description="A drafter that can hold corpora; empty: the first.")
 
 
 def corpora_router(core: GatewayCore, key: str) -> APIRouter:
-    """The routes, bound to one gateway, for callers that have ``key``."""
+    """Return the routes of one gateway, for callers with ``key``."""
     router = APIRouter(prefix="/v1/corpora", tags=["Operation"])
 
     async def call(method: str, message: Any) -> list[Any]:
@@ -44,7 +44,7 @@ def corpora_router(core: GatewayCore, key: str) -> APIRouter:
 
     @router.post("", openapi_extra=http.body_schema(CorpusFields))
     async def add(request: Request) -> Response:
-        """Draft from a text from now on, on all verifiers. Sent again with ``append: false`` it has the same effect."""
+        """Draft from a text from now on, on all verifiers. With ``append: false`` it is safe to repeat."""
         check_key(request, key)
         fields = validate(CorpusFields, await http.read_object(request, max_values=MAX_JSON_VALUES))
         limits.check_name("name", fields.name)
@@ -57,7 +57,7 @@ def corpora_router(core: GatewayCore, key: str) -> APIRouter:
 
     @router.get("")
     async def list_all(request: Request, drafter: str = "") -> Response:
-        """The corpora of one drafter, or of all; one that several verifiers have is that of the first."""
+        """List the corpora of one drafter, or of all; a corpus on several verifiers is listed once."""
         check_key(request, key)
         responses = await call("ListCorpora", verifier_pb2.ListCorporaRequest(drafter=drafter))
         corpora: dict[tuple[str, str], verifier_pb2.Corpus] = {}
@@ -67,7 +67,7 @@ def corpora_router(core: GatewayCore, key: str) -> APIRouter:
 
     @router.delete("/{name}")
     async def remove(request: Request, name: str, drafter: str = "") -> Response:
-        """Draft from a corpus no more, on any verifier."""
+        """Remove a corpus from all verifiers."""
         check_key(request, key)
         await call("RemoveCorpus", verifier_pb2.RemoveCorpusRequest(drafter=drafter, name=name))
         return http.json_response({"object": "corpus", "name": name, "deleted": True})
@@ -90,7 +90,7 @@ async def _token_bytes(core: GatewayCore, fields: CorpusFields) -> bytes:
 
 
 def _check_text_length(num_tokens: int, /, *, at_least: bool = False) -> None:
-    """Raise InvalidRequestError for a text of too many tokens. They need not fit the context."""
+    """Raise InvalidRequestError for a text of too many tokens; the context does not limit them."""
     limits.check_tokens("text", num_tokens, limits.MAX_CORPUS_TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""The operator's API for drafters: attached and detached while the verifiers serve."""
+"""Serve the operator's API for drafters: attach, list and detach them while verifiers serve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gateway.verifier_client import VerifierClient
 from gateway.verifier_wire import drafter_from_proto
 from protos import verifier_pb2
 
-# A step of the engine, and the end of the thread that kept the drafter.
+# Enough for one engine step, and for the end of the drafter's thread.
 CALL_TIMEOUT_S = 30.0
 
 
@@ -34,12 +34,12 @@ class DrafterFields(Fields):
 
 
 def drafters_router(core: GatewayCore, key: str) -> APIRouter:
-    """The routes, bound to one gateway, for callers that have ``key``."""
+    """Return the routes of one gateway, for callers with ``key``."""
     router = APIRouter(prefix="/v1/drafters", tags=["Operation"])
 
     @router.post("", openapi_extra=http.body_schema(DrafterFields))
     async def attach(request: Request) -> Response:
-        """One more drafter until it is detached or the verifier ends; requests may name it from now on."""
+        """Attach a drafter until it is detached or the verifier ends; requests may name it from now on."""
         check_key(request, key)
         fields = validate(DrafterFields, await http.read_object(request))
         limits.check_drafter_name("name", fields.name)
@@ -54,7 +54,7 @@ def drafters_router(core: GatewayCore, key: str) -> APIRouter:
 
     @router.get("")
     async def list_all(request: Request, verifier: str = "") -> Response:
-        """All drafters as each verifier sees them, those that were detached too."""
+        """List all drafters as each verifier sees them, detached ones included."""
         check_key(request, key)
         clients = _verifiers(core, verifier)
         infos = [(client, await client.fetch_info()) for client in clients]
@@ -62,7 +62,7 @@ def drafters_router(core: GatewayCore, key: str) -> APIRouter:
 
     @router.delete("/{name}")
     async def detach(request: Request, name: str, verifier: str = "") -> Response:
-        """Do without a drafter: its requests go on, and new ones may name it still."""
+        """Detach a drafter: its requests continue, and new ones may still name it."""
         check_key(request, key)
         await _change(core, _verifiers(core, verifier), "DetachDrafter", verifier_pb2.DetachDrafterRequest(name=name))
         return http.json_response({"object": "drafter", "name": name, "detached": True})
@@ -82,7 +82,7 @@ async def _change(core: GatewayCore, clients: Sequence[VerifierClient], method: 
     try:
         return await call_all(clients, method, message, timeout_s=CALL_TIMEOUT_S)
     finally:
-        # This process knows the names from now on; others learn them when a request has one that they do not know.
+        # Other gateway processes learn new names when a request uses one.
         await core.verifiers.fetch_infos()
 
 

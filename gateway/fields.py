@@ -1,4 +1,4 @@
-"""JSON bodies to checked fields: every complaint is an InvalidRequestError that names the field."""
+"""Turn JSON bodies into checked fields. Every InvalidRequestError names the field at fault."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FieldsT = TypeVar("FieldsT", bound=Fields)
 
 
 class SpeculativeFields(Fields):
-    """Our extension: what this request wants of speculation. It never changes the text."""
+    """Our extension: how this request uses speculation. It never changes the text."""
 
     enabled: bool = True
     drafter: str = Field(
@@ -71,7 +71,7 @@ def parse_object(body: bytes, max_values: int = limits.MAX_JSON_VALUES) -> dict[
 def validate(
     kind: type[FieldsT], body: dict[str, Any], *, ignored: Collection[str] = (), unsupported: Collection[str] = ()
 ) -> FieldsT:
-    """The fields of a body. A null counts as absent; ``ignored`` fields are accepted without effect."""
+    """Return the fields of a body. A null counts as absent; ``ignored`` fields have no effect."""
     values: dict[str, Any] = {}
     for name, value in body.items():
         known = name in kind.model_fields
@@ -92,8 +92,8 @@ def validate(
 def _check_json_cost(body: bytes, max_values: int) -> None:
     """Raise InvalidRequestError for a body whose parsing would take too long.
 
-    Counts without parsing, because a parser holds the GIL from start to end. Names the field that
-    holds most of the body.
+    Counts without parsing, because a parser holds the GIL from start to end. The error names the
+    field that holds most of the body.
     """
     most = {
         b",": (max_values, "values"),
@@ -104,8 +104,8 @@ def _check_json_cost(body: bytes, max_values: int) -> None:
     }
     if all(body.count(mark) <= count for mark, (count, _) in most.items()):
         return
-    # Marks within strings do not count. Once escapes are gone, every second piece between quotes
-    # is a string.
+    # Marks inside strings do not count. Without escapes, every second piece between quotes is a
+    # string.
     body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     pieces = [] if body.count(b'"') > most[b'"'][0] else body.split(b'"')
     outside = b"".join(pieces[::2])
@@ -119,7 +119,7 @@ def _check_json_cost(body: bytes, max_values: int) -> None:
 
 
 def _largest_field(pieces: list[bytes]) -> str:
-    """Return the key whose value is most of what is between strings; empty if there is none."""
+    """Return the key whose value holds most of the text between strings; empty if none does."""
     place = max(range(0, len(pieces), 2), key=lambda i: len(pieces[i]), default=0)
     if not place or not pieces[place].startswith(b":") or 2 * len(pieces[place]) < sum(map(len, pieces[::2])):
         return ""
@@ -127,7 +127,7 @@ def _largest_field(pieces: list[bytes]) -> str:
 
 
 def one_or_many_strings(field: str, value: object, most: int) -> tuple[str, ...]:
-    """A string, or a list of at most ``most`` strings, as a tuple; None is empty."""
+    """Return a string, or a list of at most ``most`` strings, as a tuple; () for None."""
     if value is None:
         return ()
     items = [value] if isinstance(value, str) else value
@@ -144,7 +144,7 @@ def is_id_list(value: object) -> bool:
 
 
 def token_biases(field: str, value: dict[str, float] | None) -> dict[int, float]:
-    """``{"token id": bias}`` with the ids as numbers."""
+    """Return ``{"token id": bias}`` with the ids as numbers."""
     limits.check_count(field, len(value or {}), limits.MAX_LOGIT_BIAS_ENTRIES)
     biases = {}
     for key, bias in (value or {}).items():
@@ -155,13 +155,13 @@ def token_biases(field: str, value: dict[str, float] | None) -> dict[int, float]
 
 
 def check_in_range(name: str, value: float | None, limit: str | None = None) -> None:
-    """Check a request field by the limit of the sampling parameter that it sets, under the field's own name."""
+    """Check a request field against the limit of the sampling parameter ``limit``, by default its own."""
     if value is not None:
         limits.check_number(name, value, limits.SAMPLING_RANGES[limit or name])
 
 
 def draw_seed(given: int | None) -> int:
-    """The client's seed, or a fresh one of 63 bits, so that every request can be repeated and resumed."""
+    """Return the client's seed, or draw one, so that every request can be repeated and resumed."""
     return secrets.randbits(63) if given is None else given
 
 

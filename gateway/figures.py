@@ -68,10 +68,10 @@ def _times(output: Output, started_at: float) -> dict[str, Any]:
     assert output.finished is not None
     num_tokens = len(output.token_ids)
     # Both times are from the first to the last token, as clients see them.
-    generating_s = output.last_token_at - output.first_token_at
-    gap_s = output.token_gap_s
+    generating_s = output.times.last_at - output.times.first_at
+    gap_s = output.times.mean_gap_s
     return {
-        "time_to_first_token_ms": 1e3 * (output.first_token_at - started_at) if num_tokens else None,
+        "time_to_first_token_ms": 1e3 * (output.times.first_at - started_at) if num_tokens else None,
         "queue_time_ms": output.finished.queue_ms,
         "mean_itl_ms": None if gap_s is None else 1e3 * gap_s,
         "tokens_per_second": 1 / gap_s if gap_s else None,

@@ -1,4 +1,4 @@
-"""POST /generate in SGLang's shape: ``text`` or ``input_ids`` in, ``text`` and ``meta_info`` out."""
+"""Serve POST /generate in SGLang's shape: ``text`` or ``input_ids`` in, ``text`` and ``meta_info`` out."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ class GenerateFields(Fields):
     rid: str | None = None
     model: str | None = None
     cache_salt: str | None = None
-    # Ours.
-    prediction: Any = Field(None, description="What the output is expected to be: a string or a list of token ids.")
+    # Our extensions.
+    prediction: Any = Field(None, description="The expected output: a string or a list of token ids.")
     speculative: SpeculativeFields = SpeculativeFields()
 
 
 class SglangFormat:
-    """Answers of POST /generate: one object, or a list where several prompts or choices were asked for.
+    """Writes one object, or a list for several prompts or choices.
 
-    Streamed objects are cumulative, as SGLang's are.
+    Streamed objects are cumulative, as in SGLang.
     """
 
     def __init__(self, fields: GenerateFields, tokenizer: Tokenizer, *, many: bool) -> None:
@@ -128,9 +128,9 @@ class SglangFormat:
             num_tokens = len(output.token_ids) - output.num_resumed_tokens
             info |= {
                 "cached_tokens": output.finished.num_cached_tokens,
-                "e2e_latency": max(output.last_token_at - generation.started_at, 0.0),
+                "e2e_latency": max(output.times.last_at - generation.started_at, 0.0),
                 "spec_verify_ct": stats.num_decode_steps,
-                # SGLang's formula: the token of prefill counts, and so does a trimmed last step.
+                # SGLang's formula: it counts the prefill's token and a trimmed last step.
                 "spec_accept_length": num_tokens / stats.num_decode_steps if stats.num_decode_steps else 1.0,
                 "spec_accept_token_num": stats.num_accepted_tokens,
                 "spec_draft_token_num": stats.num_draft_tokens,
@@ -168,13 +168,13 @@ class SglangFormat:
 
 
 def generate_router(core: GatewayCore) -> APIRouter:
-    """The route, bound to one gateway."""
+    """Return the route of one gateway."""
     router = APIRouter(tags=["SGLang"])
 
     @router.post("/generate", openapi_extra=http.body_schema(GenerateFields))
     async def generate(request: Request) -> Response:
         body = await http.read_object(request, core.check_open)
-        # SGLang's clients send nulls and empty values for whatever they do not use.
+        # SGLang's clients send nulls and empty values for fields that they do not use.
         fields = validate(
             GenerateFields, {name: v for name, v in body.items() if v is not None}, unsupported=UNSUPPORTED
         )
@@ -204,7 +204,7 @@ def generate_router(core: GatewayCore) -> APIRouter:
 
 
 async def _prompts(core: GatewayCore, fields: GenerateFields) -> tuple[tuple[Prompt, ...], bool]:
-    """The prompts, and whether they were given as a list."""
+    """Return the prompts, and whether the client sent a list."""
     if (fields.text is None) == (fields.input_ids is None):
         raise InvalidRequestError("give either text or input_ids", field="text")
     if fields.text is not None:

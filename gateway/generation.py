@@ -1,7 +1,7 @@
-"""One client request on its way through the verifier: tokens become text, stop strings end it, readers take deltas.
+"""Run one client request on the verifiers: collect its outputs, and hand them to a reader as deltas.
 
-A generation is its prompts, its parameters (the seed among them) and the tokens emitted so far; nothing else is needed
-to go on elsewhere. It knows no HTTP and no gRPC.
+A generation's prompts, its parameters (with the seed) and the tokens emitted so far are all that
+another verifier needs to continue it. This module knows no HTTP and no gRPC.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
-from gateway.detokenizer import Detokenizer
 from gateway.messages import Finished, NewTokens, SequenceSpec
-from gateway.resumable_sequence import Placement
+from gateway.output_text import OutputText
 from gateway.prediction import PairPlaces, PredictionMatch
-from gateway.stop import StopMatcher
+from gateway.resumable_sequence import ResumableSequence
+from gateway.token_times import StepObserver, TokenTimes
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
 
 # How often a reader learns that its generation waits for a verifier.
 WAITING_NEWS_S = 5.0
-# Called with the seconds since an output's last tokens and the number of tokens that came.
-StepObserver = Callable[[float, int], None]
 
 
 class ClientGoneError(Exception):
-    """The client disconnected: nobody is left to answer."""
+    """The client disconnected, so nobody reads the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +43,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Everything that decides the output; checked against the limits before a Generation is made of it.
+    """Everything that decides the output. Check it against the limits before you make a Generation.
 
-    ``sampling.max_tokens`` may be beyond the context: each output is cut to what its prompt leaves.
+    ``sampling.max_tokens`` may exceed the context: each output gets what its prompt leaves.
     """
 
     id: str
@@ -60,11 +58,11 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     timeout_ms: int | None = None
-    # The span that it belongs to.
+    # The parent of its spans.
     trace: TraceContext | None = None
-    # The client's name of what asked for the sampling's grammar; empty: as in SamplingParams of common.proto.
+    # The client's name for the field that set the grammar; empty: the name in common.proto.
     grammar_field: str = ""
-    # What the client expects as each output: a draft.
+    # The output that the client expects: a draft.
     prediction_ids: tuple[int, ...] = ()
 
     @property
@@ -74,12 +72,12 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in one output since its reader last took. ``finished``: nothing comes after it."""
+    """What one output gained since its reader last took a delta; ``finished``: it is the last one."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    # What each of these tokens added to the text.
+    # The text that each of these tokens added.
     token_texts: list[str] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -88,70 +86,64 @@ class Delta:
 
 
 class Output:
-    """One sequence's output. Implements OutputSink."""
+    """Collects the output of one sequence. Implements OutputSink."""
 
     def __init__(
         self,
         index: int,
         spec: SequenceSpec,
-        prompt: Prompt,
         request: GenerationRequest,
-        detokenizer: Detokenizer,
+        text: OutputText,
+        times: TokenTimes,
+        prediction: PredictionMatch,
         on_change: Callable[[Output], None],
         on_waiting: Callable[[], None],
-        on_step: StepObserver,
-        places: PairPlaces,
     ) -> None:
         self.index = index
         self.spec = spec
-        self.prompt = prompt
+        self.prompt = request.prompts[index // request.n]
         self.token_ids: list[int] = []
         self.sources: list[int] = []
-        # Set once the verifier's figures are in.
+        self.times = times
+        self.prediction = prediction
+        # Set when the verifier's figures arrive.
         self.finished: Finished | None = None
         self.finish_reason: FinishReason | None = None
         # The stop string or stop token that ended the output.
         self.matched: str | int | None = None
         self.error: ForetokenError | None = None
-        # time.monotonic() of the first and the last kept tokens; 0: none yet.
-        self.first_token_at = 0.0
-        self.last_token_at = 0.0
-        self._num_first_tokens = 0
-        # Where it runs; set when it is started.
-        self.placement: Placement | None = None
-        self.prediction = PredictionMatch(request.prediction_ids, places)
-        self._detokenizer = detokenizer
-        self._matcher = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
+        # Set when it starts.
+        self.sequence: ResumableSequence | None = None
+        self._text = text
         self._grammar_field = request.grammar_field
         self._on_change = on_change
         self._on_waiting = on_waiting
-        self._on_step = on_step
         self._delta = Delta(index)
-        # The delta's text in pieces: a reader may let thousands of them gather.
+        # The delta's text in pieces: thousands may gather for a slow reader.
         self._pieces: list[str] = []
 
     @property
     def ended(self) -> bool:
-        """Whether the text is complete, be the figures there or not."""
+        """Whether the text is complete; the verifier's figures may still be missing."""
         return self.finish_reason is not None
 
     @property
     def is_waiting(self) -> bool:
         """Whether it waits for a verifier."""
-        return self.finished is None and self.placement is not None and self.placement.is_waiting
+        return self.finished is None and self.sequence is not None and self.sequence.is_waiting
 
     @property
     def num_resumes(self) -> int:
-        """How often it went on at a verifier after its loss."""
-        return 0 if self.placement is None else self.placement.num_resumes
+        """How often a verifier continued it after another was lost."""
+        return 0 if self.sequence is None else self.sequence.num_resumes
 
     @property
     def num_resumed_tokens(self) -> int:
-        """Tokens that attempts before the last one emitted: its figures are about those after them."""
-        return 0 if self.placement is None else self.placement.num_resumed_tokens
+        """Tokens from attempts before the last one; the verifier's figures leave them out."""
+        return 0 if self.sequence is None else self.sequence.num_resumed_tokens
 
     def take(self) -> Delta:
-        """What is new since the last call."""
+        """Return what is new since the last call."""
         delta, self._delta = self._delta, Delta(self.index)
         delta.text = "".join(self._pieces)
         self._pieces.clear()
@@ -165,7 +157,8 @@ class Output:
             return
         delta = self._delta
         delta.prompt_logprobs.extend(tokens.prompt_logprobs)
-        texts = self._to_texts(tokens.ids)
+        texts = self._text.feed(tokens.ids)
+        # A stop string may cut off the last tokens.
         kept = len(texts)
         self._pieces += texts
         delta.token_texts += texts
@@ -177,76 +170,34 @@ class Output:
         if self.spec.prediction_ids:
             self.prediction.feed(tokens.ids[:kept])
         if kept:
-            self._note_time(kept)
-        if self._matcher is not None and self._matcher.matched is not None:
-            self._end(FinishReason.STOP, self._matcher.matched)
-            assert self.placement is not None
-            self.placement.abort(kept_tokens=len(self.token_ids))
+            self.times.record(kept)
+        if self._text.matched is not None:
+            self.finish_reason, self.matched = FinishReason.STOP, self._text.matched
+            assert self.sequence is not None
+            self.sequence.abort(kept_tokens=len(self.token_ids))
         self._on_change(self)
 
     def on_finished(self, finished: Finished) -> None:
-        if not self.ended and finished.reason is FinishReason.ABORT:
-            self.on_error(UnavailableError("the verifier gave this request up"))
-            return
         if not self.ended:
-            self._flush()
-            matched = self._matcher.matched if self._matcher is not None else None
-            if matched is not None:
-                self._end(FinishReason.STOP, matched)
+            if finished.reason is FinishReason.ABORT:
+                self.on_error(UnavailableError("the verifier aborted this request"))
+                return
+            self._pieces.append(self._text.flush())
+            if self._text.matched is not None:
+                self.finish_reason, self.matched = FinishReason.STOP, self._text.matched
             else:
-                self._end(finished.reason, finished.stop_token_id)
+                self.finish_reason, self.matched = finished.reason, finished.stop_token_id
         self._close(finished)
 
     def on_error(self, error: ForetokenError) -> None:
         if self.ended:
-            # The text was complete and only the figures were missing.
+            # The text was complete; only the figures were missing.
             self._close(Finished(FinishReason.STOP, len(self.spec.prompt_ids), 0, len(self.token_ids)))
             return
         if self._grammar_field and error.field in limits.MAX_GRAMMAR_BYTES:
             error.field = self._grammar_field
         self.error = error
         self._on_change(self)
-
-    def _to_texts(self, token_ids: tuple[int, ...]) -> list[str]:
-        """What each token adds to the text that may be shown, for the tokens that are part of the output: a stop string
-        may cut. A token's own text may come with a later one, when a character or a possible stop string is complete.
-        """
-        texts: list[str] = []
-        for token_id in token_ids:
-            text = self._detokenizer.feed((token_id,))
-            if self._matcher is not None:
-                honour = len(self.token_ids) + len(texts) + 1 >= self.spec.sampling.min_tokens
-                text = self._matcher.feed(text, honour=honour)
-            texts.append(text)
-            if self._matcher is not None and self._matcher.matched is not None:
-                break
-        return texts
-
-    @property
-    def token_gap_s(self) -> float | None:
-        """Mean seconds a token, of those behind the first message: that may bring several, if it was waited for. None
-        without any."""
-        count = len(self.token_ids) - self._num_first_tokens
-        return (self.last_token_at - self.first_token_at) / count if count > 0 else None
-
-    def _flush(self) -> None:
-        """Text that waited for more tokens: there are none."""
-        text = self._detokenizer.flush()
-        if self._matcher is not None:
-            text = self._matcher.feed(text, honour=len(self.token_ids) >= self.spec.sampling.min_tokens)
-            text += self._matcher.flush()
-        self._pieces.append(text)
-
-    def _note_time(self, num_tokens: int) -> None:
-        now = time.monotonic()
-        if self.first_token_at:
-            self._on_step(now - self.last_token_at, num_tokens)
-        else:
-            self.first_token_at, self._num_first_tokens = now, num_tokens
-        self.last_token_at = now
-
-    def _end(self, reason: FinishReason, matched: str | int | None) -> None:
-        self.finish_reason, self.matched = reason, matched
 
     def _close(self, finished: Finished) -> None:
         self.finished = finished
@@ -255,7 +206,7 @@ class Output:
 
 
 class Generation:
-    """All outputs of one request: ``len(prompts) * n`` of them, those of one prompt beside each other."""
+    """Runs all ``len(prompts) * n`` outputs of one request; outputs of one prompt are neighbours."""
 
     def __init__(
         self,
@@ -274,15 +225,19 @@ class Generation:
         self.outputs: list[Output] = []
         places = PairPlaces(request.prediction_ids)
         for index, spec in enumerate(_specs(request, max_model_len)):
-            detokenizer = tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens)
-            prompt = request.prompts[index // request.n]
-            self.outputs.append(
-                Output(index, spec, prompt, request, detokenizer, self._on_change, self._news.set, on_step, places)
+            text = OutputText(
+                tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
+                request.stop,
+                include_stop=request.include_stop,
+                min_tokens=spec.sampling.min_tokens,
             )
+            prediction = PredictionMatch(request.prediction_ids, places)
+            times = TokenTimes(on_step)
+            self.outputs.append(Output(index, spec, request, text, times, prediction, self._on_change, self._news.set))
 
     @property
     def speculation(self) -> SpeculationStats:
-        """The counts of all outputs that have ended, added up."""
+        """The sum of the counts of all outputs that have ended."""
         return SpeculationStats.sum([o.finished.speculation for o in self.outputs if o.finished is not None])
 
     @property
@@ -292,24 +247,24 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        """Output tokens so far; those after a stop string are no part of the output."""
+        """Output tokens so far, without tokens after a stop string."""
         return sum(len(output.token_ids) for output in self.outputs)
 
     @property
     def prediction_tokens(self) -> tuple[int, int]:
-        """Tokens of the prediction that came true in the outputs so far, and all others of it; summed over outputs."""
+        """Accepted and rejected tokens of the prediction so far, summed over outputs."""
         matches = [output.prediction for output in self.outputs]
         return sum(match.num_accepted for match in matches), sum(match.num_rejected for match in matches)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache held, each prompt counted once."""
+        """Prompt tokens found in the prefix cache, each prompt counted once."""
         firsts = self.outputs[:: self.request.n]
         return sum(output.finished.num_cached_tokens for output in firsts if output.finished is not None)
 
     @property
     def done(self) -> bool:
-        """Whether every output has ended and been taken, by a client that is still there."""
+        """Whether the reader took every output to its end; False if the client is gone."""
         return self._gone is None and not self._changed and all(output.finished is not None for output in self.outputs)
 
     @property
@@ -317,21 +272,27 @@ class Generation:
         return sum(output.num_resumes for output in self.outputs)
 
     @property
+    def time_to_first_token_s(self) -> float | None:
+        """Seconds from the start to the first token of any output."""
+        firsts = [output.times.first_at for output in self.outputs if output.times.first_at]
+        return min(firsts) - self.started_at if firsts else None
+
+    @property
     def is_waiting(self) -> bool:
         """Whether some output waits for a verifier."""
         return any(output.is_waiting for output in self.outputs)
 
     def start(self) -> None:
-        """Submit all outputs; while no verifier is there, they wait for one. Raises QueueFullError."""
-        placements = self._verifiers.start((output.spec, output) for output in self.outputs)
-        for output, placement in zip(self.outputs, placements, strict=True):
-            output.placement = placement
+        """Submit all outputs; they wait if no verifier is up. Raises QueueFullError."""
+        sequences = self._verifiers.start((output.spec, output) for output in self.outputs)
+        for output, sequence in zip(self.outputs, sequences, strict=True):
+            output.sequence = sequence
 
     async def wait(self) -> list[Delta]:
-        """What is new since the last call; a slow reader gets larger deltas, never more of them.
+        """Wait for news, then return it; a slow reader gets larger deltas, never more of them.
 
-        Nothing, every WAITING_NEWS_S, while an output waits for a verifier. Raises the error that ended the
-        generation, once what came before it has been taken.
+        Returns an empty list every WAITING_NEWS_S while an output waits for a verifier. Raises the
+        error that ended the generation after the reader took everything before it.
         """
         while self._gone is not None or not self._changed:
             self._raise_failure()
@@ -349,7 +310,7 @@ class Generation:
         return deltas or await self.wait()
 
     async def run(self) -> list[Delta]:
-        """Wait for the end; returns one delta an output, in order."""
+        """Wait for the end; return one delta per output, in order."""
         for output in self.outputs:
             while output.finished is None:
                 self._raise_failure()
@@ -359,20 +320,20 @@ class Generation:
         return [output.take() for output in self.outputs]
 
     def disconnect(self) -> None:
-        """The client is gone: whoever waits gets ClientGoneError."""
+        """Raise ClientGoneError in whoever waits: the client is gone."""
         self._gone = ClientGoneError()
         self._news.set()
 
     def check_client(self) -> None:
-        """Raise ClientGoneError if the client is gone: an answer that it did not wait for was not given."""
+        """Raise ClientGoneError if the client is gone: an answer that nobody read does not count."""
         if self._gone is not None:
             raise self._gone
 
     def close(self) -> None:
-        """Drop what still runs. Safe to call at any time and more than once."""
+        """Drop the outputs that still run. Safe to call at any time and more than once."""
         for output in self.outputs:
-            if output.finished is None and output.placement is not None:
-                output.placement.drop()
+            if output.finished is None and output.sequence is not None:
+                output.sequence.drop()
 
     def _on_change(self, output: Output) -> None:
         self._changed[output.index] = output
@@ -386,7 +347,7 @@ class Generation:
 
 
 def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]:
-    """What to submit: one sequence a choice; prompts of a list are requests of their own to the verifier."""
+    """Return one sequence per choice; the verifier sees each prompt of a list as its own request."""
     specs = []
     for number, prompt in enumerate(request.prompts):
         room = max_model_len - len(prompt.ids)

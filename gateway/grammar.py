@@ -1,4 +1,4 @@
-"""What a request's output must be: OpenAI's ``response_format``, and the fields of vLLM and SGLang for the same."""
+"""Read the grammar that an output must follow from OpenAI's, vLLM's and SGLang's fields."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from foretoken.errors import InvalidRequestError
 from foretoken.sampling import Grammar
 from gateway.fields import Fields
 
-# What means something else than itself in a regular expression.
+# Characters with a meaning in regular expressions.
 _SPECIAL = re.compile(r"[][\\.+*?(){}|^$]")
 
 Choices = Annotated[list[str], Field(min_length=1)]
 
 
 class JsonSchemaFormat(Fields):
-    """OpenAI's wrapping of a schema. Whatever ``strict`` says, the output follows the schema."""
+    """OpenAI's wrapper of a schema. The output follows the schema, whatever ``strict`` says."""
 
     name: str | None = None
     description: str | None = None
@@ -34,7 +34,7 @@ class ResponseFormat(Fields):
 
 
 class StructuredOutputs(Fields):
-    """vLLM's."""
+    """vLLM's field for grammars."""
 
     json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as its text.")
     regex: str | None = None
@@ -43,7 +43,7 @@ class StructuredOutputs(Fields):
 
 
 class GrammarFields(Fields):
-    """What both OpenAI endpoints have; at most one of them may ask for something."""
+    """Fields of both OpenAI endpoints; a request may set only one grammar."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -53,7 +53,7 @@ class GrammarFields(Fields):
 
 
 def requested_grammar(fields: GrammarFields) -> tuple[Grammar | None, str]:
-    """The grammar that a body asks for, and the field that did. Raises InvalidRequestError naming the field."""
+    """Return a body's grammar and the field that set it. Raises InvalidRequestError."""
     wanted: list[tuple[Grammar, str]] = []
     if (response_format := fields.response_format) is not None and response_format.type != "text":
         wanted.append((_of_response_format(response_format), "response_format"))
@@ -72,7 +72,7 @@ def requested_grammar(fields: GrammarFields) -> tuple[Grammar | None, str]:
 
 
 def schema_grammar(field: str, value: object) -> Grammar:
-    """The grammar of a JSON schema that is given as an object or as its text."""
+    """Return the grammar of a JSON schema, given as an object or as text."""
     if isinstance(value, str):
         text = value
         try:
@@ -92,13 +92,13 @@ def schema_grammar(field: str, value: object) -> Grammar:
 
 
 def checked(field: str, grammar: Grammar) -> Grammar:
-    """The grammar, if it is not too long."""
+    """Return the grammar. Raises InvalidRequestError if it is too long."""
     limits.check_grammar(field, grammar)
     return grammar
 
 
 def the_one(wanted: list[tuple[Grammar, str]]) -> tuple[Grammar | None, str]:
-    """The only one of the grammars that fields ask for, with its field. Raises InvalidRequestError if there are two."""
+    """Return the only grammar that was set, with its field. Raises InvalidRequestError for two."""
     if len(wanted) > 1:
         raise InvalidRequestError(f"{wanted[1][1]} asks for a second form of the output", field=wanted[1][1])
     return wanted[0] if wanted else (None, "")
@@ -122,7 +122,7 @@ def _all(
     json_object: bool = False,
     choices: list[str] | None = None,
 ) -> list[tuple[Grammar, str]]:
-    """Of those of one field that are there."""
+    """Return the grammars set in this field."""
     found = []
     if schema is not None:
         found.append((schema_grammar(field, schema), field))

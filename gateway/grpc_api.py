@@ -1,4 +1,4 @@
-"""The public gRPC API: GatewayService. Protobuf types stop here."""
+"""Serve the public gRPC API, GatewayService. Protobuf types stop here."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import draw_seed
 from gateway.generation import Delta, GenerationRequest, Output, Prompt
-from gateway.slow_reader import Patience
+from gateway.slow_reader import SlowReaderTimeout
 from protos import gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = "foretoken.gateway.v1.GatewayService"
 # As in logs and spans.
 API = "grpc"
-# Clients refuse messages beyond 4 MiB by default. 1024 tokens with 20 logprobs each are 0.3 MB, the text 1 MB at most.
+# Clients refuse messages above 4 MiB by default. 1,024 tokens with 20 logprobs each take 0.3 MB,
+# the text at most 1 MB.
 MAX_CHUNK_TOKENS = 1024
 MAX_CHUNK_CHARS = 1 << 18
 Context: TypeAlias = "grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse]"
@@ -32,18 +33,18 @@ ModelContext: TypeAlias = "grpc.aio.ServicerContext[gateway_pb2.GetModelRequest,
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
-    """Errors are raised as ForetokenError; foretoken.rpc's interceptor makes statuses of them."""
+    """Serves GatewayService. foretoken.rpc's interceptor turns ForetokenErrors into statuses."""
 
     def __init__(self, core: GatewayCore) -> None:
         self._core = core
-        self._partings: set[asyncio.Task[None]] = set()
+        self._ending_calls: set[asyncio.Task[None]] = set()
 
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
         entered = False
         client_id = http.clean_id(request.request_id)
-        patience = Patience(context, self._core.settings.client_timeout_s, self._partings)
+        timeout = SlowReaderTimeout(context, self._core.settings.client_timeout_s, self._ending_calls)
         try:
             generation_request = await self._read(request, context)
             name = request.request_id or generation_request.id
@@ -51,10 +52,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             async with self._core.generate(generation_request, api=API, client_id=client_id) as generation:
                 while not generation.done:
                     deltas = await generation.wait()
-                    # Before the first of them goes out: while one is sent, the outputs go on beyond these deltas.
+                    # Build all responses before sending: the outputs continue during a send.
                     responses = [_responses(generation.outputs[delta.index], delta, name) for delta in deltas]
                     for response in itertools.chain.from_iterable(responses):
-                        with patience:
+                        with timeout:
                             yield response
         except asyncio.CancelledError:
             if not entered:
@@ -78,7 +79,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         )
 
     async def _read(self, request: gateway_pb2.GenerateRequest, context: Context) -> GenerationRequest:
-        """The checked request. Raises InvalidRequestError naming the field, or NotFoundError for the model."""
+        """Return the checked request. Raises InvalidRequestError, or NotFoundError for the model."""
         core = self._core
         core.check_open()
         core.check_model(request.model)
@@ -108,7 +109,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         if kind is None:
             raise InvalidRequestError("give either text or token_ids", field="prompt")
         if kind == "token_ids":
-            # Before they are copied: a message holds millions of them.
+            # Check before copying: a message may hold millions of ids.
             limits.check_prompt_length(kind, len(request.token_ids.ids), (await self._core.info()).max_model_len)
             return Prompt(tuple(request.token_ids.ids))
         add_special_tokens = not request.skip_special_tokens_in_prompt
@@ -123,7 +124,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
 
 def _timeout_ms(context: Context, most: int) -> int:
-    """What is left of the caller's deadline, if that is sooner than the server's own."""
+    """Return the client's remaining deadline, at most the server's."""
     left = context.time_remaining()
     return most if left is None else max(1, min(most, round(1e3 * left)))
 
@@ -136,7 +137,7 @@ def _responses(output: Output, delta: Delta, name: str) -> list[gateway_pb2.Gene
 
 
 def _chunks(output: Output, delta: Delta) -> Iterator[gateway_pb2.Chunk]:
-    """One chunk, or several where a slow reader let so much gather that a client would refuse the message."""
+    """Yield the delta in chunks that clients accept; more than one only for a slow reader."""
     first = len(output.token_ids) - len(delta.token_ids)
     num_entries = max(len(delta.token_ids), len(delta.prompt_logprobs))
     count = max(-(-num_entries // MAX_CHUNK_TOKENS), -(-len(delta.text) // MAX_CHUNK_CHARS))

@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two shapes: lists of columns (completions) and lists of entries (chat)."""
+"""Build logprobs in OpenAI's two shapes: columns for completions, entries for chats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.tokenizer import Tokenizer
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """``choices[].logprobs`` of a chat: one entry a token, with its bytes."""
+    """Return a chat's ``choices[].logprobs``: one entry per token, with its bytes."""
     return {
         "content": [
             {
@@ -25,7 +25,10 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dic
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of one completion, chunk by chunk: offsets count from the start of the whole text."""
+    """Builds ``choices[].logprobs`` of one completion, chunk by chunk.
+
+    Offsets count from the start of the whole text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, detokenizer: Detokenizer) -> None:
         self._tokenizer = tokenizer
@@ -38,7 +41,7 @@ class CompletionLogprobs:
         prompt_ids: Sequence[int] = (),
         prompt_entries: Sequence[TokenLogprobs] = (),
     ) -> dict[str, Any]:
-        """Columns for the next tokens. Echoed prompt tokens come first; the very first of them has no logprob."""
+        """Return columns for the next tokens, after echoed prompt tokens; the first of these has no logprob."""
         columns: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         known = {len(prompt_ids) - len(prompt_entries) + i: entry for i, entry in enumerate(prompt_entries)}
         for position, token_id in enumerate(prompt_ids):
@@ -55,7 +58,7 @@ class CompletionLogprobs:
         self._offset += len(self._detokenizer.feed((token_id,)))
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The best tokens and the sampled one; of two tokens with the same text, the likelier."""
+        """Return the best tokens and the sampled one; of two with the same text, the likelier."""
         top: dict[str, float] = {}
         for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top):
             name = token_name(self._tokenizer, token_id)
@@ -64,7 +67,7 @@ class CompletionLogprobs:
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text; a part of a character as ``bytes:\\xe2\\x82``, so that different tokens stay different."""
+    """Return a token's text, or ``bytes:\\xe2\\x82`` for a part of a character, so that names differ."""
     text, raw = tokenizer.token_text(token_id)
     if REPLACEMENT in text:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

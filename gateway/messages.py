@@ -1,4 +1,4 @@
-"""What the verifier tells the gateway, as plain values. Nothing here knows protobuf, text or HTTP."""
+"""Plain values that gateway and verifier exchange. Nothing here knows protobuf, text or HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """One choice of one request, as it is submitted. ``output_ids`` are the tokens of earlier attempts."""
+    """One choice of one request, as submitted; ``output_ids`` holds the tokens of earlier attempts."""
 
     request_id: str
     choice_index: int
@@ -39,37 +39,37 @@ class SequenceSpec:
     speculation: SpeculationOptions
     cache_salt: str | None = None
     timeout_ms: int | None = None
-    # The span that it belongs to.
+    # The parent of its spans.
     trace: TraceContext | None = None
     attempt: int = 0
     output_ids: tuple[int, ...] = ()
-    # What the client expects as the output.
+    # The output that the client expects.
     prediction_ids: tuple[int, ...] = ()
-    # Of the verifier that the output so far came from; another one refuses.
+    # The model that produced the output so far; a verifier with another model refuses.
     model_fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Tokens of one sequence that follow those before. ``sources`` has one entry a token."""
+    """The next tokens of one sequence; ``sources`` has one entry per token."""
 
     ids: tuple[int, ...]
     sources: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    # Prompt tokens that the prefix cache held; only beside the first tokens of an attempt.
+    # Prompt tokens found in the prefix cache; only with the first tokens of an attempt.
     num_cached_tokens: int | None = None
 
 
 class OutputSink(Protocol):
-    """Takes what becomes of one sequence, called on the event loop. After an end nothing more comes."""
+    """Receives the output of one sequence, on the event loop. Nothing follows an end or an error."""
 
     def on_tokens(self, tokens: NewTokens) -> None:
-        """New tokens in order, none twice."""
+        """Receive new tokens, in order, each once."""
         ...
 
     def on_waiting(self) -> None:
-        """No verifier is there; tokens come when one is."""
+        """Learn that the sequence waits until a verifier is up."""
         ...
 
     def on_finished(self, finished: Finished) -> None: ...
@@ -78,7 +78,7 @@ class OutputSink(Protocol):
 
 
 class SequenceSink(Protocol):
-    """Takes the events of one attempt at a sequence on one verifier, called on the event loop."""
+    """Receives the events of one attempt on one verifier, on the event loop."""
 
     def on_tokens(self, tokens: NewTokens) -> None: ...
 
@@ -87,25 +87,25 @@ class SequenceSink(Protocol):
     def on_error(self, error: ForetokenError) -> None: ...
 
     def on_refused(self, reason: str) -> None:
-        """The verifier takes no sequences any more; nothing came of this one."""
+        """Learn that the verifier refused the sequence, because it takes no more."""
         ...
 
     def on_lost(self, reason: str) -> None:
-        """The session broke, and the sequence with it."""
+        """Learn that the session broke and the sequence was lost."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """One configured drafter as the verifier sees it; counts since the verifier's start."""
+    """One configured drafter as the verifier sees it; counts start with the verifier."""
 
     name: str
     algorithm: str
     transport: str
-    # Where it listens; empty: in the verifier's process.
+    # Empty: it runs in the verifier's process.
     address: str
     state: str
-    # Why it is not attached, as far as the verifier knows.
+    # Why it is not attached, if the verifier knows.
     reason: str
     num_attaches: int
     num_drafts: int
@@ -113,16 +113,16 @@ class DrafterInfo:
     num_accepted_tokens: int
     num_rejected_drafts: int
     accepted_per_position: tuple[int, ...]
-    # Requests that a step waited for, and microseconds of these waits.
+    # Draft requests that a step waited for, and microseconds of these waits.
     num_awaited: int = 0
     wait_us: int = 0
-    # The drafter's own figures.
+    # Figures that the drafter reports.
     gauges: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierInfo:
-    """GetInfo: the model and the verifier's gauges and counters."""
+    """The answer of GetInfo: the model, and the verifier's gauges and counters."""
 
     version: str
     epoch: int
@@ -154,7 +154,7 @@ class VerifierInfo:
 
     @property
     def limits(self) -> ModelLimits:
-        """What requests are checked against."""
+        """The limits that requests are checked against."""
         names = tuple(drafter.name for drafter in self.drafters)
         detached = tuple(drafter.name for drafter in self.drafters if drafter.state == "detached")
         return ModelLimits(self.vocab_size, self.max_model_len, names, detached)

@@ -135,9 +135,9 @@ class GatewayMetrics:
         )
 
     def _output_ended(self, output: Output, started_at: float) -> None:
-        if output.first_token_at:
-            self._first_token.record(output.first_token_at - started_at)
-        if (gap_s := output.token_gap_s) is not None:
+        if output.times.first_at:
+            self._first_token.record(output.times.first_at - started_at)
+        if (gap_s := output.times.mean_gap_s) is not None:
             self._per_output_token.record(gap_s)
         if output.finished is not None and output.finish_reason is not None:
             finished = output.finished

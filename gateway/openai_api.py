@@ -1,4 +1,4 @@
-"""POST /v1/completions, POST /v1/chat/completions, GET /v1/models."""
+"""Serve POST /v1/completions, POST /v1/chat/completions and GET /v1/models."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from gateway.openai_request import (
 from gateway.openai_response import ChatFormat, CompletionFormat, ReplyFormat
 from gateway.tokenizer import SHORT_TEXT_CHARS
 
-# A template is a program: more messages may take it more than a few milliseconds.
+# A template is a program: it may take more than a few milliseconds for more messages.
 SHORT_CHAT_MESSAGES = 32
 
 
 def openai_router(core: GatewayCore) -> APIRouter:
-    """The routes, bound to one gateway."""
+    """Return the routes of one gateway."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.get("/v1/models")
@@ -76,7 +76,7 @@ def openai_router(core: GatewayCore) -> APIRouter:
 
 
 async def chat_text(core: GatewayCore, fields: ChatFields) -> str:
-    """Return the prompt that the chat template makes of the messages. Renders long ones in a thread.
+    """Return the prompt that the chat template renders. Long messages are rendered in a thread.
 
     A template may leave text out, so the messages may be longer than the context.
     """
@@ -94,7 +94,7 @@ async def chat_text(core: GatewayCore, fields: ChatFields) -> str:
 
 
 async def _with_texts(core: GatewayCore, request: GenerationRequest) -> GenerationRequest:
-    """Return the request with the text of every prompt, for the answer to begin with."""
+    """Return the request with the text of every prompt, which the answer echoes."""
     prompts = []
     for prompt in request.prompts:
         text = prompt.text

@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI endpoints: which fields there are, and what a generation makes of them."""
+"""Parse the bodies of the OpenAI endpoints into a generation's options."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from gateway.grammar import GrammarFields, requested_grammar
 from gateway.prediction import PredictionFields, parts_text
 from gateway.tokenizer import CHAT_TEMPLATE_KWARGS
 
-# OpenAI's default for completions; a chat goes on to the end of the context.
+# OpenAI's default for completions; a chat may fill the context.
 COMPLETION_MAX_TOKENS = 16
 REST_OF_CONTEXT = int(SAMPLING_RANGES["max_tokens"].high)
 
-# Accounting and hints of OpenAI's own service, which have no meaning here.
+# Accounting and hints for OpenAI's own service; they have no meaning here.
 IGNORED = frozenset(
     {
         "metadata",
@@ -50,12 +50,12 @@ UNSUPPORTED_IN_CHAT = frozenset({"audio", "function_call", "functions", "modalit
 class StreamOptions(Fields):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    # OpenAI pads chunks with random characters if this is set; here nothing is padded.
+    # OpenAI pads chunks with random characters if this is set; foretoken never pads.
     include_obfuscation: bool = False
 
 
 class GenerationFields(GrammarFields):
-    """What both endpoints have. Ranges: foretoken/limits.py."""
+    """Fields of both endpoints. Ranges: foretoken/limits.py."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -70,7 +70,7 @@ class GenerationFields(GrammarFields):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
-    # Beyond OpenAI's, as vLLM and SGLang name them.
+    # vLLM's and SGLang's extensions.
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -81,7 +81,7 @@ class GenerationFields(GrammarFields):
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     prediction: PredictionFields | None = None
-    # Ours.
+    # Our extensions.
     speculative: SpeculativeFields = SpeculativeFields()
     return_token_sources: bool = Field(
         False,
@@ -102,11 +102,11 @@ class CompletionFields(GenerationFields):
 class ChatMessage(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = Field(
-        None, description="A string, or a list of parts of type text. Only an assistant's may be absent or null."
+        None, description="A string, or a list of parts of type text. Only an assistant may leave it out or null."
     )
     name: str | None = None
     tool_call_id: str | None = None
-    # Answers of some servers hold these, and clients send answers back.
+    # Some servers put these into answers, and clients send answers back.
     annotations: Any = None
     reasoning_content: str | None = None
 
@@ -126,7 +126,7 @@ class ChatFields(GenerationFields):
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """A body's options, checked, with defaults filled in and a seed drawn; only the prompts are missing."""
+    """A body's checked options with defaults and a seed; only the prompts are missing."""
 
     sampling: SamplingParams
     speculation: SpeculationOptions
@@ -139,23 +139,23 @@ class GenerationOptions:
     include_usage: bool
     continuous_usage: bool
     return_token_sources: bool
-    # Text that the output is expected to be.
+    # The text that the client expects.
     prediction: str
     echo: bool = False
-    # The field that asked for the sampling's grammar.
+    # The field that set the grammar.
     grammar_field: str = ""
 
 
 def parse_completion(body: dict[str, Any]) -> tuple[CompletionFields, GenerationOptions]:
-    """Raises InvalidRequestError naming the field at fault."""
+    """Return a completion's fields and options. Raises InvalidRequestError naming the field."""
     fields = validate(CompletionFields, body, ignored=IGNORED, unsupported=UNSUPPORTED_IN_COMPLETION)
     if fields.best_of not in (None, 1):
         raise InvalidRequestError("best_of must be 1: use n for several choices", field="best_of")
     check_in_range("logprobs", fields.logprobs)
     prompt_logprobs = fields.logprobs if fields.echo else None
     max_tokens = _max_tokens(fields, COMPLETION_MAX_TOKENS)
-    # Scoring, as evaluation harnesses do it: the answer's lists must have one position after the prompt's, also
-    # where the model would end here.
+    # Evaluation harnesses score so: the answer's lists need one position after the prompt, even if
+    # the model would end there.
     is_scoring = prompt_logprobs is not None and max_tokens == 1
     grammar, grammar_field = requested_grammar(fields)
     sampling = _sampling(fields, max_tokens, fields.logprobs, prompt_logprobs, grammar, ignore_eos=is_scoring)
@@ -163,7 +163,7 @@ def parse_completion(body: dict[str, Any]) -> tuple[CompletionFields, Generation
 
 
 def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
-    """Raises InvalidRequestError naming the field at fault."""
+    """Return a chat's fields and options. Raises InvalidRequestError naming the field."""
     if body.get("modalities") == ["text"]:
         body = {name: value for name, value in body.items() if name != "modalities"}
     if body.get("tools") == []:
@@ -194,7 +194,7 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
 
 
 def prompts_of(value: object) -> list[str | list[int]]:
-    """The prompts of a completion: texts and lists of token ids, in order."""
+    """Return the prompts of a completion, texts or lists of token ids, in order."""
     if isinstance(value, str) or is_id_list(value):
         return [value]  # type: ignore[list-item]
     if not isinstance(value, list) or not value:
@@ -210,7 +210,7 @@ def prompts_of(value: object) -> list[str | list[int]]:
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: content is one string, developers are the system."""
+    """Return messages as chat templates expect them: one string each; developer becomes system."""
     out = []
     for number, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
@@ -227,13 +227,13 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def template_kwargs(fields: ChatFields) -> dict[str, Any]:
-    """Variables of the chat template that the request sets."""
+    """Return the chat template's variables that the request sets."""
     effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
     return effort | fields.chat_template_kwargs
 
 
 def _without_nulls_in_messages(body: dict[str, Any]) -> dict[str, Any]:
-    """Clients send back an assistant's message as they got it, with nulls for what it did not have."""
+    """Remove nulls from messages: clients send an assistant's message back as they received it."""
     messages = body.get("messages")
     if not isinstance(messages, list):
         return body
@@ -245,7 +245,7 @@ def _without_nulls_in_messages(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _max_tokens(fields: GenerationFields, default: int) -> int:
-    """The newer name wins."""
+    """Return ``max_completion_tokens``, else ``max_tokens``, else ``default``."""
     check_in_range("max_completion_tokens", fields.max_completion_tokens, "max_tokens")
     check_in_range("max_tokens", fields.max_tokens)
     if fields.max_completion_tokens is not None:

@@ -1,4 +1,4 @@
-"""Answers of the OpenAI endpoints: whole bodies and chunks, from a generation's outputs and deltas."""
+"""Write the OpenAI endpoints' bodies and chunks from a generation's outputs and deltas."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ MetricsDetail = Literal["none", "summary", "detailed"]
 
 
 class ReplyFormat(Protocol):
-    """How one request's answer looks; the exchange knows nothing of it."""
+    """Writes the answer to one request in an API's shape."""
 
     def whole(self, generation: Generation, deltas: list[Delta]) -> bytes:
-        """The body, from one delta an output."""
+        """Return the body, from one delta per output."""
         ...
 
     def first(self, generation: Generation) -> bytes:
-        """Events before any delta; may be empty."""
+        """Return the events before any delta; may be empty."""
         ...
 
     def chunk(self, generation: Generation, delta: Delta) -> bytes:
-        """Events for one delta; may be empty if it shows nothing."""
+        """Return the events for one delta; empty if it shows nothing."""
         ...
 
     def last(self, generation: Generation) -> bytes:
-        """Events after all deltas."""
+        """Return the events after all deltas."""
         ...
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 class OpenAiFormat(ABC):
-    """What chat and completions share: envelope, usage and metrics."""
+    """Writes what chats and completions share: envelope, usage and metrics."""
 
     whole_object: str
     chunk_object: str
@@ -94,11 +94,11 @@ class OpenAiFormat(ABC):
 
     @abstractmethod
     def _whole_choice(self, output: Output, delta: Delta) -> dict[str, Any]:
-        """One choice of a whole response, without its end."""
+        """Return one choice of a whole response, without its end."""
 
     @abstractmethod
     def _chunk_choice(self, output: Output, delta: Delta) -> dict[str, Any]:
-        """One choice of a streamed chunk, without its end."""
+        """Return one choice of a streamed chunk, without its end."""
 
     def _envelope(self, generation: Generation, kind: str) -> dict[str, Any]:
         return {"id": generation.request.id, "object": kind, "created": self._created, "model": self._model}
@@ -113,7 +113,7 @@ class OpenAiFormat(ABC):
         return {"finish_reason": output.finish_reason.value, "stop_reason": output.matched}
 
     def _with_metrics(self, body: dict[str, Any], generation: Generation) -> dict[str, Any]:
-        """Figures are of one output: with several choices or prompts there are none."""
+        """Return the body with its figures, which exist only for a single output."""
         if self._detail == "none" or len(generation.outputs) != 1:
             return body
         return {**body, "metrics": generation_metrics(generation, detailed=self._detail == "detailed")}

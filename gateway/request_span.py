@@ -38,9 +38,8 @@ def end_span(span: Span, generation: Generation, failure: str | None) -> None:
         tracing.SPEC_DRAFTER: stats.drafter,
         "foretoken.resumes": generation.num_resumes,
     }
-    firsts = [output.first_token_at for output in generation.outputs if output.first_token_at]
-    if firsts:
-        attributes[tracing.RESPONSE_TIME_TO_FIRST_CHUNK] = min(firsts) - generation.started_at
+    if (first_s := generation.time_to_first_token_s) is not None:
+        attributes[tracing.RESPONSE_TIME_TO_FIRST_CHUNK] = first_s
     span.end(attributes, failure)
 
 

@@ -1,7 +1,7 @@
-"""One sequence on its way over verifiers: what it emitted so far, where it runs, and what a loss of that place means.
+"""Run one sequence on a verifier, and resume it on another when that verifier is lost.
 
-Everything that decides the rest of a sequence is its prompt, its parameters and the tokens emitted so far; so a lost
-attempt goes on anywhere where the same model runs, by the same prefill that a preempted sequence gets.
+The prompt, the parameters and the tokens emitted so far decide the rest of a sequence. So any
+verifier with the same model can resume it, by the prefill that a preempted sequence gets.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from gateway.verifier_client import VerifierClient
 
 @dataclass(slots=True)
 class Binding:
-    """What the sequences of one request share: the model that they began with (empty: none began yet)."""
+    """The model that one request's sequences began with; empty: none began yet."""
 
     fingerprint: str = ""
 
 
 class Placer(Protocol):
-    """Finds a verifier, now or later, and calls ``Placement.submit_to``."""
+    """Finds a verifier, now or later, and calls ``ResumableSequence.submit_to``."""
 
-    def place(self, placement: Placement) -> None: ...
+    def place(self, sequence: ResumableSequence) -> None: ...
 
-    def forget(self, placement: Placement) -> None:
-        """It needs no verifier any more."""
+    def forget(self, sequence: ResumableSequence) -> None:
+        """Free what is held for a sequence that needs no verifier any more."""
         ...
 
 
-class Placement:
-    """Implements SequenceSink for the verifier that the sequence runs on now."""
+class ResumableSequence:
+    """One sequence. Implements SequenceSink for the verifier that it runs on now."""
 
     def __init__(
         self, spec: SequenceSpec, sink: OutputSink, placer: Placer, binding: Binding, *, resume_attempts: int
     ) -> None:
-        """``resume_attempts``: how many resumes verifiers may accept before a further loss is an error."""
+        """After ``resume_attempts`` accepted resumes a further loss is an error."""
         self.binding = binding
         self.deadline = None if spec.timeout_ms is None else _now() + spec.timeout_ms / 1e3
         # Resumes that a verifier accepted.
         self.num_resumes = 0
-        # Output tokens that the attempts before the present one emitted.
+        # Output tokens that earlier attempts emitted.
         self.num_resumed_tokens = 0
         self._spec = spec
         self._sink = sink
@@ -60,7 +60,7 @@ class Placement:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it runs nowhere and waits for a verifier."""
+        """Whether it waits for a verifier."""
         return self._client is None
 
     @property
@@ -69,7 +69,7 @@ class Placement:
         return self._attempt > 0
 
     def submit_to(self, client: VerifierClient) -> None:
-        """Start, or go on, on ``client``, which must be up."""
+        """Start or resume on ``client``, which must be up."""
         left_ms = None if self.deadline is None else max(1, round(1e3 * (self.deadline - _now())))
         self.binding.fingerprint = client.fingerprint
         self._client = client
@@ -87,29 +87,29 @@ class Placement:
         )
 
     def abort(self, *, kept_tokens: int) -> None:
-        """End the sequence early; its sink still gets ``on_finished``, with figures up to ``kept_tokens`` tokens."""
+        """End the sequence early; its sink gets ``on_finished`` with figures up to ``kept_tokens``."""
         assert self._client is not None
         self._aborted = True
         self._client.abort(self._spec.request_id, self._spec.choice_index, kept_tokens=kept_tokens)
 
     def drop(self) -> None:
-        """End a sequence that nobody wants any more: its sink gets nothing from now on."""
+        """End the sequence, which nobody wants any more; its sink gets nothing from now on."""
         self._placer.forget(self)
         if self._client is not None:
             self._client.drop(self._spec.request_id, self._spec.choice_index)
 
     def fail(self, reason: str) -> None:
-        """Drop it; its sink is told ``reason`` as an UnavailableError."""
+        """Drop the sequence, and send ``reason`` to its sink as an UnavailableError."""
         self.drop()
         self._sink.on_error(UnavailableError(reason))
 
     def on_waiting(self) -> None:
-        """No verifier is there for it now."""
+        """Report that no verifier is up for it now."""
         self._sink.on_waiting()
 
     def on_tokens(self, tokens: NewTokens) -> None:
         if self._num_cached_tokens is None:
-            # What the first attempt found: the answer is the same with and without a resume.
+            # From the first attempt, so that a resume does not change the answer.
             self._num_cached_tokens = tokens.num_cached_tokens
         self._emitted += tokens.ids
         if tokens.prompt_logprobs:
@@ -136,7 +136,7 @@ class Placement:
     def on_lost(self, reason: str) -> None:
         self._client = None
         if self._aborted:
-            # The output was complete; only the figures of its last attempt are lost.
+            # The output was complete; only the last attempt's figures are lost.
             self.on_finished(self._end(FinishReason.ABORT))
         elif len(self._emitted) >= self._spec.sampling.max_tokens:
             self.on_finished(self._end(FinishReason.LENGTH))

@@ -1,4 +1,4 @@
-"""How long the gateway waits for a gRPC caller that takes nothing of what is sent to it."""
+"""End the call of a gRPC client that does not read."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import grpc
 logger = logging.getLogger(__name__)
 
 
-class Patience:
-    """``with patience: yield message``: ends the call with ABORTED if the caller does not make room for it in time.
+class SlowReaderTimeout:
+    """Ends a call with ABORTED if the client does not read a message in time.
 
-    gRPC hands control back when flow control has let the message through, so that a caller who reads late only waits
-    longer. Made in the call's own task, which is cancelled.
+    Use it as ``with timeout: yield message``. gRPC returns control when flow control has let the
+    message through, so a client that reads late is only sent the next message later. Make it in
+    the call's own task: the timeout cancels that task.
     """
 
     # Any: gRPC's context is generic in the messages of one method.
-    def __init__(self, context: Any, timeout_s: float, partings: set[asyncio.Task[None]]) -> None:
-        """``partings`` holds the tasks of calls that were ended, while their status waits to be read."""
+    def __init__(self, context: Any, timeout_s: float, ending_calls: set[asyncio.Task[None]]) -> None:
+        """``ending_calls`` holds a task for each ended call until the client reads its status."""
         self._context = context
-        self._partings = partings
+        self._ending_calls = ending_calls
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -41,12 +42,12 @@ class Patience:
 
     def _expire(self) -> None:
         logger.info("client cut", extra={"reason": "it reads nothing"})
-        parting = self._loop.create_task(self._part())
-        self._partings.add(parting)
-        parting.add_done_callback(self._partings.discard)
+        ending = self._loop.create_task(self._end_call())
+        self._ending_calls.add(ending)
+        ending.add_done_callback(self._ending_calls.discard)
         self._task.cancel()
 
-    async def _part(self) -> None:
-        """The status reaches the caller behind the one message that it has left unread, if it ever reads on."""
+    async def _end_call(self) -> None:
+        """Send the status; the client gets it after its unread message, if it ever reads on."""
         with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError, asyncio.InvalidStateError):
             await self._context.abort(grpc.StatusCode.ABORTED, f"nothing was read for {self._timeout_s:g} s")

@@ -1,7 +1,7 @@
-"""The most characters of a text that one token can stand for: what tells a text that can never fit.
+"""Bound the characters that one token can stand for, to recognize texts that can never fit.
 
-The bound comes from the tokenizer's own definition (``tokenizer.json``). A part that may drop or
-merge any number of characters, or that is not known here, has no such bound: GENEROUS_CHARS stands
+The bound comes from the tokenizer's definition (``tokenizer.json``). A part that may drop or merge
+any number of characters, or that this module does not know, has no bound: GENEROUS_CHARS stands
 in for it.
 """
 
@@ -31,27 +31,24 @@ _NUM_BYTES = 256
 
 
 def max_token_chars(backend: Any) -> int:
-    """Return the most characters that one token of a ``tokenizers.Tokenizer`` stands for.
-
-    GENEROUS_CHARS if there is no bound.
-    """
+    """Return the most characters that one token stands for; GENEROUS_CHARS if there is no bound."""
     tokenizer = json.loads(backend.to_str())
     shrinking = _shrinking(tokenizer["normalizer"])
     if shrinking is None or not _keeps_text(tokenizer["pre_tokenizer"]) or not _knows_all_text(tokenizer):
         return GENEROUS_CHARS
-    # An added token that strips takes all of the space around it.
+    # An added token that strips includes all space around it.
     if any(token["lstrip"] or token["rstrip"] for token in tokenizer["added_tokens"]):
         return GENEROUS_CHARS
     tokens = [*backend.get_vocab(with_added_tokens=True)]
     if backend.normalizer is not None:
-        # These are looked for in the normalized text, by their own normalized form.
+        # The tokenizer searches for their normalized form in the normalized text.
         matched = [token["content"] for token in tokenizer["added_tokens"] if token["normalized"]]
         tokens += [backend.normalizer.normalize_str(content) for content in matched]
     return shrinking * max(map(len, tokens), default=1)
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Characters that one normalized character stands for at most; None if unbounded."""
+    """Return the most characters that one normalized character stands for; None if unbounded."""
     if normalizer is None:
         return 1
     kind = normalizer["type"]
@@ -82,7 +79,7 @@ def _keeps_text(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _knows_all_text(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether the model has a token for every text. It drops or merges what it does not know."""
+    """Whether the model has a token for every text, so that it drops and merges nothing."""
     model = tokenizer["model"]
     if model["type"] not in ("BPE", "Unigram"):
         return False

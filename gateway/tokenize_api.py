@@ -1,4 +1,4 @@
-"""POST /tokenize, POST /detokenize, GET /tokenizer_info, in vLLM's shapes."""
+"""Serve POST /tokenize, POST /detokenize and GET /tokenizer_info in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gateway.tokenizer import SHORT_TEXT_TOKENS
 
 
 class TokenizeFields(Fields):
-    """Body of POST /tokenize with a text; a body with ``messages`` is read as a chat's."""
+    """Body of POST /tokenize with a text; a body with ``messages`` is parsed as a chat."""
 
     model: str | None = None
     prompt: str
@@ -32,12 +32,12 @@ class DetokenizeFields(Fields):
 
     model: str | None = None
     tokens: Any = Field(description="A list of token ids.")
-    # All of what /tokenize gave comes back, as at vLLM.
+    # As in vLLM, all that /tokenize returned comes back.
     skip_special_tokens: bool = False
 
 
 def tokenize_router(core: GatewayCore) -> APIRouter:
-    """The routes, bound to one gateway."""
+    """Return the routes of one gateway."""
     router = APIRouter(tags=["Tokenizer"])
 
     @router.post("/tokenize", openapi_extra=http.body_schema(TokenizeFields))
@@ -82,7 +82,7 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
 
 
 async def _ids(core: GatewayCore, text: str, field: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
-    """Return the token ids of a text. Raises InvalidRequestError for one that can never fit."""
+    """Return a text's token ids. Raises InvalidRequestError for a text that can never fit."""
     max_model_len = (await core.info()).max_model_len
 
     def check(num_tokens: int, /, *, at_least: bool = False) -> None:

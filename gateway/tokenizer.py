@@ -1,7 +1,7 @@
-"""Text to token ids and back. Knows the tokenizer's files, and nothing of requests.
+"""Convert text to token ids and back, as a checkpoint's ``tokenizer.json`` defines it.
 
-``tokenizer.json`` defines the tokenizer; no code of a checkpoint is ever run, and torch is not imported
-(transformers' AutoTokenizer would import it).
+It never runs code from a checkpoint and does not import torch, as transformers' AutoTokenizer
+would.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from gateway.config import read_chat_template
 from gateway.detokenizer import ByteTable, Detokenizer, PrefixDetokenizer, Utf8Detokenizer
 from gateway.token_length import max_token_chars
 
-# Template variables that a request may set: the switches of public chat templates, nothing that replaces an input.
+# Template variables that a request may set: switches of public chat templates. None replaces an
+# input.
 CHAT_TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
-# Up to here a call takes a few milliseconds, and may be made on an event loop.
+# Up to these sizes a call takes a few milliseconds, so an event loop may make it.
 SHORT_TEXT_CHARS = 4096
 SHORT_TEXT_TOKENS = 4096
 
@@ -29,14 +30,17 @@ SHORT_TEXT_TOKENS = 4096
 class Tokenizer:
     """A checkpoint's tokenizer. Its methods may be called from several threads.
 
-    ``encode`` and ``decode`` release the GIL for all but short inputs, so that an event loop goes on.
-    Only the library's batch calls do that. They wait for a thread of the library's pool, so short
-    inputs, which may come from an event loop, take the other calls.
+    ``encode`` and ``decode`` release the GIL for all but short inputs, so that an event loop keeps
+    running. Only the library's batch calls do that. They wait for a thread of the library's pool,
+    so short inputs, which may come from an event loop, use the other calls.
     """
 
     def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
-        """Raises CheckpointError, naming the file, for a folder without a usable tokenizer, and ConfigError for a
-        chat template that cannot be read."""
+        """Load the tokenizer.
+
+        Raises CheckpointError, naming the file, for an unusable tokenizer, and ConfigError for an
+        unreadable chat template.
+        """
         self._hf = _load(folder)
         self._backend = self._hf.backend_tokenizer
         self._backend.no_truncation()
@@ -51,22 +55,22 @@ class Tokenizer:
         self._max_token_chars = max_token_chars(self._backend)
 
     def _check_template(self, path: Path) -> None:
-        """Raises ConfigError for what is no template."""
+        """Raise ConfigError for a template with a syntax error."""
         try:
             self._hf.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
         except TemplateSyntaxError as error:
             raise ConfigError(f"--chat-template: {path}, line {error.lineno}: {error.message}") from error
         except Exception:
-            # A program of its own: whatever else it raises is about this message, as in render_chat.
+            # A template is a program. Any other error is about this message, as in render_chat.
             return
 
     @property
     def vocab_size(self) -> int:
-        """Ids that have a token; the model's vocabulary may be padded beyond."""
+        """Number of ids with a token; the model's vocabulary may have padding after them."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def min_tokens(self, num_chars: int) -> int:
-        """Return how many tokens a text of ``num_chars`` characters has at least."""
+        """Return the fewest tokens that a text of ``num_chars`` characters can have."""
         return -(-num_chars // self._max_token_chars)
 
     def encode(
@@ -103,9 +107,9 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt that the chat template makes of ``messages``; it is encoded without added special tokens.
+        """Return the prompt that the chat template renders; encode it without adding special tokens.
 
-        Raises InvalidRequestError if there is no template, or if the template refuses the messages.
+        Raises InvalidRequestError if there is no template or the template refuses the messages.
         """
         if not self.has_chat_template:
             raise InvalidRequestError(
@@ -121,19 +125,19 @@ class Tokenizer:
                 **(template_kwargs or {}),
             )
         except Exception as error:
-            # A template is a program of its own: whatever it raises is about the messages that it was given.
+            # A template is a program: any error is about the messages that it received.
             raise InvalidRequestError(f"the chat template refused the messages: {error}", field="messages") from error
         return str(text)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one output."""
+        """Return a new incremental decoder for one output."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if self._bytes is not None:
             return Utf8Detokenizer(self._bytes, skipped)
         return PrefixDetokenizer(self._backend, skipped)
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """One token as text and as bytes; a token that is part of a character has U+FFFD in its text."""
+        """Return one token's text and bytes; the text of a part of a character holds U+FFFD."""
         if self._bytes is not None:
             raw = self._bytes[token_id]
             return raw.decode("utf-8", "replace"), raw
@@ -141,7 +145,7 @@ class Tokenizer:
         return text, text.encode()
 
     def describe(self) -> dict[str, Any]:
-        """What ``/tokenizer_info`` returns: the special tokens, the chat template and the class."""
+        """Return the answer of ``/tokenizer_info``: special tokens, chat template and class."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return {
             "tokenizer_class": type(self._hf).__name__,
@@ -152,13 +156,13 @@ class Tokenizer:
 
 
 def _load(folder: Path) -> Any:
-    """transformers' wrapper of ``tokenizer.json``; Any: the library is untyped."""
+    """Return transformers' wrapper of ``tokenizer.json``. Any: the library is untyped."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError(f"{path}: not found; a tokenizer in the tokenizer.json format is needed")
+        raise CheckpointError(f"{path}: not found; foretoken needs a tokenizer in this format")
     config_path = folder / "tokenizer_config.json"
     if "auto_map" in _read_json(config_path):
-        raise CheckpointError(f"{config_path}: auto_map asks to run code of the checkpoint: refused")
+        raise CheckpointError(f"{config_path}: auto_map asks to run the checkpoint's code, which is refused")
     try:
         return PreTrainedTokenizerFast.from_pretrained(
             str(folder), local_files_only=True, clean_up_tokenization_spaces=False
@@ -169,7 +173,7 @@ def _load(folder: Path) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file."""
+    """Return the object in a JSON file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -177,5 +181,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds no JSON object")
+        raise CheckpointError(f"{path}: it does not hold a JSON object")
     return value

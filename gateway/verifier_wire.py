@@ -1,4 +1,4 @@
-"""The verifier's protobuf messages to the gateway's values and back."""
+"""Convert the verifier's protobuf messages to the gateway's values and back."""
 
 from __future__ import annotations
 

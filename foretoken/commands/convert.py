@@ -1,5 +1,7 @@
-"""Checkpoints and token maps from pickles (.bin, .pt) to safetensors. A pickle is read by a limited process only, never
-by this one, and with torch's ``weights_only``, which runs no code from it.
+"""Convert checkpoints and token maps from pickles (.bin, .pt) to safetensors.
+
+Only a separate process with limits reads a pickle, with torch's ``weights_only``, which runs no
+code from the file.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from foretoken.errors import CheckpointError, ConfigError
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 _INDEX = "pytorch_model.bin.index.json"
 _WORKER = Path(__file__).with_name("convert_worker.py")
-# What a drafter's folder needs beside its tensors.
+# Files that a drafter's folder needs besides its tensors.
 _COPIED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -31,7 +33,7 @@ _COPIED = (
 
 @dataclass(frozen=True, slots=True)
 class ConvertLimits:
-    """For one file. A file or tensors of more than ``max_bytes``, more tensors, or more time: refused."""
+    """Limits for one file; a file that exceeds one is refused."""
 
     max_bytes: int = 32 * 1024**3
     max_tensors: int = 100_000
@@ -39,13 +41,14 @@ class ConvertLimits:
 
 
 def convert(source: Path, destination: Path, limits: ConvertLimits | None = None) -> list[Path]:
-    """Convert a checkpoint folder to a folder, or one file to a safetensors file; returns the files written.
+    """Convert a checkpoint folder, or one file to one safetensors file; return the files written.
 
-    A list or one-dimensional tensor of token ids (an FR-Spec map) becomes the int64 tensor ``token_map``.
+    A list or one-dimensional tensor of token ids (an FR-Spec map) becomes the int64 tensor
+    ``token_map``.
 
     Raises:
-        ConfigError: a source that is no such thing, or a destination that is there already.
-        CheckpointError: a file that is refused or broken, by name.
+        ConfigError: the source cannot be converted, or the destination exists.
+        CheckpointError: a file is refused or broken; the message names it.
     """
     limits = limits or ConvertLimits()
     if source.is_file():
@@ -81,7 +84,7 @@ def _convert_single(source: Path, destination: Path, limits: ConvertLimits) -> l
 
 
 def _plan(source: Path) -> dict[str, str]:
-    """The safetensors file that each pickle of the folder becomes, by name."""
+    """Return the name of each pickle in the folder, with the name of its safetensors file."""
     if any(source.glob("*.safetensors")):
         raise ConfigError(f"{source} holds safetensors already")
     if (source / _INDEX).is_file():
@@ -100,15 +103,18 @@ def _weight_map(file: Path) -> dict[str, str]:
         weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         places = {str(name): str(place) for name, place in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is no index of shards: {error!r}") from error
+        raise CheckpointError(f"{file} is not an index of shards: {error!r}") from error
     for place in places.values():
         if Path(place).name != place or Path(place).suffix not in PICKLE_SUFFIXES:
-            raise CheckpointError(f"{file} names {place!r}, which is no pickle in its folder")
+            raise CheckpointError(f"{file} names {place!r}, which is not a pickle in its folder")
     return places
 
 
 def _convert_shards(source: Path, stage: Path, plan: dict[str, str], limits: ConvertLimits) -> dict[str, str]:
-    """The file of each tensor. Raises CheckpointError for a name in two files, or an index that does not match."""
+    """Convert all files; return the file of each tensor.
+
+    Raises CheckpointError if two files hold the same tensor or the index names a missing one.
+    """
     places: dict[str, str] = {}
     for pickle_name, name in plan.items():
         for tensor in _convert_file(source / pickle_name, stage / name, limits):
@@ -123,7 +129,7 @@ def _convert_shards(source: Path, stage: Path, plan: dict[str, str], limits: Con
 
 
 def _convert_file(source: Path, output: Path, limits: ConvertLimits) -> list[str]:
-    """Names of the tensors that the worker wrote to ``output``."""
+    """Convert one file to ``output``; return the names of its tensors."""
     try:
         size = source.stat().st_size
     except OSError as error:
@@ -137,7 +143,7 @@ def _convert_file(source: Path, output: Path, limits: ConvertLimits) -> list[str
         with safe_open(output, framework="np") as file:
             written = sorted(file.keys())
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{source}: the worker wrote no safetensors: {error}") from error
+        raise CheckpointError(f"{source}: the worker wrote no safetensors file: {error}") from error
     if written != sorted(answer["names"]):
         raise CheckpointError(f"{source}: the worker wrote other tensors than it named")
     return written
@@ -174,7 +180,7 @@ def _ask_worker(source: Path, output: Path, limits: ConvertLimits) -> dict[str, 
 
 @contextmanager
 def _staging(destination: Path) -> Iterator[Path]:
-    """A folder beside the destination, so that a failure leaves nothing behind."""
+    """Make a temporary folder beside the destination, so that a failure leaves nothing there."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".convert-") as folder:
         yield Path(folder)

@@ -71,8 +71,8 @@ def test_shards_are_followed_by_their_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        (BOTH | {"b": "../pytorch_model-00002-of-00002.bin"}, "no pickle in its folder"),
-        (BOTH | {"b": "/etc/passwd"}, "no pickle in its folder"),
+        (BOTH | {"b": "../pytorch_model-00002-of-00002.bin"}, "not a pickle in its folder"),
+        (BOTH | {"b": "/etc/passwd"}, "not a pickle in its folder"),
         (BOTH | {"c": BOTH["a"]}, "tensor 'c' is in no file"),
         (BOTH | {"b": "pytorch_model-00003-of-00002.bin"}, "No such file"),
     ],

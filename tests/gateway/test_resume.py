@@ -46,7 +46,7 @@ async def disturbed(
     # What was put out is on its way before the verifier goes.
     pool = running.gateway.verifiers
     kept = sorted(cut for cut in cuts if cut is not None)
-    await running.until(lambda: sorted(len(p._emitted) for p in pool._placements) == kept)
+    await running.until(lambda: sorted(len(p._emitted) for p in pool._sequences) == kept)
     await running.kill()
     await running.start(playing(outputs, [None] * len(outputs), **more))
     return await asked
@@ -179,7 +179,7 @@ async def test_a_stream_whose_verifier_does_not_come_back_ends_at_its_deadline(
         await running.start(silent)
         asked = asyncio.create_task(ask(running))
         await running.until(lambda: bool(running.attempts))
-        (placement,) = running.gateway.verifiers._placements
+        (placement,) = running.gateway.verifiers._sequences
         placement.deadline = asyncio.get_running_loop().time()
         await running.kill()
         *_, last = events((await asked).text)
@@ -222,7 +222,7 @@ async def test_an_output_that_was_complete_when_its_verifier_died_is_not_resumed
     async with deployment(settings, tokenizer) as running:
         await running.start(silent)
         asked = asyncio.create_task(ask(running, max_tokens=2))
-        placements = running.gateway.verifiers._placements
+        placements = running.gateway.verifiers._sequences
         await running.until(lambda: any(len(placement._emitted) == 2 for placement in placements))
         await running.kill()
         chunks = events((await asked).text)

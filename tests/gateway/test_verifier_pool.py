@@ -63,7 +63,7 @@ async def test_a_stream_goes_on_at_the_other_verifier(settings: GatewaySettings,
         used = 0 if first.submitted else 1
         other = (second, first)[used]
         other.script = playing([output], [None])
-        await running.until(lambda: any(len(p._emitted) == 4 for p in running.gateway.verifiers._placements))
+        await running.until(lambda: any(len(p._emitted) == 4 for p in running.gateway.verifiers._sequences))
         await running.kill(used)
         chunks = events((await asked).text)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT
@@ -165,7 +165,7 @@ async def test_what_would_be_refused_is_refused_at_once_and_a_resume_never_is(
         # Another with room for one takes one, and then both that were lost.
         other = await running.start(playing([output, output], [None, None]), 1, queue_room=1)
         assert (await ask(running, n=2)).status_code == 429
-        await running.until(lambda: sum(len(p._emitted) == 3 for p in running.gateway.verifiers._placements) == 2)
+        await running.until(lambda: sum(len(p._emitted) == 3 for p in running.gateway.verifiers._sequences) == 2)
         await running.kill(0)
         chunks = events((await asked).text)
         assert [entry[0] for entry in joined(chunks).values()] == [TEXT, TEXT]
