@@ -1,4 +1,4 @@
-"""What REST and gRPC share: checks, admission, the life of a generation, and the one log line at its end."""
+"""Check, admit, run, count, log and trace requests, for REST and gRPC alike."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from gateway.verifier_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 
-# Reasons of a verifier that does not take a sequence: its queue is full, or what it alone can check is wrong with it.
+# Statuses with which a verifier refuses a sequence: its queue is full, or only it could check a field.
 REFUSALS = frozenset(error.status.name.lower() for error in (QueueFullError, InvalidRequestError))
-# At least as many processors are left to the event loop and the verifier.
+# Leave as many processors to the event loop and the verifier.
 MAX_TEXT_THREADS = max(1, (os.cpu_count() or 1) // 2)
 ResultT = TypeVar("ResultT")
 
@@ -56,7 +56,7 @@ class GatewayCore:
         tracer: Tracer | None = None,
         admin_key: str | None = None,
     ) -> None:
-        """``admin_key``: what the operator's endpoints ask for; None: there are none."""
+        """``admin_key`` protects the operator's endpoints; None: there are none."""
         self.settings = settings
         self.admin_key = admin_key
         self.tokenizer = tokenizer
@@ -75,13 +75,13 @@ class GatewayCore:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a new request would be taken now."""
+        """Whether the gateway would take a new request now."""
         return self.verifiers.is_up and not self.admission.draining
 
     async def info(self) -> VerifierInfo:
-        """A verifier's latest figures; a gateway that has just been started waits for them.
+        """Return a verifier's latest figures; right after its start the gateway waits for them.
 
-        Raises UnavailableError if no verifier is reached in time, and QueueFullError if too many wait.
+        Raises UnavailableError if no verifier answers in time, QueueFullError if too many wait.
         """
         with contextlib.suppress(UnavailableError):
             return self.verifiers.info
@@ -100,15 +100,15 @@ class GatewayCore:
             raise NotFoundError(f"the model {name!r} does not exist; this server serves {served!r}", field="model")
 
     def check_open(self) -> None:
-        """Raise QueueFullError or UnavailableError if a request would be refused now, whatever is in it.
+        """Raise QueueFullError or UnavailableError if the gateway would refuse any request now.
 
-        Asked before a request is parsed and encoded: under overload, refusals must cost next to nothing.
+        Call it before parsing and encoding: under overload a refusal must cost next to nothing.
         """
         self.admission.check()
         self.verifiers.check_room(1)
 
     async def in_text_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        """Return what ``work`` on a long text returns. Runs it in one of a few threads."""
+        """Run ``work`` on a long text in one of a few threads, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
     async def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> Prompt:
@@ -120,7 +120,7 @@ class GatewayCore:
         return Prompt(await self.token_ids(text, check, field=field, add_special_tokens=add_special_tokens), text)
 
     async def encode_prediction(self, text: str, *, field: str) -> tuple[int, ...]:
-        """Return the token ids of what the client expects as the output.
+        """Return the token ids of the output that the client expects.
 
         Raises InvalidRequestError naming ``field``, or "prediction" for too many tokens.
         """
@@ -135,8 +135,8 @@ class GatewayCore:
     ) -> tuple[int, ...]:
         """Return the token ids of a text. Raises InvalidRequestError naming ``field``.
 
-        ``check`` sees the fewest tokens that the text can have, then their number. So a text that
-        can never fit is refused before it is encoded.
+        ``check`` gets the fewest tokens that the text can have, then their number. So a text that
+        can never fit is refused before encoding.
         """
         limits.check_text(field, text, limits.MAX_PROMPT_CHARS)
         check(self.tokenizer.min_tokens(len(text)), at_least=True)
@@ -164,13 +164,13 @@ class GatewayCore:
         check_stop(request.stop)
         limits.check_prediction(request.prediction_ids, model)
         if request.prediction_ids and len(request.prompts) > 1:
-            # One text cannot be expected of several prompts; of several choices of one prompt it can.
+            # One text can be expected from several choices of a prompt, not from several prompts.
             raise InvalidRequestError("prediction needs a request of one prompt", field="prediction")
         if request.cache_salt is not None:
             limits.check_text("cache_salt", request.cache_salt, limits.MAX_CACHE_SALT_CHARS)
 
     async def _limits(self, options: SpeculationOptions) -> ModelLimits:
-        """What requests are checked against; a drafter that is not known may have been attached just now."""
+        """Return the model's limits; refresh them for an unknown drafter, which may be new."""
         model = (await self.info()).limits
         if set(limits.named_drafters(options)) <= set(model.drafter_names):
             return model
@@ -179,10 +179,10 @@ class GatewayCore:
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest, *, api: str, client_id: str = "") -> AsyncIterator[Generation]:
-        """A started generation; when the block is left, whatever still runs is dropped, counted, logged and traced.
+        """Start a generation. At the end of the block, drop what still runs; count, log and trace.
 
-        ``client_id`` is the caller's own name for the request, for the log. Raises QueueFullError at the limit of
-        requests, and UnavailableError while draining.
+        ``client_id`` is the client's name for the request in the log. Raises QueueFullError at the
+        limit of requests, and UnavailableError while draining.
         """
         with self.admission.enter():
             max_model_len = self.verifiers.info.max_model_len
@@ -195,7 +195,7 @@ class GatewayCore:
                 failure = None if all(output.ended for output in generation.outputs) else "cancelled"
             except ForetokenError as error:
                 failure = error.status.name.lower()
-                # Its end is told below: who answers the client must not tell it again.
+                # ``_ended`` reports it: whoever answers the client must not do so again.
                 error.is_reported = True
                 raise
             except (ClientGoneError, asyncio.CancelledError, GeneratorExit):
@@ -210,7 +210,7 @@ class GatewayCore:
                     end_span(span, generation, failure)
 
     def reject(self, error: ForetokenError, *, api: str, client_id: str, trace: TraceContext | None) -> None:
-        """Count, log and trace a request that was refused before it ran; one that ran has been told of already."""
+        """Count, log and trace a request that was refused before it ran, unless that happened already."""
         if error.is_reported:
             return
         error.is_reported = True
@@ -225,7 +225,7 @@ class GatewayCore:
                 "api": api,
                 "outcome": outcome,
                 "field": error.field,
-                # Ours; other messages may quote what the client sent.
+                # Our own words; other messages may quote the client's text.
                 "reason": error.message if isinstance(error, QueueFullError | UnavailableError) else None,
             },
         )
@@ -238,7 +238,7 @@ class GatewayCore:
     def _ended(self, generation: Generation, failure: str | None, api: str, client_id: str) -> None:
         seconds = time.monotonic() - generation.started_at
         if failure in REFUSALS and not generation.completion_tokens:
-            # As little came of it as of one that the gateway refused.
+            # The verifier refused it, as the gateway might have.
             self.metrics.request_rejected(failure)
         else:
             self.metrics.request_ended(generation, seconds, failure)

@@ -1,8 +1,8 @@
-"""Incremental decoding: token ids in, text out, never half a character.
+"""Decode token ids to text step by step, never half a character.
 
-Two ways. Byte-level BPE (Llama 3, Qwen, GPT-2) maps each token to bytes, so an incremental UTF-8 decoder is exact and
-costs about a microsecond a token. All other decoders (SentencePiece with byte fallback) go through the tokenizer's
-own ``decode`` over a short window, and show what is new in its text.
+Byte-level BPE (Llama 3, Qwen, GPT-2) maps each token to bytes, so an incremental UTF-8 decoder is
+exact and costs about a microsecond per token. For all other decoders (SentencePiece with byte
+fallback) the tokenizer decodes a short window again, and the new part of its text is shown.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """Decodes one output. The pieces of all calls, joined, are the tokenizer's ``decode`` of all ids."""
+    """Decodes one output. All pieces joined are the tokenizer's ``decode`` of all ids."""
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that became certain with ``ids``; bytes of an unfinished character wait."""
+        """Return the text that ``ids`` make certain; bytes of an unfinished character wait."""
         ...
 
     def flush(self) -> str:
-        """What still waits, at the end of the output: bytes of an unfinished character become U+FFFD."""
+        """Return the text that still waits at the end; an unfinished character becomes U+FFFD."""
         ...
 
 
 class ByteTable:
-    """The bytes of every token of a byte-level BPE tokenizer."""
+    """Holds the bytes of every token of a byte-level BPE tokenizer."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self._tokens = tokens
 
     @staticmethod
     def of(backend: Any) -> ByteTable | None:
-        """The table of a ``tokenizers.Tokenizer``; None if its decoder is not plain byte-level."""
+        """Return a tokenizer's table; None if its decoder is not plain byte-level."""
         decoder = json.loads(backend.to_str()).get("decoder") or {}
         if decoder.get("type") == "Sequence" and len(decoder["decoders"]) == 1:
             decoder = decoder["decoders"][0]
@@ -51,12 +51,12 @@ class ByteTable:
         return ByteTable(tokens)
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Empty for an id without a token: a model's vocabulary may be padded."""
+        """Return a token's bytes; none for an id without a token, as in a padded vocabulary."""
         return self._tokens[token_id] if 0 <= token_id < len(self._tokens) else b""
 
 
 class Utf8Detokenizer:
-    """Detokenizer of byte-level tokenizers."""
+    """Decodes tokens of byte-level tokenizers."""
 
     def __init__(self, table: ByteTable, skipped_ids: frozenset[int]) -> None:
         self._table = table
@@ -72,21 +72,21 @@ class Utf8Detokenizer:
 
 
 class PrefixDetokenizer:
-    """Detokenizer of all other tokenizers.
+    """Decodes tokens of all other tokenizers.
 
-    Exact but for one case: byte-fallback decoders turn a whole run of byte tokens into U+FFFD once any of them is
-    malformed, also the part that was already shown.
+    It is exact except in one case: when one byte token of a run is malformed, a byte-fallback
+    decoder turns the whole run into U+FFFD, even the part that was already shown.
     """
 
-    # The longest run of tokens without a certain character; beyond it, what there is is shown.
+    # After this many tokens without a certain character, the text is shown as it is.
     MAX_PENDING = 64
-    # U+FFFD that an unfinished character may decode to: three bytes of four.
+    # Number of U+FFFD that an unfinished character may decode to: three bytes of four.
     MAX_UNFINISHED = 3
 
     def __init__(self, backend: Any, skipped_ids: frozenset[int]) -> None:
         self._backend = backend
         self._skipped_ids = skipped_ids
-        # The window: tokens whose text was shown (context for the ones after them), then those that wait.
+        # The window: tokens whose text was shown, as context, then tokens that wait.
         self._context: list[int] = []
         self._pending: list[int] = []
         self._num_shown = 0
@@ -103,15 +103,15 @@ class PrefixDetokenizer:
         return self._take(final=True) if self._pending else ""
 
     def _take(self, *, final: bool) -> str:
-        """New text of the window; moves the window on when nothing is left to wait for."""
+        """Return the window's new text; move the window when no token waits."""
         before = self._decode(self._context)
         text = self._decode([*self._context, *self._pending])
         fresh = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
         unfinished = len(fresh) - len(fresh.rstrip(REPLACEMENT))
         shown = fresh[self._num_shown :]
         if unfinished and not final:
-            # Context without a text is within ``fresh``: a first space, which decoders strip, that comes as a byte is
-            # malformed as long as the run of bytes is.
+            # A context without text belongs to ``fresh``. For example, decoders strip a first
+            # space; if it is a byte token, it stays malformed as long as its run of bytes.
             waiting = self.MAX_UNFINISHED + (0 if before else len(self._context))
             certain = len(fresh) - min(unfinished, waiting)
             shown = fresh[self._num_shown : max(certain, self._num_shown)]
@@ -126,7 +126,7 @@ class PrefixDetokenizer:
 
 
 def _token_bytes(token: str, byte_of: dict[str, int]) -> bytes:
-    """Bytes of one vocabulary entry; an added token that is not written in the table stands for its own text."""
+    """Return the bytes of one vocabulary entry; an added token outside the table is plain text."""
     if all(character in byte_of for character in token):
         return bytes(byte_of[character] for character in token)
     return token.encode()

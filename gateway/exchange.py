@@ -1,4 +1,4 @@
-"""One request and its answer over HTTP, whole or as server-sent events. Knows no API's shapes."""
+"""Answer one request over HTTP, whole or as server-sent events, in any API's shape."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gateway.generation import ClientGoneError, Generation, GenerationRequest
 from gateway.http import error_object
 from gateway.openai_response import DONE, ReplyFormat, event
 
-# A comment, by the specification of server-sent events: it keeps connections open, and clients pass over it.
+# A comment of server-sent events: it keeps connections open, and clients ignore it.
 KEEP_ALIVE = b": waiting for a verifier\n\n"
 
 
 class Exchange(Response):
-    """Runs a generation and sends what ``reply`` makes of it.
+    """Runs a generation and sends it as ``reply`` writes it.
 
-    A disconnect of the client drops the generation at once. An error before the first byte is raised, and becomes an
-    HTTP status; one after it becomes an event.
+    When the client disconnects, the generation is dropped at once. An error before the first byte
+    is raised and becomes an HTTP status; a later error becomes an event.
     """
 
     def __init__(
@@ -47,11 +47,10 @@ class Exchange(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A request ends within its timeout; a client that has not read its answer in twice that time is gone.
-        patience_s = 2 * self._core.settings.request_timeout_s
+        # A request ends within its timeout; a client that needs twice that time to read is gone.
         try:
             async with (
-                asyncio.timeout(patience_s),
+                asyncio.timeout(2 * self._core.settings.request_timeout_s),
                 self._core.generate(self._request, api=self._api, client_id=self._client_id) as generation,
                 _watch(generation, receive),
             ):
@@ -98,7 +97,7 @@ class Exchange(Response):
     async def _start(self, send: Send, content_type: bytes, content_length: int | None = None) -> None:
         headers = [(b"content-type", content_type), (b"x-request-id", (self._client_id or self._request.id).encode())]
         if content_length is None:
-            # Proxies must pass events on as they come.
+            # Proxies must not buffer events.
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         else:
             headers.append((b"content-length", str(content_length).encode()))
@@ -106,19 +105,19 @@ class Exchange(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        """Returns when the client has taken most of what was sent."""
+        """Send, and return when the client has read most of it."""
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 def _error_event(error: Exception) -> bytes:
-    """The end of a stream that cannot go on."""
+    """Return the events that end a stream after an error."""
     known = error if isinstance(error, ForetokenError) else ForetokenError("internal error")
     return event(error_object(known)) + DONE
 
 
 @contextlib.asynccontextmanager
 async def _watch(generation: Generation, receive: Receive) -> AsyncIterator[None]:
-    """Tell the generation when its client disconnects."""
+    """Disconnect the generation when its client disconnects."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

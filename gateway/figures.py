@@ -1,4 +1,4 @@
-"""The ``metrics`` object beside the choices: speculation in vLLM's shape, and the times of one output."""
+"""Build the ``metrics`` object of an answer: speculation in vLLM's shape, and one output's times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.generation import Generation, Output
 
 
 def generation_metrics(generation: Generation, *, detailed: bool) -> dict[str, Any]:
-    """Figures of a generation of one output. ``detailed`` adds accepted tokens step by step."""
+    """Return the figures of a generation with one output; ``detailed`` adds each step's."""
     (output,) = generation.outputs
     return {
         "speculative_decoding": speculation_figures(output, detailed=detailed),
@@ -18,11 +18,11 @@ def generation_metrics(generation: Generation, *, detailed: bool) -> dict[str, A
 
 
 def speculation_figures(output: Output, *, detailed: bool = False) -> dict[str, Any]:
-    """vLLM's fields and ours. Formulas: docs/architecture.md. Where nothing was drafted, lengths are 1.0."""
+    """Return vLLM's fields and ours. Lengths are 1.0 if nothing was drafted."""
     assert output.finished is not None
     stats = output.finished.speculation
     figures: dict[str, Any] = {
-        # After a resume, figures are those of the steps since.
+        # After a resume, the figures cover only the steps since.
         "num_resumes": output.num_resumes,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "draft_acceptance_rate": stats.draft_acceptance_rate,
@@ -50,9 +50,9 @@ def speculation_figures(output: Output, *, detailed: bool = False) -> dict[str, 
 
 
 def accepted_per_step(sources: Sequence[int]) -> list[int]:
-    """Accepted draft tokens of each decode step: a step ends with the token that the target added.
+    """Return the accepted draft tokens of each decode step; a step ends with the target's token.
 
-    The first output token is prefill's. A step that a stop string cut short may lack its last token.
+    The first output token comes from prefill. A stop string may cut off a step's last token.
     """
     steps, accepted = [], 0
     for source in sources[1:]:
@@ -67,7 +67,7 @@ def accepted_per_step(sources: Sequence[int]) -> list[int]:
 def _times(output: Output, started_at: float) -> dict[str, Any]:
     assert output.finished is not None
     num_tokens = len(output.token_ids)
-    # Both times are from the first to the last token, as clients see them.
+    # From the first to the last token, as clients see them.
     generating_s = output.times.last_at - output.times.first_at
     gap_s = output.times.mean_gap_s
     return {

@@ -1,6 +1,6 @@
-"""The gateway's metrics: what it counts itself, beside the verifier's figures as of the scrape.
+"""Count requests, and render the gateway's and the verifiers' metrics for a scrape.
 
-Names are vLLM's under the prefix ``foretoken_``; docs/telemetry.md lists them with labels and formulas.
+Names are vLLM's with the prefix ``foretoken_``; docs/telemetry.md lists labels and formulas.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from gateway.generation import Generation, Output
 from gateway.messages import VerifierInfo
 from gateway.verifier_metrics import VerifierMetrics
 
-# Those of gen_ai.server.request.duration in OpenTelemetry's conventions.
+# The buckets of gen_ai.server.request.duration in OpenTelemetry's conventions.
 _LATENCY_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-# A token a few milliseconds is the goal: the lower end is fine-grained.
+# The goal is a token every few milliseconds, so the lower end is fine-grained.
 _TOKEN_BUCKETS_S = (
     0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
 )  # fmt: skip
@@ -23,7 +23,7 @@ _LENGTH_BUCKETS = tuple(digit * 10.0**power for power in range(6) for digit in (
 
 
 class GatewayMetrics:
-    """Counts requests as they pass and renders everything for a scrape."""
+    """Counts requests and renders everything for a scrape."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class GatewayMetrics:
         *,
         vllm_names: bool = False,
     ) -> None:
-        """``num_requests``: requests in the gateway now; ``num_waiting``: sequences that wait for a verifier.
+        """``num_requests``: requests in the gateway; ``num_waiting``: sequences without a verifier.
 
-        ``vllm_names``: show what vLLM has under its names as well.
+        ``vllm_names``: also show vLLM's metrics under vLLM's names.
         """
         self._vllm_names = vllm_names
         self._verifier = VerifierMetrics(model_name)
-        # Where this process is one of several: asks for the sum of what all of them counted.
+        # Fetches the sum over all gateway processes, if there are several.
         self.gather: Callable[[], Awaitable[list[Family]]] | None = None
         self._registry = registry = MetricRegistry("gateway", {"model_name": model_name})
         self._rejections = registry.counter("admission_rejections", "Requests refused before they ran, by reason.")
@@ -56,18 +56,18 @@ class GatewayMetrics:
         registry.observed_gauge(
             "gateway_num_sequences_waiting", "Sequences that wait for a verifier.", lambda: [(num_waiting(), {})]
         )
-        self._resumes = registry.counter("sequences_resumed", "Times that an output went on after its verifier's loss.")
+        self._resumes = registry.counter("sequences_resumed", "Outputs resumed after their verifier was lost.")
 
     def request_rejected(self, reason: str) -> None:
-        """``reason``: the name of the gRPC status, in lower case."""
+        """Count a refused request; ``reason`` is the name of its gRPC status, in lower case."""
         self._rejections.add(1, {"reason": reason})
 
     def tokens_arrived(self, seconds: float, num_tokens: int) -> None:
-        """New tokens of one output, ``seconds`` after the ones before."""
+        """Record new tokens of one output, ``seconds`` after its last ones."""
         self._inter_token.record(seconds / num_tokens)
 
     def request_ended(self, generation: Generation, seconds: float, failure: str | None) -> None:
-        """``failure`` is None for a request that finished."""
+        """Count a request that ran; ``failure`` is None if it finished."""
         self._latency.record(seconds)
         self._resumes.add(generation.num_resumes)
         self._prompt_tokens.add(generation.prompt_tokens)
@@ -78,14 +78,14 @@ class GatewayMetrics:
             self._output_ended(output, generation.started_at)
 
     def own_families(self) -> list[Family]:
-        """What this process counted."""
+        """Return the counts of this process."""
         return self._registry.families()
 
     async def render(self, infos: Mapping[str, VerifierInfo | None]) -> bytes:
-        """All metrics in Prometheus' text format.
+        """Return all metrics in Prometheus' text format.
 
-        ``infos``: each verifier's figures by its address, None for one that does not answer. Raises UnavailableError
-        if the other processes' counts cannot be had.
+        ``infos``: each verifier's figures by address; None for a verifier that does not answer.
+        Raises UnavailableError if the other processes' counts are not available.
         """
         families = self.own_families() if self.gather is None else await self.gather()
         families += self._verifier.families(infos)
@@ -104,20 +104,22 @@ class GatewayMetrics:
         )
         self._inter_token = histogram(
             "inter_token_latency_seconds",
-            "One observation a step and output: its time divided by its tokens.",
+            "One observation per step and output: its time divided by its tokens.",
             _TOKEN_BUCKETS_S,
             vllm=True,
         )
         self._per_output_token = histogram(
             "request_time_per_output_token_seconds",
-            "One observation an output: first to last token, divided by tokens - 1.",
+            "One observation per output: first to last token, divided by tokens - 1.",
             _TOKEN_BUCKETS_S,
             vllm=True,
         )
         self._latency = histogram(
             "e2e_request_latency_seconds", "Request received to its end.", _LATENCY_BUCKETS_S, vllm=True
         )
-        self._queue = histogram("request_queue_time_seconds", "Waiting at the verifier.", _LATENCY_BUCKETS_S, vllm=True)
+        self._queue = histogram(
+            "request_queue_time_seconds", "Time in the verifier's queue.", _LATENCY_BUCKETS_S, vllm=True
+        )
         self._prefill = histogram(
             "request_prefill_time_seconds", "First step to first token, at the verifier.", _LATENCY_BUCKETS_S, vllm=True
         )

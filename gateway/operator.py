@@ -1,6 +1,6 @@
-"""What the operator's endpoints share: their key, and calls of all verifiers.
+"""Check the operator's key, and call all verifiers.
 
-They are there only where ``--admin-api-key-file`` is given, and each call needs that key.
+The operator's endpoints exist only with ``--admin-api-key-file``; each call needs that key.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _BEARER = "bearer "
 
 
 def check_key(request: Request, key: str) -> None:
-    """Raise UnauthenticatedError without a key in ``Authorization: Bearer``, PermissionDeniedError for a wrong one."""
+    """Raise UnauthenticatedError for a missing bearer key, PermissionDeniedError for a wrong one."""
     header = request.headers.get("authorization", "")
     if not header.lower().startswith(_BEARER):
-        raise UnauthenticatedError("this endpoint needs the operator's key, as Authorization: Bearer KEY")
+        raise UnauthenticatedError("this endpoint needs the operator's key: Authorization: Bearer KEY")
     if not hmac.compare_digest(header[len(_BEARER) :].strip().encode(), key.encode()):
         raise PermissionDeniedError("this key is not the operator's")
 
 
 async def call_all(clients: Sequence[VerifierClient], method: str, message: Any, *, timeout_s: float) -> list[Any]:
-    """The answers of verifiers. Raises what the first of them that failed says; the others may have done it."""
+    """Call verifiers; return their answers. Raises the first error; other calls may have succeeded."""
     calls = [client.call(method, message, timeout_s=timeout_s) for client in clients]
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:

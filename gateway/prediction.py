@@ -1,4 +1,4 @@
-"""What a client predicts of the output (OpenAI's Predicted Outputs): its field, and which of its tokens came true."""
+"""Read OpenAI's Predicted Outputs, and count which predicted tokens came true."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from gateway.fields import Fields
 
-# Places of a pair on either side of the cursor: a text may hold one thousands of times.
+# Places considered on either side of the cursor: a text may hold a pair thousands of times.
 _LOOKED_AT = 16
 
 
 class PredictionFields(Fields):
-    """OpenAI's ``prediction``: text that the output is expected to be, or to be much like. Never changes the text."""
+    """OpenAI's ``prediction``: the text that the client expects. It never changes the output."""
 
     type: Literal["content"]
     content: Any = Field(description="A string, or a list of parts of type text.")
 
 
 def parts_text(content: object, field: str) -> str:
-    """The text of an OpenAI content, perhaps joined from parts. Raises InvalidRequestError naming ``field``."""
+    """Return the text of an OpenAI content, joined from its parts. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [None]
@@ -37,33 +37,37 @@ def parts_text(content: object, field: str) -> str:
 
 
 class PairPlaces:
-    """Where a prediction holds a pair of tokens; built by the first lookup."""
+    """Finds the places of a pair of tokens in a prediction; the first lookup builds the index."""
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._prediction = prediction
-        self._behind: dict[tuple[int, int], list[int]] | None = None
+        self._after: dict[tuple[int, int], list[int]] | None = None
 
-    def behind(self, first: int, second: int) -> Sequence[int]:
+    def after(self, first: int, second: int) -> Sequence[int]:
         """Return the places after each such pair, in order."""
-        if self._behind is None:
-            self._behind = {}
+        if self._after is None:
+            self._after = {}
             for place, pair in enumerate(itertools.pairwise(self._prediction), 2):
-                self._behind.setdefault(pair, []).append(place)
-        return self._behind.get((first, second), ())
+                self._after.setdefault(pair, []).append(place)
+        return self._after.get((first, second), ())
 
 
 class PredictionMatch:
     """Counts the tokens of a prediction that came true in one output, whoever drafted them.
 
-    The output goes on at a cursor in the prediction, at first at its beginning. A token that is the cursor's came true,
-    and the cursor passes it. Any other token is looked up together with the one before it: where the prediction holds
-    the pair, the cursor goes behind the place nearest to it, but not to where all has come true before; where it does
-    not, the token is taken for a replaced one, and the cursor passes one token, unless the token before failed too. A
-    token that came true counts once.
+    A cursor in the prediction, first at its start, marks where the output continues:
+
+    - If the next token is the token at the cursor, it came true, and the cursor passes it.
+    - Otherwise the token is looked up together with the token before it. If the prediction holds
+      the pair, the cursor moves after the nearest one, but not to a place that came true before.
+    - If not, the token counts as a replacement, and the cursor passes one token, unless the token
+      before failed too.
+
+    A token that came true counts once.
     """
 
     def __init__(self, prediction: Sequence[int], places: PairPlaces | None = None) -> None:
-        """``places``: those of this prediction, shared by all outputs that it is expected of."""
+        """``places``: the prediction's index, which all outputs of a request share."""
         self._prediction = prediction
         self._places = places or PairPlaces(prediction)
         self._cursor = 0
@@ -73,16 +77,16 @@ class PredictionMatch:
 
     @property
     def num_accepted(self) -> int:
-        """Tokens of the prediction that came true so far."""
+        """Predicted tokens that came true so far."""
         return len(self._came_true)
 
     @property
     def num_rejected(self) -> int:
-        """All others of it."""
+        """Predicted tokens that did not come true so far."""
         return len(self._prediction) - len(self._came_true)
 
     def feed(self, token_ids: Iterable[int]) -> None:
-        """The output's next tokens."""
+        """Match the output's next tokens."""
         prediction = self._prediction
         for token_id in token_ids:
             if self._cursor < len(prediction) and prediction[self._cursor] == token_id:
@@ -90,13 +94,13 @@ class PredictionMatch:
                 self._cursor += 1
                 self._was_true = True
             else:
-                self._cursor = self._place_behind(token_id)
+                self._cursor = self._place_after(token_id)
                 self._was_true = False
             self._last = token_id
 
-    def _place_behind(self, token_id: int) -> int:
-        """Where the prediction goes on after a token that it did not hold at the cursor."""
-        places = self._places.behind(self._last, token_id) if self._last is not None else ()
+    def _place_after(self, token_id: int) -> int:
+        """Return the cursor after a token that was not the cursor's."""
+        places = self._places.after(self._last, token_id) if self._last is not None else ()
         after = bisect.bisect_left(places, self._cursor)
         near = [
             place for place in places[max(after - _LOOKED_AT, 0) : after + _LOOKED_AT] if place not in self._came_true

@@ -1,4 +1,4 @@
-"""The span of one request at the gateway: its parameters when it begins, its figures when it ends, never its text."""
+"""Trace one request at the gateway: parameters at its start, figures at its end, never its text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROVIDER_NAME = "foretoken"
 def start_span(
     tracer: Tracer | None, request: GenerationRequest, model: str, api: str, client_id: str
 ) -> tuple[Span | None, GenerationRequest]:
-    """The request's span, and the request as it goes on: a child of that span. Without a tracer, as it is."""
+    """Start the request's span; return it with the request as its child. No tracer, no span."""
     if tracer is None:
         return None, request
     attributes = _common(api, model, client_id) | _parameters(request)
@@ -24,7 +24,7 @@ def start_span(
 
 
 def end_span(span: Span, generation: Generation, failure: str | None) -> None:
-    """``failure``: as in the log; None for a request that finished."""
+    """End a request's span; ``failure`` as in the log, None for a request that finished."""
     stats = generation.speculation
     attributes: dict[str, tracing.Value] = {
         tracing.INPUT_TOKENS: generation.prompt_tokens,
@@ -51,7 +51,7 @@ def refused_span(
     api: str,
     client_id: str,
 ) -> TraceContext | None:
-    """The whole span of a request that was refused; returns its context."""
+    """Trace a refused request; return its span's context."""
     if tracer is None:
         return parent
     span = tracer.start(_name(api, model), parent, _common(api, model, client_id), kind="server")
@@ -64,7 +64,7 @@ def _name(api: str, model: str) -> str:
 
 
 def _operation(api: str) -> str:
-    """The convention's words for what was asked for."""
+    """Return the convention's name for the operation."""
     return "chat" if api.endswith("/chat/completions") else "text_completion"
 
 
@@ -90,7 +90,7 @@ def _parameters(request: GenerationRequest) -> dict[str, tracing.Value]:
         tracing.REQUEST_TOP_K: sampling.top_k,
         tracing.REQUEST_CHOICE_COUNT: request.n,
     }
-    # Drawn by us or given: from 2^63 on an attribute cannot hold it.
+    # An attribute cannot hold 2^63 or more.
     if sampling.seed < 2**63:
         attributes[tracing.REQUEST_SEED] = sampling.seed
     return attributes

@@ -1,4 +1,4 @@
-"""The ports of a gateway: bound for one process, or held so that its workers and nobody else may bind them."""
+"""Bind a gateway's ports, or hold them so that only its workers can bind them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BACKLOG = 2048
 
 @contextlib.contextmanager
 def listen(host: str, port: int, *, reuse_port: bool = False) -> Iterator[socket.socket]:
-    """A listening socket; with ``reuse_port`` beside those of other processes of this user.
+    """Open a listening socket; ``reuse_port`` shares the port among this user's processes.
 
     Raises ConfigError that says what to do.
     """
@@ -24,10 +24,10 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> Iterator[socket
 
 @contextlib.contextmanager
 def hold(host: str, port: int, flag: str) -> Iterator[None]:
-    """Keep a port for this user's sockets with SO_REUSEPORT: they may bind it, and any other socket may not.
+    """Reserve a port for this user's sockets with SO_REUSEPORT; no other socket can bind it.
 
-    It is bound without that option first, so that it is known to be free, and never listens: connections go to the
-    others only. Raises ConfigError that names ``flag``.
+    It is first bound without that option, which proves that it is free. It never listens, so
+    connections reach only the other sockets. Raises ConfigError that names ``flag``.
     """
     with _bound(host, port, flag) as guard:
         # Without this, a socket with SO_REUSEADDR might take the port while nobody listens.
@@ -37,7 +37,7 @@ def hold(host: str, port: int, flag: str) -> Iterator[None]:
 
 
 def bracketed(host: str) -> str:
-    """``host`` as it stands before a colon and a port."""
+    """Return ``host`` as an address writes it before the port."""
     return f"[{host}]" if ":" in host else host
 
 

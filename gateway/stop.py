@@ -1,4 +1,4 @@
-"""Stop strings in streamed text: what may be shown now, what must wait, where the text ends."""
+"""Find stop strings in streamed text, and hold back text that may begin one."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed, however the text is split.
+    """Finds the stop string that is completed first, however the text is split.
 
-    Text that could be the beginning of a stop string is held back until the next text decides. If several stop
-    strings are completed by the same character, the longest match (the one that starts first) counts.
+    Text that may begin a stop string waits until the next text decides. If one character completes
+    several stop strings, the longest match counts.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        """``stops``: non-empty strings. ``include_stop``: the text ends after the match instead of before it."""
+        """``stops``: non-empty strings. ``include_stop``: the text ends after the match, not before."""
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held = ""
         self.matched: str | None = None
 
     def feed(self, text: str, *, honour: bool = True) -> str:
-        """The text that may be shown after ``text`` came in.
+        """Add ``text``; return the text that may be shown now.
 
-        With ``honour`` false a stop string that is completed within ``text`` does not count; one that only begins
-        there may be completed later. After a match nothing more may be fed.
+        With ``honour`` false, a stop string completed within ``text`` does not count; one that only
+        begins there may be completed later. Feed nothing after a match.
         """
         num_held = len(self._held)
         text = self._held + text
@@ -38,12 +38,12 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The text held back, at the end of the generation."""
+        """Return the text held back, at the end of the output."""
         text, self._held = self._held, ""
         return text
 
     def _find(self, text: str, num_held: int) -> tuple[int, str] | None:
-        """Start and stop string of the match that ends first; matches within the held text were not honoured."""
+        """Return the start and stop string of the match that ends first, after the held text."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, num_held - len(stop) + 1))
@@ -52,7 +52,7 @@ class StopMatcher:
         return None if best is None else (best[1], best[2])
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of ``text`` that is a proper beginning of a stop string."""
+        """Return the length of the longest end of ``text`` that may begin a stop string."""
         longest = 0
         for stop in self._stops:
             first = stop[0]

@@ -1,4 +1,4 @@
-"""The verifiers' figures as of a scrape, as metrics. Whichever gateway process is asked shows them once."""
+"""Turn the verifiers' figures into metrics. Whichever gateway process is scraped shows them once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.messages import DrafterInfo, VerifierInfo
 
 Samples = Iterable[tuple[float, Labels]]
 
-# A drafter that makes up names without end must not fill the memory.
+# A drafter that keeps inventing names must not fill the memory.
 MAX_DRAFTER_GAUGES = 512
 
 
@@ -19,7 +19,7 @@ class VerifierMetrics:
     def __init__(self, model_name: str) -> None:
         self._registry = MetricRegistry("verifier", {"model_name": model_name})
         self._infos: Mapping[str, VerifierInfo | None] = {}
-        # Metrics that drafters named.
+        # Metrics named by drafters.
         self._num_gauges = 0
         self._registry.observed_gauge(
             "verifier_up",
@@ -32,11 +32,11 @@ class VerifierMetrics:
 
     @property
     def in_vllm(self) -> set[str]:
-        """Names that vLLM has too."""
+        """Names that vLLM also has."""
         return self._registry.in_vllm
 
     def families(self, infos: Mapping[str, VerifierInfo | None]) -> list[Family]:
-        """``infos``: each verifier's figures by its address; None for one that does not answer: none of it is shown."""
+        """Return all metrics; ``infos`` has each verifier's figures, None if it does not answer."""
         self._infos = infos
         self._declare_gauges_of_drafters()
         return self._registry.families()
@@ -47,22 +47,40 @@ class VerifierMetrics:
     def _declare_load(self) -> None:
         gauge, counter, of = self._registry.observed_gauge, self._registry.observed_counter, self._of
         gauge("num_requests_running", "Sequences in the running batch.", of(lambda i: i.num_running), vllm=True)
-        gauge("num_requests_waiting", "Sequences that wait.", of(lambda i: i.num_waiting), vllm=True)
+        gauge("num_requests_waiting", "Sequences in the queue.", of(lambda i: i.num_waiting), vllm=True)
         gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", of(_kv_usage), vllm=True)
-        gauge("kv_cache_free_blocks", "KV blocks that are free.", of(lambda i: i.num_free_blocks))
+        gauge("kv_cache_free_blocks", "Free KV blocks.", of(lambda i: i.num_free_blocks))
         counter("num_preemptions", "Sequences preempted.", of(lambda i: i.num_preemptions), vllm=True)
-        counter("prefix_cache_queries", "Prompt tokens looked up.", of(lambda i: i.num_prefix_cache_queries), vllm=True)
-        counter("prefix_cache_hits", "Prompt tokens found.", of(lambda i: i.num_prefix_cache_hits), vllm=True)
+        counter(
+            "prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            of(lambda i: i.num_prefix_cache_queries),
+            vllm=True,
+        )
+        counter(
+            "prefix_cache_hits",
+            "Prompt tokens found in the prefix cache.",
+            of(lambda i: i.num_prefix_cache_hits),
+            vllm=True,
+        )
 
     def _declare_steps(self) -> None:
         counter, of = self._registry.observed_counter, self._of
         counter("engine_steps", "Engine steps.", of(lambda i: i.num_steps))
         counter("engine_prompt_tokens", "Prompt tokens of sequences that started.", of(lambda i: i.num_prompt_tokens))
-        counter("engine_generated_tokens", "Tokens emitted, untrimmed.", of(lambda i: i.num_generated_tokens))
         counter(
-            "plain_batch_steps", "Steps above the batch limit of speculation.", of(lambda i: i.num_plain_batch_steps)
+            "engine_generated_tokens",
+            "Tokens emitted, before stop strings trim them.",
+            of(lambda i: i.num_generated_tokens),
         )
-        counter("fallback_steps", "Root-only rows that wanted drafts.", of(lambda i: i.num_fallback_steps))
+        counter(
+            "plain_batch_steps",
+            "Steps whose batch was too large to speculate.",
+            of(lambda i: i.num_plain_batch_steps),
+        )
+        counter(
+            "fallback_steps", "Root-only batch rows of requests that wanted drafts.", of(lambda i: i.num_fallback_steps)
+        )
         counter("step_time_us", "Microseconds in steps, by phase.", self._by("phase", lambda i: i.step_time_us))
         counter(
             "overlap_blocked_steps",
@@ -81,29 +99,32 @@ class VerifierMetrics:
             vllm=True,
         )
         counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted ones, by depth from 0.", self._per_position, vllm=True
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by depth from 0.",
+            self._per_position,
+            vllm=True,
         )
         counter(
             "spec_decode_num_rejected_drafts",
             "Drafts that were late, stale or malformed.",
             each(lambda d: d.num_rejected_drafts),
         )
-        counter("drafter_requests_awaited", "Requests that a step waited for.", each(lambda d: d.num_awaited))
+        counter("drafter_requests_awaited", "Draft requests that a step waited for.", each(lambda d: d.num_awaited))
         counter(
             "drafter_wait_time_us",
-            "Microseconds of these waits: drafting and transfer that other work did not hide.",
+            "Microseconds that steps waited for drafts: drafting and transfer that other work did not hide.",
             each(lambda d: d.wait_us),
         )
-        counter("drafter_attaches", "Attachments of the drafter.", each(lambda d: d.num_attaches))
+        counter("drafter_attaches", "Times the drafter was attached.", each(lambda d: d.num_attaches))
         gauge("drafter_info", "1 for each configured drafter, with its transport and state.", self._drafter_info)
 
     def _declare_gauges_of_drafters(self) -> None:
-        """A metric for each name that a drafter has a gauge of, when it is seen first; none in another one's place."""
+        """Declare a metric for each new gauge that a drafter reports, unless its name is in use."""
         for name in sorted({name for drafter, _ in self._drafters() for name in drafter.gauges}):
             metric = f"drafter_{name}"
             if metric not in self._registry.names and self._num_gauges < MAX_DRAFTER_GAUGES:
                 self._num_gauges += 1
-                self._registry.observed_gauge(metric, "As the drafter says: docs/telemetry.md.", self._gauge(name))
+                self._registry.observed_gauge(metric, "The drafter reports it: docs/telemetry.md.", self._gauge(name))
 
     def _gauge(self, name: str) -> Callable[[], Samples]:
         return lambda: [(d.gauges[name], labels) for d, labels in self._drafters() if name in d.gauges]

@@ -1,8 +1,8 @@
-"""How the counts of several gateway processes become one answer of /metrics.
+"""Add up the counts of several gateway processes for /metrics.
 
-Each worker hands out its own counts on a private Unix socket. The parent asks all of them and adds up; whichever
-worker is asked for /metrics asks the parent. So nothing that was ever shown is lost: the parent keeps the last counts
-of a worker that died, and a sum never goes backwards.
+Each worker serves its counts on a private Unix socket. The parent asks all workers and adds up;
+the worker that is scraped asks the parent. The parent keeps the last counts of a worker that died,
+so no count is lost and no sum decreases.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ logger = logging.getLogger(__name__)
 
 TOTALS_SOCKET = "totals.sock"
 WORKER_TIMEOUT_S = 1.0
-# The parent asks all workers at once, one of which may have stopped.
+# The parent asks all workers at once; one of them may have stopped.
 TOTALS_TIMEOUT_S = 2 * WORKER_TIMEOUT_S
 _TEXT_PLEASE, _ARE_YOU_THERE = b"text\n", b"alive\n"
-# Drawn anew by each process: a process id may come again.
+# The random part is needed because process ids are reused.
 _PROCESS = f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def worker_socket(folder: Path, number: int) -> Path:
-    """Where a worker hands out its counts."""
+    """Return the path of the socket on which a worker serves its counts."""
     return folder / f"worker-{number}.sock"
 
 
 def liveness_socket(folder: Path, number: int) -> Path:
-    """Where a worker tells when its event loop last turned."""
+    """Return the path of the socket on which a worker says when its event loop last turned."""
     return folder / f"alive-{number}.sock"
 
 
 @contextlib.asynccontextmanager
 async def serve_text(path: Path, text: Callable[[], Awaitable[bytes]]) -> AsyncIterator[None]:
-    """Answer each connection to ``path``: a line that names this process, then ``text`` for one that asks for it."""
+    """Answer each connection to ``path`` with a line that names this process, and ``text`` on request."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -50,7 +50,7 @@ async def serve_text(path: Path, text: Callable[[], Awaitable[bytes]]) -> AsyncI
             writer.write(_PROCESS.encode() + b"\n" + (await text() if wanted else b""))
             await writer.drain()
         except ConnectionError:
-            logger.debug("a reader of %s went away", path)
+            logger.debug("a reader of %s disconnected", path)
         finally:
             writer.close()
 
@@ -62,7 +62,7 @@ async def serve_text(path: Path, text: Callable[[], Awaitable[bytes]]) -> AsyncI
 
 
 async def fetch_text(path: Path, timeout_s: float, request: bytes = _TEXT_PLEASE) -> tuple[str, str] | None:
-    """What is served at ``path``: the process's name and the text. None if nobody answers in time."""
+    """Return the process's name and the text from ``path``; None if nobody answers in time."""
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(path)
@@ -77,7 +77,7 @@ async def fetch_text(path: Path, timeout_s: float, request: bytes = _TEXT_PLEASE
 
 
 class WorkerProbe:
-    """How the supervisor asks one worker. It is ready as soon as it listens, whether or not a verifier is there."""
+    """Probes one worker for the supervisor. A worker is ready when it listens, even without a verifier."""
 
     def __init__(self, path: Path, liveness_path: Path) -> None:
         self._path, self._liveness_path = path, liveness_path
@@ -89,30 +89,30 @@ class WorkerProbe:
         return await liveness.last_turn(self._liveness_path, WORKER_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Nothing stays open between two questions."""
+        """Do nothing: no connection stays open between probes."""
 
 
 async def totals_of_all_workers(folder: Path) -> list[Family]:
-    """The parent's answer, for a worker. Raises UnavailableError if there is none."""
+    """Fetch the sum of all workers from the parent. Raises UnavailableError if it does not answer."""
     answer = await fetch_text(folder / TOTALS_SOCKET, TOTALS_TIMEOUT_S)
     if answer is None:
-        raise UnavailableError("the counts of the other gateway processes cannot be had")
+        raise UnavailableError("the counts of the other gateway processes are not available")
     return parse(answer[1])
 
 
 class WorkerTotals:
-    """The sum over all workers, those that died included. Belongs to the parent."""
+    """Sums the counts of all workers, dead ones included. It runs in the parent."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        # By worker: the process that answered last, and what.
+        # By worker: the process that answered last, and its answer.
         self._last: dict[Path, tuple[str, list[Family]]] = {}
         self._ended: list[Family] = []
         self._lock = asyncio.Lock()
 
     async def text(self) -> bytes:
-        """The sum as of now, in Prometheus' text format. A worker that does not answer counts as it last did."""
-        # One after the other: an older answer must not replace a newer one.
+        """Return the sum in Prometheus' text format. A silent worker counts with its last answer."""
+        # One at a time: an older answer must not replace a newer one.
         async with self._lock:
             answers = await asyncio.gather(*(fetch_text(path, WORKER_TIMEOUT_S) for path in self._paths))
             answered = {path for path, answer in zip(self._paths, answers, strict=True) if answer is not None}

@@ -1,7 +1,8 @@
-"""Several gateway processes on the same ports, and their parent: it holds the ports, keeps the workers alive, adds up
-their counts, and serves no request itself.
+"""Run several gateway processes on the same ports.
 
-The kernel spreads connections over the workers (SO_REUSEPORT), each of which has its own verifier sessions.
+Their parent holds the ports, keeps the workers alive and adds up their counts; it serves no
+requests. The kernel spreads connections over the workers (SO_REUSEPORT). Each worker has its own
+verifier sessions.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from gateway.worker_metrics import (
 
 logger = logging.getLogger(__name__)
 
-# From SIGTERM to SIGKILL, beyond the drain.
+# From SIGTERM to SIGKILL, besides the drain.
 STOP_GRACE_S = 2.5
 
 
 def run(settings: GatewaySettings, extra: Sequence[str] = ()) -> int:
-    """Run ``settings.gateway_workers`` workers until SIGTERM or SIGINT, then drain all of them; the exit status.
+    """Run the workers until SIGTERM or SIGINT, then drain them all; return the exit status.
 
-    ``extra``: more flags for each worker's command. Raises ConfigError, in one line, for a port in use.
+    ``extra``: more flags for each worker's command. Raises ConfigError for a port in use.
     """
     with (
         hold(settings.host, settings.port, "--port"),
@@ -53,7 +54,7 @@ async def _run(settings: GatewaySettings, folder: Path, extra: Sequence[str]) ->
         await context.enter_async_context(serve_text(folder / TOTALS_SOCKET, WorkerTotals(paths).text))
         if settings.liveness_socket is not None:
             context.enter_context(liveness.answering(settings.liveness_socket))
-        # All at once, so that none takes requests while another drains.
+        # Stop them together, so that no worker takes requests while another drains.
         supervisor = Supervisor(services, on_ready=announcer.ready, announce=announcer.announce, stops_together=True)
         return await supervisor.run()
 
@@ -71,7 +72,7 @@ def _worker(settings: GatewaySettings, number: int, path: Path, extra: Sequence[
 
 
 class _Announcer:
-    """The supervisor's events as log lines: those of the start are news, those after it are troubles."""
+    """Logs the supervisor's events: information during the start, warnings after it."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings

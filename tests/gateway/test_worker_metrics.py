@@ -75,7 +75,7 @@ async def test_a_socket_that_a_killed_worker_left_is_taken_over(tmp_path: Path) 
 
 
 async def test_a_worker_without_its_parent_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match="cannot be had"):
+    with pytest.raises(UnavailableError, match="are not available"):
         await totals_of_all_workers(tmp_path)
     async with worker(tmp_path / TOTALS_SOCKET, "parent", 3, 0):
         families = await totals_of_all_workers(tmp_path)
