@@ -1,4 +1,4 @@
-"""Where a service listens: ``unix:/path`` or host:port, checked as it is given."""
+"""Check the address of a service: ``unix:/path`` or host:port."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ UNIX_PREFIX = "unix:"
 
 
 def check_address(address: str) -> str:
-    """``address`` as it is. Raises ValueError that says what is wrong with it."""
+    """Return ``address`` unchanged. Raises ValueError that says what is wrong with it."""
     if address.startswith(UNIX_PREFIX):
         if not address.removeprefix(UNIX_PREFIX).startswith("/"):
             raise ValueError("expected an absolute path after unix:")
         return address
     host, colon, port = address.rpartition(":")
-    # A URL's scheme is none of gRPC's, of which dns:///host:port is one.
+    # http:// is a URL's scheme; gRPC has schemes too, such as dns:///host:port.
     if not host or not colon or host.startswith(("http://", "https://")):
         raise ValueError("expected unix:/path or host:port")
     if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:

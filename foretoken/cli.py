@@ -1,6 +1,6 @@
-"""The command line, and the one place where services are wired together and the environment is read.
+"""Run the command line. Only this module wires services together and reads the environment.
 
-Every service is imported by its own command only: help is fast, and a gateway never loads torch.
+Each command imports only its own service, so help is fast and a gateway never loads torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from foretoken.supervisor import Service
     from verifier_svc.config import VerifierSettings
 
-# Tens of microseconds: longer than a phase of a step lasts, shorter than it takes to be scheduled again.
+# Tens of microseconds: longer than a phase of a step, shorter than a wait to be scheduled again.
 OPENMP_SPIN_COUNT = "20000"
-# Of the two libraries that PyTorch has on a GPU, read as it is loaded: all matmuls of the Llama-3.1-8B shape take 4.37
-# instead of 4.63 ms at 96 rows on an H200, and as long as before at 512.
+# PyTorch reads it when loaded. With cuBLASLt all matmuls of the Llama-3.1-8B shape take 4.37 instead
+# of 4.63 ms at 96 rows on an H200, and as long as with cuBLAS at 512.
 MATMULS_BY_CUBLASLT = "1"
 # vLLM flags whose equivalent here has an unrelated name.
 VLLM_NAMES = {
@@ -41,7 +41,7 @@ VLLM_NAMES = {
 
 
 class _Commands(click.Group):
-    """All commands, in the order of their definition."""
+    """Lists commands in the order of their definition, and translates vLLM's flags."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -56,7 +56,10 @@ class _Commands(click.Group):
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line on stderr and status 2, any other failure of ours status 1."""
+    """Run the program. Exit with 2 after a user's mistake, with 1 after another ForetokenError.
+
+    Either is one line on stderr.
+    """
     try:
         app(prog_name="foretoken")
     except Exception as error:
@@ -72,7 +75,7 @@ def main() -> None:
 @click.option("--version", is_flag=True, help="Print the version and exit.")
 @click.pass_context
 def app(context: click.Context, version: bool) -> None:
-    """Serves large language models faster by speculative decoding."""
+    """Serve large language models faster by speculative decoding."""
     if version:
         from foretoken import __version__
 
@@ -86,10 +89,10 @@ def app(context: click.Context, version: bool) -> None:
 def serve(given: Given) -> None:
     """Start gateway, verifier and drafters on one host, and keep them running.
 
-    Ctrl-C or SIGTERM lets running streams go on for 14 seconds at most; a second Ctrl-C stops at once.
+    After Ctrl-C or SIGTERM running streams have 14 seconds to finish; a second Ctrl-C stops at once.
     """
-    # Read by gRPC as it is loaded: the supervisor forks to start programs only, never to go on with gRPC, and its fork
-    # handlers would complain of each start on stderr.
+    # gRPC reads it when loaded. The supervisor forks only to start programs, and gRPC's fork
+    # handlers would complain about each start on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from foretoken.commands.service_settings import ServeOptions, stack_settings
     from foretoken.runtime_folder import runtime_folder
@@ -98,7 +101,7 @@ def serve(given: Given) -> None:
         from gateway.tokenizer import Tokenizer
 
         plan = stack_settings(given, Path("/none"))
-        # What a gateway would find in the tokenizer's files and in the chat template. It takes a second.
+        # Check the tokenizer's files and the chat template as a gateway would. It takes a second.
         Tokenizer(plan.gateway.model, plan.gateway.chat_template)
         _print_plan(plan.verifier, _kinds(settings for _, settings in plan.drafters))
         return
@@ -126,13 +129,13 @@ def gateway(given: Given) -> None:
 
 @app.command(cls=SettingsCommand)
 def verifier(given: Given) -> None:
-    """Start one verifier: it owns the target model, and commits tokens.
+    """Start one verifier: it owns the target model and commits tokens.
 
-    A --drafter with an address is attached to, one with an algorithm is held in this process: the
-    --speculative-ngram flags are for such ones.
+    It attaches to a --drafter with an address, and runs a --drafter with an algorithm in its own process. The
+    --speculative-ngram flags apply only to the latter.
     """
-    # Read by the OpenMP library as it is loaded: by default a thread spins through milliseconds at each barrier, also
-    # while the one it waits for has lost its core.
+    # The OpenMP library reads it when loaded. By default a thread spins for milliseconds at each
+    # barrier, even while the thread that it waits for has lost its core.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", MATMULS_BY_CUBLASLT)
     from foretoken.commands import service_settings
@@ -163,8 +166,8 @@ def verifier(given: Given) -> None:
 
 @app.command(cls=SettingsCommand)
 def drafter(given: Given) -> None:
-    """Start one drafter: it proposes tokens to the verifier that attaches to it, one at a time."""
-    # As for a verifier: a draft model's threads share the cores with it.
+    """Start one drafter: it proposes tokens to the one verifier that is attached."""
+    # As in a verifier, with which a draft model's threads share the cores.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", MATMULS_BY_CUBLASLT)
     from drafter_svc.config import DrafterSettings
@@ -190,7 +193,7 @@ for command in (*offline.COMMANDS, *client_commands.COMMANDS, corpus_commands.ap
 
 
 def _supervise(settings: StackSettings, folder: Path) -> int:
-    """Run the stack until a signal; returns the exit status."""
+    """Run the stack until a signal; return the exit status."""
     import asyncio
 
     from foretoken import stack
@@ -201,10 +204,11 @@ def _supervise(settings: StackSettings, folder: Path) -> int:
     has_gpu = settings.verifier.device != "cpu" and DRIVER.exists()
 
     def announce_ready() -> None:
-        rim = settings.gateway
-        print(stack.ready_text(rim.served_model_name, rim.host, rim.port, rim.grpc_port, program()), flush=True)
+        gateway = settings.gateway
+        text = stack.ready_text(gateway.served_model_name, gateway.host, gateway.port, gateway.grpc_port, program())
+        print(text, flush=True)
 
-    # Drafters that run a model do so on the verifier's GPU.
+    # Drafters run their models on the verifier's GPU.
     model_drafters = (stack.drafter_name(spec.name) for spec, _ in settings.drafters if spec.algorithm != "NGRAM")
     on_gpu = {stack.VERIFIER_NAME, *model_drafters}
     is_useful = sum(service.name in on_gpu for service in services) > 1
@@ -221,7 +225,7 @@ def _supervise(settings: StackSettings, folder: Path) -> int:
 
 
 def _services(settings: StackSettings, folder: Path) -> list[Service]:
-    """The services of a stack in the order of their start. ``folder`` holds their sockets."""
+    """Return a stack's services in the order of their start. ``folder`` holds their sockets."""
     from foretoken import stack
     from foretoken.commands.service_settings import LogOptions, VerifierOptions
     from foretoken.config import to_flags
@@ -229,7 +233,7 @@ def _services(settings: StackSettings, folder: Path) -> list[Service]:
 
     level = to_flags(LogOptions(log_level=settings.options.log_level))
     services, held = [], []
-    # A folder of their own: one may be called verifier.
+    # A separate folder: a drafter may be called verifier.
     (folder / "drafters").mkdir()
     for spec, drafter_settings in settings.drafters:
         if settings.is_inside(spec):
@@ -240,9 +244,10 @@ def _services(settings: StackSettings, folder: Path) -> list[Service]:
             services.append(stack.drafter(spec.name, command, drafter_settings.address))
     verifier_command = stack.command("verifier", settings.verifier, (*held, *level))
     liveness_socket = folder / "gateway.sock"
-    rim = settings.gateway.model_copy(update={"liveness_socket": liveness_socket})
+    gateway = settings.gateway.model_copy(update={"liveness_socket": liveness_socket})
+    gateway_command = stack.command("gateway", gateway, level)
     services.append(stack.verifier(verifier_command, settings.verifier.address))
-    services.append(stack.gateway(stack.command("gateway", rim, level), rim.host, rim.port, liveness_socket))
+    services.append(stack.gateway(gateway_command, gateway.host, gateway.port, liveness_socket))
     return services
 
 

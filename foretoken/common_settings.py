@@ -1,4 +1,4 @@
-"""Settings that several services have, each declared once."""
+"""Declare the settings that several services share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ListenAddress = Annotated[
 
 
 class ServedModelSettings(Settings):
-    """Settings of gateway and verifier."""
+    """Settings of gateways and verifiers."""
 
-    model: Annotated[Path, Flag("MODEL")] = Field(description="Folder of the checkpoint, or its id on the hub.")
+    model: Annotated[Path, Flag("MODEL")] = Field(description="Folder or hub id of the checkpoint.")
     served_model_name: Annotated[str, Flag(unset="the folder's name, or the hub id")] = Field(
-        description="Name in requests and answers."
+        description="Model name in requests and answers."
     )
     drain_timeout_s: Annotated[float, Flag("--drain-timeout")] = Field(
-        default=20.0, ge=0, description="Seconds that running streams may go on after SIGTERM."
+        default=20.0, ge=0, description="Seconds that running streams have to finish after SIGTERM."
     )
     otlp_traces_endpoint: Annotated[
         str | None, Flag(metavar="URL", env="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", unset="no spans")
@@ -34,12 +34,12 @@ class ServedModelSettings(Settings):
 
 
 class ComputeSettings(Settings):
-    """Settings of verifier and drafter: where and how a model runs."""
+    """Settings of verifiers and drafters: where and how models run."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where models run; auto: on an NVIDIA GPU if there is one."
+        default="auto", description="Device of models; auto: an NVIDIA GPU if there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Type of the weights; auto is float32 on a CPU, bfloat16 on a GPU."
+        default="auto", description="Type of the weights; auto: float32 on a CPU, bfloat16 on a GPU."
     )
-    disable_cuda_graph: bool = Field(default=False, description="On a GPU, launch every kernel by itself.")
+    disable_cuda_graph: bool = Field(default=False, description="On a GPU, launch each kernel separately.")

@@ -1,7 +1,7 @@
-"""Settings: frozen pydantic classes whose fields are flags, keys of a config file and rows of docs/settings.md.
+"""Map settings classes to flags, config files and docs, and report mistakes by flag.
 
-A field states its type, bounds, default and help text once. This module maps fields to flags and back, and turns a
-user's mistake into one line that names the flag. It knows no service.
+Settings are frozen pydantic classes. A field states its type, bounds, default and help text once;
+it is a flag, a key of the config file and a row of docs/settings.md. This module knows no service.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True)
 class Flag:
-    """What a field's annotation says about its flag where the field's name and type do not."""
+    """Describes a field's flag where the field's name and type do not."""
 
-    # By default the field's name with dashes. Without leading dashes: an argument. Of nested settings: a prefix.
+    # By default the field's name with dashes. Without leading dashes: an argument. For nested
+    # settings: their prefix.
     name: str = ""
     metavar: str | None = None
-    # What applies where nothing is given, for a field whose default does not say it.
+    # Shown as the default, for a field whose default does not say what happens.
     unset: str = ""
     env: str | None = None
-    # Names that the flag takes in any case, for a field that turns some of them into others.
+    # Names that the flag accepts in any case, for a field that converts some of them.
     choices: tuple[str, ...] = ()
     hidden: bool = False
-    # Comes first among a service's words, at its default too: processes of one kind are told apart by it.
+    # Always the first of a service's flags: it distinguishes processes of one kind.
     leads: bool = False
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a settings class, or of settings nested in it."""
+    """One field of a settings class or of a nested class."""
 
     path: tuple[str, ...]
     flag: str
@@ -76,21 +77,21 @@ class Setting:
 
     @property
     def type(self) -> Any:
-        """The annotation of one value, without None."""
+        """The type of one value, without None."""
         kinds = [kind for kind in get_args(self.field.annotation) if kind is not NoneType]
         is_optional = len(kinds) < len(get_args(self.field.annotation))
         return kinds[0] if is_optional else self.field.annotation
 
     @property
     def bounds(self) -> str:
-        """The range of a number, as people write it; empty where there is none."""
+        """The range of a number, such as ``>= 1, <= 64``; empty if there is none."""
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         found = ((sign, getattr(item, name, None)) for item in self.field.metadata for name, sign in signs.items())
         return ", ".join(f"{sign} {bound}" for sign, bound in found if bound is not None)
 
 
 def settings_of(kind: type[BaseModel]) -> Iterator[Setting]:
-    """Yield all settings of a class, those of nested classes in place of the field that holds them."""
+    """Yield all settings of a class; a nested class yields its settings."""
     for name, field in kind.model_fields.items():
         if (nested := _nested(field)) is None:
             yield Setting((name,), flag_of(kind, name), field, _shown(field))
@@ -101,7 +102,7 @@ def settings_of(kind: type[BaseModel]) -> Iterator[Setting]:
 
 
 def flag_of(kind: type[BaseModel], name: str, *rest: str) -> str:
-    """Return the flag of a field; ``rest`` leads into nested settings, whose prefix is returned without it."""
+    """Return the flag of a field. ``rest`` names a field of nested settings; without it, their prefix."""
     field = kind.model_fields.get(name)
     flag = (field and _shown(field).name) or f"--{name.replace('_', '-')}"
     if field is None or (nested := _nested(field)) is None:
@@ -110,9 +111,9 @@ def flag_of(kind: type[BaseModel], name: str, *rest: str) -> str:
 
 
 def build(kind: type[Kind], values: Mapping[str, Any], flag: str = "") -> Kind:
-    """Return settings from the values that were given. Raises ConfigError that names the flag at fault.
+    """Return settings built from ``values``. Raises ConfigError that names the flag at fault.
 
-    ``flag``: the one flag whose pairs the values are; otherwise each field is a flag of its own.
+    ``flag``: the single flag whose key=value pairs these are; otherwise each field is a flag.
     """
     try:
         return kind.model_validate(dict(values))
@@ -122,7 +123,7 @@ def build(kind: type[Kind], values: Mapping[str, Any], flag: str = "") -> Kind:
 
 @contextlib.contextmanager
 def at_fault(option: str) -> Iterator[None]:
-    """Errors in the block name ``option``."""
+    """Prefix ConfigErrors of the block with ``option``."""
     try:
         yield
     except ConfigError as error:
@@ -130,7 +131,7 @@ def at_fault(option: str) -> Iterator[None]:
 
 
 def to_flags(settings: BaseModel) -> list[str]:
-    """Return the command-line words that build ``settings`` again: what leads first, then each flag off its default."""
+    """Return the command line that builds ``settings``: arguments, then flags not at their default."""
     words: list[str] = []
     for setting in settings_of(type(settings)):
         value: Any = reduce(getattr, setting.path, settings)
@@ -147,12 +148,12 @@ def to_flags(settings: BaseModel) -> list[str]:
 
 
 def pairs_text(item: BaseModel) -> str:
-    """``key=value,key=value`` of a flat model."""
+    """Return a flat model as ``key=value,key=value``."""
     return ",".join(f"{key}={value}" for key, value in item.model_dump().items())
 
 
 def parse_pairs(text: str, flag: str) -> dict[str, str]:
-    """The pairs of ``key=value,key=value``. Raises ConfigError that names ``flag``."""
+    """Parse ``key=value,key=value``. Raises ConfigError that names ``flag``."""
     pairs: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
@@ -172,25 +173,25 @@ def _nested(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _describe(item: Any, kind: type[BaseModel], flag: str) -> str:
-    """One line for one entry of ``ValidationError.errors()`` of ``kind``."""
+    """Return one line for one of pydantic's errors about ``kind``."""
     message = _words(item)
     path = [str(part) for part in item["loc"]]
     if not path:
         return f"{flag} {message}" if flag else message
     if item["type"] == "extra_forbidden":
-        # Of a repeated flag that is one of several settings the keys are another model's.
+        # For one of several settings, the keys belong to another class than ``kind``.
         message += f"; there is: {', '.join(kind.model_fields)}" if flag else ""
     elif isinstance(item["input"], (str, int, float)):
         message += f", got {item['input']!r}"
     if flag:
         return f"{flag} {path[0]}: {message}"
-    # Of a repeated flag: its number, and the key of the pair.
+    # A repeated flag's path also holds its number and the pair's key.
     is_pair = len(path) > 2
     return f"{flag_of(kind, *path[: 1 if is_pair else None])}{f' {path[2]}' if is_pair else ''}: {message}"
 
 
 def _words(item: Any) -> str:
-    """What was expected, in words of ours where the library's are about models and schemas."""
+    """Return what was expected, reworded where pydantic's message is about models and schemas."""
     context: Mapping[str, Any] = item.get("ctx", {})
     match item["type"]:
         case "missing":

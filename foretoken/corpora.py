@@ -1,6 +1,6 @@
-"""Named texts that a drafter may draft from for every sequence, changed while it drafts.
+"""Define corpora: named texts that a drafter drafts from for every sequence.
 
-Operators add them; no request does. Who holds them, and how, is the drafter's affair.
+Operators, not requests, add them while the drafter runs. The drafter decides how to store them.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class CorpusInfo:
 
 
 class Corpora(Protocol):
-    """The corpora of one drafter. Safe from any thread."""
+    """The corpora of one drafter. Any thread may call it."""
 
     def add(self, name: str, token_ids: Int32, *, append: bool = False) -> CorpusInfo:
-        """Draft from a text from now on: as all of the corpus ``name``, or beside what it holds already.
+        """Draft from a text from now on; it replaces the corpus ``name``, or is appended to it.
 
-        Raises PreconditionError where it does not fit beside the others; then nothing has changed.
+        Raises PreconditionError, and changes nothing, if it does not fit beside the other corpora.
         """
         ...
 
     def remove(self, name: str) -> None:
-        """Draft from a corpus no more and give its memory back. Raises NotFoundError for an unknown one."""
+        """Remove a corpus and free its memory. Raises NotFoundError for an unknown corpus."""
         ...
 
     def list(self) -> tuple[CorpusInfo, ...]:
-        """All corpora, in the order in which they were added."""
+        """Return all corpora in the order in which they were added."""
         ...
 
 
 def token_bytes(token_ids: Sequence[int] | Int32) -> bytes:
-    """Token ids as they stand on the wire. Raises InvalidRequestError for one that no vocabulary holds."""
+    """Return token ids in wire format. Raises InvalidRequestError for ids that no vocabulary has."""
     values = np.asarray(token_ids, np.int64)
     if len(values) and not 0 <= values.min() <= values.max() <= _MOST:
         raise InvalidRequestError(f"token_ids: a token id is not in [0, {_MOST}]", field="token_ids")
@@ -54,7 +54,7 @@ def token_bytes(token_ids: Sequence[int] | Int32) -> bytes:
 
 
 def token_ids_from(data: bytes, vocab_size: int = _MOST + 1) -> Int32:
-    """Token ids from the wire. Raises InvalidRequestError for too many, or for one outside of the vocabulary."""
+    """Return token ids from wire format. Raises InvalidRequestError for too many or unknown ids."""
     if len(data) % 4 or len(data) // 4 > MAX_CORPUS_TOKENS:
         raise InvalidRequestError(f"token_ids must be 1 to {MAX_CORPUS_TOKENS} ids of four bytes", field="token_ids")
     values = np.frombuffer(data, "<u4")
@@ -65,7 +65,7 @@ def token_ids_from(data: bytes, vocab_size: int = _MOST + 1) -> Int32:
 
 @runtime_checkable
 class HoldsCorpora(Protocol):
-    """A ``foretoken.drafter.Drafter`` that can draft from corpora."""
+    """A ``foretoken.drafter.Drafter`` that drafts from corpora."""
 
     @property
     def corpora(self) -> Corpora: ...

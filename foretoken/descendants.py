@@ -1,4 +1,4 @@
-"""This process's descendants, as the kernel knows them: which have ended, and that none outlives it."""
+"""Watch this process's descendants, and let none outlive it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process; a debugger's stop does not count."""
+    """Return whether a signal has stopped a process; a debugger's stop does not count."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
@@ -24,7 +24,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def ended_child() -> int | None:
-    """The process id of a child that has ended and was not waited for, or None. Leaves it waitable."""
+    """Return the process id of an ended child, or None. The child can still be waited for."""
     try:
         result = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -33,11 +33,11 @@ def ended_child() -> int | None:
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """What a new child runs before its program: from now on the kernel kills it when ``parent`` dies."""
+    """Return a function for a new child to call first: the kernel then kills it when ``parent`` dies."""
 
     def in_child() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before the line above.
+        if os.getppid() != parent:  # The parent died before the line above.
             os._exit(1)
 
     return in_child
@@ -45,7 +45,7 @@ def die_with(parent: int) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def subreaper() -> Iterator[None]:
-    """Orphaned descendants become children of this process, so that it can see and end them."""
+    """Make orphaned descendants children of this process, so that it can see and end them."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
@@ -54,10 +54,10 @@ def subreaper() -> Iterator[None]:
 
 
 def kill_descendants(spared: set[int]) -> None:
-    """Kill what children left behind in sessions of its own, and wait for it. ``spared`` are process ids.
+    """Kill all children except ``spared`` process ids, and wait for them.
 
-    For a subreaper: the children of what dies fall to us, those forked a moment before too, so we look until nobody is
-    left.
+    For a subreaper: it inherits the children of every process that dies, even if forked a moment
+    before, so this repeats until none is left.
     """
     while left := [child for child in psutil.Process().children() if child.pid not in spared]:
         for child in left:

@@ -1,4 +1,4 @@
-"""The error tree. Each class carries its gRPC status and HTTP status; the rims translate.
+"""Define the error tree. Each class has a gRPC and an HTTP status; the services translate.
 
 ForetokenError
   InvalidRequestError       bad field: INVALID_ARGUMENT, 400
@@ -8,9 +8,9 @@ ForetokenError
   DeadlineError             DEADLINE_EXCEEDED, 504
   UnauthenticatedError      no key: UNAUTHENTICATED, 401
   PermissionDeniedError     a wrong key: PERMISSION_DENIED, 403
-  PreconditionError         another model than asked for: FAILED_PRECONDITION, 409
-  ModelOutputError          logits that are no numbers: DATA_LOSS, 500
-  ConfigError               refused at start; never on the wire
+  PreconditionError         another model than requested: FAILED_PRECONDITION, 409
+  ModelOutputError          NaN or infinite logits: DATA_LOSS, 500
+  ConfigError               refused at the start; never on the wire
     CheckpointError         a checkpoint that cannot be loaded, with file and tensor
 """
 
@@ -31,7 +31,7 @@ class ForetokenError(Exception):
         super().__init__(message)
         self.message = message
         self.field = field
-        # Whether the end of the request that failed with it has been counted and logged.
+        # Whether the failed request has been counted and logged.
         self.is_reported = False
 
     @property
@@ -81,17 +81,17 @@ class PermissionDeniedError(ForetokenError):
 
 
 class ModelOutputError(ForetokenError):
-    """The model's numbers are NaN or infinite. Another attempt would end the same way, so none is made."""
+    """The model's numbers are NaN or infinite. Nobody retries: it would end the same way."""
 
     status = grpc.StatusCode.DATA_LOSS
 
 
 class ConfigError(ForetokenError):
-    """A flag, config feature or combination that is refused at start, by name."""
+    """A setting or combination is refused at the start; the message names it."""
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be loaded; the message names the file and the tensor."""
+    """A checkpoint cannot be loaded; the message names the file and the tensor."""
 
 
 _BY_CODE: dict[int, type[ForetokenError]] = {
@@ -111,5 +111,5 @@ _BY_CODE: dict[int, type[ForetokenError]] = {
 
 
 def error_from_code(code: int, message: str, field: str = "") -> ForetokenError:
-    """The error that a ``google.rpc.Code`` number stands for; an unknown one is a ForetokenError."""
+    """Return the error for a ``google.rpc.Code`` number; a ForetokenError for an unknown number."""
     return _BY_CODE.get(code, ForetokenError)(message, field=field)

@@ -1,6 +1,7 @@
-"""Where a checkpoint lies: a folder as it is, the bundled demo model, or a hub id that huggingface_hub downloads.
+"""Find a checkpoint: a folder, the bundled demo model, or a hub id that huggingface_hub downloads.
 
-It reads no checkpoint. Endpoint, token, offline mode and cache folder are huggingface_hub's own settings.
+It reads no checkpoint. huggingface_hub has its own settings for endpoint, token, offline mode and
+cache folder.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from foretoken.errors import ConfigError
 
 # Weights as safetensors, configs, tokenizers and chat templates: never pickles, never code.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja")
-# Other formats in sub-folders, and the second copy of the weights that some repositories carry.
+# Other formats in sub-folders, and a second copy of the weights in some repositories.
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors", "*.py", "*.bin", "*.pt")
-# MODEL for the demo model that comes with foretoken, unless a folder of that name is there.
+# MODEL of the bundled demo model, unless a folder has that name.
 DEMO = "demo"
 DEMO_SERVED_NAME = "foretoken-demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def default_name(model: str) -> str:
-    """The served name of a model that was given none: the folder's name, or the hub id as it is."""
+    """Return the default served name of a model: the folder's name, or the hub id."""
     path = Path(model)
     if is_demo(model):
         return DEMO_SERVED_NAME
@@ -34,7 +35,7 @@ def is_demo(model: str) -> bool:
 
 
 def demo_folder() -> Path:
-    """The folder with the demo's target, EAGLE-3 head and token map: in an installed package, or in a clone.
+    """Return the folder of the demo's target, EAGLE-3 head and token map, in a package or a clone.
 
     Raises ConfigError if neither has it.
     """
@@ -46,9 +47,9 @@ def demo_folder() -> Path:
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """The folder of a checkpoint; a hub id is downloaded if it is not in the cache, with progress on stderr.
+    """Return the folder of a checkpoint; download a hub id that is not cached, with progress on stderr.
 
-    Raises ConfigError, in one line, for whatever keeps the folder from being there.
+    Raises ConfigError of one line if that fails.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
@@ -82,7 +83,7 @@ def _download(model: str, revision: str | None) -> Path:
         raise ConfigError(f"no folder and no public hub id: {model} (a private one needs: hf auth login)") from None
     except errors.LocalEntryNotFoundError:
         raise ConfigError(
-            f"{model}{at} is no folder here and no model in the cache, and the hub does not answer or is switched off"
+            f"{model}{at} is neither a folder nor a cached model, and the hub does not answer or is switched off"
         ) from None
     except Exception as error:  # The library's errors and those of its HTTP client share no base.
         raise ConfigError(f"cannot download {model}{at}: {_first_line(error)}") from error

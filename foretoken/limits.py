@@ -1,7 +1,7 @@
-"""The one table of limits: every number in a request has its range here.
+"""Define the limits of requests in one table, and check requests against them.
 
-Gateway and verifier both call ``check_sampling`` and ``check_speculation``; neither trusts the other.
-What depends on the model (context length, vocabulary) is passed in as ``ModelLimits``.
+Gateway and verifier both call ``check_sampling`` and ``check_speculation``; neither trusts the
+other. ``ModelLimits`` holds the limits that depend on the model (context length, vocabulary).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An inclusive range; ``low_open`` leaves the lower end out. Ends that are ints admit integers only."""
+    """An inclusive range; ``low_open`` excludes the lower end. If both ends are ints, only ints fit."""
 
     low: float
     high: float
@@ -28,7 +28,7 @@ class Range:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def __contains__(self, value: object) -> bool:
-        """False for whatever is not a number of this range: NaN, infinities, booleans and text among them."""
+        """Return whether ``value`` is a number in the range; NaN, infinities, booleans and text are not."""
         if isinstance(value, bool) or not isinstance(value, int if self.is_integer else (int, float)):
             return False
         # Comparisons with NaN are false.
@@ -39,7 +39,7 @@ class Range:
         return f"{'(' if self.low_open else '['}{low}, {high}]"
 
 
-# Request fields that are one number each. Names are those of SamplingParams.
+# Request fields that hold one number, named as in SamplingParams.
 SAMPLING_RANGES: dict[str, Range] = {
     "temperature": Range(0.0, 2.0),
     "top_p": Range(0.0, 1.0, low_open=True),
@@ -69,38 +69,38 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
 MAX_DRAFTER_NAME_CHARS = 64
 MAX_ADDRESS_CHARS = 256
-# Attached to one verifier at once, and names in its life: what was drafted under a name is counted on.
+# Drafters attached to one verifier at once, and drafter names in its life: counts are kept by name.
 MAX_DRAFTERS = 16
 MAX_DRAFTER_NAMES = 256
-# What "speculative.drafter" means by itself.
+# Values of "speculative.drafter" that are not names.
 DRAFTER_CHOICES = ("auto", "merge")
 MAX_CHAT_MESSAGES = 1024
-# Parts of one message's content, or of a prediction's.
+# Parts of the content of one message or prediction.
 MAX_CONTENT_PARTS = 1024
-# Of one drafter, and tokens that one call adds to one of them.
+# Corpora of one drafter, and tokens that one call adds.
 MAX_CORPORA = 64
 MAX_CORPUS_TOKENS = 1_000_000
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 # Bytes of one REST body or one gRPC message.
 MAX_BODY_BYTES = 8 * 1024 * 1024
-# What one JSON body may hold. Its parser stops all streams meanwhile: these limits bound that
-# to some tens of milliseconds.
+# Contents of one JSON body. Parsing stops all streams, so these limits bound it to some tens of
+# milliseconds.
 MAX_JSON_VALUES = 524_288
 MAX_JSON_STRINGS = 131_072
 MAX_JSON_FIELDS = 32_768
 MAX_JSON_CONTAINERS = 32_768
-# Of one prompt's text, or of all messages of a chat. The gateway also refuses a text that can never
-# fit the model's context. The bytes bound the tokens: there may be one a byte.
+# Size of one prompt's text, or of all messages of a chat. The gateway also refuses a text that can
+# never fit the model's context. The bytes bound the tokens: there may be one per byte.
 MAX_PROMPT_CHARS = 2_000_000
 MAX_PROMPT_BYTES = 4_000_000
-# Of the expected output; also no more than the context.
+# Tokens of the expected output, which must also fit the context.
 MAX_PREDICTION_TOKENS = 32_768
-# Token ids that one call of /tokenize gives or one of /detokenize takes.
+# Token ids that one call of /tokenize returns or one of /detokenize takes.
 MAX_TOKENIZED_IDS = 262_144
-# Attempts of one sequence; the gateway's --resume-attempts is far below.
+# Attempts of one sequence, far above the gateway's --resume-attempts.
 MAX_ATTEMPTS = 1_000_000
 MAX_CHOICE_INDEX = MAX_N - 1
-# Of a value at fault, in the message.
+# Size of a value in an error message.
 MAX_SHOWN_CHARS = 64
 MAX_SHOWN_BITS = 128
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
@@ -109,12 +109,12 @@ NAME_RULE = "1 to 64 characters of a-z, 0-9, '_', '.' and '-', the first a lette
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What requests are checked against that depends on the model served."""
+    """Limits that depend on the served model."""
 
     vocab_size: int
     max_model_len: int
     drafter_names: tuple[str, ...] = ()
-    # Of them those that were detached: requests may name them still, and are told of others.
+    # Names of detached drafters. Requests may still use them; error messages leave them out.
     detached_drafters: tuple[str, ...] = ()
 
 
@@ -132,9 +132,9 @@ def check_chars(field: str, count: int, most: int, *, least: int = 0) -> None:
 
 
 def check_text(field: str, value: str, max_chars: int, *, min_chars: int = 0) -> None:
-    """Raise InvalidRequestError naming ``field`` unless its length is in the range and it is proper Unicode."""
+    """Raise InvalidRequestError naming ``field`` unless its length is allowed and it is valid Unicode."""
     check_chars(field, len(value), max_chars, least=min_chars)
-    # JSON can spell halves of a surrogate pair, which have no UTF-8 form: neither wire nor hashes could take them.
+    # JSON can spell half of a surrogate pair, which has no UTF-8 form for the wire or a hash.
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -142,32 +142,32 @@ def check_text(field: str, value: str, max_chars: int, *, min_chars: int = 0) ->
 
 
 def check_bytes(field: str, value: str, max_bytes: int) -> None:
-    """Raise InvalidRequestError naming ``field`` if its UTF-8 form is longer."""
+    """Raise InvalidRequestError naming ``field`` if its UTF-8 form is longer than ``max_bytes``."""
     num_bytes = len(value.encode())
     if num_bytes > max_bytes:
         raise InvalidRequestError(f"{field} must have at most {max_bytes} bytes, got {num_bytes}", field=field)
 
 
 def check_name(field: str, value: str) -> None:
-    """Raise InvalidRequestError naming ``field`` unless it is a name as drafters and corpora have them."""
+    """Raise InvalidRequestError naming ``field`` unless a drafter or corpus may have this name."""
     if not is_name(value):
         raise InvalidRequestError(f"{field} must be {NAME_RULE}, got {_shown(value)}", field=field)
 
 
 def is_name(value: str) -> bool:
-    """Whether drafters and corpora may have it for a name."""
+    """Return whether a drafter or corpus may have this name."""
     return _NAME.fullmatch(value) is not None
 
 
 def check_drafter_name(field: str, value: str) -> None:
-    """Raise InvalidRequestError naming ``field`` unless a drafter may be called so."""
+    """Raise InvalidRequestError naming ``field`` unless a drafter may have this name."""
     check_name(field, value)
     if value in DRAFTER_CHOICES:
         raise InvalidRequestError(f"{field} must not be {value!r}, which means a choice of drafters", field=field)
 
 
 def check_address(field: str, value: str) -> None:
-    """Raise InvalidRequestError naming ``field`` unless it is where a service may listen."""
+    """Raise InvalidRequestError naming ``field`` unless it is a service's address."""
     check_text(field, value, MAX_ADDRESS_CHARS)
     try:
         address.check_address(value)
@@ -183,7 +183,7 @@ def check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
 
 def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidRequestError naming ``field`` unless all ids are tokens of the model."""
-    # In a few calls, as thousands may come at once; the loop below finds the one at fault.
+    # A few fast calls for thousands of ids; the loop below finds the id at fault.
     if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
         return
     for token_id in ids:
@@ -192,7 +192,7 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_sampling(params: SamplingParams, model: ModelLimits) -> None:
-    """Raise InvalidRequestError naming the first field that is out of its range."""
+    """Raise InvalidRequestError naming the first field that exceeds its limits."""
     for field, allowed in SAMPLING_RANGES.items():
         value = getattr(params, field)
         if value is not None:
@@ -210,30 +210,30 @@ def check_sampling(params: SamplingParams, model: ModelLimits) -> None:
 
 
 def check_grammar(field: str, grammar: Grammar) -> None:
-    """Raise InvalidRequestError naming ``field`` if the grammar is too long; whether it compiles is seen later."""
+    """Raise InvalidRequestError naming ``field`` if the grammar is too long. It is compiled later."""
     most = MAX_GRAMMAR_BYTES[grammar.kind]
     check_text(field, grammar.text, most)
     check_bytes(field, grammar.text, most)
 
 
-# Between names of drafters whose trees a request wants merged; no name has it.
+# Joins the names of drafters whose trees a request wants merged; no name contains it.
 DRAFTER_JOIN = "+"
 
 
 def named_drafters(options: SpeculationOptions) -> tuple[str, ...]:
-    """Drafters that a request names; none where it leaves the choice to the verifier."""
+    """Return the drafters that a request names; () if the verifier chooses."""
     return () if options.drafter in DRAFTER_CHOICES else tuple(options.drafter.split(DRAFTER_JOIN))
 
 
 def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
-    """Raise InvalidRequestError for a draft width out of range or a drafter that was never configured."""
+    """Raise InvalidRequestError for an invalid draft width or an unknown drafter."""
     if options.max_draft_tokens is not None:
         check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
     check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
     joined = [name for name in DRAFTER_CHOICES if name in named_drafters(options)]
     if joined:
         raise InvalidRequestError(
-            f"speculative.drafter: {joined[0]} stands by itself; names of drafters are joined by {DRAFTER_JOIN}",
+            f"speculative.drafter: {joined[0]} cannot be joined with {DRAFTER_JOIN}; only names of drafters can",
             field="speculative.drafter",
         )
     unknown = [repr(name) for name in named_drafters(options) if name not in model.drafter_names]
@@ -242,7 +242,7 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
         names = ", ".join((*DRAFTER_CHOICES, *there))
         raise InvalidRequestError(
             f"speculative.drafter: there is no drafter {', '.join(unknown)}; there is: {names}; "
-            f"drafters are joined by {DRAFTER_JOIN}; speculative.enabled false does without any",
+            f"join drafters with {DRAFTER_JOIN}; set speculative.enabled to false to use none",
             field="speculative.drafter",
         )
 
@@ -250,18 +250,18 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
 def check_tokens(field: str, count: int, most: int) -> None:
     """Raise InvalidRequestError naming ``field`` unless ``count`` tokens are allowed."""
     if count > most:
-        raise InvalidRequestError(f"{field} has {count} tokens, and may have {most}", field=field)
+        raise InvalidRequestError(f"{field} has {count} tokens; it may have at most {most}", field=field)
 
 
 def check_prompt_length(field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
     """Raise InvalidRequestError naming ``field`` unless a prompt of this length fits the context.
 
-    ``at_least``: the prompt may have more; it has not been encoded.
+    ``at_least``: the prompt has not been encoded and may have more tokens.
     """
     if num_tokens >= max_model_len:
         raise InvalidRequestError(
             f"{field} has {'at least ' if at_least else ''}{num_tokens} tokens; this model's context is "
-            f"{max_model_len} tokens and at least one must be left for the output",
+            f"{max_model_len} tokens, and the output needs at least one of them",
             field=field,
         )
 
@@ -277,7 +277,7 @@ def check_prompt(prompt_ids: Sequence[int], model: ModelLimits, *, field: str = 
 def check_prediction_length(field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
     """Raise InvalidRequestError naming ``field`` if a predicted output of this length is too long.
 
-    ``at_least``: it may have more; it has not been encoded.
+    ``at_least``: it has not been encoded and may have more tokens.
     """
     if num_tokens > max_model_len:
         raise InvalidRequestError(
@@ -289,13 +289,13 @@ def check_prediction_length(field: str, num_tokens: int, max_model_len: int, *, 
 
 
 def check_prediction(prediction_ids: Sequence[int], model: ModelLimits, *, field: str = "prediction") -> None:
-    """Raise InvalidRequestError unless the predicted output, which may be empty, fits the context and has valid ids."""
+    """Raise InvalidRequestError unless a predicted output fits the context and has valid ids."""
     check_prediction_length(field, len(prediction_ids), model.max_model_len)
     check_token_ids(field, prediction_ids, model.vocab_size)
 
 
 def _shown(value: object) -> str:
-    """A value at fault, for a message: short, whatever it is. Python refuses to print very long integers."""
+    """Return a value for an error message, shortened. Python refuses to print very long integers."""
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)

@@ -1,7 +1,8 @@
-"""When an event loop last turned, answered by a thread of its own while the loop itself is held up.
+"""Answer, from a separate thread, when an event loop last turned, even while the loop is blocked.
 
-A supervisor needs it to tell a busy process from a hung one. Questions and answers are datagrams of a Unix socket: they
-need no connection, so a process that has no file descriptor left still answers.
+The answer tells a supervisor whether a process is busy or hung. Questions and answers are datagrams
+of a Unix socket: they need no connection, so a process without a free file descriptor still
+answers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# Shorter than the time between two questions, so that a free loop turns between them.
+# Shorter than the time between two questions, so that a free loop turns in between.
 TURN_S = 0.5
 _QUESTION = b"?"
 _MAX_ANSWER_BYTES = 64
@@ -25,7 +26,7 @@ _MAX_ANSWER_BYTES = 64
 
 @contextlib.contextmanager
 def answering(path: Path) -> Iterator[None]:
-    """Answer at ``path`` when the running event loop last turned."""
+    """Serve at ``path`` the time at which the running event loop last turned."""
     loop = asyncio.get_running_loop()
     last_turn: float
     timer: asyncio.TimerHandle
@@ -39,12 +40,12 @@ def answering(path: Path) -> Iterator[None]:
     def answer() -> None:
         while not is_closing:
             _, asker = listener.recvfrom(_MAX_ANSWER_BYTES)
-            if asker is None:  # Nobody: the socket was shut down, or whoever asks has no name to answer to.
+            if asker is None:  # The socket was shut down, or the asker's socket has no name.
                 continue
             try:
                 listener.sendto(repr(last_turn).encode(), socket.MSG_DONTWAIT, asker)
             except OSError:
-                logger.debug("whoever asked at %s has gone", path)
+                logger.debug("the asker at %s has gone", path)
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         # A process that was killed left its socket file.
@@ -64,12 +65,12 @@ def answering(path: Path) -> Iterator[None]:
 
 
 async def last_turn(path: Path, timeout_s: float) -> float | None:
-    """Return when the loop behind ``path`` last turned, by its monotonic clock; None if nobody answers in time."""
+    """Ask at ``path`` when the loop last turned, by its monotonic clock; None if nobody answers in time."""
     loop = asyncio.get_running_loop()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asker:
             asker.setblocking(False)
-            # The kernel picks the name that the answer goes to.
+            # The kernel chooses the name to which the answer is sent.
             asker.bind("")
             asker.connect(str(path))
             asker.send(_QUESTION)

@@ -1,7 +1,7 @@
-"""The exit of a process whose GPU context is lost, by a status that its supervisor knows.
+"""End a process whose GPU context is lost, with a status that its supervisor knows.
 
-After a fatal fault of a kernel every call of CUDA fails for as long as the process lives: only a new process helps.
-Imports no torch: a drafter without a model has none.
+After a fatal fault in a kernel every CUDA call of the process fails, so only a new process helps.
+This module does not import torch: a drafter without a model runs without it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import logging
 import os
 import sys
 
-# A process of ours ends with one of these. After the first one every other client of the MPS server has lost its
-# context too, or may have; a device-side assertion is its process's own affair, with MPS and without.
+# After the first status every other client of the MPS server may have lost its context too. A
+# device-side assertion affects only its own process, with and without MPS.
 CONTEXT_LOST_STATUS = 80
 ASSERTION_STATUS = 81
 
-# What CUDA calls cudaErrorAssert, in every release so far.
+# CUDA's text for cudaErrorAssert, in every release so far.
 _ASSERTION = "device-side assert"
 
 logger = logging.getLogger(__name__)
 
 
 def exit_if_context_lost() -> None:
-    """End this process at once if CUDA can do nothing more for it; to be called behind any failure.
+    """End this process at once if its GPU context is lost. Call it after any failure.
 
-    Nothing is cleaned up: what would have to be is on the GPU, and destructors that find their context lost abort.
+    It cleans nothing up: destructors abort when they find their context lost.
     """
     fault = lost_context()
     if fault is None:
@@ -35,18 +35,18 @@ def exit_if_context_lost() -> None:
 
 
 def lost_context() -> str | None:
-    """What every call of CUDA fails with, None where they succeed or CUDA is not in use.
+    """Return the error with which every CUDA call fails; None if calls succeed or CUDA is not in use.
 
-    Waits for no work of this process: a stream that waits for another process may be the reason for the call.
+    It does not wait for this process's work: the caller's stream may be waiting for another process.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
     fault = None
-    # An error that passes is reported once, to whoever asks first.
+    # CUDA reports a transient error once, to the first caller.
     for _ in range(2):
         try:
-            # Graphs are captured on streams of normal priority, which PyTorch gives out again and again.
+            # PyTorch reuses streams of normal priority, and graphs are captured on them.
             torch.cuda.Stream(priority=-1).synchronize()
         except RuntimeError as error:
             fault = str(error).partition("\n")[0]

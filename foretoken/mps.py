@@ -1,7 +1,8 @@
-"""NVIDIA's multi-process service (MPS) for a stack: a control daemon of its own, or the one that the environment names.
+"""Run NVIDIA's multi-process service (MPS) for a stack, or use the one that the environment names.
 
-With it the kernels of several processes run on a GPU side by side; without it the processes take turns. It is a daemon
-of user space, to which clients find by a folder of pipes, and no setting of the device.
+With MPS the kernels of several processes run on a GPU concurrently; without it the processes take
+turns. MPS is a user-space daemon that clients find by a folder of pipes; it changes no setting of
+the device.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from foretoken.supervisor import Service
 MpsMode = Literal["auto", "on", "off"]
 CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
-# There where a driver is: known without loading anything.
+# Exists where a driver is installed: checked without loading a library.
 DRIVER = Path("/dev/nvidiactl")
 COST = "without MPS each step costs about 0.3 ms more (NVIDIA H200, docs/gpu.md)"
 
-# One command to a daemon that lives takes milliseconds; its first server, a second or so.
+# A running daemon answers within milliseconds; its first server starts within about a second.
 ASK_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 15.0
 _POLL_S = 0.05
-# Of sockaddr_un, its closing zero counted; the longest name of what the daemon makes there.
+# Size of a path in sockaddr_un, with its closing zero; the longest file name that the daemon uses.
 _MAX_SOCKET_PATH = 108
 _LONGEST_NAME = "nvidia-cuda-mps-control.pid"
 
-# $0: the control program; $1: the process that is about to be killed. A kill with work in flight may end all clients
-# of a server, unless the server has let go of the client first. A client that is stopped does not answer it, and all
-# others stand still for as long as it waits.
+# $0: the control program; $1: the process about to be killed. Killing a client with work in flight
+# may end all clients of a server, unless the server drops the client first. A stopped client does
+# not answer the server, and all others stall while it waits: so continue it first.
 _TERMINATE_CLIENT = """exec >/dev/null 2>&1
 kill -CONT "$1"
 for server in $(echo get_server_list | "$0"); do echo "terminate_client $server $1" | "$0"; done"""
 
-# By then all our clients have gone. A daemon that does not obey is killed with its servers.
+# All our clients have ended by then. A daemon that does not quit is killed with its servers.
 _QUIT = """export {pipes}
 echo 'quit -t 2' | timeout -k 1 5 {control} && exit
 daemon=$(cat {pid_file}) || exit
@@ -54,17 +55,17 @@ kill -KILL "$daemon"
 
 
 class _MpsError(Exception):
-    """There is no MPS to be had, and why."""
+    """MPS is not available; the message says why."""
 
 
 @dataclass(frozen=True)
 class GpuClients:
-    """What services that use the GPU are started and ended with.
+    """How to start and end services that use the GPU.
 
     Attributes:
-        environment: of their processes, beside our own.
+        environment: additional variables of their processes.
         before_kill: see Service.
-        share_faults: whether a fatal fault of one's kernel is all of theirs.
+        share_faults: whether a fatal fault in one service's kernel hits all of them.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -81,24 +82,24 @@ class GpuClients:
 def gpu_clients(
     mode: MpsMode, folder: Path, *, has_gpu: bool, is_useful: bool, announce: Callable[[str], None]
 ) -> Iterator[GpuClients]:
-    """How a stack's GPU services are to be run; in the block, the daemon runs if there is one.
+    """Run the daemon, if there is one, during the block; yield how to run a stack's GPU services.
 
     Args:
-        mode: ``auto`` takes MPS where it is useful and can be had.
+        mode: ``auto`` uses MPS where it is useful and available.
         folder: the stack's runtime folder.
         has_gpu: whether models run on a GPU.
-        is_useful: whether those of several processes do.
-        announce: gets the line that says why there is none, and what that costs.
+        is_useful: whether several processes run models.
+        announce: gets a line that says why there is no MPS, and what that costs.
 
     Raises:
-        ConfigError: ``on``, and it cannot be had.
+        ConfigError: the mode is ``on``, and MPS is not available.
     """
     if mode == "on" and not has_gpu:
         raise ConfigError("--mps on: models do not run on an NVIDIA GPU here")
     with contextlib.ExitStack() as stack:
         clients = GpuClients()
         if mode == "off":
-            # A folder without a daemon: clients do not look for one in NVIDIA's default folder then.
+            # A folder without a daemon, so that clients ignore NVIDIA's default folder.
             clients = GpuClients({PIPES: str(folder / "no-mps")})
             if has_gpu and is_useful:
                 announce(f"--mps off: {COST}")
@@ -114,7 +115,7 @@ def gpu_clients(
 
 @contextlib.contextmanager
 def _daemon(folder: Path) -> Iterator[GpuClients]:
-    """A daemon that has a server: the environment's if it answers, else one that lives as long as the block."""
+    """Use the environment's daemon if it answers, else run one during the block."""
     control = shutil.which(CONTROL)
     if control is None:
         raise _MpsError(f"there is no {CONTROL}")
@@ -137,20 +138,21 @@ def _daemon(folder: Path) -> Iterator[GpuClients]:
         )
     )
     environment = {**os.environ, PIPES: str(pipes), LOGS: str(logs)}
-    # A server that sees some GPUs only numbers them anew, and its clients' own choice would be among those numbers.
+    # A server with a selection renumbers its GPUs, and clients would select among the new numbers.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         _start(control, environment, logs)
         yield GpuClients({PIPES: str(pipes)}, before_kill, share_faults=True)
     finally:
-        # As at the start: a Ctrl-C must not reach it. One that ends our wait leaves the script for the folder's end.
+        # Ctrl-C must not reach it, as at the start. If it ends our wait, the folder's cleaner runs
+        # the script.
         silent = subprocess.DEVNULL
         subprocess.run(["/bin/sh", str(at_end)], stdout=silent, stderr=silent, start_new_session=True)
         at_end.unlink()
 
 
 def _start(control: str, environment: Mapping[str, str], logs: Path) -> None:
-    """Start daemon and server; a server that cannot run here says so now, not to each client."""
+    """Start daemon and server, so that a server that cannot run fails now, not at each client."""
     deadline = time.monotonic() + START_TIMEOUT_S
     output = logs / "start"
     with output.open("wb") as file:
@@ -159,10 +161,10 @@ def _start(control: str, environment: Mapping[str, str], logs: Path) -> None:
                 [control, "-d"],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                # Not pipes, which the daemon would keep open.
+                # Not pipes: the daemon would keep them open.
                 stdout=file,
                 stderr=file,
-                # Out of the terminal's reach: Ctrl-C must not end it before its clients.
+                # A new session, so that Ctrl-C does not end it before its clients.
                 start_new_session=True,
                 timeout=START_TIMEOUT_S,
             )
@@ -195,7 +197,7 @@ def _answers(control: str, environment: Mapping[str, str]) -> bool:
 
 
 def _ask(control: str, environment: Mapping[str, str], command: str) -> str:
-    """What the daemon answers. Not for while a supervisor runs, which reaps all children."""
+    """Return the daemon's answer. Do not call it beside a supervisor, which reaps all children."""
     try:
         done = subprocess.run(
             [control], input=f"{command}\n", env=environment, capture_output=True, text=True, timeout=ASK_TIMEOUT_S
@@ -208,7 +210,7 @@ def _ask(control: str, environment: Mapping[str, str], command: str) -> str:
 
 
 def _last_line(*files: Path) -> str:
-    """``: `` and the last line of the first file that has one, or nothing."""
+    """Return ``: `` and the last line of the first file that has one, or nothing."""
     for file in files:
         lines = file.read_text(errors="replace").split("\n") if file.exists() else []
         for line in reversed(lines):

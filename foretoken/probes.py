@@ -1,4 +1,4 @@
-"""Is a service ready, is it alive? Questions over gRPC health, HTTP or a Unix socket, answered within a second."""
+"""Ask whether a service is ready or alive, over gRPC health, HTTP or a Unix socket."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 class GrpcProbe:
-    """A ``foretoken.supervisor.Probe`` over grpc.health.v1. Keeps its channel for as long as it gets answers."""
+    """A ``foretoken.supervisor.Probe`` over grpc.health.v1. It keeps its channel while it gets answers."""
 
     def __init__(self, address: str, service: str) -> None:
-        """``service``: the name whose status is readiness; that of the empty name is liveness."""
+        """``service``: the name whose status is readiness; the empty name's status is liveness."""
         self._address = address
         self._service = service
         self._channel: grpc.aio.Channel | None = None
@@ -30,7 +30,7 @@ class GrpcProbe:
         return await self._serving(self._service)
 
     async def last_turn(self) -> float | None:
-        # Its event loop is what answers.
+        # The event loop itself answers.
         return time.monotonic() if await self._serving("") else None
 
     async def close(self) -> None:
@@ -45,7 +45,7 @@ class GrpcProbe:
         try:
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
-            # A new one connects at once; this one would wait out its backoff while the service is back already.
+            # A new channel connects at once; this one would wait out its backoff.
             await self.close()
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
@@ -55,7 +55,7 @@ class GatewayProbe:
     """A ``foretoken.supervisor.Probe`` over ``GET /ready`` and the gateway's liveness socket."""
 
     def __init__(self, host: str, port: int, liveness_socket: Path) -> None:
-        """``host``: as it listens, wildcards included."""
+        """``host``: the address that the gateway listens on; may be a wildcard."""
         self._host = host
         self._port = port
         self.liveness_socket = liveness_socket
@@ -67,11 +67,11 @@ class GatewayProbe:
         return await liveness.last_turn(self.liveness_socket, PROBE_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Nothing stays open between two questions."""
+        """Do nothing: no connection stays open between probes."""
 
 
 async def http_ok(host: str, port: int, path: str) -> bool:
-    """Whether ``GET path`` is answered with status 200."""
+    """Return whether ``GET path`` is answered with status 200."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             return await _http_status(reachable(host), port, path) == 200
@@ -80,12 +80,12 @@ async def http_ok(host: str, port: int, path: str) -> bool:
 
 
 def reachable(host: str) -> str:
-    """An address to connect to for one to listen on."""
+    """Return the address to connect to for an address to listen on."""
     return _WILDCARDS.get(host, host)
 
 
 async def _http_status(host: str, port: int, path: str) -> int:
-    """The status of one request. Raises ValueError if what answers does not speak HTTP."""
+    """Return the status of one request. Raises ValueError if the answer is not HTTP."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         name = f"[{host}]" if ":" in host else host

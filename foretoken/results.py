@@ -1,4 +1,4 @@
-"""What a sequence's output ends with, as the verifier reports it and the gateway passes it on."""
+"""Define the result types of a sequence, which the verifier reports and the gateway passes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class FinishReason(enum.StrEnum):
-    """Why an output ended. The values are OpenAI's; ABORT never reaches a client."""
+    """Why an output ended, with OpenAI's values; clients never see ABORT."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -32,7 +32,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class DrafterStats(NamedTuple):
-    """One drafter's part; ``accepted_per_position[k]`` counts accepted tokens at depth k + 1 of a tree."""
+    """Counts of one drafter; ``accepted_per_position[k]`` counts accepted tokens at depth k + 1."""
 
     name: str
     num_draft_tokens: int
@@ -42,7 +42,7 @@ class DrafterStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Counts of one sequence, or summed over several. Steps exclude prefill; tokens are counted before trimming."""
+    """Counts of one sequence or a sum. Steps exclude prefill; tokens count before stop strings trim."""
 
     num_decode_steps: int = 0
     num_spec_steps: int = 0
@@ -56,7 +56,7 @@ class SpeculationStats:
 
     @staticmethod
     def sum(parts: Sequence[SpeculationStats]) -> SpeculationStats:
-        """Add up several sequences; ``drafter`` is that of the sequence that drafted most."""
+        """Return the sum of several sequences, with the ``drafter`` of the one that drafted most."""
         histograms = zip_longest(*(part.acceptance_histogram for part in parts), fillvalue=0)
         busiest = max(parts, key=lambda part: part.num_draft_tokens, default=SpeculationStats())
         return SpeculationStats(
@@ -73,22 +73,22 @@ class SpeculationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / steps that drafted; 1.0 if none drafted."""
+        """1 + accepted tokens / steps that drafted; 1.0 if none drafted."""
         return 1.0 + self.num_accepted_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """accepted / drafted; 0.0 if nothing was drafted."""
+        """Accepted / drafted tokens; 0.0 if nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def mean_tokens_per_step(self) -> float:
-        """Tokens of all decode steps / decode steps, root-only steps included; 1.0 if there was none."""
+        """Tokens / decode steps, root-only steps included; 1.0 without steps."""
         return self.num_decode_tokens / self.num_decode_steps if self.num_decode_steps else 1.0
 
 
 def _sum_drafters(parts: Sequence[DrafterStats]) -> tuple[DrafterStats, ...]:
-    """One entry a drafter, in order of appearance."""
+    """Return one sum per drafter, in order of appearance."""
     sums: dict[str, DrafterStats] = {}
     for part in parts:
         known = sums.get(part.name, DrafterStats(part.name, 0, 0, ()))

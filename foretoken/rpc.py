@@ -1,6 +1,6 @@
-"""What every gRPC rim shares: channel and server options, addresses, errors as statuses, health and reflection.
+"""Share among gRPC services: options, addresses, errors as statuses, health and reflection.
 
-It knows no service and no message of ours.
+This module knows none of foretoken's services and messages.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 # Trailing metadata that names the request field at fault.
 FIELD_METADATA_KEY = "foretoken-field"
-# Answers may be larger than requests: prompt logprobs of a long prompt come in one message.
+# Answers may be larger than requests: the logprobs of a long prompt are one message.
 MAX_RESPONSE_BYTES = 8 * MAX_BODY_BYTES
-# A peer that vanished without closing its socket (power, network) is noticed after time + timeout.
+# A peer that vanished without closing its socket (power, network) is detected after time + timeout.
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
-# sun_path holds 108 bytes with the closing zero.
+# sun_path holds 108 bytes, including the closing zero.
 MAX_UNIX_PATH_BYTES = 107
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -46,12 +46,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
-    # A new channel connects anew: it never waits out the backoff of an older channel to the same address.
+    # A new channel connects at once, without the backoff of an older channel to the same address.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    # Services talk to each other directly, whatever proxy the machine uses for the web.
+    # Services connect directly, whatever web proxy the machine uses.
     ("grpc.enable_http_proxy", 0),
 )
 
@@ -63,23 +63,23 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
-    # A second server on a port that is in use must fail, not share it.
+    # A second server must not share a port that is in use.
     ("grpc.so_reuseport", 0),
 )
 
 
 def unix_path(address: str) -> Path | None:
-    """The socket file of ``unix:/path``; None for host:port."""
+    """Return the socket file of ``unix:/path``; None for host:port."""
     return Path(address.removeprefix(UNIX_PREFIX)) if address.startswith(UNIX_PREFIX) else None
 
 
 def async_channel(address: str) -> grpc.aio.Channel:
-    """A channel for asyncio code. It connects on first use and reconnects by itself."""
+    """Return a channel for asyncio code. It connects on first use and reconnects by itself."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def sync_channel(address: str) -> grpc.Channel:
-    """A channel for a thread. It connects on first use and reconnects by itself."""
+    """Return a channel for threads. It connects on first use and reconnects by itself."""
     return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
@@ -89,18 +89,20 @@ def async_server(
     options: Sequence[tuple[str, int]] = (),
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
-    """A server whose handlers may raise ForetokenError: the caller gets its status, message and field.
+    """Return a server whose handlers may raise ForetokenErrors, which become statuses for the client.
 
-    ``reuse_port``: processes of one user that all say so share a port. ``interceptors`` come before the one for errors.
+    ``reuse_port``: share the port with other such processes of the same user. ``interceptors`` run
+    before the one for errors.
     """
     all_options = dict(SERVER_OPTIONS) | dict(options) | {"grpc.so_reuseport": int(reuse_port)}
     return grpc.aio.server(options=tuple(all_options.items()), interceptors=(*interceptors, ErrorInterceptor()))
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:
-    """Bind ``unix:/path`` or host:port; returns the port (0 for a socket file, which becomes 0600).
+    """Bind ``unix:/path`` or host:port; return the port (0 for a socket file, which gets mode 0600).
 
-    A socket file that nobody listens on is replaced. Raises ConfigError where the address is taken or unusable.
+    Replaces a socket file that nobody listens on. Raises ConfigError if the address is in use or
+    unusable.
     """
     path = unix_path(address)
     if path is not None:
@@ -110,7 +112,7 @@ def bind(server: grpc.aio.Server, address: str) -> int:
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address}: it is in use or not an address of this machine") from error
+        raise ConfigError(f"cannot listen on {address}: it is in use or not this machine's") from error
     if path is None:
         return int(port)
     os.chmod(path, 0o600)
@@ -118,7 +120,7 @@ def bind(server: grpc.aio.Server, address: str) -> int:
 
 
 def remove_stale_socket(path: Path) -> None:
-    """Unlink a socket file that nobody listens on. Raises ConfigError if somebody does, or if it is no socket."""
+    """Remove a socket file that nobody listens on. Raises ConfigError if it is in use or no socket."""
     if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
         raise ConfigError(f"socket path is longer than {MAX_UNIX_PATH_BYTES} bytes: {path}")
     try:
@@ -135,22 +137,22 @@ def remove_stale_socket(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except BlockingIOError:
-            pass  # A full backlog: somebody listens.
+            pass  # The backlog is full: somebody listens.
     raise ConfigError(f"{path} is in use by another process")
 
 
 def remove_socket(address: str) -> None:
-    """Remove the socket file of ``unix:/path``, if it is one and still there."""
+    """Remove the socket file of ``unix:/path`` if it exists."""
     path = unix_path(address)
     if path is not None:
         path.unlink(missing_ok=True)
 
 
 class Health:
-    """grpc.health.v1 and reflection of one server.
+    """Serves grpc.health.v1 and reflection for one server.
 
-    The empty name stands for the process: SERVING for as long as the server answers, also while it loads or drains. A
-    service's name stands for its readiness: not SERVING until ``mark(True)``.
+    The empty name stands for the process: it is SERVING while the server answers, even while it
+    loads or drains. A service's name stands for its readiness: SERVING only after ``mark(True)``.
     """
 
     def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
@@ -169,20 +171,23 @@ class Health:
             await self._servicer.set(name, status)
 
     async def drain(self) -> None:
-        """No service is SERVING from now on; later marks have no effect."""
+        """Make no service SERVING from now on; later marks have no effect."""
         self._draining = True
         await self.mark(False)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """ForetokenError becomes its status with the field in trailing metadata; anything else INTERNAL, logged."""
+    """Turns a ForetokenError into its status, with the field in trailing metadata.
 
-    # Any: behaviours of synchronous and asyncio servers share grpc's handler type.
+    Any other exception is logged and becomes INTERNAL.
+    """
+
+    # Any: synchronous and asyncio handlers share grpc's handler type.
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         handler = await continuation(handler_call_details)
-        # Health and reflection have their own error handling and coroutine forms.
+        # Health and reflection handle errors themselves and are other kinds of coroutines.
         if handler is None or not handler_call_details.method.startswith("/foretoken."):
             return handler
         codec = (_decode_or_error(handler.request_deserializer), handler.response_serializer)
@@ -196,12 +201,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def decode(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
-    """The message in ``data``. Raises InvalidRequestError if there is none."""
+    """Decode a message. Raises InvalidRequestError if ``data`` is not one."""
     return _checked(_decode_or_error(deserializer)(data))
 
 
 def _decode_or_error(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """``deserializer``, but for bytes that are no message the error is returned: grpc would log it with its stack."""
+    """Return a deserializer that returns an error instead of raising, which grpc would log."""
 
     def read(data: bytes) -> Any:
         try:
@@ -213,7 +218,7 @@ def _decode_or_error(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], 
 
 
 def _checked(request: Any) -> Any:
-    """A request, or the requests of a stream. Raises the error that stands for one."""
+    """Return a request or a stream of requests. Raises an error that the deserializer returned."""
     if isinstance(request, InvalidRequestError):
         raise request
     return _checked_stream(request) if hasattr(request, "__aiter__") else request
@@ -240,7 +245,7 @@ def _stream(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
 
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            # aclosing: when the caller goes away, the handler's finally clauses run now and not at collection.
+            # aclosing: if the client goes away, the handler's finally clauses run now, not at collection.
             async with contextlib.aclosing(behaviour(_checked(request), context)) as responses:
                 async for response in responses:
                     yield response
@@ -251,7 +256,7 @@ def _stream(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
 
 
 async def abort(context: Any, error: Exception) -> None:
-    """End the call with the status that stands for ``error``. Always raises."""
+    """End the call with the status of ``error``. Always raises."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, ForetokenError):
@@ -262,7 +267,7 @@ async def abort(context: Any, error: Exception) -> None:
 
 
 def trace_context(context: Any) -> TraceContext | None:
-    """The W3C trace context in the metadata of a call to us, if it is well formed."""
+    """Return the W3C trace context in a call's metadata, if it is well formed."""
     metadata = dict(context.invocation_metadata() or ())
     traceparent, tracestate = metadata.get("traceparent"), metadata.get("tracestate")
     return tracing.trace_context(
@@ -271,13 +276,13 @@ def trace_context(context: Any) -> TraceContext | None:
 
 
 def error_from_rpc(error: grpc.RpcError) -> ForetokenError:
-    """The ForetokenError that a failed call stands for, its field included."""
+    """Return the ForetokenError, with its field, for a failed call."""
     status: grpc.StatusCode = error.code()
     # Any: asyncio and synchronous calls carry pairs of different types.
     pairs: Any = error.trailing_metadata() or ()
     metadata = {key: value for key, value in pairs}
     details = error.details() or status.name
-    # Behind it gRPC names the address twice, and a status of its own; the last words say why.
+    # gRPC goes on with the address, twice, and a status of its own; the last words say why.
     if details.startswith("failed to connect to all addresses"):
         details = f"it cannot be reached ({details.rsplit(': ', 1)[-1]})"
     return error_from_code(int(status.value[0]), details, metadata.get(FIELD_METADATA_KEY, ""))
@@ -285,7 +290,7 @@ def error_from_rpc(error: grpc.RpcError) -> ForetokenError:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[asyncio.Event]:
-    """An event of the running loop that SIGTERM and SIGINT set; afterwards the signals are as before."""
+    """Yield an event that SIGTERM and SIGINT set during the block."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

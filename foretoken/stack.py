@@ -1,6 +1,6 @@
-"""The stack that ``foretoken serve`` starts: its services' commands, ports and the text that says it is ready.
+"""Describe the stack that ``foretoken serve`` starts: commands, ports and the text when it is ready.
 
-It knows services by their flags and health names only.
+This module knows only the services' flags and health names.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from foretoken.supervisor import Service
 VERIFIER_HEALTH_NAME = "foretoken.verifier.v1.VerifierService"
 DRAFTER_HEALTH_NAME = "foretoken.drafter.v1.DrafterService"
 VERIFIER_NAME = "verifier"
-# A stop is over in 30 s: the gateway lets running streams go on for so long, and after it the others have little left
-# to do. From SIGTERM to SIGKILL each, one after the other in this order:
+# A stop ends within 30 s. The gateway first lets running streams finish; then the others have little
+# left to do. Times from SIGTERM to SIGKILL of each, one after the other in this order:
 GATEWAY_DRAIN_S = 14.0
 GATEWAY_GRACE_S = 17.0
 VERIFIER_GRACE_S = 8.0
 DRAFTER_GRACE_S = 4.0
-# A busy gateway is not dead, and its end would cut every stream: it is killed when its event loop has not turned for so
-# long.
+# A busy gateway is not dead, and killing it would cut every stream: its event loop may stand still
+# for this long.
 GATEWAY_MAX_STALL_S = 30.0
 SLOW_NOTICE = "; the first start on a machine compiles kernels, which may take some minutes"
-STOP_NOTICE = "stopping; streams that run may finish first, Ctrl-C again stops at once"
+STOP_NOTICE = "stopping after running streams have finished; Ctrl-C again stops at once"
 _EXAMPLE_PROMPT = "def read_json(path):\n"
 
 
 def command(service: str, settings: BaseModel, extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """The command of one service. ``-P``: a folder called gateway where the user stands is not ours."""
+    """Return the command of one service. ``-P`` ignores a folder called gateway in the user's folder."""
     return (sys.executable, "-P", "-m", "foretoken", service, *to_flags(settings), *extra)
 
 
 def drafter_name(name: str) -> str:
-    """What a drafter's service is called in messages."""
+    """Return the name of a drafter's service in messages."""
     return f"drafter {name}"
 
 
 def drafter(name: str, command: tuple[str, ...], address: str) -> Service:
-    """A stack serves plain decode while its drafter is away, so none waits for it for ever."""
+    """Return a drafter's service. It is not required: without it the stack serves plain decode."""
     probe = probes.GrpcProbe(address, DRAFTER_HEALTH_NAME)
     return Service(drafter_name(name), command, probe, DRAFTER_GRACE_S, required=False)
 
@@ -64,8 +64,10 @@ def gateway(command: tuple[str, ...], host: str, port: int, liveness_socket: Pat
 
 
 def check_ports(host: str, port: int, grpc_port: int, *, are_free: bool = True) -> None:
-    """Check ports before anything is loaded or downloaded. Raises ConfigError for a host that is none or one port
-    for two; unless ``are_free`` is False also for ports that somebody listens on."""
+    """Check host and ports before anything is loaded or downloaded. Raises ConfigError.
+
+    ``are_free``: also require that nobody listens on the ports.
+    """
     if port == grpc_port:
         raise ConfigError(f"--port and --grpc-port are both {port}")
     if not are_free:
@@ -85,13 +87,13 @@ def _addresses(host: str, port: int) -> list[tuple[Any, ...]]:
 
 
 def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
-    """Raises ConfigError that names ``flag`` and the Makefile's ``variable`` if somebody listens on the port."""
+    """Raise ConfigError naming ``flag`` and the Makefile's ``variable`` if the port is in use."""
     found = _addresses(host, port)
     problems: list[str | None] = []
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                # Connections that linger from an earlier run do not count.
+                # Lingering connections of an earlier run do not count.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
         except PermissionError:
@@ -102,13 +104,16 @@ def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
                     f"port {port} is in use; choose another with {flag} (make serve {variable}=...)"
                 ) from None
             problems.append(error.strerror)
-    # localhost has an address of IPv6 also where there is no IPv6; one that works is enough.
+    # localhost has an IPv6 address even where there is no IPv6; one address that works is enough.
     if len(problems) == len(found):
         raise ConfigError(f"--host: cannot listen on {host}: {problems[0]}")
 
 
 def ready_text(model: str, host: str, port: int, grpc_port: int, program: str) -> str:
-    """What the user sees when everything answers: addresses, and requests to copy. ``program``: foretoken as typed."""
+    """Return the text for the user when the stack is ready: addresses, and requests to copy.
+
+    ``program``: foretoken as the user typed it.
+    """
     host = probes.reachable(host)
     host = f"[{host}]" if ":" in host else host
     url = f"http://{host}:{port}"

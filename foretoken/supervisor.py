@@ -1,7 +1,7 @@
-"""Runs child processes as one unit: starts, watches, restarts and stops them; none outlives it.
+"""Start, watch, restart and stop child processes as one unit; none outlives the supervisor.
 
-It knows commands and probes, not what the services do. One asyncio loop, which asks each child once a second when its
-event loop last turned, and is asleep otherwise.
+It knows commands and probes, not what the services do. Its asyncio loop asks each child once a
+second when the child's event loop last turned, and sleeps otherwise.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ import psutil
 from foretoken.descendants import die_with, ended_child, is_stopped, kill_descendants, subreaper
 from foretoken.lost_context import ASSERTION_STATUS, CONTEXT_LOST_STATUS
 
-# A child that ends with this status has refused its settings and has said why.
+# The status of a child that refused its settings and said why.
 CONFIG_ERROR_STATUS = 2
 FIRST_RESTART_DELAY_S = 0.25
 LONGEST_RESTART_DELAY_S = 5.0
-# A child that was ready for so long starts with a clean slate.
+# A child that was ready for this long restarts without delay.
 STABLE_AFTER_S = 5.0
-# Ends of a required service that was never ready; so many end the whole.
+# After so many failed starts of a required service that was never ready, everything stops.
 MAX_FAILED_STARTS = 3
 FIRST_PROBE_DELAY_S = 0.05
 LONGEST_PROBE_DELAY_S = 0.5
 HEARTBEAT_S = 1.0
-# A child that a signal has stopped is killed after so many questions and so long a time. Both must hold: while this
-# process itself is stopped or starved, time passes, but it asks nobody. A child that is not stopped may be busy: it has
-# as long as its service allows.
+# A child stopped by a signal is killed after this time and this many questions. Both must pass: while
+# this process itself is stopped or starved, time passes, but it asks no questions. A child that is not
+# stopped may be busy, and has as long as its service allows.
 MAX_SILENCE_S = 5.0
 MIN_MISSED_HEARTBEATS = 4
-# Of a start, from which on it is said that it may take longer.
+# After this time the supervisor says that a start may take longer.
 SLOW_START_S = 15.0
-# From the last required service's readiness on, the others get so long to be ready too.
+# Once all required services are ready, the others have this long to become ready.
 OPTIONAL_READY_S = 30.0
-# A command that is run before a child is killed gets so long.
+# Time for a command that runs before a child is killed.
 BEFORE_KILL_S = 2.0
-# From SIGTERM to SIGKILL of a child that can do nothing more, since its GPU context is lost.
+# From SIGTERM to SIGKILL of a child that lost its GPU context and can do nothing more.
 LOST_CONTEXT_GRACE_S = 1.0
 
-Heard = ParamSpec("Heard")
+Args = ParamSpec("Args")
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Probe(Protocol):
-    """How one service is asked; each answer comes within about a second. One question at a time."""
+    """Asks one service, one question at a time; each answer takes at most about a second."""
 
     async def is_ready(self) -> bool:
-        """Whether it does its work now."""
+        """Return whether the service does its work now."""
         ...
 
     async def last_turn(self) -> float | None:
-        """When its event loop last turned, ready or not, by any clock that never stands still; None: no answer."""
+        """Return when its event loop last turned, by any clock that never stands still; None: no answer."""
         ...
 
     async def close(self) -> None:
-        """Give back what is kept between two questions."""
+        """Free what it keeps between questions."""
         ...
 
 
@@ -72,16 +72,18 @@ class Service:
     """One child.
 
     Attributes:
-        name: as in messages.
-        command: what to execute.
-        probe: how it is asked.
-        stop_grace_s: from SIGTERM to SIGKILL.
-        required: without it nothing is ready.
-        environment: variables beside our own.
-        before_kill: run with the process id as its last word before the child is killed; may be empty.
-        shares_faults: where a child ends with CONTEXT_LOST_STATUS, all of these services are ended, and none of them
-            is started again before the last one has gone.
-        max_stall_s: how long its event loop may not turn, or it may not answer, once it has answered.
+        name: its name in messages.
+        command: the command to execute.
+        probe: asks whether it is ready and alive.
+        stop_grace_s: time from SIGTERM to SIGKILL.
+        required: the stack is not ready without it.
+        environment: additional variables.
+        before_kill: a command to run before the child is killed, with its process id as last
+            argument; may be empty.
+        shares_faults: if a child ends with CONTEXT_LOST_STATUS, all services that share faults are
+            ended, and none restarts before the last of them has gone.
+        max_stall_s: how long it may not answer, or its event loop may not turn, after its first
+            answer.
     """
 
     name: str
@@ -96,13 +98,13 @@ class Service:
 
 
 class RestartDelays:
-    """How long to wait before the next start: not at all after a life of use, else twice as long up to a bound."""
+    """Delays restarts: not at all after a long life, else twice as long each time, up to a bound."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
 
     def after(self, ready_s: float) -> float:
-        """Seconds to wait after a child that was ready for ``ready_s`` seconds."""
+        """Return the seconds to wait after a child that was ready for ``ready_s`` seconds."""
         delay_s = 0.0 if ready_s >= STABLE_AFTER_S else self._next_s
         self._next_s = min(max(2 * delay_s, FIRST_RESTART_DELAY_S), LONGEST_RESTART_DELAY_S)
         return delay_s
@@ -117,7 +119,10 @@ class Heartbeats:
         self.missing_since = 0.0
 
     def observe(self, beats: bool, asked_at: float, now: float) -> bool:
-        """Whether too many are missing for too long. ``asked_at`` and ``now``: seconds, of question and answer."""
+        """Count one heartbeat; return whether too many are missing for too long.
+
+        ``asked_at`` and ``now``: times of question and answer in seconds.
+        """
         if beats:
             self._num_missed = 0
             return False
@@ -128,10 +133,10 @@ class Heartbeats:
 
 
 class Pulse:
-    """Tells a child that is stopped or hung from one that is busy or starts slowly.
+    """Distinguishes a stopped or hung child from one that is busy or starts slowly.
 
     Attributes:
-        has_begun: whether the child has ever answered. Before that it may take as long as it likes, unless stopped.
+        has_begun: whether the child has ever answered. Before that it has any time, unless stopped.
     """
 
     def __init__(self, max_stall_s: float) -> None:
@@ -140,13 +145,13 @@ class Pulse:
         self._runs, self._turns = Heartbeats(MAX_SILENCE_S), Heartbeats(max_stall_s)
 
     def judge(self, last_turn: float | None, is_stopped: bool, asked_at: float, now: float) -> str:
-        """Say why the child must be killed; empty if it need not be.
+        """Return why the child must be killed; empty if it may live.
 
         Args:
             last_turn: the answer of ``Probe.last_turn``.
             is_stopped: whether a signal has stopped the process.
-            asked_at: when it was asked, in seconds.
-            now: when it answered, or the question was given up.
+            asked_at: time of the question, in seconds.
+            now: time of the answer, or of the end of the wait for it.
         """
         if last_turn is None:
             turns = not self.has_begun
@@ -166,26 +171,26 @@ class _Child:
     process: subprocess.Popen[bytes]
     ended: asyncio.Future[int]
     ready_at: float | None = None
-    # The service whose fault was this child's too; empty for none.
+    # The service whose fault also hit this child; empty for none.
     fault_of: str = ""
 
 
 @dataclass(eq=False)
 class _Watch:
-    """What the supervisor knows of one service."""
+    """The state of one service."""
 
     service: Service
     delays: RestartDelays = field(default_factory=RestartDelays)
     child: _Child | None = None
     # Set by the first readiness.
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    # Since when it is not ready; None while it is.
+    # When it stopped being ready; None while it is ready.
     away_since: float | None = field(default_factory=time.monotonic)
     failed_starts: int = 0
 
 
 class Supervisor:
-    """Starts services in the given order and stops them in the reverse one, or all at once."""
+    """Starts services in the given order and stops them in reverse order, or all at once."""
 
     def __init__(
         self,
@@ -197,16 +202,17 @@ class Supervisor:
         slow_notice: str = "",
         stops_together: bool = False,
     ) -> None:
-        """``on_ready`` is called once; ``announce`` gets a line for each event, ``stop_notice`` at a stop signal,
-        ``slow_notice`` behind the names of those that a long start waits for.
+        """``on_ready`` is called once; ``announce`` gets a line for each event.
 
-        An OSError of either is no failure: services outlive the terminal or pipe that was told of them.
+        ``stop_notice`` is announced at a stop signal; ``slow_notice`` follows the names of services
+        that a long start waits for. OSErrors of both functions are ignored: services outlive the
+        terminal or pipe that reads the lines.
         """
         self._stop_notice, self._slow_notice = stop_notice, slow_notice
         self._stops_together = stops_together
         self._watches = [_Watch(service) for service in services]
-        self._on_ready = _unless_unheard(on_ready)
-        self._announce = _unless_unheard(announce)
+        self._on_ready = _without_os_errors(on_ready)
+        self._announce = _without_os_errors(announce)
         self._children: dict[int, _Child] = {}
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
@@ -214,9 +220,9 @@ class Supervisor:
         self._exit_status = 0
 
     async def run(self) -> int:
-        """Supervise until a stop signal or a start that cannot succeed; returns when every descendant has gone.
+        """Supervise until a stop signal or a failed start; return when every descendant has gone.
 
-        Returns 0 after a signal, else the status to exit with. Runs in the main thread, once.
+        Returns 0 after a signal, else the status to exit with. Run it once, in the main thread.
         """
         own_children = {process.pid for process in psutil.Process().children()}
         with subreaper(), self._signal_handlers():
@@ -241,7 +247,7 @@ class Supervisor:
     def _signal_handlers(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        # Under nohup the end of the terminal is to end nothing.
+        # Under nohup the end of the terminal must not end anything.
         is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         stop_signals = [number for number in _STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
         for number in stop_signals:
@@ -258,18 +264,18 @@ class Supervisor:
                 self._announce(self._stop_notice)
             self._stopping.set()
         elif number == signal.SIGINT:
-            # Only an impatient user: make and shells pass on a second SIGTERM of their own.
+            # Only the user sends a second SIGINT; make and shells may send a second SIGTERM.
             self._announce("stopping at once")
             self._killing.set()
 
     def _reap(self) -> None:
-        """Collect every ended child, and the orphans that fell to us as the subreaper."""
+        """Collect every ended child, and the orphans that the subreaper inherited."""
         while (pid := ended_child()) is not None:
             child = self._children.pop(pid, None)
             if child is None:
                 os.waitpid(pid, 0)
                 continue
-            # Before the wait, while the process id still is the dead leader's: nothing of its group may live on.
+            # Kill the rest of its group before the wait, while the process id is still the dead leader's.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             child.ended.set_result(child.process.wait())
@@ -279,7 +285,7 @@ class Supervisor:
             command,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
-            # A session of its own: a signal to our process group reaches us alone, and we stop in order.
+            # A new session: a signal to our process group reaches only us, and we stop in order.
             start_new_session=True,
             preexec_fn=die_with(os.getpid()),
         )
@@ -295,7 +301,7 @@ class Supervisor:
             try:
                 child = watch.child = self._spawn(service.command, service.environment)
             except OSError as error:
-                # Too many processes, or too little memory for one more: it passes, and the others serve on.
+                # Too many processes or too little memory: this passes, and the others keep serving.
                 end, ready_s = f"could not be started ({error.strerror})", 0.0
                 if not watch.ready.is_set() and self._gives_up(watch, None):
                     return
@@ -315,15 +321,15 @@ class Supervisor:
             await asyncio.sleep(delay_s)
 
     async def _end_of(self, watch: _Watch, child: _Child) -> str:
-        """Wait until a child has ended, by itself or killed as stopped or hung; says which."""
+        """Wait until a child has ended; return how: by itself, or killed because stopped or hung."""
         attending = asyncio.create_task(self._attend(watch, child))
         try:
-            # Not a bare await: its cancellation would cancel the future, which the stop still needs.
+            # Not a bare await: cancelling it would cancel the future, which the stop still needs.
             awaited: list[asyncio.Future[Any]] = [child.ended, attending]
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if child.ended.done():
                 if child.fault_of:
-                    return f"was ended, for its GPU context went with that of {child.fault_of}"
+                    return f"was ended: it lost its GPU context together with {child.fault_of}"
                 return f"ended ({describe_status(child.ended.result())})"
             await self._kill(watch.service, child)
             return f"{attending.result()} and was killed"
@@ -332,25 +338,25 @@ class Supervisor:
             await asyncio.wait([attending])
 
     def _end_faulted(self, cause: _Watch) -> None:
-        """End all that share the fault of one child. Those that ended by themselves are marked as well."""
+        """End all services that share the fault of one child; mark those that ended by themselves."""
         for watch in self._watches:
             if watch.service.shares_faults and watch is not cause and watch.child is not None:
                 watch.child.fault_of = cause.service.name
                 self._group.create_task(_end_now(watch.child))
 
     async def _wait_for_faulted(self) -> None:
-        """Until the last process that shared a fault has gone: before that a new one is refused by the GPU's server."""
+        """Wait until the last process that shared a fault has gone; earlier, MPS refuses a new one."""
         children = [watch.child for watch in self._watches if watch.child is not None and watch.child.fault_of]
         if ends := [child.ended for child in children if not child.ended.done()]:
             await asyncio.wait(ends)
 
     async def _kill(self, service: Service, child: _Child) -> None:
-        """SIGKILL, the one signal that a stopped process obeys, behind the command that goes before it."""
+        """Run the command before a kill, then send SIGKILL, which even a stopped process obeys."""
         if service.before_kill:
             try:
                 notice = self._spawn((*service.before_kill, str(child.process.pid)), service.environment)
             except OSError as error:
-                self._announce(f"{service.name} is killed without what goes before it ({error.strerror})")
+                self._announce(f"{service.name} is killed without the command before it ({error.strerror})")
             else:
                 await asyncio.wait([notice.ended], timeout=BEFORE_KILL_S)
                 _send(notice, signal.SIGKILL)
@@ -358,7 +364,7 @@ class Supervisor:
         await asyncio.wait([child.ended])
 
     async def _attend(self, watch: _Watch, child: _Child) -> str:
-        """Say when a child is ready and listen for its heartbeats; returns why it must be killed."""
+        """Announce when a child is ready and watch its heartbeats; return why it must be killed."""
         probe, pulse = watch.service.probe, Pulse(watch.service.max_stall_s)
         is_ready = False
         delay_s = FIRST_PROBE_DELAY_S
@@ -385,7 +391,10 @@ class Supervisor:
         self._announce(f"{watch.service.name} is ready{again} after {away_s:.1f} s")
 
     def _gives_up(self, watch: _Watch, status: int | None) -> bool:
-        """Whether a service that was never ready cannot become so; then everything stops. None: it did not start."""
+        """Stop everything if a service that was never ready cannot become so; return whether.
+
+        ``status`` is None if the process did not start.
+        """
         watch.failed_starts += 1
         if status == CONFIG_ERROR_STATUS:
             self._exit_status = CONFIG_ERROR_STATUS
@@ -411,7 +420,7 @@ class Supervisor:
                 await _all_ready(self._watches)
         for watch in self._watches:
             if not watch.ready.is_set():
-                self._announce(f"{watch.service.name} is not ready yet; going on without it")
+                self._announce(f"{watch.service.name} is not ready yet; continuing without it")
         self._on_ready()
 
     async def _stop(self, watch: _Watch) -> None:
@@ -419,7 +428,7 @@ class Supervisor:
         child = watch.child
         if child is None or child.ended.done():
             return
-        # A stopped process gets SIGTERM only when it goes on.
+        # A stopped process gets SIGTERM only when it continues.
         _send(child, signal.SIGTERM, signal.SIGCONT)
         killing = asyncio.create_task(self._killing.wait())
         awaited: list[asyncio.Future[Any]] = [child.ended, killing]
@@ -436,27 +445,27 @@ async def _all_ready(watches: Sequence[_Watch]) -> None:
         await watch.ready.wait()
 
 
-def _unless_unheard(tell: Callable[Heard, None]) -> Callable[Heard, None]:
-    """``tell``, which does nothing where whoever was to hear it is gone."""
+def _without_os_errors(function: Callable[Args, None]) -> Callable[Args, None]:
+    """Return ``function`` with OSErrors ignored: its reader may have gone."""
 
-    def told(*args: Heard.args, **kwargs: Heard.kwargs) -> None:
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> None:
         with contextlib.suppress(OSError):
-            tell(*args, **kwargs)
+            function(*args, **kwargs)
 
-    return told
+    return call
 
 
 async def _end_now(child: _Child) -> None:
-    """End a child whose GPU context is lost: it has nothing to finish, and no work on the GPU that a kill would cut."""
+    """End a child whose GPU context is lost: it has nothing to finish and no work on the GPU."""
     _send(child, signal.SIGTERM, signal.SIGCONT)
     await asyncio.wait([child.ended], timeout=LOST_CONTEXT_GRACE_S)
     _send(child, signal.SIGKILL)
 
 
 def _send(child: _Child, *numbers: signal.Signals) -> None:
-    """Signals for a child that has not ended.
+    """Send signals to a child that has not ended.
 
-    Not by ``send_signal``, which would reap it behind the back of ``_reap``.
+    ``Popen.send_signal`` would reap the child, which is the business of ``_reap``.
     """
     for number in numbers:
         if not child.ended.done():
@@ -464,7 +473,7 @@ def _send(child: _Child, *numbers: signal.Signals) -> None:
 
 
 def describe_status(status: int) -> str:
-    """``status 1``, or the name of the signal that ended a process (negative, as subprocess gives it)."""
+    """Return ``status 1``, or the name of the signal for a negative status, as subprocess has it."""
     if status in (CONTEXT_LOST_STATUS, ASSERTION_STATUS):
         return f"status {status}: its GPU context is lost"
     if status >= 0:

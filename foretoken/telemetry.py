@@ -1,6 +1,6 @@
-"""Metrics and logs of a service. The only module that knows which library exports metrics.
+"""Register metrics, export them, and format logs. Only this module knows the metrics library.
 
-Names of metrics are Prometheus names without the ``_total`` that counters get at export.
+Names of metrics are Prometheus names, without the ``_total`` that counters get at export.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERIFIER_LABEL, DRAFTER_LABEL = "verifier", "drafter"
 EXPOSITION_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 Labels = Mapping[str, str]
-# Values of one metric at scrape time, one for each set of labels.
+# Returns the values of one metric at a scrape, one for each set of labels.
 Samples = Callable[[], Iterable[tuple[float, Labels]]]
 # One metric with its samples.
 Family = Metric
@@ -58,14 +58,14 @@ class _BoundHistogram:
 
 
 class MetricRegistry:
-    """The metrics of one service; several may live in one process.
+    """Holds the metrics of one service; a process may have several registries.
 
-    Every metric is declared once. ``vllm=True`` says that vLLM has one of the same name and meaning:
-    ``with_vllm_names`` can show its samples under that name too.
+    Each metric is declared once. ``vllm=True`` means that vLLM has a metric of the same name and
+    meaning: ``with_vllm_names`` can also show its samples under that name.
     """
 
     def __init__(self, service: str, common: Labels) -> None:
-        """``common``: labels of every sample, such as ``model_name``."""
+        """``common``: labels for every sample, such as ``model_name``."""
         self._common = dict(common)
         self._registry = CollectorRegistry()
         self._reader = PrometheusMetricReader(
@@ -73,9 +73,9 @@ class MetricRegistry:
         )
         self._provider = MeterProvider(metric_readers=[self._reader], shutdown_on_exit=False)
         self._meter = self._provider.get_meter(f"foretoken.{service}")
-        # Families that vLLM has too, by our names.
+        # Our names of the families that vLLM also has.
         self.in_vllm: set[str] = set()
-        # Of all metrics, as they were declared.
+        # Names of all metrics, as declared.
         self.names: set[str] = set()
 
     def counter(self, name: str, description: str, *, vllm: bool = False) -> Counter:
@@ -83,26 +83,26 @@ class MetricRegistry:
         return _BoundCounter(instrument, self._common)
 
     def histogram(self, name: str, description: str, buckets: Sequence[float], *, vllm: bool = False) -> Histogram:
-        """``buckets``: upper bounds, without infinity."""
+        """Declare a histogram; ``buckets`` are upper bounds, without infinity."""
         instrument = self._meter.create_histogram(
             self._declared(name, vllm), description=description, explicit_bucket_boundaries_advisory=buckets
         )
         return _BoundHistogram(instrument, self._common)
 
     def observed_counter(self, name: str, description: str, samples: Samples, *, vllm: bool = False) -> None:
-        """A counter that somebody else counts: ``samples`` is called at each scrape."""
+        """Declare a counter whose values ``samples`` returns at each scrape."""
         self._meter.create_observable_counter(
             self._declared(name, vllm), [self._callback(samples)], description=description
         )
 
     def observed_gauge(self, name: str, description: str, samples: Samples, *, vllm: bool = False) -> None:
-        """A gauge that is read at each scrape."""
+        """Declare a gauge whose values ``samples`` returns at each scrape."""
         self._meter.create_observable_gauge(
             self._declared(name, vllm), [self._callback(samples)], description=description
         )
 
     def families(self) -> list[Family]:
-        """All metrics as of now."""
+        """Return all metrics with their present values."""
         return list(self._registry.collect())
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class MetricRegistry:
 
 
 class _Collected:
-    """What prometheus_client takes for a registry."""
+    """Families in the form of a registry, as prometheus_client needs it."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._families = families
@@ -132,29 +132,30 @@ class _Collected:
 
 
 def render(families: Iterable[Family]) -> bytes:
-    """Prometheus' text format."""
+    """Write families in Prometheus' text format."""
     return generate_latest(_Collected(families))
 
 
 def parse(text: str) -> list[Family]:
-    """What ``render`` wrote."""
+    """Read families from Prometheus' text format."""
     return list(text_string_to_metric_families(text))
 
 
 def counts(families: Iterable[Family]) -> list[Family]:
-    """The families that only grow: counters and histograms."""
+    """Return the families that only grow: counters and histograms."""
     return [family for family in families if family.type in ("counter", "histogram")]
 
 
 def add_up(parts: Iterable[Iterable[Family]]) -> list[Family]:
-    """The sum over several processes: samples of the same name and labels are added."""
+    """Return the sum over several processes: add samples of the same name and labels."""
     return [_merged(first.name, first, same) for first, same in _by_name(parts)]
 
 
 def with_vllm_names(families: Iterable[Family], in_vllm: Iterable[str]) -> list[Family]:
-    """``families``, then those named in ``in_vllm`` again as vLLM calls them.
+    """Return ``families``, and those named in ``in_vllm`` again under vLLM's names.
 
-    Samples get vLLM's label ``engine``, the number of the verifier, and are summed over drafters, which vLLM has not.
+    The copies have vLLM's label ``engine``, the number of the verifier, and are summed over
+    drafters, for which vLLM has no label.
     """
     families, names = list(families), frozenset(in_vllm)
     verifiers = {s.labels[VERIFIER_LABEL] for f in families for s in f.samples if VERIFIER_LABEL in s.labels}
@@ -183,7 +184,7 @@ def _by_name(parts: Iterable[Iterable[Family]]) -> list[tuple[Family, list[Famil
 def _merged(
     name: str, kind: Family, families: Iterable[Family], relabel: Callable[[Labels], dict[str, str]] = dict
 ) -> Family:
-    """One family called ``name`` of the samples of all, those that have the same labels in the end added up."""
+    """Return one family called ``name``: the sum of all samples by their new labels."""
     totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for family in families:
         for sample in family.samples:
@@ -196,7 +197,7 @@ def _merged(
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, service, logger, message and whatever ``extra`` holds."""
+    """Formats a line as a JSON object: time (UTC), level, service, logger, message and ``extra``."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -217,7 +218,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(service: str, level: str) -> None:
-    """Send log lines of ``level`` (debug, info, warning, error) and above to stderr as JSON; once a process."""
+    """Log lines of ``level`` (debug, info, warning, error) and above to stderr as JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

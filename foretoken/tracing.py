@@ -1,8 +1,8 @@
-"""Trace context on its way through the services, and spans where exporting is configured.
+"""Pass trace context through the services, and export spans if that is configured.
 
-W3C trace context is passed on as the strings that it came as. Without an endpoint there is no tracer, nothing of
-OpenTelemetry's tracing is imported, and passing the strings on is all that happens. Names of attributes are those of
-OpenTelemetry's GenAI conventions, which are still in development: they stand here and nowhere else.
+W3C trace context is passed on as strings, unchanged. Without an endpoint there is no tracer, and
+OpenTelemetry's tracing is not imported. Attributes are named by OpenTelemetry's GenAI conventions,
+which are still in development, so the names appear only in this module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SPEC_FALLBACK_STEPS = "spec.fallback_steps"
 Value = str | int | float | bool | list[str]
 Attributes = Mapping[str, Value]
 
-# What a stop waits for a collector that does not take the last spans.
+# How long a stop waits for a collector that does not take the last spans.
 FLUSH_TIMEOUT_S = 1.0
 # The package that sends spans: the extra otlp.
 _EXPORTER = "opentelemetry-exporter-otlp-proto-grpc"
@@ -68,7 +68,7 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-
 
 
 class TraceContext(NamedTuple):
-    """A span of somebody's, as the two headers of W3C trace context name it; ``traceparent`` is well formed."""
+    """The two headers of W3C trace context, which name a span; ``traceparent`` is well formed."""
 
     traceparent: str
     tracestate: str | None = None
@@ -80,7 +80,7 @@ class TraceContext(NamedTuple):
 
 
 def trace_context(traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
-    """The context that these headers carry; None if there is none, or none that is well formed."""
+    """Return the context in these headers; None if it is missing or malformed."""
     if not traceparent or _TRACEPARENT.fullmatch(traceparent) is None:
         return None
     sound = bool(tracestate) and len(tracestate or "") <= MAX_TRACESTATE_CHARS and (tracestate or "").isascii()
@@ -88,14 +88,14 @@ def trace_context(traceparent: str | None, tracestate: str | None = None) -> Tra
 
 
 class Span:
-    """One span that has begun."""
+    """One running span."""
 
     def __init__(self, span: OtelSpan, context: TraceContext) -> None:
         self._span = span
         self.context = context
 
     def end(self, attributes: Attributes, error: str | None = None) -> None:
-        """End it now. ``error``: what kind of failure it was; None: it succeeded."""
+        """End the span; ``error`` is the kind of failure, None after success."""
         if self._span.is_recording():
             self._span.set_attributes(dict(attributes))
             if error is not None:
@@ -110,7 +110,7 @@ class Tracer:
     """Makes the spans of one service."""
 
     def __init__(self, provider: TracerProvider, exporter: SpanExporter) -> None:
-        """``exporter``: what the provider sends spans to."""
+        """``exporter`` receives the provider's spans."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
@@ -126,7 +126,7 @@ class Tracer:
         *,
         kind: Literal["server", "internal"],
     ) -> Span:
-        """Begin a span; without a parent it begins a trace."""
+        """Start a span; without a parent it starts a trace."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -145,8 +145,8 @@ class Tracer:
         return Span(span, TraceContext(own["traceparent"], own.get("tracestate")))
 
     def close(self) -> None:
-        """Send what is left, for FLUSH_TIMEOUT_S at most. Blocks."""
-        # The library's own flush has no bound: it tries each batch again and again.
+        """Send the remaining spans. Blocks for FLUSH_TIMEOUT_S at most."""
+        # The library's own flush retries each batch without bound.
         closing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         closing.start()
         closing.join(FLUSH_TIMEOUT_S)
@@ -156,14 +156,14 @@ class Tracer:
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raises ConfigError as ``make_tracer`` does."""
+    """Raise ConfigError as ``make_tracer`` does, without importing the exporter."""
     if endpoint is None:
         return
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.netloc:
         raise ConfigError(f"--otlp-traces-endpoint: expected http://host:port, got {endpoint!r}")
     try:
-        # Not imported: it loads gRPC, which a supervisor does without.
+        # Importing it would load gRPC, which a supervisor does not need.
         version(_EXPORTER)
     except PackageNotFoundError:
         raise _no_exporter() from None
@@ -175,11 +175,11 @@ def _no_exporter() -> ConfigError:
 
 
 def make_tracer(endpoint: str | None, service: str) -> Tracer | None:
-    """A tracer that sends to a collector over OTLP and gRPC; None without an endpoint.
+    """Return a tracer that sends to a collector over OTLP and gRPC; None without an endpoint.
 
-    ``endpoint``: http://host:port or https://host:port. Headers, certificates, timeout and sampling are those of
-    OpenTelemetry's environment variables. Raises ConfigError if the endpoint is no such URL or the exporter is not
-    installed.
+    ``endpoint``: http://host:port or https://host:port. OpenTelemetry's environment variables set
+    headers, certificates, timeout and sampling. Raises ConfigError for another endpoint, or if the
+    exporter is not installed.
     """
     if endpoint is None:
         return None

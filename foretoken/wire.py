@@ -1,4 +1,4 @@
-"""Convert the messages of common.proto to values and back. Only the services' edges see protobuf types."""
+"""Convert the messages of common.proto to values and back."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _OPTIONAL_SAMPLING = (
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Absent fields take the defaults of SamplingParams.
+    """Return sampling parameters; absent fields get their defaults.
 
     Raises InvalidRequestError for a list that is too long.
     """
-    # Before they are copied: a message holds millions of them.
+    # Check before copying: a message may hold millions of entries.
     limits.check_count("logit_bias", len(message.logit_bias), limits.MAX_LOGIT_BIAS_ENTRIES)
     limits.check_count("stop_token_ids", len(message.stop_token_ids), limits.MAX_STOP_TOKEN_IDS)
     values = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
@@ -44,7 +44,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Every field is set, also those at their default."""
+    """Return a message with every field set, including defaults."""
     message = common_pb2.SamplingParams(logit_bias=params.logit_bias, stop_token_ids=params.stop_token_ids)
     for name in _OPTIONAL_SAMPLING:
         value = getattr(params, name)
@@ -67,7 +67,7 @@ def _grammar_from_proto(message: common_pb2.SamplingParams) -> Grammar | None:
 
 
 def speculation_from_proto(message: common_pb2.SpeculationOptions) -> SpeculationOptions:
-    """Absent fields take the defaults of SpeculationOptions."""
+    """Return speculation options; absent fields get their defaults."""
     return SpeculationOptions(
         enabled=message.enabled if message.HasField("enabled") else True,
         drafter=message.drafter if message.HasField("drafter") else "auto",
@@ -90,7 +90,7 @@ _REASONS = {number: reason for reason, number in _REASON_NUMBERS.items()}
 
 
 def reason_from_proto(reason: common_pb2.FinishReason) -> FinishReason:
-    """A reason that this version does not know is ABORT."""
+    """Return the finish reason; ABORT for a reason that this version does not know."""
     return _REASONS.get(reason, FinishReason.ABORT)
 
 

@@ -183,12 +183,12 @@ def test_a_hub_that_does_not_answer_leaves_the_cache(hub: Hub) -> None:
         (
             ("org/model",),
             {"HF_HUB_OFFLINE": "1"},
-            "org/model is no folder here and no model in the cache, and the hub does not answer",
+            "org/model is neither a folder nor a cached model, and the hub does not answer",
         ),
         (
             ("org/model",),
             {"HF_ENDPOINT": "http://127.0.0.1:9"},
-            "org/model is no folder here and no model in the cache",
+            "org/model is neither a folder nor a cached model",
         ),
         (("org/model", "nowhere"), {}, "--revision: the hub has no 'nowhere' of org/model"),
         (("org/other",), {}, "no folder and no public hub id: org/other"),

@@ -148,7 +148,7 @@ def test_speculation_options():
     limits.check_speculation(SpeculationOptions(drafter="ngram"), gone)
     with pytest.raises(InvalidRequestError, match="there is: auto, merge, eagle;"):
         limits.check_speculation(SpeculationOptions(drafter="eagl"), gone)
-    with pytest.raises(InvalidRequestError, match=r"auto stands by itself"):
+    with pytest.raises(InvalidRequestError, match=r"auto cannot be joined"):
         limits.check_speculation(SpeculationOptions(drafter="ngram+auto"), MODEL)
 
 

@@ -470,7 +470,7 @@ def test_a_child_is_killed_also_where_the_command_before_it_is_not_there(start: 
     second = driver.child("second")
     driver.process.send_signal(signal.SIGTERM)
     assert driver.wait() == 0
-    assert "second is killed without what goes before it (No such file or directory)" in driver.lines
+    assert "second is killed without the command before it (No such file or directory)" in driver.lines
     assert driver.log[-1] == "first SIGTERM"
     assert_gone(second)
 
@@ -511,7 +511,7 @@ def test_a_lost_context_ends_all_who_share_it_before_any_of_them_starts_again(st
     assert sorted(said) == sorted(
         [
             f"{faulty} ended (status {CONTEXT_LOST_STATUS}: its GPU context is lost); starting it again",
-            f"{other} was ended, for its GPU context went with that of {faulty}; starting it again",
+            f"{other} was ended: it lost its GPU context together with {faulty}; starting it again",
         ]
     )
     starts = (driver.folder / "starts").read_text().splitlines()
@@ -676,7 +676,7 @@ def test_a_required_service_that_never_starts_ends_everything(start: Start) -> N
 
 def test_ready_without_an_optional_service_that_is_not(start: Start) -> None:
     driver = start(("drafter", "unready"), ("gateway", "obeys"), optional="drafter")
-    driver.read_until("drafter is not ready yet; going on without it")
+    driver.read_until("drafter is not ready yet; continuing without it")
     driver.read_until("READY")
     driver.process.send_signal(signal.SIGTERM)
     assert driver.wait() == 0

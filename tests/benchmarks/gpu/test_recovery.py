@@ -113,7 +113,7 @@ def test_which_faults_need_a_settled_process() -> None:
 
 def test_all_is_well_when_every_process_that_ended_is_ready_again() -> None:
     ended = "foretoken: drafter eagle3 ended (status 80: its GPU context is lost); starting it again"
-    taken = "foretoken: verifier was ended, for its GPU context went with that of drafter eagle3; starting it again"
+    taken = "foretoken: verifier was ended: it lost its GPU context together with drafter eagle3; starting it again"
     ready = [f"foretoken: {name} is ready again after 6.5 s" for name in ("drafter eagle3", "verifier")]
     illegal = fault("illegal address")
     assert is_restored(illegal, [ended, ready[0]])
