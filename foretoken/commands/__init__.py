@@ -1,1 +1,1 @@
-"""What the commands of the command line do, where it is not to run a service."""
+"""Implement the command line's commands, except for the services."""

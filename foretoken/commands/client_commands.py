@@ -1,4 +1,4 @@
-"""Commands that talk to running services, and the words in which the program speaks to its user."""
+"""Define the commands that talk to running services."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ url_option = click.option(
     show_envvar=True,
     default=DEFAULT_URL,
     show_default=True,
-    help="Where the gateway answers.",
+    help="URL of the gateway.",
 )
 operator_key_option = click.option(
     "--admin-api-key-file",
@@ -25,17 +25,17 @@ operator_key_option = click.option(
     required=True,
     envvar="FORETOKEN_ADMIN_API_KEY_FILE",
     show_envvar=True,
-    help="The operator's key.",
+    help="File with the operator's key.",
 )
 
 
 def say(line: str) -> None:
-    """One line of ours on stderr."""
+    """Print one line to stderr, with the program's name."""
     print(f"foretoken: {line}", file=sys.stderr, flush=True)
 
 
 def program() -> str:
-    """How the user called this program, to be copied into a shell."""
+    """Return this program as the user called it, quoted for a shell."""
     called = Path(sys.argv[0])
     return shlex.quote(sys.argv[0]) if called.name == "foretoken" else "foretoken"
 
@@ -47,10 +47,10 @@ def program() -> str:
     metavar="NAME",
     default="",
     show_default="none: does the server answer?",
-    help="Full name of a service: is it ready?",
+    help="Full name of the service that must be ready.",
 )
 def probe(address: str, service: str) -> None:
-    """Exit with status 0 if a service is ready, as grpc.health.v1 at ADDRESS says, else with 1."""
+    """Exit with status 0 if the server at ADDRESS says by grpc.health.v1 that a service is ready, else with 1."""
     import asyncio
 
     from foretoken import probes
@@ -68,11 +68,11 @@ def probe(address: str, service: str) -> None:
 
 
 @click.command()
-@click.argument("prompt", metavar="PROMPT", help="Text to go on from; -: what comes on standard input.")
+@click.argument("prompt", metavar="PROMPT", help="Text to continue; -: read it from standard input.")
 @url_option
-@click.option("--max-tokens", default=128, show_default=True, help="Tokens to write at most.")
+@click.option("--max-tokens", default=128, show_default=True, help="Most tokens to write.")
 @click.option("--temperature", type=float, show_default="the server's", help="0 is greedy.")
-@click.option("--seed", type=int, show_default="random", help="For the same text again.")
+@click.option("--seed", type=int, show_default="random", help="Repeat a seed to repeat the text.")
 @click.option("--no-speculation", is_flag=True, help="Plain decode for this request.")
 @click.option("--drafter", show_default="the server's", help="Name of the drafter.")
 def complete(

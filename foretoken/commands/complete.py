@@ -1,6 +1,6 @@
-"""``foretoken complete``: one streamed completion in the terminal, with what speculation did to it.
+"""Stream one completion to the terminal and summarize its speculation: ``foretoken complete``.
 
-It speaks the public REST API only and knows nothing of the services behind it.
+It uses only the public REST API.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from foretoken.commands.rest_address import no_answer, rest_url
 from foretoken.errors import ForetokenError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
-# Between two chunks. Longer than the server's own deadline for a request, which ends it with a message.
+# Between two chunks. The server's deadline for a request is shorter, and ends it with a message.
 READ_TIMEOUT_S = 660.0
-# Of an output whose speed is shown.
+# The speed of a shorter output is not shown.
 LEAST_TIMED_TOKENS = 16
 _GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-# What a model writes must not move the cursor or ring the bell: control characters except newline and tab.
+# Replaces control characters except newline and tab: a model must not move the cursor or ring the bell.
 _VISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """What to ask for. None: the server's default."""
+    """Options of the completion; None: the server's default."""
 
     prompt: str
     max_tokens: int = 128
@@ -38,7 +38,7 @@ class CompletionOptions:
     drafter: str | None = None
 
     def body(self, model: str) -> dict[str, Any]:
-        """The JSON body of the request."""
+        """Return the JSON body of the request."""
         body: dict[str, Any] = {
             "model": model,
             "prompt": self.prompt,
@@ -60,7 +60,7 @@ class CompletionOptions:
 
 @dataclass
 class _Summary:
-    """What the stream said, chunk by chunk."""
+    """Collects the figures of a stream, chunk by chunk."""
 
     num_tokens: int = 0
     first_at: float | None = None
@@ -75,9 +75,9 @@ class _Summary:
         self.speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or self.speculation
 
     def line(self) -> str:
-        """Speed is (tokens - 1) / (last token - first token), as the client saw them."""
+        """Return the summary; speed is (tokens - 1) / (time of last token - time of first)."""
         parts = [f"{self.num_tokens} tokens"]
-        # The tokens of a short text come together: their times say nothing of the server's speed.
+        # The tokens of a short text arrive together: their times do not show the server's speed.
         if self.first_at is not None and self.last_at > self.first_at and self.num_tokens >= LEAST_TIMED_TOKENS:
             parts.append(f"{(self.num_tokens - 1) / (self.last_at - self.first_at):.1f} tok/s")
         drafted = self.speculation.get("num_draft_tokens", 0)
@@ -91,15 +91,16 @@ class _Summary:
 
 
 def complete(url: str, options: CompletionOptions, *, write: Callable[[str], None], colour: bool) -> str:
-    """Stream one completion to ``write``; returns the line of figures to show under it.
+    """Stream one completion to ``write``; return the line of figures to show under it.
 
-    With ``colour``, accepted draft tokens are green and control characters are made visible; without, the text is
-    written as it came. Raises ForetokenError: UnavailableError if nothing answers, else what the server refused.
+    With ``colour``, accepted draft tokens are green and control characters become visible; without
+    it, the text stays unchanged. Raises UnavailableError if nothing answers, or a ForetokenError
+    with the server's message.
     """
     summary = _Summary()
     url = rest_url(url)
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    # Straight to the address that was given, whatever proxy the machine uses for the web.
+    # Connect directly, whatever web proxy the machine uses.
     with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:
         try:
             body = options.body(_served_model(client))
@@ -119,18 +120,18 @@ def complete(url: str, options: CompletionOptions, *, write: Callable[[str], Non
 
 
 def render(choice: dict[str, Any], *, colour: bool) -> str:
-    """The text of one chunk's choice; accepted draft tokens in green where the server tells the tokens apart."""
+    """Return the text of one chunk's choice, with accepted draft tokens in green."""
     text: str = choice.get("text") or ""
     if not colour:
         return text
     sources: list[int] = choice.get("token_sources") or []
     texts: list[str] = choice.get("token_texts") or []
-    told = "".join(texts)
-    if len(texts) == len(sources) and text.startswith(told):
+    joined = "".join(texts)
+    if len(texts) == len(sources) and text.startswith(joined):
         painted = "".join(_paint(piece, source) for piece, source in zip(texts, sources, strict=True))
-        # Behind the last token: bytes that never became a character, text held back for a stop string.
-        return painted + _paint(text[len(told) :], 0)
-    # A chunk of one kind needs no division; one of both kinds cannot be divided without the tokens' texts.
+        # After the last token: bytes that never became a character, text held back for a stop string.
+        return painted + _paint(text[len(joined) :], 0)
+    # Without the tokens' texts, only a chunk with a single source can be green.
     return _paint(text, 1 if sources and all(sources) else 0)
 
 
@@ -150,11 +151,11 @@ def _served_model(client: httpx.Client) -> str:
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
-        raise UnavailableError(f"{client.base_url} answers, but is no OpenAI-compatible server") from None
+        raise UnavailableError(f"{client.base_url} answers, but is not an OpenAI-compatible server") from None
 
 
 def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, until [DONE]. Raises what an error event says."""
+    """Yield the JSON objects of an event stream until [DONE]. Raises the error of an error event."""
     for line in response.iter_lines():
         if not line.startswith("data:"):
             continue
@@ -169,7 +170,7 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _refusal(response: httpx.Response) -> ForetokenError:
-    """The error that a response other than 200 stands for."""
+    """Return the error in a response other than 200."""
     try:
         error = response.json()["error"]
         return ForetokenError(str(error["message"]), field=str(error.get("param") or ""))

@@ -1,6 +1,6 @@
-"""The operator's side of ``/v1/corpora``: files are cut into texts that one request takes.
+"""Call ``/v1/corpora`` for the operator, and split files into texts that fit one request.
 
-It speaks REST only and knows nothing of the services behind it.
+It uses only the public REST API.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from foretoken.commands.operator_client import OperatorClient
 from foretoken.errors import ConfigError
 from foretoken.limits import check_name
 
-# Characters of one request: a token has about four, and one request takes a million tokens.
+# Characters of one request: a token has about four, and a request may have a million tokens.
 MAX_TEXT_CHARS = 1_000_000
 SEPARATOR = "\n\n"
 
@@ -30,12 +30,12 @@ class CorpusClient(OperatorClient):
     """Adds, lists and removes corpora through one gateway."""
 
     def __init__(self, url: str, key: str, drafter: str = "") -> None:
-        """``url``, ``key``: as OperatorClient's. ``drafter``: empty for the first that holds some, in lists all."""
+        """``url``, ``key``: as in OperatorClient. ``drafter``: empty: the first with corpora; for lists, all."""
         super().__init__(url, key)
         self._drafter = drafter
 
     def add(self, name: str, texts: Iterable[str], *, append: bool = False) -> CorpusOf | None:
-        """Put texts into a corpus, in place of what it holds unless ``append``; None if there was no text."""
+        """Replace a corpus by texts, or ``append`` them; None if there was no text."""
         info = None
         for text in texts:
             body = {"name": name, "text": text, "append": append, "drafter": self._drafter}
@@ -47,7 +47,7 @@ class CorpusClient(OperatorClient):
         return [_info(entry) for entry in self._call("GET", "/v1/corpora", params=self._params)["data"]]
 
     def remove(self, name: str) -> None:
-        # A path of more parts would be no route at all.
+        # A name with a slash would not match the route.
         check_name("NAME", name)
         self._call("DELETE", f"/v1/corpora/{name}", params=self._params)
 
@@ -57,9 +57,9 @@ class CorpusClient(OperatorClient):
 
 
 def texts_of(paths: Iterable[Path]) -> Iterator[str]:
-    """The texts of files, and of all files in folders by name, joined and cut to what one request takes.
+    """Yield the texts of files, and of the files in folders by name, joined or cut to fit one request.
 
-    Raises ConfigError for a path that cannot be read as UTF-8 text; binary files in a folder are passed over.
+    Raises ConfigError for a file that is not UTF-8 text; binary files in a folder are skipped.
     """
     gathered = ""
     for path in paths:
@@ -85,7 +85,7 @@ def texts_of(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def cut(text: str) -> list[str]:
-    """Parts of at most MAX_TEXT_CHARS - 2, at ends of lines where there are any; always at least one."""
+    """Cut a text, at ends of lines if possible, into one or more parts of at most MAX_TEXT_CHARS - 2."""
     parts, most = [], MAX_TEXT_CHARS - len(SEPARATOR)
     while len(text) > most:
         end = text.rfind("\n", 0, most) + 1 or most

@@ -1,4 +1,4 @@
-"""``foretoken corpus``: the operator's commands."""
+"""Define the operator's commands for corpora: ``foretoken corpus``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ drafter_option = click.option("--drafter", default="", show_default="the first",
 
 @click.group("corpus")
 def app() -> None:
-    """Texts that n-gram drafters draft from, changed while the server runs."""
+    """Change the texts that n-gram drafters draft from, while the server runs."""
 
 
 @app.command()
@@ -29,12 +29,12 @@ def app() -> None:
     nargs=-1,
     required=True,
     type=click.Path(path_type=Path),
-    help="Text files, or folders of them.",
+    help="Text files, or folders of text files.",
 )
 @operator_key_option
 @url_option
 @drafter_option
-@click.option("--append", is_flag=True, help="Keep what the corpus holds already.")
+@click.option("--append", is_flag=True, help="Keep the corpus' present texts.")
 def add(name: str, paths: tuple[Path, ...], key_file: Path, url: str, drafter: str, append: bool) -> None:
     """Draft from files from now on."""
     from foretoken.commands.corpus_client import texts_of
@@ -52,7 +52,7 @@ def add(name: str, paths: tuple[Path, ...], key_file: Path, url: str, drafter: s
 @url_option
 @click.option("--drafter", default="", show_default="all", help="Name of a drafter.")
 def list_corpora(key_file: Path, url: str, drafter: str) -> None:
-    """Names and tokens of all corpora, and whose they are."""
+    """List all corpora with their tokens and drafters."""
     with _client(url, key_file, drafter) as client:
         for info in client.list():
             _show(info)
@@ -64,7 +64,7 @@ def list_corpora(key_file: Path, url: str, drafter: str) -> None:
 @url_option
 @drafter_option
 def remove(name: str, key_file: Path, url: str, drafter: str) -> None:
-    """Draft from a corpus no more."""
+    """Remove a corpus."""
     with _client(url, key_file, drafter) as client:
         client.remove(name)
 

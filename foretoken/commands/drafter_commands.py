@@ -1,4 +1,4 @@
-"""``foretoken drafters``: the operator's commands."""
+"""Define the operator's commands for drafters: ``foretoken drafters``."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from foretoken.commands.client_commands import operator_key_option, program, say
 if TYPE_CHECKING:
     from foretoken.commands.drafters_client import DrafterOf, DraftersClient
 
-# Exit status of an ``attach`` that the server took, but that nothing has answered yet: neither success nor a refusal.
+# Exit status of ``attach`` when the server accepted it, but no drafter has answered yet.
 NOT_ATTACHED_YET = 3
 
 name_argument = click.argument("name", metavar="NAME", help="Name of the drafter.")
 verifier_option = click.option(
-    "--verifier", metavar="ADDRESS", default="", show_default="all", help="One verifier, as the gateway calls it."
+    "--verifier", metavar="ADDRESS", default="", show_default="all", help="Verifier, by the gateway's address for it."
 )
 
 
 @click.group("drafters")
 def app() -> None:
-    """Drafters of a running server: attached and detached while it serves."""
+    """List, attach and detach a running server's drafters."""
 
 
 @app.command("list")
 @operator_key_option
 @url_option
 @verifier_option
-@click.option("--json", "as_json", is_flag=True, help="For programs: a list of objects.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 def list_drafters(key_file: Path, url: str, verifier: str, as_json: bool) -> None:
-    """Drafters of all verifiers, the detached ones too."""
+    """List the drafters of all verifiers, detached ones included."""
     with _client(url, key_file) as client:
         drafters = client.list(verifier)
     if as_json:
@@ -46,9 +46,7 @@ def list_drafters(key_file: Path, url: str, verifier: str, as_json: bool) -> Non
 
 @app.command()
 @name_argument
-@click.argument(
-    "address", metavar="ADDRESS", help="Where it serves, as its verifier reaches it: unix:/path or host:port."
-)
+@click.argument("address", metavar="ADDRESS", help="Address at which the verifier reaches it: unix:/path or host:port.")
 @operator_key_option
 @url_option
 @click.option(
@@ -56,14 +54,14 @@ def list_drafters(key_file: Path, url: str, verifier: str, as_json: bool) -> Non
     type=click.Choice(("auto", "shared-memory", "grpc")),
     default="auto",
     show_default=True,
-    help="How drafts travel; auto: by the kind of address.",
+    help="How to transfer drafts; auto: by the kind of address.",
 )
 @verifier_option
 def attach(name: str, address: str, key_file: Path, url: str, transport: str, verifier: str) -> None:
-    """Attach a drafter that runs; requests may name it from now on. Prints what became of it.
+    """Attach a running drafter, and print its state. Requests may name it from now on.
 
-    Exits with status 0 where it is attached to every verifier that was asked, with 3 where it is not yet: the server
-    keeps it, and tries again until it is attached or detached. What the server refused has status 1.
+    The exit status is 0 if it is attached to every verifier named, 1 if the server refused it, and 3 if it is not
+    attached yet: the server retries until it is attached or detached.
     """
     with _client(url, key_file) as client:
         client.attach(name, address, transport, verifier)
@@ -72,8 +70,8 @@ def attach(name: str, address: str, key_file: Path, url: str, transport: str, ve
     if any(drafter.state != "attached" for drafter in drafters):
         there = f"--url {shlex.quote(url)} --admin-api-key-file {shlex.quote(str(key_file))}"
         say(
-            f"{name} is known to the server but not attached yet: it is tried again until it is; {program()} "
-            f"drafters list {there} says how it stands, {program()} drafters detach {name} {there} gives it up"
+            f"{name} is known to the server but not attached yet; the server keeps trying. To see its state: "
+            f"{program()} drafters list {there}; to stop trying: {program()} drafters detach {name} {there}"
         )
         sys.exit(NOT_ATTACHED_YET)
 
@@ -84,7 +82,7 @@ def attach(name: str, address: str, key_file: Path, url: str, transport: str, ve
 @url_option
 @verifier_option
 def detach(name: str, key_file: Path, url: str, verifier: str) -> None:
-    """Do without a drafter; running requests go on."""
+    """Detach a drafter; running requests continue."""
     with _client(url, key_file) as client:
         client.detach(name, verifier)
     print(f"{name}: detached")
@@ -102,7 +100,7 @@ def _show(drafters: list[DrafterOf]) -> None:
         kind = f" {drafter.algorithm}" if drafter.algorithm else ""
         place = f" at {drafter.address}" if drafter.address else ""
         reason = f" ({drafter.reason})" if drafter.reason else ""
-        # An address ends at a space, so that it can be copied.
+        # A space after the address makes it easy to copy.
         print(
             f"{drafter.name}: {drafter.state}{reason},{kind} over {drafter.transport}{place} for the verifier at "
             f"{drafter.verifier}"

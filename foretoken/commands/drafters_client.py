@@ -1,4 +1,4 @@
-"""The operator's side of ``/v1/drafters``."""
+"""Call ``/v1/drafters`` for the operator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from foretoken.commands.operator_client import OperatorClient
 from foretoken.limits import check_name
 
-# A drafter that is there is attached in far less, unless it has a model to load first.
+# A running drafter attaches much faster, unless it has to load a model first.
 OUTCOME_TIMEOUT_S = 10.0
 OUTCOME_EVERY_S = 0.2
 
@@ -22,24 +22,30 @@ class DrafterOf(NamedTuple):
     transport: str
     address: str
     state: str
-    # Why it is not attached; empty where it is, and before that is known.
+    # Why it is not attached; empty if it is, or if the reason is not known yet.
     reason: str
 
     @property
     def is_decided(self) -> bool:
-        """Whether it is attached, or why it is not is known."""
+        """Whether it is attached, or the reason why not is known."""
         return self.state != "connecting" or bool(self.reason)
 
 
 class DraftersClient(OperatorClient):
-    """Lists, attaches and detaches drafters through one gateway; ``verifier``: the address of one, empty for all."""
+    """Lists, attaches and detaches drafters through one gateway.
+
+    ``verifier``: the address of one verifier; empty: all.
+    """
 
     def attach(self, name: str, address: str, transport: str, verifier: str = "") -> list[DrafterOf]:
         body = {"name": name, "address": address, "transport": transport, "verifier": verifier}
         return _drafters(self._call("POST", "/v1/drafters", json=body))
 
     def outcome(self, name: str, verifier: str = "", timeout_s: float = OUTCOME_TIMEOUT_S) -> list[DrafterOf]:
-        """What became of a drafter that is being attached, at each verifier; after ``timeout_s`` as it stands."""
+        """Wait until a drafter is attached or refused; return its state at each verifier.
+
+        After ``timeout_s`` return its present state.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             found = [drafter for drafter in self.list(verifier) if drafter.name == name]
@@ -48,7 +54,7 @@ class DraftersClient(OperatorClient):
             time.sleep(OUTCOME_EVERY_S)
 
     def detach(self, name: str, verifier: str = "") -> None:
-        # A path of more parts would be no route at all.
+        # A name with a slash would not match the route.
         check_name("NAME", name)
         self._call("DELETE", f"/v1/drafters/{name}", params={"verifier": verifier})
 

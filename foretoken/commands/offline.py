@@ -1,4 +1,4 @@
-"""Commands that serve nothing: training a drafter, converting a checkpoint."""
+"""Define the commands that do not serve: train a drafter, convert a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import click
 _GIB = 1024**3
 
 
-# The trainer reads its own flags, --help among them: it also runs where nothing of the command line is installed.
+# The trainer parses its own flags, --help included: it also runs without the command line's packages.
 @click.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @click.pass_context
 def train(context: click.Context) -> None:
-    """Train a drafter (EAGLE3, EAGLE2, STANDALONE) for a target on a folder of text."""
+    """Train a drafter (EAGLE3, EAGLE2, STANDALONE) for a target model on a folder of text."""
     from foretoken.train.__main__ import run
 
     run(context.args, "foretoken train")
@@ -29,10 +29,10 @@ def train(context: click.Context) -> None:
     type=click.Path(path_type=Path),
     help="New folder, or .safetensors file for a file.",
 )
-@click.option("--max-gib", default=32.0, show_default=True, help="A file, or its tensors, larger than this is refused.")
+@click.option("--max-gib", default=32.0, show_default=True, help="Refuse a file if it or its tensors are larger.")
 @click.option("--timeout", default=600, show_default=True, help="Seconds that reading one file may take.")
 def convert(source: Path, destination: Path, max_gib: float, timeout: int) -> None:
-    """Convert pickled checkpoints and FR-Spec token maps to safetensors; code in them is refused, never run."""
+    """Convert pickled checkpoints and FR-Spec token maps to safetensors. Code in them is never run."""
     from foretoken.commands.convert import ConvertLimits
     from foretoken.commands.convert import convert as run
     from foretoken.errors import ConfigError

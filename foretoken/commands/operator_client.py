@@ -1,4 +1,4 @@
-"""The operator's side of a gateway's endpoints that need a key. It speaks REST only."""
+"""Call the gateway's endpoints that need the operator's key."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from foretoken.commands.rest_address import no_answer, rest_url
 from foretoken.errors import ConfigError, ForetokenError
 
 CONNECT_TIMEOUT_S = 5.0
-# All corpora of a drafter are sorted anew for each text.
+# Each text makes the drafter sort all its corpora again.
 READ_TIMEOUT_S = 180.0
 
 
 class OperatorClient:
-    """Calls one gateway. A context manager.
+    """Calls one gateway; a context manager.
 
-    All calls raise as ``no_answer`` says if nothing answers, and ForetokenError for what the server refused.
+    Calls raise the error of ``no_answer`` if nothing answers, and a ForetokenError if the server
+    refuses.
     """
 
     def __init__(self, url: str, key: str) -> None:
-        """``url``: as ``rest_url`` takes it."""
+        """``url``: see ``rest_url``."""
         self._url = rest_url(url)
-        # Straight to the address that was given, whatever proxy the machine uses for the web.
+        # Connect directly, whatever web proxy the machine uses.
         self._client = httpx.Client(
             base_url=self._url,
             headers={"authorization": f"Bearer {key}"},
@@ -54,13 +55,13 @@ class OperatorClient:
         except (ValueError, LookupError, TypeError):
             raise ForetokenError(f"{response.url} answered with status {response.status_code}") from None
         if response.status_code == 404 and error_message == "Not Found":
-            # No such route, rather than no such corpus or drafter.
-            error_message = "this server has no operator's endpoints: start it with --admin-api-key-file"
+            # The route is missing, not a corpus or drafter.
+            error_message = "this server has no endpoints for operators: start it with --admin-api-key-file"
         raise ForetokenError(error_message)
 
 
 def read_key(path: Path) -> str:
-    """The operator's key. Raises ConfigError for a file that cannot be read."""
+    """Read the operator's key. Raises ConfigError if the file cannot be read."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:

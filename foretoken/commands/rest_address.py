@@ -1,4 +1,4 @@
-"""Where a gateway's REST API is, as users type it, and what is said where none is there."""
+"""Read the REST address that a user types, and explain why nothing answers there."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from foretoken.errors import ForetokenError, UnavailableError
 
 
 def rest_url(text: str) -> str:
-    """As people have it at hand: without a scheme, or with the /v1 that OpenAI clients want."""
+    """Return the base URL for an address; it may lack a scheme or end in OpenAI's /v1."""
     url = text.rstrip("/").removesuffix("/v1")
     return url if "://" in url else f"http://{url}"
 
 
 def no_answer(url: str, error: httpx.HTTPError | httpx.InvalidURL) -> ForetokenError:
-    """What ``error`` says of ``url``, of which nothing has been read: UnavailableError where no server is to be had,
-    and ForetokenError where one is that speaks something else."""
+    """Return the error to raise when ``url`` gave no answer.
+
+    That is UnavailableError if no server is reachable, ForetokenError if one speaks another protocol.
+    """
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return UnavailableError(f"nothing answers at {url}")
     if isinstance(error, httpx.RemoteProtocolError) and "illegal" in str(error):
-        # The library's word for bytes that are no HTTP/1: a gRPC server sends a frame of HTTP/2. Of a server that dies
-        # it says something else.
+        # The library says "illegal" for bytes that are not HTTP/1, such as a gRPC server's HTTP/2
+        # frame, but not when a server dies.
         return ForetokenError(
-            f"what listens at {url} gives no HTTP answer ({error}); is it the port of gRPC? --url wants that of REST, "
+            f"the server at {url} does not answer in HTTP ({error}); is it the gRPC port? --url needs the REST port, "
             "by default 8000"
         )
     return UnavailableError(f"{url}: {error or type(error).__name__}")

@@ -1,6 +1,6 @@
-"""Each service's settings, from what the user gave the command that starts it; checked before anything starts.
+"""Build and check each service's settings from the user's values, before anything starts.
 
-Raises ConfigError and CheckpointError that name the flag.
+Functions raise ConfigError and CheckpointError that name the flag.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from gateway.config import GatewaySettings, read_chat_template
 from verifier_svc.config import DrafterEndpoint, VerifierSettings, refuse_gpu_flags
 
 LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"], Field(description="Log lines from this level up go to stderr.")
+    Literal["debug", "info", "warning", "error"], Field(description="Log to stderr from this level up.")
 ]
 DryRun = Annotated[bool, Field(description="Print the memory plan and start nothing.")]
 
 
 class LogOptions(Settings):
-    """What every command that starts a service takes beside the service's settings."""
+    """Additional options of every command that starts a service."""
 
     log_level: LogLevel = "info"
 
 
 class GatewayOptions(LogOptions):
-    """What ``foretoken gateway`` takes beside the gateway's settings."""
+    """Additional options of ``foretoken gateway``."""
 
     revision: Annotated[str | None, Flag(unset="main")] = Field(
         default=None, description="Branch, tag or commit on the hub."
@@ -49,14 +49,14 @@ class GatewayOptions(LogOptions):
 
 
 class VerifierOptions(GatewayOptions):
-    """What ``foretoken verifier`` takes beside the verifier's settings; ``ngram`` is for drafters that it holds."""
+    """Additional options of ``foretoken verifier``; ``ngram`` applies to drafters in its process."""
 
     ngram: NgramFlags = NgramSettings()
     dry_run: DryRun = False
 
 
 class ServeOptions(GatewayOptions):
-    """What ``foretoken serve`` takes beside the settings of its services."""
+    """Additional options of ``foretoken serve``."""
 
     log_level: LogLevel = "warning"
     speculative_algorithm: Annotated[str | None, Flag(choices=(*ALGORITHM_NAMES, "NONE"), unset="NGRAM")] = Field(
@@ -76,13 +76,13 @@ class ServeOptions(GatewayOptions):
     )
     drafter_placement: Literal["process", "in-process"] = Field(
         default="process",
-        description="A process of its own, or inside the verifier: no hand-over and no isolation. Of drafters that do "
-        "not say it themselves.",
+        description="Where drafters without a placement run: in a separate process, or in the verifier's, without "
+        "transfers and without isolation.",
     )
     mps: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="NVIDIA's multi-process service for verifier and drafters on one GPU; auto: where it is of use and "
-        "can be had. off isolates their faults, and costs time at each step.",
+        description="NVIDIA's multi-process service for verifier and drafters on one GPU; auto: if useful and "
+        "available. off isolates their faults but costs time at each step.",
     )
     dry_run: DryRun = False
 
@@ -94,7 +94,7 @@ COMMANDS: dict[str, tuple[type[Settings], ...]] = {
     "verifier": (VerifierSettings, VerifierOptions),
     "drafter": (DrafterSettings, LogOptions),
 }
-# What ``serve`` decides itself, or leaves to who starts the services one by one.
+# Settings that ``serve`` decides itself, or that need services started one by one.
 _NOT_OF_SERVE = {
     *("verifiers", "speculative_metrics", "max_concurrent_requests", "drain_timeout_s"),
     *("worker_socket", "liveness_socket"),
@@ -124,7 +124,7 @@ def settings_of_command(command: str) -> Iterable[Setting]:
 
 
 def stack_settings(given: Given, folder: Path) -> StackSettings:
-    """Return the settings of a stack whose sockets are in ``folder``, checked. Hub ids are downloaded last."""
+    """Return the checked settings of a stack with sockets in ``folder``. Hub ids are downloaded last."""
     from foretoken import stack
     from foretoken.tracing import check_endpoint
 
@@ -158,9 +158,9 @@ def stack_settings(given: Given, folder: Path) -> StackSettings:
 
 
 def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
-    """Return a gateway's settings with MODEL as it was given; ``find_checkpoint`` says where it is."""
+    """Return a gateway's settings with MODEL as given; ``find_checkpoint`` finds its folder."""
     settings = given.settings(GatewaySettings, **(_served_name(given) | more))
-    # Both are read again by the gateway: that one cannot be is known before a model is loaded.
+    # The gateway reads both again; an unreadable file must fail before a model is loaded.
     settings.admin_key()
     if settings.chat_template is not None:
         read_chat_template(settings.chat_template)
@@ -168,23 +168,23 @@ def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
 
 
 def verifier_settings(given: Given, **more: Any) -> VerifierSettings:
-    """Return a verifier's settings with MODEL as it was given; ``find_checkpoint`` says where it is."""
+    """Return a verifier's settings with MODEL as given; ``find_checkpoint`` finds its folder."""
     return given.settings(VerifierSettings, **(_served_name(given) | more))
 
 
 def drafters_of_verifier(given: Given) -> tuple[list[dict[str, str]], list[DrafterSpec]]:
-    """Return the drafters that a verifier attaches to, as pairs, and those that its process holds."""
+    """Return the drafters that a verifier attaches to, as pairs, and those in its process."""
     texts = given.values.get("drafters", ())
     held = [parse_spec(text) for text in texts if "address=" not in text]
     if any(spec.placement is not None for spec in held):
-        raise ConfigError("--drafter: placement is for foretoken serve; what is given here runs in this process")
+        raise ConfigError("--drafter: placement is for foretoken serve; here drafters run in the verifier's process")
     if all(spec.algorithm != "NGRAM" for spec in held):
         _refuse_ngram_flags(given, "--drafter name=NAME,algorithm=NGRAM")
     return [parse_pairs(text, "--drafter") for text in texts if "address=" in text], held
 
 
 def drafter_settings(given: Given, spec: DrafterSpec, address: str) -> DrafterSettings:
-    """Return the settings of one drafter that a server starts or holds. A model's hub id is downloaded."""
+    """Return the settings of a drafter that a server starts or runs. A hub id is downloaded."""
     values: dict[str, Any] = spec.model_dump(include={"name", "algorithm", "threads"}) | {"address": address}
     if spec.model is not None:
         with at_fault(_drafter_option(given, "model")):
@@ -198,11 +198,11 @@ def drafter_settings(given: Given, spec: DrafterSpec, address: str) -> DrafterSe
 
 
 def check_drafters(given: Given, drafters: Iterable[DrafterSettings], target: Path) -> None:
-    """Check what a drafter would find in its files when it is attached, without reading a weight."""
+    """Check the drafters' files as attaching would, without reading weights."""
     for settings in drafters:
         if settings.algorithm == "NGRAM":
             continue
-        # Numpy and the formats of checkpoints.
+        # Imported late: it loads numpy and the formats of checkpoints.
         from drafter_svc.checkpoint.model_folder import check_folder, check_map
 
         path, token_map = settings.speculative_draft_model_path, settings.speculative_token_map
@@ -214,7 +214,7 @@ def check_drafters(given: Given, drafters: Iterable[DrafterSettings], target: Pa
 
 
 def find_checkpoint(given: Given) -> Path:
-    """Return the folder of MODEL, downloaded if it is a hub id."""
+    """Return the folder of MODEL; download a hub id."""
     return hub.resolve(given.values["model"], given.settings(GatewayOptions).revision).resolve()
 
 
@@ -223,9 +223,9 @@ def _served_name(given: Given) -> dict[str, str]:
 
 
 def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
-    """Return the drafters of a stack: those of --drafter, or the one of --speculative-algorithm.
+    """Return a stack's drafters, from --drafter or --speculative-algorithm.
 
-    The demo model has its own drafters if no flag names one.
+    The demo model brings its own drafters if no flag names one.
     """
     path, token_map = (given.values.get(f"speculative_{name}") for name in ("draft_model_path", "token_map"))
     if options.drafters:
@@ -233,7 +233,7 @@ def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
         keys = {"algorithm": options.speculative_algorithm, "draft-model-path": path, "token-map": token_map}
         if doubled := [f"--speculative-{key}" for key, value in keys.items() if value]:
             raise ConfigError(
-                f"{', '.join(doubled)} beside --drafter, whose keys say the same: {', '.join(DrafterSpec.model_fields)}"
+                f"{', '.join(doubled)} and --drafter exclude each other; keys of --drafter: {', '.join(DrafterSpec.model_fields)}"
             )
     elif options.speculative_algorithm == "NONE":
         specs = []
@@ -246,7 +246,7 @@ def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
     check_together([spec.name for spec in specs])
     for spec in specs:
         if _is_inside(spec, options):
-            # As it is handed to the verifier.
+            # Check that the verifier's command line can express it.
             spec_text(spec)
     if all(spec.algorithm != "NGRAM" for spec in specs):
         _refuse_ngram_flags(given, "a drafter of --speculative-algorithm NGRAM")
@@ -254,7 +254,7 @@ def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
 
 
 def _demo_drafters(folder: Path) -> list[DrafterSpec]:
-    """The trained head in a process of its own, and n-grams inside the verifier."""
+    """Return the demo's drafters: a trained head in its own process, n-grams in the verifier's."""
     token_map = folder / "token_map.safetensors"
     return [
         DrafterSpec(name="eagle3", algorithm="EAGLE3", model=str(folder / "eagle3"), token_map=token_map),
@@ -267,19 +267,19 @@ def _is_inside(spec: DrafterSpec, options: ServeOptions) -> bool:
 
 
 def _drafter_option(given: Given, key: str) -> str:
-    """What a drafter's key is called where it was set."""
+    """Return the flag or key that set a drafter's ``key``."""
     flags_of_keys = {"algorithm": "algorithm", "model": "draft-model-path", "token_map": "token-map"}
     return f"--drafter {key}" if given.values.get("drafters") else f"--speculative-{flags_of_keys[key]}"
 
 
 def _refuse_ngram_flags(given: Given, needed: str) -> None:
-    """A flag without effect is a mistake that the user should know of."""
+    """Raise ConfigError for n-gram flags without effect, which are a mistake."""
     for name in given.values.get("ngram", {}):
         raise ConfigError(f"{flag_of(DrafterSettings, 'ngram', name)} has an effect only with {needed}")
 
 
 def _check_device(options: ServeOptions, settings: VerifierSettings) -> None:
-    """Refuse what cannot run on this machine. No library is needed to know it."""
+    """Raise ConfigError for settings that this machine cannot run. Needs no library."""
     from foretoken.mps import DRIVER
 
     has_driver = DRIVER.exists()

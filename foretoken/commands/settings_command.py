@@ -1,4 +1,4 @@
-"""Commands whose flags are the fields of settings classes."""
+"""Build commands whose flags are the fields of settings classes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _TYPES: dict[Any, click.ParamType[Any, Any]] = {int: click.INT, float: click.FLO
 
 @dataclass(frozen=True)
 class Given:
-    """Values that the user gave: by flag, in the environment or in a config file."""
+    """The values that the user gave by flag, in the environment or in a config file."""
 
-    # By field; those of nested settings in a mapping of their own.
+    # By field; nested settings have a mapping of their own.
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self, kind: type[Kind], **more: Any) -> Kind:
-        """Return settings of ``kind`` from its fields that were given; ``more`` wins. Raises ConfigError."""
+        """Return settings of ``kind`` from the given values; ``more`` wins. Raises ConfigError."""
         from foretoken.config import build
 
         return build(kind, {name: self.values[name] for name in kind.model_fields if name in self.values} | more)
@@ -37,12 +37,12 @@ class Given:
 class SettingsCommand(click.Command):
     """A command that calls its function with a ``Given``.
 
-    The settings classes are imported when the command is used, so that ``foretoken --help`` stays fast.
+    It imports the settings classes only when it is used, so that ``foretoken --help`` stays fast.
     """
 
     @cached_property
     def settings(self) -> dict[str, Setting]:
-        """The settings that the command takes, by the names of their parameters."""
+        """The command's settings, by parameter name."""
         from foretoken.commands.service_settings import settings_of_command
 
         return {"__".join(setting.path): setting for setting in settings_of_command(str(self.name))}
@@ -63,7 +63,7 @@ class SettingsCommand(click.Command):
         return super().get_params(ctx)
 
     def given(self, ctx: click.Context) -> Given:
-        """Return what the user gave. ``ctx``: after parsing."""
+        """Return the user's values from a parsed context."""
         values: dict[str, Any] = {}
         for name, setting in self.settings.items():
             if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
@@ -92,12 +92,12 @@ class SettingsCommand(click.Command):
             is_repeated = self.settings[names[key]].is_repeated
             if isinstance(value, dict) or isinstance(value, list) != is_repeated:
                 raise ConfigError(f"--config: {file}: {key}: expected {'a list' if is_repeated else 'one value'}")
-            # As text, as a flag has it: click would cut the fraction off a number where it wants a whole one.
+            # As text, like a flag's value: click would truncate a number where it expects a whole one.
             ctx.default_map[names[key]] = [str(item) for item in value] if is_repeated else str(value)
 
 
 class _Capitals(click.Choice[str]):
-    """One of names in capitals, in any case."""
+    """Accepts names in capitals in any case."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return super().convert(value.upper() if value.upper() in self.choices else value, param, ctx)
@@ -114,7 +114,7 @@ def _parameter(name: str, setting: Setting) -> click.Parameter:
     if setting.is_argument:
         return click.Argument([name], metavar=setting.flag, required=setting.is_required, help=text)
     has_default = setting.default is not None and setting.default is not False and not setting.is_repeated
-    # For click None is a value: an option with it could not be missing.
+    # None would be a value for click: such an option could not be missing.
     default = {} if setting.default is None else {"default": setting.default}
     return click.Option(
         [setting.flag, name],

@@ -27,7 +27,7 @@ drafter = ["name=a,algorithm=NGRAM"]
 
 
 def rows() -> list[str]:
-    """Return a row for each setting. A flag has several where commands give it other defaults or meanings."""
+    """Return a row per setting; several if its default or meaning differs between commands."""
     commands: dict[tuple[str, str, str, str], list[str]] = {}
     for command in COMMANDS:
         for setting in settings_of_command(command):

@@ -143,7 +143,7 @@ def test_what_has_an_effect_on_a_gpu_only_is_refused_before_anything_starts(
         (("serve", "./nowhere"), "no such folder: ./nowhere"),
         (
             ("verifier", ".", "--address", "unix:/v", "--drafter", "name=a,algorithm=NGRAM,placement=process"),
-            "--drafter: placement is for foretoken serve; what is given here runs in this process",
+            "--drafter: placement is for foretoken serve; here drafters run in the verifier's process",
         ),
         (("serve", ".", "--threads", "-1"), "--threads: expected at least 0, got -1"),
         (("serve", ".", "--port", "70000"), "--port: expected at most 65535, got 70000"),
@@ -282,7 +282,7 @@ SEVENTEEN = tuple(word for i in range(17) for word in ("--drafter", f"name=d{i},
         (("--request-timeout", "0"), "--request-timeout: expected more than 0.0, got 0.0"),
         (
             ("--drafter", "name=a,algorithm=NGRAM", "--speculative-algorithm", "NGRAM"),
-            f"--speculative-algorithm beside --drafter, whose keys say the same: {KEYS}",
+            f"--speculative-algorithm and --drafter exclude each other; keys of --drafter: {KEYS}",
         ),
     ],
 )

@@ -166,7 +166,7 @@ def test_a_grpc_port_is_told_from_no_server_at_all() -> None:
     result = CliRunner().invoke(app, ["complete", "x", "--url", url])
     server.stop(None).wait()
     message = str(result.exception)
-    assert f"what listens at http://{url} gives no HTTP answer" in message and "is it the port of gRPC?" in message
+    assert f"the server at http://{url} does not answer in HTTP" in message and "is it the gRPC port?" in message
     assert "start a server" not in message
 
 
