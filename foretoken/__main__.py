@@ -1,4 +1,4 @@
-"""``python -m foretoken``: how the supervisor starts services, so that `ps` shows ``foretoken gateway``."""
+"""Run the command line as a module, so that ``ps`` shows ``foretoken gateway``."""
 
 from foretoken.cli import main
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # Tens of microseconds: longer than a phase of a step, shorter than a wait to be scheduled again.
 OPENMP_SPIN_COUNT = "20000"
-# PyTorch reads it when loaded. With cuBLASLt all matmuls of the Llama-3.1-8B shape take 4.37 instead
-# of 4.63 ms at 96 rows on an H200, and as long as with cuBLAS at 512.
+# PyTorch reads it when loaded. With cuBLASLt all matmuls of the Llama-3.1-8B shape take 4.37
+# instead of 4.63 ms at 96 rows on an H200, and as long as with cuBLAS at 512.
 MATMULS_BY_CUBLASLT = "1"
 # vLLM flags whose equivalent here has an unrelated name.
 VLLM_NAMES = {
@@ -89,7 +89,8 @@ def app(context: click.Context, version: bool) -> None:
 def serve(given: Given) -> None:
     """Start gateway, verifier and drafters on one host, and keep them running.
 
-    After Ctrl-C or SIGTERM running streams have 14 seconds to finish; a second Ctrl-C stops at once.
+    After Ctrl-C or SIGTERM running streams have 14 seconds to finish; a second Ctrl-C stops at
+    once.
     """
     # gRPC reads it when loaded. The supervisor forks only to start programs, and gRPC's fork
     # handlers would complain about each start on stderr.
@@ -131,8 +132,8 @@ def gateway(given: Given) -> None:
 def verifier(given: Given) -> None:
     """Start one verifier: it owns the target model and commits tokens.
 
-    It attaches to a --drafter with an address, and runs a --drafter with an algorithm in its own process. The
-    --speculative-ngram flags apply only to the latter.
+    It attaches to a --drafter with an address, and runs a --drafter with an algorithm in its own
+    process. The --speculative-ngram flags apply only to the latter.
     """
     # The OpenMP library reads it when loaded. By default a thread spins for milliseconds at each
     # barrier, even while the thread that it waits for has lost its core.

@@ -102,7 +102,10 @@ def settings_of(kind: type[BaseModel]) -> Iterator[Setting]:
 
 
 def flag_of(kind: type[BaseModel], name: str, *rest: str) -> str:
-    """Return the flag of a field. ``rest`` names a field of nested settings; without it, their prefix."""
+    """Return the flag of a field.
+
+    ``rest`` names a field of nested settings; without it, their prefix.
+    """
     field = kind.model_fields.get(name)
     flag = (field and _shown(field).name) or f"--{name.replace('_', '-')}"
     if field is None or (nested := _nested(field)) is None:
@@ -131,7 +134,7 @@ def at_fault(option: str) -> Iterator[None]:
 
 
 def to_flags(settings: BaseModel) -> list[str]:
-    """Return the command line that builds ``settings``: arguments, then flags not at their default."""
+    """Return the command line of ``settings``: arguments, then flags not at their default."""
     words: list[str] = []
     for setting in settings_of(type(settings)):
         value: Any = reduce(getattr, setting.path, settings)

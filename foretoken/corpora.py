@@ -46,7 +46,10 @@ class Corpora(Protocol):
 
 
 def token_bytes(token_ids: Sequence[int] | Int32) -> bytes:
-    """Return token ids in wire format. Raises InvalidRequestError for ids that no vocabulary has."""
+    """Return token ids in wire format.
+
+    Raises InvalidRequestError for ids that no vocabulary has.
+    """
     values = np.asarray(token_ids, np.int64)
     if len(values) and not 0 <= values.min() <= values.max() <= _MOST:
         raise InvalidRequestError(f"token_ids: a token id is not in [0, {_MOST}]", field="token_ids")

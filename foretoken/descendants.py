@@ -33,7 +33,7 @@ def ended_child() -> int | None:
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return a function for a new child to call first: the kernel then kills it when ``parent`` dies."""
+    """Return a function that a new child calls first, so that it is killed when ``parent`` dies."""
 
     def in_child() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -22,7 +22,10 @@ import grpc
 
 
 class ForetokenError(Exception):
-    """Base of all errors that a user may see. ``field`` names the request field at fault, or is empty."""
+    """Base of all errors that a user may see.
+
+    ``field`` names the request field at fault, or is empty.
+    """
 
     status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     http_status: ClassVar[int] = 500

@@ -47,7 +47,7 @@ def demo_folder() -> Path:
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint; download a hub id that is not cached, with progress on stderr.
+    """Return the folder of a checkpoint; download an uncached hub id, with progress on stderr.
 
     Raises ConfigError of one line if that fails.
     """

@@ -17,7 +17,10 @@ from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An inclusive range; ``low_open`` excludes the lower end. If both ends are ints, only ints fit."""
+    """An inclusive range; ``low_open`` excludes the lower end.
+
+    If both ends are ints, only ints fit.
+    """
 
     low: float
     high: float
@@ -28,7 +31,7 @@ class Range:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def __contains__(self, value: object) -> bool:
-        """Return whether ``value`` is a number in the range; NaN, infinities, booleans and text are not."""
+        """Return whether ``value`` is a number in the range; NaN, booleans and text never are."""
         if isinstance(value, bool) or not isinstance(value, int if self.is_integer else (int, float)):
             return False
         # Comparisons with NaN are false.
@@ -132,7 +135,7 @@ def check_chars(field: str, count: int, most: int, *, least: int = 0) -> None:
 
 
 def check_text(field: str, value: str, max_chars: int, *, min_chars: int = 0) -> None:
-    """Raise InvalidRequestError naming ``field`` unless its length is allowed and it is valid Unicode."""
+    """Raise InvalidRequestError naming ``field`` for a wrong length or invalid Unicode."""
     check_chars(field, len(value), max_chars, least=min_chars)
     # JSON can spell half of a surrogate pair, which has no UTF-8 form for the wire or a hash.
     try:
@@ -210,7 +213,10 @@ def check_sampling(params: SamplingParams, model: ModelLimits) -> None:
 
 
 def check_grammar(field: str, grammar: Grammar) -> None:
-    """Raise InvalidRequestError naming ``field`` if the grammar is too long. It is compiled later."""
+    """Raise InvalidRequestError naming ``field`` if the grammar is too long.
+
+    It is compiled later.
+    """
     most = MAX_GRAMMAR_BYTES[grammar.kind]
     check_text(field, grammar.text, most)
     check_bytes(field, grammar.text, most)
@@ -267,7 +273,7 @@ def check_prompt_length(field: str, num_tokens: int, max_model_len: int, *, at_l
 
 
 def check_prompt(prompt_ids: Sequence[int], model: ModelLimits, *, field: str = "prompt") -> None:
-    """Raise InvalidRequestError unless the prompt is non-empty, fits the context and has valid ids."""
+    """Raise InvalidRequestError unless the prompt has valid ids, at least one, and fits."""
     if not prompt_ids:
         raise InvalidRequestError(f"{field} must not be empty", field=field)
     check_prompt_length(field, len(prompt_ids), model.max_model_len)
@@ -295,7 +301,10 @@ def check_prediction(prediction_ids: Sequence[int], model: ModelLimits, *, field
 
 
 def _shown(value: object) -> str:
-    """Return a value for an error message, shortened. Python refuses to print very long integers."""
+    """Return a value for an error message, shortened.
+
+    Python refuses to print very long integers.
+    """
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)

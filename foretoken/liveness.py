@@ -65,7 +65,7 @@ def answering(path: Path) -> Iterator[None]:
 
 
 async def last_turn(path: Path, timeout_s: float) -> float | None:
-    """Ask at ``path`` when the loop last turned, by its monotonic clock; None if nobody answers in time."""
+    """Ask at ``path`` when the loop last turned (time.monotonic()); None without an answer."""
     loop = asyncio.get_running_loop()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asker:

@@ -35,9 +35,10 @@ def exit_if_context_lost() -> None:
 
 
 def lost_context() -> str | None:
-    """Return the error with which every CUDA call fails; None if calls succeed or CUDA is not in use.
+    """Return the error of every CUDA call; None if calls succeed or CUDA is not in use.
 
-    It does not wait for this process's work: the caller's stream may be waiting for another process.
+    It does not wait for this process's work: the caller's stream may be waiting for another
+    process.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

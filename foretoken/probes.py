@@ -18,7 +18,10 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 class GrpcProbe:
-    """A ``foretoken.supervisor.Probe`` over grpc.health.v1. It keeps its channel while it gets answers."""
+    """A ``foretoken.supervisor.Probe`` over grpc.health.v1.
+
+    It keeps its channel while it gets answers.
+    """
 
     def __init__(self, address: str, service: str) -> None:
         """``service``: the name whose status is readiness; the empty name's status is liveness."""

@@ -42,7 +42,10 @@ class DrafterStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Counts of one sequence or a sum. Steps exclude prefill; tokens count before stop strings trim."""
+    """Counts of one sequence or a sum.
+
+    Steps exclude prefill; tokens count before stop strings trim.
+    """
 
     num_decode_steps: int = 0
     num_spec_steps: int = 0
@@ -56,7 +59,7 @@ class SpeculationStats:
 
     @staticmethod
     def sum(parts: Sequence[SpeculationStats]) -> SpeculationStats:
-        """Return the sum of several sequences, with the ``drafter`` of the one that drafted most."""
+        """Return the sum of sequences, with the ``drafter`` of the one that drafted most."""
         histograms = zip_longest(*(part.acceptance_histogram for part in parts), fillvalue=0)
         busiest = max(parts, key=lambda part: part.num_draft_tokens, default=SpeculationStats())
         return SpeculationStats(

@@ -89,7 +89,7 @@ def async_server(
     options: Sequence[tuple[str, int]] = (),
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
-    """Return a server whose handlers may raise ForetokenErrors, which become statuses for the client.
+    """Return a server whose handlers may raise ForetokenErrors, which become statuses.
 
     ``reuse_port``: share the port with other such processes of the same user. ``interceptors`` run
     before the one for errors.
@@ -99,7 +99,7 @@ def async_server(
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:
-    """Bind ``unix:/path`` or host:port; return the port (0 for a socket file, which gets mode 0600).
+    """Bind ``unix:/path`` or host:port; return the port (0 for a socket file, of mode 0600).
 
     Replaces a socket file that nobody listens on. Raises ConfigError if the address is in use or
     unusable.
@@ -120,7 +120,10 @@ def bind(server: grpc.aio.Server, address: str) -> int:
 
 
 def remove_stale_socket(path: Path) -> None:
-    """Remove a socket file that nobody listens on. Raises ConfigError if it is in use or no socket."""
+    """Remove a socket file that nobody listens on.
+
+    Raises ConfigError if it is in use or no socket.
+    """
     if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
         raise ConfigError(f"socket path is longer than {MAX_UNIX_PATH_BYTES} bytes: {path}")
     try:
@@ -245,7 +248,8 @@ def _stream(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
 
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            # aclosing: if the client goes away, the handler's finally clauses run now, not at collection.
+            # aclosing: if the client goes away, the handler's finally clauses run now, not at
+            # collection.
             async with contextlib.aclosing(behaviour(_checked(request), context)) as responses:
                 async for response in responses:
                     yield response

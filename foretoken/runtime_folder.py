@@ -18,7 +18,10 @@ _CLEANER = f'read -r _; [ ! -f "$0/{AT_END}" ] || /bin/sh "$0/{AT_END}"; rm -rf 
 
 @contextlib.contextmanager
 def runtime_folder() -> Iterator[Path]:
-    """Make a folder of mode 0700. A waiting shell removes it after the block, or if this process is killed."""
+    """Make a folder of mode 0700.
+
+    A waiting shell removes it after the block, or if this process is killed.
+    """
     folder = Path(tempfile.mkdtemp(prefix="foretoken-"))
     cleaner = subprocess.Popen(
         ["/bin/sh", "-c", _CLEANER, str(folder)],

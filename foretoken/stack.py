@@ -1,4 +1,4 @@
-"""Describe the stack that ``foretoken serve`` starts: commands, ports and the text when it is ready.
+"""Describe the stack that ``foretoken serve`` starts: commands, ports and the ready text.
 
 This module knows only the services' flags and health names.
 """
@@ -24,8 +24,8 @@ from foretoken.supervisor import Service
 VERIFIER_HEALTH_NAME = "foretoken.verifier.v1.VerifierService"
 DRAFTER_HEALTH_NAME = "foretoken.drafter.v1.DrafterService"
 VERIFIER_NAME = "verifier"
-# A stop ends within 30 s. The gateway first lets running streams finish; then the others have little
-# left to do. Times from SIGTERM to SIGKILL of each, one after the other in this order:
+# A stop ends within 30 s. The gateway first lets running streams finish; then the others have
+# little left to do. Times from SIGTERM to SIGKILL of each, one after the other in this order:
 GATEWAY_DRAIN_S = 14.0
 GATEWAY_GRACE_S = 17.0
 VERIFIER_GRACE_S = 8.0
@@ -39,7 +39,10 @@ _EXAMPLE_PROMPT = "def read_json(path):\n"
 
 
 def command(service: str, settings: BaseModel, extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the command of one service. ``-P`` ignores a folder called gateway in the user's folder."""
+    """Return the command of one service.
+
+    ``-P`` ignores a folder called gateway in the user's folder.
+    """
     return (sys.executable, "-P", "-m", "foretoken", service, *to_flags(settings), *extra)
 
 

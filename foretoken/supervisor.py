@@ -32,9 +32,9 @@ MAX_FAILED_STARTS = 3
 FIRST_PROBE_DELAY_S = 0.05
 LONGEST_PROBE_DELAY_S = 0.5
 HEARTBEAT_S = 1.0
-# A child stopped by a signal is killed after this time and this many questions. Both must pass: while
-# this process itself is stopped or starved, time passes, but it asks no questions. A child that is not
-# stopped may be busy, and has as long as its service allows.
+# A child stopped by a signal is killed after this time and this many questions. Both must pass:
+# while this process itself is stopped or starved, time passes, but it asks no questions. A child
+# that is not stopped may be busy, and has as long as its service allows.
 MAX_SILENCE_S = 5.0
 MIN_MISSED_HEARTBEATS = 4
 # After this time the supervisor says that a start may take longer.
@@ -59,7 +59,7 @@ class Probe(Protocol):
         ...
 
     async def last_turn(self) -> float | None:
-        """Return when its event loop last turned, by any clock that never stands still; None: no answer."""
+        """Return when its event loop last turned, by any steady clock; None: no answer."""
         ...
 
     async def close(self) -> None:
@@ -98,7 +98,7 @@ class Service:
 
 
 class RestartDelays:
-    """Delays restarts: not at all after a long life, else twice as long each time, up to a bound."""
+    """Delays restarts: not after a long life, else twice as long each time, up to a bound."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
@@ -275,7 +275,8 @@ class Supervisor:
             if child is None:
                 os.waitpid(pid, 0)
                 continue
-            # Kill the rest of its group before the wait, while the process id is still the dead leader's.
+            # Kill the rest of its group before the wait, while the process id is still the dead
+            # leader's.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             child.ended.set_result(child.process.wait())
@@ -321,7 +322,7 @@ class Supervisor:
             await asyncio.sleep(delay_s)
 
     async def _end_of(self, watch: _Watch, child: _Child) -> str:
-        """Wait until a child has ended; return how: by itself, or killed because stopped or hung."""
+        """Wait until a child has ended; return how: by itself, or killed as stopped or hung."""
         attending = asyncio.create_task(self._attend(watch, child))
         try:
             # Not a bare await: cancelling it would cancel the future, which the stop still needs.
@@ -338,14 +339,14 @@ class Supervisor:
             await asyncio.wait([attending])
 
     def _end_faulted(self, cause: _Watch) -> None:
-        """End all services that share the fault of one child; mark those that ended by themselves."""
+        """End all services that share a child's fault; mark those that ended by themselves."""
         for watch in self._watches:
             if watch.service.shares_faults and watch is not cause and watch.child is not None:
                 watch.child.fault_of = cause.service.name
                 self._group.create_task(_end_now(watch.child))
 
     async def _wait_for_faulted(self) -> None:
-        """Wait until the last process that shared a fault has gone; earlier, MPS refuses a new one."""
+        """Wait until all processes with a shared fault have gone; MPS refuses new ones before."""
         children = [watch.child for watch in self._watches if watch.child is not None and watch.child.fault_of]
         if ends := [child.ended for child in children if not child.ended.done()]:
             await asyncio.wait(ends)
@@ -473,7 +474,7 @@ def _send(child: _Child, *numbers: signal.Signals) -> None:
 
 
 def describe_status(status: int) -> str:
-    """Return ``status 1``, or the name of the signal for a negative status, as subprocess has it."""
+    """Return ``status 1``, or a signal's name for a negative status, as in subprocess."""
     if status in (CONTEXT_LOST_STATUS, ASSERTION_STATUS):
         return f"status {status}: its GPU context is lost"
     if status >= 0:

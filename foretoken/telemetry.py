@@ -197,7 +197,7 @@ def _merged(
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a line as a JSON object: time (UTC), level, service, logger, message and ``extra``."""
+    """Formats a line as JSON: time (UTC), level, service, logger, message and ``extra``."""
 
     def __init__(self, service: str) -> None:
         super().__init__()

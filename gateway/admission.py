@@ -40,7 +40,7 @@ class Admission:
                 self._empty.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Admit no more requests, and wait for the running ones; False if ``timeout_s`` passed first."""
+        """Admit no more requests, and wait for the running ones; False after ``timeout_s``."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout_s):

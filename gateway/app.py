@@ -1,4 +1,4 @@
-"""The REST application: all routers, the operator's endpoints, and errors as OpenAI's error object."""
+"""Build the REST application: all routes, middleware, and errors as OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gateway.tokenize_api import tokenize_router
 
 
 def create_app(core: GatewayCore) -> FastAPI:
-    """The ASGI application of one gateway."""
+    """Return the ASGI application of one gateway."""
     app = FastAPI(title="foretoken", version=foretoken.__version__, redoc_url=None)
     app.include_router(openai_router(core))
     app.include_router(generate_router(core))
@@ -44,11 +44,11 @@ def create_app(core: GatewayCore) -> FastAPI:
 
 
 def _add_middleware(app: FastAPI, core: GatewayCore) -> None:
-    """What surrounds all routes; the one added last sees a request first."""
+    """Add the middleware; the one added last sees a request first."""
     settings = core.settings
     app.add_middleware(BodyMiddleware, budget=core.bodies)
     if settings.allowed_origins:
-        # Else browsers keep the answers from the pages.
+        # Without it, browsers hide the answers from pages.
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
@@ -63,12 +63,12 @@ def _reject(core: GatewayCore, request: Request, error: ForetokenError) -> None:
 def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
     @app.get("/health", tags=["Operation"])
     async def health() -> Response:
-        """200 while this process lives."""
+        """Return 200 while this process lives."""
         return http.json_response({"status": "ok"})
 
     @app.get("/ready", tags=["Operation"])
     async def ready() -> Response:
-        """200 while new requests are taken, otherwise 503; with the state of verifiers and drafters."""
+        """Return the state of verifiers and drafters; 200 while requests are taken, else 503."""
         infos = await core.verifiers.fetch_infos()
         is_ready = core.is_ready and any(infos.values())
         details = {
@@ -84,7 +84,7 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
 
     @app.get("/version", tags=["Operation"])
     async def version() -> Response:
-        """Versions, the model, and each drafter with its transport."""
+        """Return versions, the model, and each drafter with its transport."""
         infos = await core.verifiers.fetch_infos()
         return http.json_response(
             {
@@ -96,7 +96,7 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
 
     @app.get("/metrics", tags=["Operation"])
     async def metrics() -> Response:
-        """Prometheus' text format; the verifiers' figures are fetched now."""
+        """Return metrics in Prometheus' text format, with fresh figures of the verifiers."""
         infos = await core.verifiers.fetch_infos()
         return Response(await core.metrics.render(infos), media_type=telemetry.EXPOSITION_TYPE)
 
@@ -121,24 +121,24 @@ def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def client_gone(request: Request, error: ClientDisconnect) -> Response:
-        """The client left while it sent its body. Nobody gets the answer."""
+        """Count a client that left while it sent its body."""
         core.give_up(request.url.path, http.client_id(request))
         return Response(status_code=499)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        """Routing's own errors: unknown path, wrong method."""
+        """Answer the routing's errors: unknown path, wrong method."""
         value = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
         return http.json_response({"error": value}, status=error.status_code, headers=dict(error.headers or {}))
 
     @app.exception_handler(Exception)
     async def unexpected_error(request: Request, error: Exception) -> Response:
-        """A fault of ours; the server logs it with its stack, the client learns nothing of it."""
+        """Hide an internal error from the client; the server logs it with its stack."""
         return http.error_response(ForetokenError("internal error"))
 
 
 def _add_schemas(app: FastAPI) -> None:
-    """Bodies are read by hand, for exact errors; the OpenAPI document still describes them."""
+    """Describe bodies in the OpenAPI document, although the routes read them themselves."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:

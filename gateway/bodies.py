@@ -1,6 +1,7 @@
-"""The byte budget of request bodies: one account for REST bodies and gRPC messages of a gateway process.
+"""Limit the bytes of REST bodies and gRPC messages that a gateway process reads at once.
 
-A body takes its bytes from the budget before they are read, and gives them back when its request runs or is refused.
+A body takes its bytes from the budget before they are read, and returns them when its request runs
+or is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _SCOPE_KEY = "foretoken.body"
 
 
 class BodyBudget:
-    """Counts the bytes of all bodies that are being read or wait to run."""
+    """Counts the bytes of all bodies that are read or wait to run."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -24,7 +25,7 @@ class BodyBudget:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[BodyHold]:
-        """An empty hold; whatever it has taken is given back when the block is left."""
+        """Yield an empty hold; at the end of the block it returns its bytes."""
         hold = BodyHold(self)
         try:
             yield hold
@@ -33,29 +34,29 @@ class BodyBudget:
 
 
 class BodyHold:
-    """The part of the budget that one body has taken."""
+    """The part of the budget that one body uses."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.num_bytes = 0
 
     def resize(self, num_bytes: int) -> None:
-        """Take more of the budget, or give some back. Raises QueueFullError where that much is not left."""
+        """Take more bytes, or return some. Raises QueueFullError if the budget has too few left."""
         growth = num_bytes - self.num_bytes
         if growth > self._budget.limit - self._budget.num_bytes:
             raise QueueFullError(
-                f"the gateway is reading as many bytes of requests as it may ({self._budget.limit}); try again later"
+                f"the gateway is reading all {self._budget.limit} bytes of requests that it may; try again later"
             )
         self._budget.num_bytes += growth
         self.num_bytes = num_bytes
 
     def release(self) -> None:
-        """Give everything back. A second call has no effect."""
+        """Return all bytes. Safe to call more than once."""
         self.resize(0)
 
 
 class BodyMiddleware:
-    """Gives each HTTP request a hold, which ends with the request at the latest."""
+    """Gives each HTTP request a hold, which is released at the latest when the request ends."""
 
     def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
         self._app = app
@@ -68,6 +69,6 @@ class BodyMiddleware:
 
 
 def hold_of(scope: Scope) -> BodyHold:
-    """The hold of the request that ``scope`` describes."""
+    """Return the hold of a request."""
     hold: BodyHold = scope[_SCOPE_KEY]
     return hold

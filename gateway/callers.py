@@ -1,9 +1,9 @@
-"""Which pages may call the gateway: a web page that somebody here opens must not reach a server that listens here.
+"""Refuse calls from foreign web pages: a page open on this machine must not use a server on it.
 
-A page of another site is known by its ``Origin``. A page whose name resolves to this machine (DNS rebinding) has an
-``Origin`` of its own server, and is known by a ``Host`` that is not ours. Both checks apply to every path and method.
-``Sec-Fetch-Site`` is not looked at: it tells of nothing more but GETs without an ``Origin``, which change nothing and
-whose answers no other site's page can read.
+``Origin`` reveals a page of another site. A page whose name resolves to this machine (DNS
+rebinding) has a matching ``Origin``, but its ``Host`` is not ours. Both checks apply to every path
+and method. ``Sec-Fetch-Site`` would add only GETs without an ``Origin``: they change nothing, and
+no other site's page can read their answers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class CallerCheck:
     """Refuses requests by their ``Host`` and ``Origin``."""
 
     def __init__(self, listens_at: str, allowed_hosts: Collection[str], allowed_origins: Collection[str]) -> None:
-        """``listens_at``: the address as it was set. Elsewhere than on loopback, hosts are checked if some are allowed.
+        """Check hosts if ``listens_at`` is on loopback or ``allowed_hosts`` has any.
 
-        Names of loopback are always allowed: no page can have them from another machine.
+        Loopback names are always allowed: no page from another machine can have one.
         """
         own = _bracketed(listens_at.lower())
         self._hosts = LOOPBACK_NAMES | {own} | set(allowed_hosts)
@@ -47,11 +47,11 @@ class CallerCheck:
             if not host:
                 raise HostHeaderError("the request has no Host header")
             if _without_port(host) not in self._hosts:
-                raise ForeignHostError("this server does not go by that Host; --allowed-hosts names more")
+                raise ForeignHostError("this Host is not a name of this server; --allowed-hosts adds names")
         for origin in headers.getlist("origin"):
             if not self._is_allowed(origin.strip().lower(), host):
                 raise ForeignOriginError(
-                    "web pages of this Origin may not call; --allowed-origins names those that may"
+                    "web pages of this Origin may not call this server; --allowed-origins adds origins"
                 )
 
     def _is_allowed(self, origin: str, host: str) -> bool:
@@ -62,7 +62,7 @@ class CallerCheck:
 
 
 class CallerMiddleware:
-    """Answers what ``check`` refuses, before anything of the request is read."""
+    """Answers requests that ``check`` refuses, before reading their bodies."""
 
     def __init__(self, app: ASGIApp, check: CallerCheck, reject: Callable[[Request, ForetokenError], None]) -> None:
         """``reject`` counts and logs a refusal."""
@@ -82,7 +82,7 @@ class CallerMiddleware:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether all addresses of ``host`` are this machine's own."""
+    """Return whether all addresses of ``host`` are on loopback."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):

@@ -1,4 +1,4 @@
-"""The gateway's settings: one frozen object, checked when it is built."""
+"""Declare the gateway's settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]
 
 
 def _names(value: Any) -> Any:
-    """Return the names in texts with commas, in lower case as they are compared."""
+    """Return the names in comma-separated texts, in lower case."""
     texts: Iterable[str] = (value,) if isinstance(value, str) else value
     return tuple(name.strip().lower() for text in texts for name in text.split(",") if name.strip())
 
@@ -35,7 +35,7 @@ class GatewaySettings(ServedModelSettings):
     """Settings of one gateway process."""
 
     verifiers: Annotated[tuple[Address, ...], Flag("--verifier", metavar="ADDRESS")] = Field(
-        min_length=1, description="Where a verifier listens: unix:/path or host:port; may be given several times."
+        min_length=1, description="Address of a verifier: unix:/path or host:port; may be given several times."
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the OpenAI-compatible REST API.")
@@ -50,59 +50,57 @@ class GatewaySettings(ServedModelSettings):
         default=3,
         ge=0,
         le=MAX_ATTEMPTS,
-        description="Times that a stream may lose its verifier and go on at another or its successor.",
+        description="Times that a stream may lose its verifier and resume on another or on the restarted one.",
     )
     verifier_wait_s: Annotated[float, Flag("--verifier-wait")] = Field(
-        default=30.0, ge=0, le=86_400, description="Seconds that a new request waits while no verifier is up; then 503."
+        default=30.0, ge=0, le=86_400, description="Seconds that a new request waits for a verifier; then it gets 503."
     )
-    # metrics.speculative_decoding.
+    # The answers' field metrics.speculative_decoding.
     speculative_metrics: Literal["none", "summary", "detailed"] = Field(
-        default="summary", description="Figures of speculation in responses."
+        default="summary", description="Figures about speculation in answers."
     )
-    # All protocols together.
+    # Over all protocols.
     max_concurrent_requests: int = Field(
         default=512,
         ge=1,
         le=65536,
-        description="Requests of one gateway process that run or wait; one more gets 429.",
+        description="Requests that run or wait in one gateway process; one more gets 429.",
     )
-    # In all processes together.
+    # Over all processes.
     max_body_bytes_in_flight: int = Field(
         default=8 * MAX_BODY_BYTES,
         ge=MAX_BODY_BYTES,
         le=2**40,
-        description="Bytes of REST bodies and gRPC messages that are read or wait to run at once; a body beyond gets "
-        "429. At least 8 MiB a process.",
+        description="Bytes of REST bodies and gRPC messages that are read or wait to run at once; a further body gets "
+        "429. A process has at least 8 MiB.",
     )
     allowed_hosts: Annotated[Names, Flag(metavar="HOST[,HOST]", unset="none")] = Field(
         default=(),
-        description="Names in Host headers that are this server's, without ports, beside localhost, 127.0.0.1 and "
-        "[::1]; *: any. Checked when it listens on loopback, or when given.",
+        description="This server's names in Host headers, without ports, besides localhost, 127.0.0.1 and [::1]; *: "
+        "any. Checked if given, or if the server listens on loopback.",
     )
     allowed_origins: Annotated[Names, Flag(metavar="ORIGIN[,ORIGIN]", unset="none")] = Field(
         default=(),
-        description="Origins of web pages that may call, such as https://chat.example.com, beside those of the Host "
-        "itself; *: any.",
+        description="Origins of web pages that may call, such as https://chat.example.com, besides the server's own; "
+        "*: any.",
     )
     client_timeout_s: Annotated[float, Flag("--client-timeout")] = Field(
         default=90.0,
         gt=0,
         le=86_400,
-        description="Seconds that a client may read nothing of what waits for it; then it is cut.",
+        description="Seconds that a client may read nothing while data waits for it; then it is disconnected.",
     )
     gateway_workers: int = Field(default=1, ge=1, le=64, description="Gateway processes that share the ports.")
     worker_socket: Annotated[Path | None, Flag(hidden=True)] = Field(
-        default=None, description="Where a worker process hands its counts to its parent."
+        default=None, description="Socket on which a worker process serves its counts to its parent."
     )
     liveness_socket: Annotated[Path | None, Flag(hidden=True)] = Field(
-        default=None, description="Where its supervisor asks when the event loop last turned."
+        default=None, description="Socket on which the supervisor asks when the event loop last turned."
     )
-    vllm_metric_names: bool = Field(
-        default=False, description="Metrics that vLLM has too appear under its names as well."
-    )
+    vllm_metric_names: bool = Field(default=False, description="Also show metrics that vLLM has under vLLM's names.")
     admin_api_key_file: Annotated[
         Path | None, Flag(metavar="PATH", env="FORETOKEN_ADMIN_API_KEY_FILE", unset="none: no such endpoints")
-    ] = Field(default=None, description="Key of the operator's endpoints, /v1/corpora and /v1/drafters.")
+    ] = Field(default=None, description="File with the key of the operator's endpoints /v1/corpora and /v1/drafters.")
 
     @field_validator("verifiers")
     @classmethod
@@ -130,11 +128,11 @@ class GatewaySettings(ServedModelSettings):
 
     @property
     def max_body_bytes_per_process(self) -> int:
-        """One process's part of the budget for bodies: at least one whole body."""
+        """One process's share of the budget for bodies: at least one whole body."""
         return max(self.max_body_bytes_in_flight // self.gateway_workers, MAX_BODY_BYTES)
 
     def admin_key(self) -> str | None:
-        """The operator's key. Raises ConfigError for a file that cannot be read, or whose key could be guessed."""
+        """Read the operator's key. Raises ConfigError if it is unreadable or too easy to guess."""
         if self.admin_api_key_file is None:
             return None
         try:
@@ -147,7 +145,7 @@ class GatewaySettings(ServedModelSettings):
 
 
 def read_chat_template(path: Path) -> str:
-    """Raises ConfigError for a file that cannot be read."""
+    """Read a chat template. Raises ConfigError for an unreadable file."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

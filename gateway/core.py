@@ -29,7 +29,8 @@ from gateway.verifier_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 
-# Statuses with which a verifier refuses a sequence: its queue is full, or only it could check a field.
+# Statuses with which a verifier refuses a sequence: its queue is full, or only it could check a
+# field.
 REFUSALS = frozenset(error.status.name.lower() for error in (QueueFullError, InvalidRequestError))
 # Leave as many processors to the event loop and the verifier.
 MAX_TEXT_THREADS = max(1, (os.cpu_count() or 1) // 2)
@@ -210,7 +211,7 @@ class GatewayCore:
                     end_span(span, generation, failure)
 
     def reject(self, error: ForetokenError, *, api: str, client_id: str, trace: TraceContext | None) -> None:
-        """Count, log and trace a request that was refused before it ran, unless that happened already."""
+        """Count, log and trace a request that was refused before it ran, unless already done."""
         if error.is_reported:
             return
         error.is_reported = True

@@ -44,7 +44,10 @@ def corpora_router(core: GatewayCore, key: str) -> APIRouter:
 
     @router.post("", openapi_extra=http.body_schema(CorpusFields))
     async def add(request: Request) -> Response:
-        """Draft from a text from now on, on all verifiers. With ``append: false`` it is safe to repeat."""
+        """Draft from a text from now on, on all verifiers.
+
+        With ``append: false`` it is safe to repeat.
+        """
         check_key(request, key)
         fields = validate(CorpusFields, await http.read_object(request, max_values=MAX_JSON_VALUES))
         limits.check_name("name", fields.name)
@@ -57,7 +60,7 @@ def corpora_router(core: GatewayCore, key: str) -> APIRouter:
 
     @router.get("")
     async def list_all(request: Request, drafter: str = "") -> Response:
-        """List the corpora of one drafter, or of all; a corpus on several verifiers is listed once."""
+        """List the corpora of one drafter, or of all; each once, even if on several verifiers."""
         check_key(request, key)
         responses = await call("ListCorpora", verifier_pb2.ListCorporaRequest(drafter=drafter))
         corpora: dict[tuple[str, str], verifier_pb2.Corpus] = {}

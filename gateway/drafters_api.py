@@ -39,7 +39,7 @@ def drafters_router(core: GatewayCore, key: str) -> APIRouter:
 
     @router.post("", openapi_extra=http.body_schema(DrafterFields))
     async def attach(request: Request) -> Response:
-        """Attach a drafter until it is detached or the verifier ends; requests may name it from now on."""
+        """Attach a drafter until it is detached or the verifier ends; requests may name it."""
         check_key(request, key)
         fields = validate(DrafterFields, await http.read_object(request))
         limits.check_drafter_name("name", fields.name)

@@ -54,7 +54,7 @@ class Exchange(Response):
                 self._core.generate(self._request, api=self._api, client_id=self._client_id) as generation,
                 _watch(generation, receive),
             ):
-                # From here on it counts among the requests.
+                # It runs: from now on the limit of requests counts it.
                 hold_of(scope).release()
                 if self._stream:
                     await self._send_events(generation, send)

@@ -155,7 +155,7 @@ def token_biases(field: str, value: dict[str, float] | None) -> dict[int, float]
 
 
 def check_in_range(name: str, value: float | None, limit: str | None = None) -> None:
-    """Check a request field against the limit of the sampling parameter ``limit``, by default its own."""
+    """Check a request field against the range of the sampling parameter ``limit``."""
     if value is not None:
         limits.check_number(name, value, limits.SAMPLING_RANGES[limit or name])
 

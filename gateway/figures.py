@@ -1,4 +1,4 @@
-"""Build the ``metrics`` object of an answer: speculation in vLLM's shape, and one output's times."""
+"""Build an answer's ``metrics`` object: speculation in vLLM's shape, and one output's times."""
 
 from __future__ import annotations
 

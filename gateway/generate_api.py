@@ -1,4 +1,4 @@
-"""Serve POST /generate in SGLang's shape: ``text`` or ``input_ids`` in, ``text`` and ``meta_info`` out."""
+"""Serve POST /generate in SGLang's shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run one client request on the verifiers: collect its outputs, and hand them to a reader as deltas.
+"""Run one client request on the verifiers, and hand its outputs to a reader as deltas.
 
 A generation's prompts, its parameters (with the seed) and the tokens emitted so far are all that
 another verifier needs to continue it. This module knows no HTTP and no gRPC.
@@ -72,7 +72,7 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class Delta:
-    """What one output gained since its reader last took a delta; ``finished``: it is the last one."""
+    """What one output gained since the last delta; ``finished``: it is the last one."""
 
     index: int
     text: str = ""
@@ -206,7 +206,7 @@ class Output:
 
 
 class Generation:
-    """Runs all ``len(prompts) * n`` outputs of one request; outputs of one prompt are neighbours."""
+    """Runs all ``len(prompts) * n`` outputs of one request, prompt by prompt."""
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class Generation:
         self._news.set()
 
     def check_client(self) -> None:
-        """Raise ClientGoneError if the client is gone: an answer that nobody read does not count."""
+        """Raise ClientGoneError if the client is gone: an unread answer does not count."""
         if self._gone is not None:
             raise self._gone
 
@@ -347,7 +347,7 @@ class Generation:
 
 
 def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]:
-    """Return one sequence per choice; the verifier sees each prompt of a list as its own request."""
+    """Return one sequence per choice; each prompt of a list is a request to the verifier."""
     specs = []
     for number, prompt in enumerate(request.prompts):
         room = max_model_len - len(prompt.ids)

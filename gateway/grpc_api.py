@@ -79,7 +79,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         )
 
     async def _read(self, request: gateway_pb2.GenerateRequest, context: Context) -> GenerationRequest:
-        """Return the checked request. Raises InvalidRequestError, or NotFoundError for the model."""
+        """Return the checked request.
+
+        Raises InvalidRequestError, or NotFoundError for the model.
+        """
         core = self._core
         core.check_open()
         core.check_model(request.model)

@@ -1,11 +1,12 @@
-"""gRPC messages under the byte budget of bodies.
+"""Read gRPC messages under the byte budget of bodies.
 
-gRPC reads a message as a whole, of any size up to its limit, once it is asked for; until then a call holds no more than
-its flow-control window, ``WINDOW_BYTES``. So a call with one request is served as if it had a stream of them: its
-message is asked for when the budget has room for the largest one, and holds its own size from then on. Few are read at
-once, and the others wait: a message that is there already takes less than a millisecond.
+When a server asks for a message, gRPC reads it whole, up to its size limit; until then a call holds
+at most its flow-control window, ``WINDOW_BYTES``. So a call with one request is served like a
+stream of requests: the server asks for its message when the budget has room for the largest one;
+from then on the message holds its own size. Few messages are read at once and the others wait: an
+arrived message takes less than a millisecond.
 
-Health checks have a budget of their own, so that they are answered when the other one is spent.
+Health checks have a separate budget, so that they are answered when the other one is spent.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from foretoken.errors import DeadlineError, ForetokenError, InvalidRequestError,
 from foretoken.limits import MAX_BODY_BYTES
 from gateway.bodies import BodyBudget, BodyHold
 
-# From the call to the end of its message: gRPC tells nothing of a message's progress.
+# From the call to the end of its message: gRPC does not report a message's progress.
 MESSAGE_TIMEOUT_S = 10.0
 WINDOW_BYTES = 16 * 1024
-# By itself gRPC widens the window of each call for fast senders, up to megabytes.
+# By default gRPC widens the window of a fast sender's call, up to megabytes.
 SERVER_OPTIONS = (("grpc.http2.lookahead_bytes", WINDOW_BYTES), ("grpc.http2.bdp_probe", 0))
-# Health checks that are read at once.
+# Health checks read at once.
 MAX_HEALTH_READS = 2
 _HEALTH = "/grpc.health."
 
 
 class BodyInterceptor(grpc.aio.ServerInterceptor):
-    """Has each call's messages read under a budget, and refuses those that are none."""
+    """Reads each call's messages under a budget, and refuses undecodable ones."""
 
     def __init__(self, budget: BodyBudget, max_waiting: int, reject: Callable[[Any, ForetokenError], None]) -> None:
-        """``max_waiting``: calls whose message waits to be read; one more is refused.
+        """At most ``max_waiting`` calls wait to be read; one more is refused.
 
-        ``reject`` counts and logs a refusal of a call, which it gets the context of.
+        ``reject`` counts and logs a refusal, given the call's context.
         """
-        # Half of the budget at most is taken for messages whose size is not known yet.
+        # Messages of unknown size take at most half of the budget.
         self.reader = _Reader(budget, max(1, budget.limit // (2 * MAX_BODY_BYTES)), max_waiting)
         self._health_reader = _Reader(BodyBudget(MAX_HEALTH_READS * MAX_BODY_BYTES), MAX_HEALTH_READS, max_waiting)
         self._reject = reject
 
-    # Any: behaviours of synchronous and asyncio servers share grpc's handler type.
+    # Any: synchronous and asyncio handlers share grpc's handler type.
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
@@ -62,7 +63,7 @@ class BodyInterceptor(grpc.aio.ServerInterceptor):
         elif inspect.isasyncgenfunction(handler.unary_stream):
             call = self._stream(handler, reader)
         else:
-            # It writes its answers by itself, and returns none.
+            # The handler writes its answers itself and returns none.
             call = self._unary(handler, reader)
         return grpc.stream_stream_rpc_method_handler(call, None, serializer)
 
@@ -83,7 +84,7 @@ class BodyInterceptor(grpc.aio.ServerInterceptor):
                 request = await self._receive(handler, reader, context, hold)
                 async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
                     async for response in responses:
-                        # It runs: from here on it counts among the requests.
+                        # It runs: from now on the limit of requests counts it.
                         hold.release()
                         yield response
 
@@ -96,7 +97,7 @@ class BodyInterceptor(grpc.aio.ServerInterceptor):
                     try:
                         data = await reader.read(context, hold)
                     except DeadlineError:
-                        # The caller may begin another one.
+                        # The client may start another stream.
                         return
                     if data is None:
                         return
@@ -114,7 +115,7 @@ class BodyInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     async def _receive(self, handler: Any, reader: _Reader, context: Any, hold: BodyHold) -> Any:
-        """The call's one message. Ends the call where there is none."""
+        """Return the call's one message. Ends the call if there is none."""
         try:
             data = await reader.read(context, hold)
             if data is None:
@@ -126,7 +127,7 @@ class BodyInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Reader:
-    """Reads messages, few at once."""
+    """Reads messages, only a few at once."""
 
     def __init__(self, budget: BodyBudget, num_places: int, max_waiting: int) -> None:
         self.budget = budget
@@ -136,14 +137,17 @@ class _Reader:
         self._reads: set[asyncio.Future[Any]] = set()
 
     async def read(self, context: Any, hold: BodyHold) -> bytes | None:
-        """The next message, None at the end of them. Raises QueueFullError, or DeadlineError for one that is late."""
+        """Return the next message, None at the end.
+
+        Raises QueueFullError, or DeadlineError if late.
+        """
         if self._num_waiting >= self.max_waiting:
-            raise QueueFullError(f"{self.max_waiting} messages wait to be read already; try again later")
+            raise QueueFullError(f"{self.max_waiting} messages already wait to be read; try again later")
         deadline = asyncio.get_running_loop().time() + MESSAGE_TIMEOUT_S
         await self._wait_for_place(deadline)
         try:
             hold.resize(MAX_BODY_BYTES)
-            # Never cancelled: gRPC would go on to write into what is freed with it. The call's end ends it.
+            # Never cancel it: gRPC would keep writing into freed memory. It ends with the call.
             read = asyncio.ensure_future(context.read())
             self._reads.add(read)
             read.add_done_callback(self._ended)
@@ -162,12 +166,12 @@ class _Reader:
             async with asyncio.timeout_at(deadline):
                 await self._places.acquire()
         except TimeoutError:
-            raise QueueFullError("too many messages are on their way; try again later") from None
+            raise QueueFullError("too many messages are being read; try again later") from None
         finally:
             self._num_waiting -= 1
 
     def _ended(self, read: asyncio.Future[Any]) -> None:
         self._reads.discard(read)
-        # One that outlives its call fails, and nobody is left to be told.
+        # A read that outlives its call fails; nobody needs its error.
         if not read.cancelled():
             read.exception()

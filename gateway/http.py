@@ -1,4 +1,4 @@
-"""Request bodies and error objects of the REST API."""
+"""Read the REST API's request bodies, and write its error objects."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from foretoken.tracing import TraceContext
 from gateway.bodies import hold_of
 from gateway.fields import Fields, parse_body
 
-# A body as a whole, and from one part of it to the next.
+# For a whole body, and from one part to the next.
 BODY_TIMEOUT_S = 60.0
 BODY_STALL_S = 10.0
-# What the server may have received of a body before it is read here.
+# The server may receive this much of a body before it is read here.
 READ_AHEAD_BYTES = 256 * 1024
 MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
 COMPONENTS = "#/components/schemas/"
 RETRY_AFTER_S = 1
-# OpenAI's words where there are any.
+# OpenAI's names where it has them.
 _TYPES: dict[type[ForetokenError], str] = {
     InvalidRequestError: "invalid_request_error",
     NotFoundError: "invalid_request_error",
@@ -62,45 +62,48 @@ _CODES: dict[type[ForetokenError], str] = {
 
 
 class BodyTimeoutError(InvalidRequestError):
-    """A body that did not arrive within BODY_TIMEOUT_S, or of which nothing came for BODY_STALL_S."""
+    """A body did not arrive within BODY_TIMEOUT_S, or stalled for BODY_STALL_S."""
 
     http_status = 408
 
 
 class BodyTooLargeError(InvalidRequestError):
-    """A body beyond MAX_BODY_BYTES."""
+    """A body is larger than MAX_BODY_BYTES."""
 
     http_status = 413
 
 
 class MediaTypeError(InvalidRequestError):
-    """A body that is not said to be JSON. A web page can send any other type to any server, unasked."""
+    """A body is not declared as JSON.
+
+    Web pages can send other types to any server without asking.
+    """
 
     http_status = 415
 
 
 class HostHeaderError(InvalidRequestError):
-    """A request without a Host header, or with several: 400, as RFC 9112 says."""
+    """A request has no Host header or several: 400, as in RFC 9112."""
 
 
 class ForeignHostError(InvalidRequestError):
-    """A Host that is not this server's: 421, it is not the one to answer for that name."""
+    """A Host is not this server's: 421, misdirected."""
 
     http_status = 421
 
 
 class ForeignOriginError(PermissionDeniedError):
-    """A request of a web page that may not call: 403."""
+    """A web page of this Origin may not call: 403."""
 
 
 async def read_object(
     request: Request, check: Callable[[], None] | None = None, *, max_values: int = MAX_JSON_VALUES
 ) -> dict[str, Any]:
-    """Return the JSON object in the body. Holds MAX_BODY_BYTES at most, each taken from the budget before it is read.
+    """Return the JSON object in the body, whose bytes it first takes from the budget.
 
-    A body somewhat beyond that is read to its end and thrown away: closing the connection while the client still
-    sends would lose it the answer. ``check`` is called before it is parsed, and may raise. Raises QueueFullError where
-    the budget does not allow for the body.
+    A slightly larger body is read and discarded: if the connection closed while the client still
+    sends, the client would lose the answer. ``check`` runs before parsing and may raise. Raises
+    QueueFullError if the budget has no room.
     """
     _check_media_type(request)
     body = await _read_body(request)
@@ -110,7 +113,7 @@ async def read_object(
 
 
 def _check_media_type(request: Request) -> None:
-    """Raise MediaTypeError unless the body is said to be JSON; one that is not said to be anything is refused too."""
+    """Raise MediaTypeError unless Content-Type declares JSON; a missing one is refused too."""
     values = request.headers.getlist("content-type")
     kind = values[0].partition(";")[0].strip().lower() if len(values) == 1 else ""
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -149,12 +152,15 @@ async def _read_body(request: Request) -> bytes:
 
 
 def _new_buffer(most: int) -> bytearray | mmap.mmap:
-    """Return room for ``most`` bytes. A large one takes memory as it is filled, and gives it back to the system."""
+    """Return a buffer for ``most`` bytes.
+
+    A large one uses memory as it fills, and frees all of it.
+    """
     return bytearray() if not READ_AHEAD_BYTES < most <= MAX_BODY_BYTES else mmap.mmap(-1, most)
 
 
 async def _parts(request: Request, announced: int) -> AsyncIterator[bytes]:
-    """Yield the body, but nothing of one that is announced to be far too large, and no more of one that became so."""
+    """Yield the body's parts; stop when it is, or is announced to be, far too large."""
     size = 0
     if announced > MAX_DISCARDED_BYTES:
         return
@@ -166,40 +172,40 @@ async def _parts(request: Request, announced: int) -> AsyncIterator[bytes]:
 
 
 def _content_length(request: Request) -> int:
-    """As announced; 0 if it is not."""
+    """Return the announced length; 0 if there is none."""
     text = request.headers.get("content-length", "")
     return int(text) if text.isdigit() and len(text) < 20 else 0
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id for one answer."""
+    """Return a new id for one answer."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def client_id(request: Request) -> str:
-    """The caller's own name for the request, from x-request-id; empty if there is none that can be logged."""
+    """Return the client's name for the request, from x-request-id; empty if it cannot be logged."""
     return clean_id(request.headers.get("x-request-id", ""))
 
 
 def clean_id(value: str) -> str:
-    """``value`` if it may stand in a header and a log line, otherwise nothing."""
+    """Return ``value`` if a header and a log line may hold it, else nothing."""
     return value if len(value) <= MAX_REQUEST_ID_CHARS and value.isascii() and value.isprintable() else ""
 
 
 def trace_context(request: Request) -> TraceContext | None:
-    """The W3C trace context, if it is well formed."""
+    """Return the request's W3C trace context, if it is well formed."""
     return tracing.trace_context(request.headers.get("traceparent"), request.headers.get("tracestate"))
 
 
 def body_schema(kind: type[Fields]) -> dict[str, Any]:
-    """``openapi_extra`` of a route that reads its body by itself. Definitions are found by OpenAPI's rule."""
+    """Return ``openapi_extra`` for a route that reads its body itself."""
     schema = kind.model_json_schema(ref_template=COMPONENTS + "{model}")
     schema.pop("$defs", None)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def component_schemas(*kinds: type[Fields]) -> dict[str, Any]:
-    """What the schemas of ``body_schema`` refer to."""
+    """Return the definitions to which the schemas of ``body_schema`` refer."""
     components: dict[str, Any] = {}
     for kind in kinds:
         components |= kind.model_json_schema(ref_template=COMPONENTS + "{model}").get("$defs", {})
@@ -207,7 +213,7 @@ def component_schemas(*kinds: type[Fields]) -> dict[str, Any]:
 
 
 def error_object(error: ForetokenError) -> dict[str, Any]:
-    """``{"error": ...}`` as OpenAI's clients read it. A fault of ours says no more than that it is one."""
+    """Return OpenAI's ``{"error": ...}``. It shows no details of internal errors."""
     known = next((kind for kind in _TYPES if isinstance(error, kind)), None)
     return {
         "error": {
@@ -226,12 +232,12 @@ def _code(kind: type[ForetokenError], error: ForetokenError) -> str | None:
 
 
 def error_response(error: ForetokenError) -> Response:
-    """The error object with its HTTP status; what may be tried again says when."""
+    """Return the error object with its HTTP status and headers for retries."""
     headers = {}
     if isinstance(error, QueueFullError | UnavailableError):
         headers["retry-after"] = str(RETRY_AFTER_S)
     if isinstance(error, DeadlineError | ModelOutputError):
-        # The same request would take as long again, or break again: clients that try again by themselves should not.
+        # The same request would take as long, or fail, again: clients must not retry by themselves.
         headers["x-should-retry"] = "false"
     if isinstance(error, BodyTooLargeError | BodyTimeoutError):
         headers["connection"] = "close"

@@ -1,7 +1,7 @@
-"""One REST connection: uvicorn's protocol with a bound on everything that a client may withhold.
+"""Serve one REST connection with uvicorn's protocol, and bound how long a client may stall it.
 
-uvicorn waits for ever for headers and for a reader, collects headers without limit, and takes any number of
-connections. Bodies are bounded where they are read (gateway/http.py).
+uvicorn waits for ever for headers and for a reader, collects headers without limit, and accepts any
+number of connections. gateway/http.py bounds bodies.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 * 1024
-# From a connection's start, or a further request's first byte, to the end of the headers.
+# From a connection's start, or a later request's first byte, to the end of the headers.
 HEADER_TIMEOUT_S = 20.0
-# An idle connection is kept for longer than proxies and clients keep theirs, so that they are the ones to close it.
+# Proxies and clients keep idle connections for less time, so that they, not the server, close them.
 KEEP_ALIVE_S = 75
 MAX_CONNECTIONS = 4096
-# A peer that vanished without closing is noticed after the first plus the second times the third, in seconds.
+# A peer that vanished without closing is detected after the first plus the second times the third,
+# in seconds.
 KEEP_ALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-# A reader's progress is looked at so many times in its timeout.
+# A reader's progress is checked so many times in its timeout.
 CHECKS_PER_TIMEOUT = 4
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """A connection whose client must send its headers, and take what is sent to it, in bounded time."""
+    """A connection whose client must send headers and read answers in bounded time."""
 
     def __init__(self, *args: Any, client_timeout_s: float, **kwargs: Any) -> None:
-        """``client_timeout_s``: seconds that the client may take nothing of what waits for it."""
+        """``client_timeout_s``: seconds that the client may read nothing while data waits."""
         super().__init__(*args, **kwargs)
         self._client_timeout_s = client_timeout_s
         self._num_header_bytes = 0
@@ -58,7 +59,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
         super().connection_lost(exc)
-        # uvicorn's own resumes writing, which stops the reader's timer; where nothing was paused there is none.
+        # uvicorn resumes writing, which stops the reader's timer, only if writing was paused.
         self._stop_reader_timer()
         self._unset_keepalive_if_required()
 
@@ -83,7 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        # What of a refused body was here already, for as long as the connection lives.
+        # Free the received part of a refused body; the connection would keep it.
         if self.cycle.response_complete:
             self.cycle.body = bytearray()
         super().on_response_complete()
@@ -103,7 +104,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._header_timer = None
 
     def _answer_and_close(self, status: int, text: str, headers: bytes = b"") -> None:
-        """An answer outside of any request."""
+        """Write an answer outside any request, and close the connection."""
         phrase = {408: b"Request Timeout", 503: b"Service Unavailable"}[status]
         lines = b"HTTP/1.1 %d %s\r\n%scontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
         self.transport.write(lines % (status, phrase, headers, len(text), text.encode()))
@@ -142,31 +143,31 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def max_connections() -> int:
-    """Connections that are open at once at most: half of the descriptors that this process may have, or fewer."""
+    """Return the most connections open at once: at most half of this process's descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 
 
 def _unread_bytes(transport: asyncio.Transport) -> int:
-    """What the peer's host has not taken: bytes here, and in the kernel, which asks for more in lumps."""
+    """Return the bytes not received by the peer: in the transport's buffer and the kernel."""
     connection = transport.get_extra_info("socket")
     queued = bytearray(4)
-    # Gone meanwhile: nothing of it is in the kernel.
+    # The socket may be closed already; then the kernel holds nothing.
     with contextlib.suppress(OSError):
         fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, queued)
     return transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
 
 def _notice_vanished_peer(transport: asyncio.Transport, timeout_s: float) -> None:
-    """Probes while nothing is sent, and a bound on what was sent and never acknowledged."""
+    """Probe an idle peer, and bound how long sent data may stay unacknowledged."""
     connection = transport.get_extra_info("socket")
     if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    # A peer that is gone already has no options to set; its connection_lost comes next.
+    # The peer may have gone already; then connection_lost comes next.
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE_PROBES.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        # It also ends a reader whose window stays shut, so it must be longer than the patience with one.
+        # It also ends a reader whose window stays closed, so it must exceed the client's timeout.
         milliseconds = round(2e3 * timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

@@ -41,7 +41,7 @@ class CompletionLogprobs:
         prompt_ids: Sequence[int] = (),
         prompt_entries: Sequence[TokenLogprobs] = (),
     ) -> dict[str, Any]:
-        """Return columns for the next tokens, after echoed prompt tokens; the first of these has no logprob."""
+        """Return columns for the next tokens; the first echoed prompt token has no logprob."""
         columns: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         known = {len(prompt_ids) - len(prompt_entries) + i: entry for i, entry in enumerate(prompt_entries)}
         for position, token_id in enumerate(prompt_ids):
@@ -67,7 +67,7 @@ class CompletionLogprobs:
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token's text, or ``bytes:\\xe2\\x82`` for a part of a character, so that names differ."""
+    """Return a token's text, or ``bytes:\\xe2\\x82`` for a part of a character."""
     text, raw = tokenizer.token_text(token_id)
     if REPLACEMENT in text:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

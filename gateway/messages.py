@@ -30,7 +30,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """One choice of one request, as submitted; ``output_ids`` holds the tokens of earlier attempts."""
+    """One choice of one request, as submitted; ``output_ids`` come from earlier attempts."""
 
     request_id: str
     choice_index: int
@@ -62,7 +62,10 @@ class NewTokens:
 
 
 class OutputSink(Protocol):
-    """Receives the output of one sequence, on the event loop. Nothing follows an end or an error."""
+    """Receives the output of one sequence, on the event loop.
+
+    Nothing follows an end or an error.
+    """
 
     def on_tokens(self, tokens: NewTokens) -> None:
         """Receive new tokens, in order, each once."""

@@ -19,7 +19,7 @@ _BEARER = "bearer "
 
 
 def check_key(request: Request, key: str) -> None:
-    """Raise UnauthenticatedError for a missing bearer key, PermissionDeniedError for a wrong one."""
+    """Raise UnauthenticatedError without a bearer key, PermissionDeniedError for a wrong one."""
     header = request.headers.get("authorization", "")
     if not header.lower().startswith(_BEARER):
         raise UnauthenticatedError("this endpoint needs the operator's key: Authorization: Bearer KEY")
@@ -28,7 +28,10 @@ def check_key(request: Request, key: str) -> None:
 
 
 async def call_all(clients: Sequence[VerifierClient], method: str, message: Any, *, timeout_s: float) -> list[Any]:
-    """Call verifiers; return their answers. Raises the first error; other calls may have succeeded."""
+    """Call verifiers; return their answers.
+
+    Raises the first error; other calls may have succeeded.
+    """
     calls = [client.call(method, message, timeout_s=timeout_s) for client in clients]
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:

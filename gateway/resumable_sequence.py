@@ -87,7 +87,7 @@ class ResumableSequence:
         )
 
     def abort(self, *, kept_tokens: int) -> None:
-        """End the sequence early; its sink gets ``on_finished`` with figures up to ``kept_tokens``."""
+        """End it early; its sink gets ``on_finished`` with figures up to ``kept_tokens``."""
         assert self._client is not None
         self._aborted = True
         self._client.abort(self._spec.request_id, self._spec.choice_index, kept_tokens=kept_tokens)

@@ -23,7 +23,7 @@ INTERNAL_ERROR = "internal error"
 
 @dataclass(slots=True)
 class _Route:
-    """Where the events of one running sequence go; ``next_offset`` counts the output tokens sent on."""
+    """Where one sequence's events go; ``next_offset`` counts the output tokens sent on."""
 
     sink: SequenceSink
     attempt: int

@@ -1,4 +1,4 @@
-"""The gateway process: REST and gRPC in one event loop, from bound ports to the end of the drain."""
+"""Run the gateway process: REST and gRPC in one event loop, from binding ports to draining."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from protos import gateway_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-# What streams that were cut at the end of the drain have left to send their last event.
+# Time for streams that were cut at the end of the drain to send their last event.
 CUT_GRACE_S = 1.0
 
 
 def run(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Blocks.
 
-    Raises ConfigError, in one line, for a port in use or a tokenizer that cannot be loaded.
+    Raises ConfigError for a port in use or an unusable tokenizer.
     """
     uvloop.run(serve(settings))
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """As ``run``, in the running event loop."""
+    """Serve as ``run`` does, in the running event loop."""
     with rpc.stop_signals() as stop:
         async with Gateway(settings) as gateway:
             await gateway.until(stop)
 
 
 class Gateway:
-    """A running gateway: entering it binds the ports and serves, leaving it drains and stops."""
+    """A gateway: entering it binds the ports and serves, leaving it drains and stops."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
@@ -63,11 +63,11 @@ class Gateway:
     async def __aenter__(self) -> Gateway:
         settings = self._settings
         async with contextlib.AsyncExitStack() as stack:
-            # The port first: the commonest mistake shows before the tokenizer is loaded.
+            # Bind the port first: the most common mistake shows before the tokenizer is loaded.
             is_worker = settings.worker_socket is not None
             listener = stack.enter_context(listen(settings.host, settings.port, reuse_port=is_worker))
             if not is_worker:
-                # Found taken by gRPC itself, it would be several lines.
+                # If gRPC found the port in use, its error would take several lines.
                 with hold(settings.host, settings.grpc_port, "--grpc-port"):
                     pass
             tracer = make_tracer(settings.otlp_traces_endpoint, "gateway")
@@ -117,7 +117,7 @@ class Gateway:
         await self._stack.aclose()
 
     async def until(self, stop: asyncio.Event) -> None:
-        """Return when ``stop`` is set. Raises what ended one of the gateway's own tasks, if that comes first."""
+        """Return when ``stop`` is set. Raises the error of a gateway's task that ends earlier."""
         stopped = asyncio.create_task(stop.wait())
         tasks = {stopped, self._verifiers_task, self._rest_task}
         try:
@@ -129,7 +129,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _counting_with_others(self, path: Path) -> AsyncIterator[None]:
-        """As one of several workers: hand out this one's counts at ``path``, and show the sum of all of them."""
+        """Serve this worker's counts at ``path``, and show the sum of all workers."""
         metrics = self.core.metrics
         metrics.gather = functools.partial(totals_of_all_workers, path.parent)
 
@@ -140,7 +140,7 @@ class Gateway:
             yield
 
     async def drain(self) -> None:
-        """Readiness flips first, new requests get 503, running ones go on for a while."""
+        """Drop readiness, refuse new requests with 503, and let running ones finish for a while."""
         self.core.admission.draining = True
         await self._health.drain()
         logger.info("draining", extra={"num_requests": self.core.admission.num_requests})
@@ -151,7 +151,7 @@ class Gateway:
 
 
 class _RestServer(uvicorn.Server):
-    """uvicorn without its signal handlers, and with a tick a second instead of ten."""
+    """uvicorn without signal handlers, and with one tick per second instead of ten."""
 
     def __init__(self, core: GatewayCore, settings: GatewaySettings) -> None:
         super().__init__(
@@ -159,7 +159,7 @@ class _RestServer(uvicorn.Server):
                 create_app(core),
                 host=settings.host,
                 port=settings.port,
-                # A class to uvicorn is whatever makes a protocol.
+                # uvicorn accepts any function that makes a protocol.
                 http=functools.partial(HttpProtocol, client_timeout_s=settings.client_timeout_s),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
@@ -191,7 +191,7 @@ class _RestServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _serving(server: _RestServer, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """uvicorn on a bound socket, started when this yields."""
+    """Run uvicorn on a bound socket; yield when it has started."""
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         while not server.started and not task.done():

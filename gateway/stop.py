@@ -13,7 +13,10 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        """``stops``: non-empty strings. ``include_stop``: the text ends after the match, not before."""
+        """``stops``: non-empty strings.
+
+        ``include_stop``: the text ends after the match, not before.
+        """
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held = ""

@@ -107,7 +107,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt that the chat template renders; encode it without adding special tokens.
+        """Return the prompt that the chat template renders; encode it without special tokens.
 
         Raises InvalidRequestError if there is no template or the template refuses the messages.
         """

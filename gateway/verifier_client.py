@@ -22,7 +22,8 @@ from protos import verifier_pb2, verifier_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-# A verifier sends a heartbeat every second. After this silence it is dead, even if its socket lives.
+# A verifier sends a heartbeat every second. After this silence it is dead, even if its socket
+# lives.
 SILENCE_LIMIT_S = 5.0
 # A timer that fires so late means that this process was stopped or starved.
 STALL_S = 0.5
@@ -103,7 +104,10 @@ class VerifierClient:
         await self._up.wait()
 
     def submit(self, spec: SequenceSpec, sink: SequenceSink) -> None:
-        """Start one sequence; its events go to ``sink``. Raises UnavailableError unless ``is_up``."""
+        """Start one sequence; its events go to ``sink``.
+
+        Raises UnavailableError unless ``is_up``.
+        """
         if self._outgoing is None or not self.is_up:
             raise UnavailableError(f"not ready: {self.reason}")
         self._routes.add(spec, sink)
@@ -112,7 +116,7 @@ class VerifierClient:
         self._outgoing.put_nowait(verifier_pb2.SessionRequest(submit=verifier_wire.spec_to_proto(spec)))
 
     def abort(self, request_id: str, choice_index: int, *, kept_tokens: int) -> None:
-        """End a sequence early; its sink gets ``on_finished`` with figures up to ``kept_tokens``."""
+        """End it early; its sink gets ``on_finished`` with figures up to ``kept_tokens``."""
         self._send_abort(request_id, choice_index, kept_tokens)
 
     def drop(self, request_id: str, choice_index: int) -> None:
@@ -129,7 +133,10 @@ class VerifierClient:
         return self._info
 
     async def call(self, method: str, message: Any, *, timeout_s: float) -> Any:
-        """Return the answer to a unary call. Raises the ForetokenError that its status stands for."""
+        """Return the answer to a unary call.
+
+        Raises the ForetokenError that its status stands for.
+        """
         try:
             return await self._call(method, message, timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -230,7 +237,10 @@ async def _write(call: Any, outgoing: asyncio.Queue[verifier_pb2.SessionRequest]
 
 
 class _SilenceWatch:
-    """Cancels a call after too long without a message. Its one timer is set again only when it fires."""
+    """Cancels a call after too long without a message.
+
+    Its one timer is set again only when it fires.
+    """
 
     def __init__(self, call: Any, limit_s: float) -> None:
         self._call = call

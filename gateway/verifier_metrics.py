@@ -1,4 +1,7 @@
-"""Turn the verifiers' figures into metrics. Whichever gateway process is scraped shows them once."""
+"""Turn the verifiers' figures into metrics.
+
+Whichever gateway process is scraped shows them once.
+"""
 
 from __future__ import annotations
 

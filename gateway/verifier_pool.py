@@ -33,7 +33,7 @@ class VerifierPool:
         on_change: Callable[[bool], Awaitable[None]] | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
-        """A new request waits ``wait_s`` while no verifier is up; a lost one waits until its deadline.
+        """A new request waits ``wait_s`` for a verifier; a lost one until its deadline.
 
         ``on_change`` is awaited with ``is_up`` each time a verifier comes or goes.
         """
@@ -57,7 +57,10 @@ class VerifierPool:
 
     @property
     def info(self) -> VerifierInfo:
-        """Figures of a verifier that is up, else the latest. Raises UnavailableError before the first."""
+        """Figures of a verifier that is up, else the latest.
+
+        Raises UnavailableError before the first.
+        """
         for client in sorted(self.clients, key=lambda client: not client.is_up):
             with contextlib.suppress(UnavailableError):
                 return client.info
@@ -80,7 +83,10 @@ class VerifierPool:
                 group.create_task(client.run())
 
     async def wait_info(self) -> VerifierInfo:
-        """Return ``info`` after waiting ``wait_s`` at most. Raises UnavailableError if no verifier comes."""
+        """Return ``info`` after waiting ``wait_s`` at most.
+
+        Raises UnavailableError if no verifier comes.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._wait_s):
                 await self._up.wait()

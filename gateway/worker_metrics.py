@@ -42,7 +42,7 @@ def liveness_socket(folder: Path, number: int) -> Path:
 
 @contextlib.asynccontextmanager
 async def serve_text(path: Path, text: Callable[[], Awaitable[bytes]]) -> AsyncIterator[None]:
-    """Answer each connection to ``path`` with a line that names this process, and ``text`` on request."""
+    """Answer connections to ``path`` with this process's name, and ``text`` on request."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -77,7 +77,10 @@ async def fetch_text(path: Path, timeout_s: float, request: bytes = _TEXT_PLEASE
 
 
 class WorkerProbe:
-    """Probes one worker for the supervisor. A worker is ready when it listens, even without a verifier."""
+    """Probes one worker for the supervisor.
+
+    A worker is ready when it listens, even without a verifier.
+    """
 
     def __init__(self, path: Path, liveness_path: Path) -> None:
         self._path, self._liveness_path = path, liveness_path
@@ -93,7 +96,10 @@ class WorkerProbe:
 
 
 async def totals_of_all_workers(folder: Path) -> list[Family]:
-    """Fetch the sum of all workers from the parent. Raises UnavailableError if it does not answer."""
+    """Fetch the sum of all workers from the parent.
+
+    Raises UnavailableError if it does not answer.
+    """
     answer = await fetch_text(folder / TOTALS_SOCKET, TOTALS_TIMEOUT_S)
     if answer is None:
         raise UnavailableError("the counts of the other gateway processes are not available")
@@ -111,7 +117,10 @@ class WorkerTotals:
         self._lock = asyncio.Lock()
 
     async def text(self) -> bytes:
-        """Return the sum in Prometheus' text format. A silent worker counts with its last answer."""
+        """Return the sum in Prometheus' text format.
+
+        A silent worker counts with its last answer.
+        """
         # One at a time: an older answer must not replace a newer one.
         async with self._lock:
             answers = await asyncio.gather(*(fetch_text(path, WORKER_TIMEOUT_S) for path in self._paths))

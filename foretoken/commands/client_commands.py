@@ -50,7 +50,7 @@ def program() -> str:
     help="Full name of the service that must be ready.",
 )
 def probe(address: str, service: str) -> None:
-    """Exit with status 0 if the server at ADDRESS says by grpc.health.v1 that a service is ready, else with 1."""
+    """Exit with status 0 if grpc.health.v1 at ADDRESS says that a service is ready, else with 1."""
     import asyncio
 
     from foretoken import probes

@@ -22,7 +22,8 @@ READ_TIMEOUT_S = 660.0
 # The speed of a shorter output is not shown.
 LEAST_TIMED_TOKENS = 16
 _GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-# Replaces control characters except newline and tab: a model must not move the cursor or ring the bell.
+# Replaces control characters except newline and tab: a model must not move the cursor or ring the
+# bell.
 _VISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
@@ -129,7 +130,8 @@ def render(choice: dict[str, Any], *, colour: bool) -> str:
     joined = "".join(texts)
     if len(texts) == len(sources) and text.startswith(joined):
         painted = "".join(_paint(piece, source) for piece, source in zip(texts, sources, strict=True))
-        # After the last token: bytes that never became a character, text held back for a stop string.
+        # After the last token: bytes that never became a character, text held back for a stop
+        # string.
         return painted + _paint(text[len(joined) :], 0)
     # Without the tokens' texts, only a chunk with a single source can be green.
     return _paint(text, 1 if sources and all(sources) else 0)
@@ -155,7 +157,10 @@ def _served_model(client: httpx.Client) -> str:
 
 
 def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of an event stream until [DONE]. Raises the error of an error event."""
+    """Yield the JSON objects of an event stream until [DONE].
+
+    Raises the error of an error event.
+    """
     for line in response.iter_lines():
         if not line.startswith("data:"):
             continue

@@ -30,7 +30,10 @@ class CorpusClient(OperatorClient):
     """Adds, lists and removes corpora through one gateway."""
 
     def __init__(self, url: str, key: str, drafter: str = "") -> None:
-        """``url``, ``key``: as in OperatorClient. ``drafter``: empty: the first with corpora; for lists, all."""
+        """``url``, ``key``: as in OperatorClient.
+
+        ``drafter``: empty: the first with corpora; for lists, all.
+        """
         super().__init__(url, key)
         self._drafter = drafter
 
@@ -57,7 +60,7 @@ class CorpusClient(OperatorClient):
 
 
 def texts_of(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield the texts of files, and of the files in folders by name, joined or cut to fit one request.
+    """Yield the texts of files and folders, joined or cut to fit one request.
 
     Raises ConfigError for a file that is not UTF-8 text; binary files in a folder are skipped.
     """
@@ -85,7 +88,7 @@ def texts_of(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def cut(text: str) -> list[str]:
-    """Cut a text, at ends of lines if possible, into one or more parts of at most MAX_TEXT_CHARS - 2."""
+    """Cut a text into parts of at most MAX_TEXT_CHARS - 2, if possible at ends of lines."""
     parts, most = [], MAX_TEXT_CHARS - len(SEPARATOR)
     while len(text) > most:
         end = text.rfind("\n", 0, most) + 1 or most

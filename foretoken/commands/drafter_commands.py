@@ -60,8 +60,8 @@ def list_drafters(key_file: Path, url: str, verifier: str, as_json: bool) -> Non
 def attach(name: str, address: str, key_file: Path, url: str, transport: str, verifier: str) -> None:
     """Attach a running drafter, and print its state. Requests may name it from now on.
 
-    The exit status is 0 if it is attached to every verifier named, 1 if the server refused it, and 3 if it is not
-    attached yet: the server retries until it is attached or detached.
+    The exit status is 0 if it is attached to every verifier named, 1 if the server refused it, and
+    3 if it is not attached yet: the server retries until it is attached or detached.
     """
     with _client(url, key_file) as client:
         client.attach(name, address, transport, verifier)
@@ -70,8 +70,8 @@ def attach(name: str, address: str, key_file: Path, url: str, transport: str, ve
     if any(drafter.state != "attached" for drafter in drafters):
         there = f"--url {shlex.quote(url)} --admin-api-key-file {shlex.quote(str(key_file))}"
         say(
-            f"{name} is known to the server but not attached yet; the server keeps trying. To see its state: "
-            f"{program()} drafters list {there}; to stop trying: {program()} drafters detach {name} {there}"
+            f"{name} is known to the server but not attached yet; the server keeps trying. {program()} drafters list "
+            f"{there} shows its state, {program()} drafters detach {name} {there} stops the attempts"
         )
         sys.exit(NOT_ATTACHED_YET)
 

@@ -9,7 +9,8 @@ import click
 _GIB = 1024**3
 
 
-# The trainer parses its own flags, --help included: it also runs without the command line's packages.
+# The trainer parses its own flags, --help included: it also runs without the command line's
+# packages.
 @click.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @click.pass_context
 def train(context: click.Context) -> None:
@@ -32,7 +33,10 @@ def train(context: click.Context) -> None:
 @click.option("--max-gib", default=32.0, show_default=True, help="Refuse a file if it or its tensors are larger.")
 @click.option("--timeout", default=600, show_default=True, help="Seconds that reading one file may take.")
 def convert(source: Path, destination: Path, max_gib: float, timeout: int) -> None:
-    """Convert pickled checkpoints and FR-Spec token maps to safetensors. Code in them is never run."""
+    """Convert pickled checkpoints and FR-Spec token maps to safetensors.
+
+    Code in them is never run.
+    """
     from foretoken.commands.convert import ConvertLimits
     from foretoken.commands.convert import convert as run
     from foretoken.errors import ConfigError

@@ -16,7 +16,8 @@ def rest_url(text: str) -> str:
 def no_answer(url: str, error: httpx.HTTPError | httpx.InvalidURL) -> ForetokenError:
     """Return the error to raise when ``url`` gave no answer.
 
-    That is UnavailableError if no server is reachable, ForetokenError if one speaks another protocol.
+    That is UnavailableError if no server is reachable, ForetokenError if one speaks another
+    protocol.
     """
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return UnavailableError(f"nothing answers at {url}")

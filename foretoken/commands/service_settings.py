@@ -49,7 +49,7 @@ class GatewayOptions(LogOptions):
 
 
 class VerifierOptions(GatewayOptions):
-    """Additional options of ``foretoken verifier``; ``ngram`` applies to drafters in its process."""
+    """Additional options of ``foretoken verifier``; ``ngram`` is for drafters in its process."""
 
     ngram: NgramFlags = NgramSettings()
     dry_run: DryRun = False
@@ -124,7 +124,10 @@ def settings_of_command(command: str) -> Iterable[Setting]:
 
 
 def stack_settings(given: Given, folder: Path) -> StackSettings:
-    """Return the checked settings of a stack with sockets in ``folder``. Hub ids are downloaded last."""
+    """Return the checked settings of a stack with sockets in ``folder``.
+
+    Hub ids are downloaded last.
+    """
     from foretoken import stack
     from foretoken.tracing import check_endpoint
 
@@ -233,7 +236,8 @@ def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
         keys = {"algorithm": options.speculative_algorithm, "draft-model-path": path, "token-map": token_map}
         if doubled := [f"--speculative-{key}" for key, value in keys.items() if value]:
             raise ConfigError(
-                f"{', '.join(doubled)} and --drafter exclude each other; keys of --drafter: {', '.join(DrafterSpec.model_fields)}"
+                f"{', '.join(doubled)} and --drafter exclude each other; "
+                f"keys of --drafter: {', '.join(DrafterSpec.model_fields)}"
             )
     elif options.speculative_algorithm == "NONE":
         specs = []

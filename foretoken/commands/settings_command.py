@@ -92,7 +92,8 @@ class SettingsCommand(click.Command):
             is_repeated = self.settings[names[key]].is_repeated
             if isinstance(value, dict) or isinstance(value, list) != is_repeated:
                 raise ConfigError(f"--config: {file}: {key}: expected {'a list' if is_repeated else 'one value'}")
-            # As text, like a flag's value: click would truncate a number where it expects a whole one.
+            # As text, like a flag's value: click would truncate a number where it expects a whole
+            # one.
             ctx.default_map[names[key]] = [str(item) for item in value] if is_repeated else str(value)
 
 

@@ -276,7 +276,7 @@ async def test_more_grpc_calls_than_may_wait_are_refused(stack: Stack, monkeypat
     """One is read and two wait; all others are told at once."""
     monkeypatch.setattr(stack.gateway.body_interceptor.reader, "max_waiting", 2)
     calls = [await unfinished(stack, GENERATE, 1_000_000) for _ in range(4)]
-    waits = [asyncio.ensure_future(reader.readuntil(b"wait to be read already")) for reader, _ in calls]
+    waits = [asyncio.ensure_future(reader.readuntil(b"already wait to be read")) for reader, _ in calls]
     done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     assert len(done) == 1
     for wait in waits:
