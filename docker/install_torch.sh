@@ -1,6 +1,7 @@
 #!/bin/sh
-# Installs PyTorch alone, with the pip command that the arguments are: from $TORCH_INDEX, PyTorch's own index of CPU
-# builds, or where that does not answer from pip's own index. Empty: from pip's own index, whichever build that has.
+# Installs only PyTorch, with the pip command in the arguments: from $TORCH_INDEX, PyTorch's index of
+# CPU builds, or from pip's index if that does not answer. If $TORCH_INDEX is empty: from pip's index,
+# with the build that it has.
 set -eu
 index=""
 if [ -n "$TORCH_INDEX" ]; then
@@ -13,7 +14,7 @@ if [ -n "$TORCH_INDEX" ]; then
 fi
 # Unquoted: two words or none.
 "$@" --no-deps $index torch
-# pip's own index may have the CUDA build, and several gigabytes would follow.
+# pip's index may have the CUDA build, which would add several gigabytes.
 if [ -n "$TORCH_INDEX" ] && "$VIRTUAL_ENV/bin/python" -c '
 import importlib.metadata, sys
 sys.exit(not any(name.startswith(("nvidia-", "cuda-")) for name in importlib.metadata.requires("torch")))'; then

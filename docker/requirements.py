@@ -1,7 +1,7 @@
-"""Prints what foretoken needs, one requirement a line, without the packages that are named as arguments.
+"""Print foretoken's requirements, one per line, without the packages named as arguments.
 
-An image's dependencies are installed from this before the source is there, so that a change of the source installs
-nothing again. Needs Python's own library only.
+Images install these before they copy the source, so that a change of the source reinstalls nothing.
+The script needs only Python's standard library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def requirements(pyproject: Path, without: set[str]) -> list[str]:
-    """The project's dependencies in their order. Raises SystemExit if one of ``without`` is not among them."""
+    """Return the project's dependencies in order. Raises SystemExit for an unknown ``without``."""
     dependencies: list[str] = tomllib.loads(pyproject.read_text())["project"]["dependencies"]
     by_name = {re.split(r"[<>=!~\[; ]", requirement)[0]: requirement for requirement in dependencies}
     if unknown := without - by_name.keys():

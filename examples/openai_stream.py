@@ -10,10 +10,10 @@ from openai import APIConnectionError, OpenAI, OpenAIError
 
 parser = argparse.ArgumentParser(description="Stream a completion with the openai client.")
 parser.add_argument(
-    "prompt", nargs="?", default="def read_json(path):", help="text to go on from (default: %(default)s)"
+    "prompt", nargs="?", default="def read_json(path):", help="text to continue (default: %(default)s)"
 )
 parser.add_argument(
-    "url", nargs="?", default="http://127.0.0.1:8000", help="of the server, with or without /v1 (default: %(default)s)"
+    "url", nargs="?", default="http://127.0.0.1:8000", help="URL of the server, with or without /v1 (default: %(default)s)"
 )
 options = parser.parse_args()
 url = options.url.rstrip("/").removesuffix("/v1")
@@ -28,7 +28,7 @@ try:
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        # Speculation never changes the text; switch it off to see the difference in speed.
+        # Speculation never changes the text. Disable it to compare the speed.
         extra_body={"speculative": {"enabled": True}},
     )
     print(options.prompt, end="")
@@ -38,10 +38,10 @@ try:
         if chunk.usage is not None:
             print(f"\n\n{chunk.usage.completion_tokens} tokens; {chunk.model_extra}")
 except APIConnectionError as error:
-    # Also where somebody listens who speaks no HTTP/1.1, as on the port of gRPC.
+    # A server without HTTP/1.1, such as the gRPC port, gives this error too.
     sys.exit(
         f"no HTTP answer at {url} ({error.__cause__ or error}); start a server with: make serve, or name its REST port"
     )
 except OpenAIError as error:
-    # A page of HTML, where it is another server's, as one line.
+    # Another server may answer with a page of HTML: print it as one line.
     sys.exit(f"{url}: {' '.join(str(error).split())}")
