@@ -216,7 +216,7 @@ def test_a_stream_that_breaks_off_is_an_error(server: Server) -> None:
 @pytest.mark.parametrize("models", [b"hello", b"{}", b'{"data": []}', b"[]"])
 def test_a_server_of_another_kind(server: Server, models: bytes) -> None:
     server.models = models
-    with pytest.raises(UnavailableError, match="no OpenAI-compatible server"):
+    with pytest.raises(UnavailableError, match="is not an OpenAI-compatible server"):
         run(server)
 
 
