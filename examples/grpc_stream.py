@@ -11,9 +11,7 @@ import grpc
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 parser = argparse.ArgumentParser(prog="examples.grpc_stream", description="Stream a completion over gRPC.")
-parser.add_argument(
-    "prompt", nargs="?", default="def read_json(path):", help="text to continue (default: %(default)s)"
-)
+parser.add_argument("prompt", nargs="?", default="def read_json(path):", help="text to continue (default: %(default)s)")
 parser.add_argument(
     "address", nargs="?", default="127.0.0.1:50051", help="host and gRPC port of the server (default: %(default)s)"
 )

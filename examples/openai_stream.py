@@ -9,11 +9,12 @@ import sys
 from openai import APIConnectionError, OpenAI, OpenAIError
 
 parser = argparse.ArgumentParser(description="Stream a completion with the openai client.")
+parser.add_argument("prompt", nargs="?", default="def read_json(path):", help="text to continue (default: %(default)s)")
 parser.add_argument(
-    "prompt", nargs="?", default="def read_json(path):", help="text to continue (default: %(default)s)"
-)
-parser.add_argument(
-    "url", nargs="?", default="http://127.0.0.1:8000", help="URL of the server, with or without /v1 (default: %(default)s)"
+    "url",
+    nargs="?",
+    default="http://127.0.0.1:8000",
+    help="URL of the server, with or without /v1 (default: %(default)s)",
 )
 options = parser.parse_args()
 url = options.url.rstrip("/").removesuffix("/v1")
