@@ -80,16 +80,16 @@ class DrafterServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Prepare(self, request, context):
-        """What requests for this target must carry, which the arena's layout depends on. Called before
-        Attach. FAILED_PRECONDITION where drafter and target do not fit.
+        """Says what requests for this target must carry; the arena's layout depends on it. Called before
+        Attach. FAILED_PRECONDITION: drafter and target do not fit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Starts a new attachment and ends the one before, if that was the same verifier's. A drafter
-        serves one verifier: while another one holds it, FAILED_PRECONDITION.
+        """Starts a new attachment and ends the same verifier's last one. A drafter serves one verifier.
+        FAILED_PRECONDITION: another verifier is attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +103,7 @@ class DrafterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Forgets the per-sequence state of slots.
+        """Forgets the per-sequence state of batch slots.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,8 +116,8 @@ class DrafterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AddCorpus(self, request, context):
-        """Texts that the drafter drafts from for every sequence, of any tenant: in force when the
-        call returns. FAILED_PRECONDITION: no room, or a kind of drafter that holds none.
+        """Adds a text that the drafter drafts from for every sequence of every tenant, from the
+        return of the call. FAILED_PRECONDITION: no room, or a kind of drafter without corpora.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -80,11 +80,10 @@ class VerifierServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """One long-lived stream per gateway process. Submissions and aborts go up; one
-        message a step comes down with the new tokens of all of this session's
-        sequences. An error of one sequence is an event; a gRPC status ends the
-        session and means that the whole of it is broken. When the stream ends, for
-        whatever reason, all of its sequences are aborted.
+        """One long-lived stream per gateway process. The gateway sends submissions and aborts; the
+        verifier sends one message per step with the new tokens of all the session's sequences. An
+        error of one sequence is an event; a gRPC status ends the whole session. When the stream
+        ends, for any reason, the verifier aborts all its sequences.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,9 +103,8 @@ class VerifierServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AddCorpus(self, request, context):
-        """Texts that the drafter drafts from for every sequence, of any tenant: in force when the
-        call returns. FAILED_PRECONDITION: no room, or a kind of drafter that
-        holds none.
+        """Adds a text that the drafter drafts from for every sequence of every tenant, from the
+        return of the call. FAILED_PRECONDITION: no room, or a kind of drafter without corpora.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,17 +123,17 @@ class VerifierServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AttachDrafter(self, request, context):
-        """One more drafter, until it is detached or the verifier ends. Requests may name it when the call
+        """Adds a drafter until it is detached or the verifier ends. Requests may name it when the call
         returns; it is attached in the background, and again whenever it comes back. INVALID_ARGUMENT:
-        name, address or transport; FAILED_PRECONDITION: the name is attached, or there are too many.
+        name, address or transport; FAILED_PRECONDITION: the name is in use, or too many drafters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DetachDrafter(self, request, context):
-        """One drafter less, also one that was configured: sequences go on without it. Requests may still
-        name it, as one that is dead. NOT_FOUND where none of that name is attached.
+        """Detaches a drafter, even a configured one: sequences continue without it. Requests may still
+        name it, like a dead one. NOT_FOUND: no drafter of that name is attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
