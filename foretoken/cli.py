@@ -87,7 +87,7 @@ def app(context: click.Context, version: bool) -> None:
 
 @app.command(cls=SettingsCommand)
 def serve(given: Given) -> None:
-    """Start gateway, verifier and drafters on one host, and keep them running.
+    """Start gateway, verifier and drafters, and keep them running.
 
     After Ctrl-C or SIGTERM running streams have 14 seconds to finish; a second Ctrl-C stops at
     once.
@@ -167,7 +167,7 @@ def verifier(given: Given) -> None:
 
 @app.command(cls=SettingsCommand)
 def drafter(given: Given) -> None:
-    """Start one drafter: it proposes tokens to the one verifier that is attached."""
+    """Start one drafter: it proposes tokens to one verifier."""
     # As in a verifier, with which a draft model's threads share the cores.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", MATMULS_BY_CUBLASLT)

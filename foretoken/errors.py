@@ -97,20 +97,8 @@ class CheckpointError(ConfigError):
     """A checkpoint cannot be loaded; the message names the file and the tensor."""
 
 
-_BY_CODE: dict[int, type[ForetokenError]] = {
-    int(cls.status.value[0]): cls
-    for cls in (
-        InvalidRequestError,
-        NotFoundError,
-        QueueFullError,
-        UnavailableError,
-        DeadlineError,
-        PreconditionError,
-        ModelOutputError,
-        UnauthenticatedError,
-        PermissionDeniedError,
-    )
-}
+# ConfigError is never on the wire.
+_BY_CODE = {int(kind.status.value[0]): kind for kind in ForetokenError.__subclasses__() if kind is not ConfigError}
 
 
 def error_from_code(code: int, message: str, field: str = "") -> ForetokenError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from foretoken import limits
 from foretoken.results import DrafterStats, FinishReason, SpeculationStats, TokenLogprobs
@@ -24,6 +26,15 @@ _OPTIONAL_SAMPLING = (
     "logprobs",
     "prompt_logprobs",
 )
+
+
+def field_names(kind: Any, *, without: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the names of a dataclass' fields, except ``without``."""
+    return tuple(field.name for field in dataclasses.fields(kind) if field.name not in without)
+
+
+# Numbers and texts that the message has under the same name.
+_STATS_FIELDS = field_names(SpeculationStats, without=("acceptance_histogram", "drafters"))
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
@@ -122,35 +133,18 @@ def logprobs_to_proto(entries: Iterable[TokenLogprobs]) -> list[common_pb2.Token
 
 def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
     return SpeculationStats(
-        num_decode_steps=stats.num_decode_steps,
-        num_spec_steps=stats.num_spec_steps,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        fallback_steps=stats.fallback_steps,
+        **{name: getattr(stats, name) for name in _STATS_FIELDS},
         acceptance_histogram=tuple(stats.acceptance_histogram),
-        drafter=stats.drafter,
-        num_decode_tokens=stats.num_decode_tokens,
         drafters=tuple(
-            DrafterStats(
-                drafter.name,
-                drafter.num_draft_tokens,
-                drafter.num_accepted_tokens,
-                tuple(drafter.accepted_per_position),
-            )
-            for drafter in stats.drafters
+            DrafterStats(d.name, d.num_draft_tokens, d.num_accepted_tokens, tuple(d.accepted_per_position))
+            for d in stats.drafters
         ),
     )
 
 
 def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
     return common_pb2.SpeculationStats(
-        num_decode_steps=stats.num_decode_steps,
-        num_spec_steps=stats.num_spec_steps,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        fallback_steps=stats.fallback_steps,
+        **{name: getattr(stats, name) for name in _STATS_FIELDS},
         acceptance_histogram=stats.acceptance_histogram,
-        drafter=stats.drafter,
-        num_decode_tokens=stats.num_decode_tokens,
         drafters=[common_pb2.DrafterStats(**drafter._asdict()) for drafter in stats.drafters],
     )

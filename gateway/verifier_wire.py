@@ -6,47 +6,9 @@ from foretoken import wire
 from gateway.messages import DrafterInfo, Finished, SequenceSpec, VerifierInfo
 from protos import verifier_pb2
 
-_INFO_NUMBERS_AND_TEXTS = (
-    "version",
-    "epoch",
-    "model_name",
-    "model_fingerprint",
-    "device",
-    "dtype",
-    "mode",
-    "vocab_size",
-    "max_model_len",
-    "block_size",
-    "num_blocks",
-    "num_free_blocks",
-    "num_running",
-    "num_waiting",
-    "max_queue",
-    "num_steps",
-    "num_preemptions",
-    "num_prefix_cache_queries",
-    "num_prefix_cache_hits",
-    "num_generated_tokens",
-    "num_prompt_tokens",
-    "num_plain_batch_steps",
-    "num_fallback_steps",
-    "speculative_max_batch_size",
-)
-_DRAFTER_NUMBERS_AND_TEXTS = (
-    "name",
-    "algorithm",
-    "transport",
-    "address",
-    "state",
-    "reason",
-    "num_attaches",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_rejected_drafts",
-    "num_awaited",
-    "wait_us",
-)
+# Numbers and texts that the messages have under the same name.
+_INFO_FIELDS = wire.field_names(VerifierInfo, without=("step_time_us", "overlap_blocked_steps", "drafters"))
+_DRAFTER_FIELDS = wire.field_names(DrafterInfo, without=("accepted_per_position", "gauges"))
 
 
 def spec_to_proto(spec: SequenceSpec) -> verifier_pb2.Sequence:
@@ -83,7 +45,7 @@ def finished_from_proto(finished: verifier_pb2.Finished) -> Finished:
 
 def info_from_proto(info: verifier_pb2.GetInfoResponse) -> VerifierInfo:
     return VerifierInfo(
-        **{name: getattr(info, name) for name in _INFO_NUMBERS_AND_TEXTS},
+        **{name: getattr(info, name) for name in _INFO_FIELDS},
         step_time_us=dict(info.step_time_us),
         overlap_blocked_steps=dict(info.overlap_blocked_steps),
         drafters=tuple(drafter_from_proto(drafter) for drafter in info.drafters),
@@ -92,7 +54,7 @@ def info_from_proto(info: verifier_pb2.GetInfoResponse) -> VerifierInfo:
 
 def drafter_from_proto(drafter: verifier_pb2.DrafterState) -> DrafterInfo:
     return DrafterInfo(
-        **{name: getattr(drafter, name) for name in _DRAFTER_NUMBERS_AND_TEXTS},
+        **{name: getattr(drafter, name) for name in _DRAFTER_FIELDS},
         accepted_per_position=tuple(drafter.accepted_per_position),
         gauges=dict(drafter.gauges),
     )

@@ -50,7 +50,10 @@ def program() -> str:
     help="Full name of the service that must be ready.",
 )
 def probe(address: str, service: str) -> None:
-    """Exit with status 0 if grpc.health.v1 at ADDRESS says that a service is ready, else with 1."""
+    """Check whether a service is ready.
+
+    The exit status is 0 if grpc.health.v1 at ADDRESS says so, else 1.
+    """
     import asyncio
 
     from foretoken import probes
@@ -84,7 +87,7 @@ def complete(
     no_speculation: bool,
     drafter: str | None,
 ) -> None:
-    """Stream a completion in the terminal; accepted draft tokens are green."""
+    """Stream a completion; accepted draft tokens are green."""
     from foretoken.commands.complete import CompletionOptions, dim
     from foretoken.commands.complete import complete as stream
     from foretoken.errors import ConfigError, UnavailableError

@@ -18,7 +18,7 @@ drafter_option = click.option("--drafter", default="", show_default="the first",
 
 @click.group("corpus")
 def app() -> None:
-    """Change the texts that n-gram drafters draft from, while the server runs."""
+    """Change the texts that n-gram drafters draft from."""
 
 
 @app.command()

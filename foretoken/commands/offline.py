@@ -14,7 +14,7 @@ _GIB = 1024**3
 @click.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @click.pass_context
 def train(context: click.Context) -> None:
-    """Train a drafter (EAGLE3, EAGLE2, STANDALONE) for a target model on a folder of text."""
+    """Train a drafter (EAGLE3, EAGLE2, STANDALONE) for a target model."""
     from foretoken.train.__main__ import run
 
     run(context.args, "foretoken train")
@@ -33,9 +33,9 @@ def train(context: click.Context) -> None:
 @click.option("--max-gib", default=32.0, show_default=True, help="Refuse a file if it or its tensors are larger.")
 @click.option("--timeout", default=600, show_default=True, help="Seconds that reading one file may take.")
 def convert(source: Path, destination: Path, max_gib: float, timeout: int) -> None:
-    """Convert pickled checkpoints and FR-Spec token maps to safetensors.
+    """Convert pickled checkpoints and token maps to safetensors.
 
-    Code in them is never run.
+    Code in them is never run. A token map is a list of token ids, as FR-Spec has them.
     """
     from foretoken.commands.convert import ConvertLimits
     from foretoken.commands.convert import convert as run
