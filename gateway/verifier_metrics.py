@@ -6,6 +6,7 @@ Whichever gateway process is scraped shows them once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 
 from foretoken.telemetry import DRAFTER_LABEL, VERIFIER_LABEL, Family, Labels, MetricRegistry
 from gateway.messages import DrafterInfo, VerifierInfo
@@ -14,6 +15,32 @@ Samples = Iterable[tuple[float, Labels]]
 
 # A drafter that keeps inventing names must not fill the memory.
 MAX_DRAFTER_GAUGES = 512
+
+# Name, help text, field of VerifierInfo or DrafterInfo, and whether vLLM also has the metric.
+_GAUGES = (
+    ("num_requests_running", "Sequences in the running batch.", "num_running", True),
+    ("num_requests_waiting", "Sequences in the queue.", "num_waiting", True),
+    ("kv_cache_free_blocks", "Free KV blocks.", "num_free_blocks", False),
+)
+_COUNTERS = (
+    ("num_preemptions", "Sequences preempted.", "num_preemptions", True),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "num_prefix_cache_queries", True),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "num_prefix_cache_hits", True),
+    ("engine_steps", "Engine steps.", "num_steps", False),
+    ("engine_prompt_tokens", "Prompt tokens of sequences that started.", "num_prompt_tokens", False),
+    ("engine_generated_tokens", "Tokens emitted, before stop strings trim them.", "num_generated_tokens", False),
+    ("plain_batch_steps", "Steps whose batch was too large to speculate.", "num_plain_batch_steps", False),
+    ("fallback_steps", "Root-only batch rows of requests that wanted drafts.", "num_fallback_steps", False),
+)
+_DRAFTER_COUNTERS = (
+    ("spec_decode_num_drafts", "Drafts verified.", "num_drafts", True),
+    ("spec_decode_num_draft_tokens", "Tokens drafted.", "num_draft_tokens", True),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "num_accepted_tokens", True),
+    ("spec_decode_num_rejected_drafts", "Late, stale or malformed drafts.", "num_rejected_drafts", False),
+    ("drafter_requests_awaited", "Draft requests that a step waited for.", "num_awaited", False),
+    ("drafter_wait_time_us", "Microseconds of waits for drafts that other work did not hide.", "wait_us", False),
+    ("drafter_attaches", "Times the drafter was attached.", "num_attaches", False),
+)
 
 
 class VerifierMetrics:
@@ -29,9 +56,8 @@ class VerifierMetrics:
             "Whether the verifier answered this scrape.",
             lambda: [(float(info is not None), {VERIFIER_LABEL: name}) for name, info in self._infos.items()],
         )
-        self._declare_load()
-        self._declare_steps()
-        self._declare_speculation()
+        self._declare_verifier_metrics()
+        self._declare_drafter_metrics()
 
     @property
     def in_vllm(self) -> set[str]:
@@ -47,43 +73,13 @@ class VerifierMetrics:
     def close(self) -> None:
         self._registry.close()
 
-    def _declare_load(self) -> None:
-        gauge, counter, of = self._registry.observed_gauge, self._registry.observed_counter, self._of
-        gauge("num_requests_running", "Sequences in the running batch.", of(lambda i: i.num_running), vllm=True)
-        gauge("num_requests_waiting", "Sequences in the queue.", of(lambda i: i.num_waiting), vllm=True)
-        gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", of(_kv_usage), vllm=True)
-        gauge("kv_cache_free_blocks", "Free KV blocks.", of(lambda i: i.num_free_blocks))
-        counter("num_preemptions", "Sequences preempted.", of(lambda i: i.num_preemptions), vllm=True)
-        counter(
-            "prefix_cache_queries",
-            "Prompt tokens looked up in the prefix cache.",
-            of(lambda i: i.num_prefix_cache_queries),
-            vllm=True,
-        )
-        counter(
-            "prefix_cache_hits",
-            "Prompt tokens found in the prefix cache.",
-            of(lambda i: i.num_prefix_cache_hits),
-            vllm=True,
-        )
-
-    def _declare_steps(self) -> None:
-        counter, of = self._registry.observed_counter, self._of
-        counter("engine_steps", "Engine steps.", of(lambda i: i.num_steps))
-        counter("engine_prompt_tokens", "Prompt tokens of sequences that started.", of(lambda i: i.num_prompt_tokens))
-        counter(
-            "engine_generated_tokens",
-            "Tokens emitted, before stop strings trim them.",
-            of(lambda i: i.num_generated_tokens),
-        )
-        counter(
-            "plain_batch_steps",
-            "Steps whose batch was too large to speculate.",
-            of(lambda i: i.num_plain_batch_steps),
-        )
-        counter(
-            "fallback_steps", "Root-only batch rows of requests that wanted drafts.", of(lambda i: i.num_fallback_steps)
-        )
+    def _declare_verifier_metrics(self) -> None:
+        gauge, counter = self._registry.observed_gauge, self._registry.observed_counter
+        for name, text, field, vllm in _GAUGES:
+            gauge(name, text, self._of(attrgetter(field)), vllm=vllm)
+        for name, text, field, vllm in _COUNTERS:
+            counter(name, text, self._of(attrgetter(field)), vllm=vllm)
+        gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", self._of(_kv_usage), vllm=True)
         counter("step_time_us", "Microseconds in steps, by phase.", self._by("phase", lambda i: i.step_time_us))
         counter(
             "overlap_blocked_steps",
@@ -91,34 +87,12 @@ class VerifierMetrics:
             self._by("reason", lambda i: i.overlap_blocked_steps),
         )
 
-    def _declare_speculation(self) -> None:
-        gauge, counter, each = self._registry.observed_gauge, self._registry.observed_counter, self._per_drafter
-        counter("spec_decode_num_drafts", "Drafts verified.", each(lambda d: d.num_drafts), vllm=True)
-        counter("spec_decode_num_draft_tokens", "Tokens drafted.", each(lambda d: d.num_draft_tokens), vllm=True)
-        counter(
-            "spec_decode_num_accepted_tokens",
-            "Drafted tokens that were accepted.",
-            each(lambda d: d.num_accepted_tokens),
-            vllm=True,
-        )
-        counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that were accepted, by depth from 0.",
-            self._per_position,
-            vllm=True,
-        )
-        counter(
-            "spec_decode_num_rejected_drafts",
-            "Drafts that were late, stale or malformed.",
-            each(lambda d: d.num_rejected_drafts),
-        )
-        counter("drafter_requests_awaited", "Draft requests that a step waited for.", each(lambda d: d.num_awaited))
-        counter(
-            "drafter_wait_time_us",
-            "Microseconds that steps waited for drafts: drafting and transfer that other work did not hide.",
-            each(lambda d: d.wait_us),
-        )
-        counter("drafter_attaches", "Times the drafter was attached.", each(lambda d: d.num_attaches))
+    def _declare_drafter_metrics(self) -> None:
+        gauge, counter = self._registry.observed_gauge, self._registry.observed_counter
+        for name, text, field, vllm in _DRAFTER_COUNTERS:
+            counter(name, text, self._per_drafter(attrgetter(field)), vllm=vllm)
+        text = "Drafted tokens that were accepted, by depth from 0."
+        counter("spec_decode_num_accepted_tokens_per_pos", text, self._per_position, vllm=True)
         gauge("drafter_info", "1 for each configured drafter, with its transport and state.", self._drafter_info)
 
     def _declare_gauges_of_drafters(self) -> None:
