@@ -41,7 +41,7 @@ VLLM_NAMES = {
 
 
 class _Commands(click.Group):
-    """Lists commands in the order of their definition, and translates vLLM's flags."""
+    """Lists commands in the order of their definition, and names our flag for a vLLM flag."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

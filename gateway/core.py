@@ -47,7 +47,7 @@ class LengthCheck(Protocol):
 
 
 class GatewayCore:
-    """The gateway without its protocols."""
+    """Runs requests for all protocols."""
 
     def __init__(
         self,
