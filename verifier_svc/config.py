@@ -1,4 +1,4 @@
-"""The verifier's settings: one frozen object, checked when it is built."""
+"""Declare the verifier's settings."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 
 class DrafterEndpoint(Settings):
-    """A drafter that this verifier was configured with. It may be down at any time."""
+    """A drafter in the verifier's configuration. It may be down at any time."""
 
     name: DrafterName
-    # A Unix socket means the same host: the arena is used.
+    # A Unix socket means the same host, so the arena is used.
     address: Address
     transport: Transport = "auto"
 
@@ -33,60 +33,59 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
     # strict: a row's logits have the same bits in any batch.
     numerics: Literal["auto", "strict", "fast"] = Field(
         default="auto",
-        description="strict: the text never depends on what else runs, drafts included; fast: on a GPU near-ties may "
-        "turn. auto is strict on a CPU, fast on a GPU.",
+        description="strict: the text never depends on drafts or on other requests; fast: on a GPU near-ties between "
+        "tokens may fall the other way. auto: strict on a CPU, fast on a GPU.",
     )
-    # flashinfer: of every pass, none of which then is a graph or runs ahead of the host.
+    # flashinfer: for every pass; then no pass is a graph or overlaps with the host.
     attention_backend: Literal["auto", "triton", "flashinfer"] = Field(
         default="auto",
-        description="The target's attention on a GPU; flashinfer plans every step on the host. auto: FlashInfer for "
-        "prompts where it is installed and --chunked-prefill-size is 2048 or more, else Triton.",
+        description="The target's attention on a GPU; flashinfer plans each step on the host. auto: FlashInfer for "
+        "prompts if it is installed and --chunked-prefill-size is 2048 or more, else Triton.",
     )
-    threads: int = Field(default=0, ge=0, le=256, description="Threads of the forward pass; 0: one per core but one.")
-    context_length: int = Field(default=0, ge=0, description="Tokens of context; 0: what the checkpoint says.")
+    threads: int = Field(default=0, ge=0, le=256, description="Threads of the forward pass; 0: all cores but one.")
+    context_length: int = Field(default=0, ge=0, description="Tokens of context; 0: as the checkpoint says.")
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens of one KV block.")
     max_total_tokens: int = Field(default=0, ge=0, description="KV cache in tokens; 0: planned from memory.")
     mem_fraction_static: float = Field(
         default=0.8,
         gt=0,
         le=1,
-        description="Share of the GPU's free memory that weights, cache and buffers may take; drafters need some of "
-        "the rest.",
+        description="Share of the GPU's free memory for weights, cache and buffers; drafters need part of the rest.",
     )
     disable_overlap_schedule: bool = Field(
-        default=False, description="On a GPU, launch no step before the host has read the one before."
+        default=False, description="On a GPU, launch a step only after the host has read the last one."
     )
     max_running_requests: int = Field(default=64, ge=1, le=1024, description="Sequences that run at once.")
     max_queued_requests: int = Field(
         default=256, ge=1, le=65536, description="Requests that may wait; one more gets 429."
     )
     chunked_prefill_size: int = Field(default=512, ge=1, le=65536, description="Prompt tokens of one step.")
-    disable_radix_cache: bool = Field(default=False, description="Compute every prompt in full: no prefix cache.")
+    disable_radix_cache: bool = Field(default=False, description="Use no prefix cache: compute every prompt in full.")
     speculative_num_draft_tokens: int = Field(
-        default=8, ge=1, le=MAX_DRAFT_TOKENS.high + 1, description="Nodes of one draft tree at most, the root counted."
+        default=8, ge=1, le=MAX_DRAFT_TOKENS.high + 1, description="Most nodes of one draft tree, including the root."
     )
     speculative_num_steps: int = Field(
-        default=0, ge=0, le=64, description="Levels of a draft model's trees, exactly; 0: as many as pay."
+        default=0, ge=0, le=64, description="Exact levels of a draft model's trees; 0: as many as pay off."
     )
     speculative_eagle_topk: int = Field(
-        default=4, ge=1, le=64, description="Children of one node in a draft model's trees at most."
+        default=4, ge=1, le=64, description="Most children of one node in a draft model's trees."
     )
     speculative_max_batch_size: int = Field(
-        default=0, ge=0, description="With more running rows than this, plain decode; 0: never."
+        default=0, ge=0, description="Largest batch to draft for; larger ones decode plainly. 0: no limit."
     )
     drafters: Annotated[
         tuple[DrafterEndpoint, ...],
         Flag("--drafter", metavar="name=NAME,address=ADDRESS[,transport=auto|shared-memory|grpc]", unset="none"),
     ] = Field(
         default=(),
-        description="A drafter to attach to, or name=NAME,algorithm=ALGORITHM[,model=MODEL]: one to hold in this "
-        "process; may be given several times.",
+        description="A drafter to attach to; or, to run it in this process, name=NAME,algorithm=ALGORITHM"
+        "[,model=MODEL]. May be given several times.",
     )
     simulate_accept_length: Annotated[float | None, Flag(metavar="TOKENS", unset="what the model accepts")] = Field(
         default=None,
         ge=1,
         le=256,
-        description="For benchmarks only: a step with a draft gives so many tokens on average, which mean nothing.",
+        description="For benchmarks only: a step with a draft emits this many tokens on average, without meaning.",
     )
     draft_timeout_ms: int = Field(
         default=200, ge=1, le=60_000, description="Milliseconds that a step waits for a draft."
@@ -95,7 +94,7 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
     @field_validator("simulate_accept_length")
     @classmethod
     def _within_a_tree(cls, length: float | None, info: ValidationInfo) -> float | None:
-        """A path through all of a tree's nodes gives as many tokens as it has nodes, the target's own among them."""
+        """Raise ValueError for more tokens than a path through all of a tree's nodes gives."""
         nodes = info.data.get("speculative_num_draft_tokens")
         if length is not None and nodes is not None and length > nodes:
             raise ValueError(f"expected at most {nodes}, the nodes of a tree (--speculative-num-draft-tokens)")
@@ -103,7 +102,7 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
 
 
 def refuse_gpu_flags(settings: VerifierSettings) -> None:
-    """Raise ConfigError for a setting that has no effect where models run on the CPU."""
+    """Raise ConfigError for a setting without effect if models run on the CPU."""
     for name in ("mem_fraction_static", "disable_cuda_graph", "disable_overlap_schedule", "attention_backend"):
         if getattr(settings, name) != VerifierSettings.model_fields[name].default:
             flag = flag_of(VerifierSettings, name)
