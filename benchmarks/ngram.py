@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.config import NgramSettings
 from drafter_svc.ngram.drafter import NgramDrafter
+from drafter_svc.ngram.settings import NgramSettings
 from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, TargetInfo
 from models.demo.held_out import held_out_files
 

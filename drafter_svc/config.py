@@ -3,58 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, create_model, model_validator
 
+from drafter_svc.algorithms import ALGORITHMS, algorithm_names, all_keys, find_algorithm
 from foretoken.common_settings import ComputeSettings, ListenAddress
-from foretoken.config import Flag, Settings, flag_of
-from foretoken.drafter_spec import ALGORITHM_NAMES, Algorithm, DrafterName, DrafterThreads, misfit
+from foretoken.config import Flag, flag_of
+from foretoken.drafter_names import DrafterName
 
+Kind = TypeVar("Kind", bound=BaseModel)
 
-class NgramSettings(Settings):
-    """Settings of the n-gram drafter; names and defaults as SGLang users know them."""
-
-    min_match_window_size: int = Field(default=1, ge=1, le=64, description="Shortest suffix that must match.")
-    max_match_window_size: int = Field(default=12, ge=1, le=64, description="Longest suffix that is looked up.")
-    min_bfs_breadth: int = Field(default=1, ge=1, le=64, description="Children a node, at the deepest level.")
-    max_bfs_breadth: int = Field(
-        default=10, ge=1, le=64, description="Children a node, at the root. 1 in both: a single branch."
-    )
-    capacity: int = Field(default=10_000_000, ge=1024, le=200_000_000, description="Nodes of the trie.")
-    order: Literal["frequency", "recency"] = Field(
-        default="recency", description="Which candidates come first: the most often or the last seen."
-    )
-    external_corpus_max_tokens: int = Field(
-        default=10_000_000,
-        ge=1,
-        le=200_000_000,
-        description="Tokens of all corpora that may be added, 8 bytes each.",
-    )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> NgramSettings:
-        if self.min_match_window_size > self.max_match_window_size:
-            raise ValueError("min_match_window_size must not exceed max_match_window_size")
-        if self.min_bfs_breadth > self.max_bfs_breadth:
-            raise ValueError("min_bfs_breadth must not exceed max_bfs_breadth")
-        return self
-
-
-NgramFlags = Annotated[NgramSettings, Flag("--speculative-ngram-")]
-# Settings that only drafters of some algorithms take, by their keys in a DrafterSpec if they are there.
-_OF_SOME = {
+# An alias becomes the algorithm's own name.
+AlgorithmName = Annotated[str, AfterValidator(lambda name: find_algorithm(name).name)]
+DrafterThreads = Annotated[int, Field(ge=0, le=1024, description="Threads of the draft model; 0: one.")]
+# Fields whose keys in ALGORITHMS and --drafter have other names.
+_FIELDS = {
     "model": "speculative_draft_model_path",
     "token_map": "speculative_token_map",
-    "target": "target",
-    "device": "device",
-    "threads": "threads",
-    "dtype": "dtype",
     "coupled_noise": "disable_coupled_noise",
-    "disable_cuda_graph": "disable_cuda_graph",
 }
 
 
+def with_options(kind: type[Kind]) -> type[Kind]:
+    """Class decorator: add a field for each algorithm that has options, whose flags start with its name."""
+    fields: dict[str, Any] = {
+        row.field: (Annotated[options, Flag(f"--speculative-{row.field}-")], options())
+        for row in ALGORITHMS.values()
+        if (options := row.options_class())
+    }
+    return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **fields)
+
+
+@with_options
 class DrafterSettings(ComputeSettings):
     """Settings of one drafter process."""
 
@@ -62,7 +43,7 @@ class DrafterSettings(ComputeSettings):
         default="ngram", description="Name of this drafter in requests and metrics."
     )
     address: ListenAddress
-    algorithm: Annotated[Algorithm, Flag(choices=ALGORITHM_NAMES)] = Field(
+    algorithm: Annotated[AlgorithmName, Flag(choices=algorithm_names())] = Field(
         default="NGRAM", description="How it drafts."
     )
     # MTP has none: its head is in the target's checkpoint.
@@ -84,13 +65,17 @@ class DrafterSettings(ComputeSettings):
     disable_coupled_noise: bool = Field(
         default=False, description="At a temperature, draft by likelihood, not by the sampler's noise."
     )
-    ngram: NgramFlags = NgramSettings()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of all algorithms that have some, by the names of their fields."""
+        return {row.field: getattr(self, row.field) for row in ALGORITHMS.values() if row.options}
 
     @model_validator(mode="after")
     def _fits_algorithm(self) -> DrafterSettings:
-        fields = type(self).model_fields
-        given = [key for key, name in _OF_SOME.items() if getattr(self, name) != fields[name].default]
-        if found := misfit(self.algorithm, given):
+        off_default = self.model_dump(exclude_defaults=True).keys()
+        given = [key for key in all_keys() if _FIELDS.get(key, key) in off_default]
+        if found := ALGORITHMS[self.algorithm].misfit(given):
             key, problem = found
-            raise ValueError(f"{flag_of(type(self), _OF_SOME[key])}: {problem}")
+            raise ValueError(f"{flag_of(type(self), _FIELDS.get(key, key))}: {problem}")
         return self

@@ -6,16 +6,16 @@ import asyncio
 import gc
 import logging
 from collections.abc import Callable
-from typing import Literal
+from pkgutil import resolve_name
 
 import uvloop
 
+from drafter_svc.algorithms import ALGORITHMS
 from drafter_svc.config import DrafterSettings
 from drafter_svc.service import SERVICE_NAME, DrafterService
 from drafter_svc.session import DrafterThread
 from foretoken import rpc
 from foretoken.drafter import Drafter
-from foretoken.drafting import TargetInfo
 from protos import drafter_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -25,51 +25,11 @@ STOP_GRACE_S = 1.0
 
 
 def make_drafter(settings: DrafterSettings) -> Drafter:
-    """The drafter that the settings name, warm: nothing is compiled once it serves.
+    """Make the drafter that the settings name, with its kernels compiled.
 
-    Raises ConfigError or CheckpointError for files that hold no drafter of this kind.
+    Raises ConfigError or CheckpointError if its files do not hold its model.
     """
-    # Compiled code is imported by the process that runs it only.
-    if settings.algorithm == "NGRAM":
-        from drafter_svc.ngram.drafter import NgramDrafter
-
-        drafter = NgramDrafter(settings.ngram)
-        drafter.attach(TargetInfo(model_fingerprint="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2), None)
-        return drafter
-    return _make_model_drafter(settings, settings.algorithm)
-
-
-def _make_model_drafter(
-    settings: DrafterSettings, algorithm: Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE"]
-) -> Drafter:
-    from drafter_svc.model.placement import choose_placement
-    from drafter_svc.trees import passes as draft_passes
-
-    path = settings.speculative_draft_model_path
-    threads, coupled = settings.threads or 1, not settings.disable_coupled_noise
-    placement = choose_placement(settings)
-    drafter: Drafter
-    if algorithm == "STANDALONE":
-        from drafter_svc.model.standalone import StandaloneDrafter
-
-        assert path is not None, "checked by the settings"
-        drafter = StandaloneDrafter(
-            path, target=settings.target, threads=threads, placement=placement, coupled_noise=coupled
-        )
-    else:
-        from drafter_svc.model.head import HeadDrafter
-
-        drafter = HeadDrafter(
-            algorithm,
-            path,
-            target=settings.target,
-            token_map=settings.speculative_token_map,
-            threads=threads,
-            placement=placement,
-            coupled_noise=coupled,
-        )
-    if placement.backend.kernels == "cpu":
-        draft_passes.warm_up(bfloat16=settings.dtype == "bfloat16")
+    drafter: Drafter = resolve_name(ALGORITHMS[settings.algorithm].maker)(settings)
     return drafter
 
 

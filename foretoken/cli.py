@@ -140,7 +140,7 @@ def verifier(given: Given) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", MATMULS_BY_CUBLASLT)
     from foretoken.commands import service_settings
-    from foretoken.drafter_spec import check_together
+    from foretoken.drafter_names import check_together
 
     options = given.settings(service_settings.VerifierOptions)
     endpoints, held = service_settings.drafters_of_verifier(given)
@@ -210,7 +210,7 @@ def _supervise(settings: StackSettings, folder: Path) -> int:
         print(text, flush=True)
 
     # Drafters run their models on the verifier's GPU.
-    model_drafters = (stack.drafter_name(spec.name) for spec, _ in settings.drafters if spec.algorithm != "NGRAM")
+    model_drafters = (stack.drafter_name(spec.name) for spec, _ in settings.drafters if spec.row.runs_model)
     on_gpu = {stack.VERIFIER_NAME, *model_drafters}
     is_useful = sum(service.name in on_gpu for service in services) > 1
     with gpu_clients(settings.options.mps, folder, has_gpu=has_gpu, is_useful=is_useful, announce=say) as clients:
@@ -227,10 +227,10 @@ def _supervise(settings: StackSettings, folder: Path) -> int:
 
 def _services(settings: StackSettings, folder: Path) -> list[Service]:
     """Return a stack's services in the order of their start. ``folder`` holds their sockets."""
+    from drafter_svc.drafter_spec import spec_text
     from foretoken import stack
     from foretoken.commands.service_settings import LogOptions, VerifierOptions
     from foretoken.config import to_flags
-    from foretoken.drafter_spec import spec_text
 
     level = to_flags(LogOptions(log_level=settings.options.log_level))
     services, held = [], []
@@ -239,7 +239,7 @@ def _services(settings: StackSettings, folder: Path) -> list[Service]:
     for spec, drafter_settings in settings.drafters:
         if settings.is_inside(spec):
             held += ["--drafter", spec_text(spec.model_copy(update={"placement": None}))]
-            held += to_flags(VerifierOptions(ngram=drafter_settings.ngram))
+            held += to_flags(VerifierOptions.model_validate(drafter_settings.options))
         else:
             command = stack.command("drafter", drafter_settings, level)
             services.append(stack.drafter(spec.name, command, drafter_settings.address))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Drafter(Protocol):
-    """Proposes trees. A new kind of drafter implements this and touches no other file.
+    """Proposes trees. A new drafter is a file that implements this, and a row in drafter_svc/algorithms.py.
 
     Calls come from one thread. An exception ends the attachment, never a request.
     """

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from foretoken.address import Address
 from foretoken.common_settings import ComputeSettings, ListenAddress, ServedModelSettings
 from foretoken.config import Flag, Settings, flag_of
-from foretoken.drafter_spec import DrafterName
+from foretoken.drafter_names import DrafterName
 from foretoken.errors import ConfigError
 from foretoken.limits import MAX_DRAFT_TOKENS
 

@@ -19,7 +19,7 @@ import uvloop
 
 from foretoken import rpc
 from foretoken.drafter import Drafter
-from foretoken.drafter_spec import check_together
+from foretoken.drafter_names import check_together
 from foretoken.drafting import TargetInfo
 from foretoken.limits import ModelLimits
 from foretoken.lost_context import exit_if_context_lost

@@ -1,12 +1,11 @@
-"""Whether a folder holds what a drafter is to run, as far as its configs and the names of its tensors tell.
+"""Check that a folder holds what a drafter runs, by its configs and the names of its tensors.
 
-No weight is read and no torch is loaded, so that a command line can ask before it starts anything.
+Reads no weight and loads no torch, so that the command line can check before it starts anything.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
 from foretoken.errors import CheckpointError, ConfigError, PreconditionError
@@ -14,21 +13,15 @@ from foretoken.models.checkpoint_files import tensor_files, tensor_shape
 from foretoken.models.config import load_config
 from foretoken.models.draft_config import MTP_PREFIXES, HeadConfig, head_config, head_features
 
-Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE"]
 
-
-def check_folder(algorithm: Algorithm, path: Path | None, target: Path) -> None:
-    """``path``: of the head or the draft model, None for MTP; ``target``: the target's folder.
+def check_head_folder(algorithm: str, path: Path | None, target: Path) -> None:
+    """Check the folder of a head; ``path``: None for MTP, whose head is in the target's.
 
     Raises:
-        CheckpointError: a folder that cannot be read, or without what the algorithm drafts with.
-        ConfigError: a kind or feature that is not supported, another algorithm's head, or another target's.
+        CheckpointError: the folder cannot be read, or holds no head.
+        ConfigError: the head is not supported, or is of another algorithm or target.
     """
     config = load_config(target)
-    if algorithm == "STANDALONE":
-        assert path is not None, "checked by the settings"
-        _check_draft_model(path, target, config.vocab_size)
-        return
     head = check_head(algorithm, path or target)
     num_features = len(head_features(head, config.num_layers))
     if head.family != "mtp":
@@ -41,7 +34,7 @@ def check_folder(algorithm: Algorithm, path: Path | None, target: Path) -> None:
 
 
 def check_map(path: Path, target: Path, head: Path) -> None:
-    """Raises ConfigError for a file that is no token map of this target, or a head that takes none."""
+    """Check a token map. Raises ConfigError for a file that is none for this target, or a head that takes none."""
     if head_config(head).draft_vocab_size is not None:
         raise ConfigError(f"{head} has an output head of its own, which has its own choice of tokens")
     try:
@@ -50,8 +43,8 @@ def check_map(path: Path, target: Path, head: Path) -> None:
         raise ConfigError(error.message) from error
 
 
-def check_head(algorithm: Algorithm, path: Path) -> HeadConfig:
-    """The head in ``path``, which is of the algorithm. Raises as ``check_folder``."""
+def check_head(algorithm: str, path: Path) -> HeadConfig:
+    """Return the config of the head in ``path``. Raises as ``check_head_folder``."""
     if algorithm == "MTP" and not any(name.startswith(MTP_PREFIXES) for name in tensor_files(path)):
         named = " or ".join(f"{prefix}*" for prefix in MTP_PREFIXES)
         raise CheckpointError(f"{path} has no MTP layers: it holds no tensor {named}")
@@ -61,10 +54,13 @@ def check_head(algorithm: Algorithm, path: Path) -> HeadConfig:
     return head
 
 
-def _check_draft_model(path: Path, target: Path, vocab_size: int) -> None:
+def check_draft_model(algorithm: str, path: Path | None, target: Path) -> None:
+    """Check the folder of a model of the target's vocabulary. Raises as ``check_head_folder``."""
     # Reads tokenizers, which a head does without.
     from drafter_svc.checkpoint.tokenizer_match import check_same_tokenizer
 
+    assert path is not None, f"settings of {algorithm} without a model"
+    vocab_size = load_config(target).vocab_size
     draft = load_config(path)
     tensor_files(path)
     if draft.vocab_size != vocab_size:

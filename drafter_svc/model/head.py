@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from drafter_svc.checkpoint.model_folder import check_head
 from drafter_svc.checkpoint.target_folder import target_folder
 from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
+from drafter_svc.config import DrafterSettings
 from drafter_svc.model.drafter import ModelDrafter
-from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.model.placement import ON_CPU, Placement, choose_placement
 from drafter_svc.trees.growth import GrowthMaker
 from drafter_svc.trees.host_growth import HostGrowth
 from drafter_svc.trees.passes import DraftPasses
@@ -39,9 +40,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Algorithm = Literal["EAGLE", "EAGLE3", "MTP"]
 # Slot 0 has no entry: it would need the target's state before the first token.
 FIRST_POSITION = 1
+
+
+def make_drafter(settings: DrafterSettings) -> HeadDrafter:
+    """Make the drafter of a head, its kernels compiled. Raises ConfigError or CheckpointError as HeadDrafter."""
+    placement = choose_placement(settings)
+    drafter = HeadDrafter(
+        settings.algorithm,
+        settings.speculative_draft_model_path,
+        target=settings.target,
+        token_map=settings.speculative_token_map,
+        threads=settings.threads or 1,
+        placement=placement,
+        coupled_noise=not settings.disable_coupled_noise,
+    )
+    placement.compile_kernels()
+    return drafter
 
 
 class HeadDrafter(ModelDrafter):
@@ -53,7 +69,7 @@ class HeadDrafter(ModelDrafter):
 
     def __init__(
         self,
-        algorithm: Algorithm,
+        algorithm: str,
         path: Path | None,
         *,
         target: Path | None = None,

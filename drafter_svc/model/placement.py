@@ -19,6 +19,7 @@ from drafter_svc.trees.passes import (
     DraftModel,
     cache_blocks,
     scratch_blocks_per_row,
+    warm_up,
 )
 from foretoken.drafting import TargetInfo
 from foretoken.models.backend import CPU, Backend, choose_backend, default_dtype
@@ -57,6 +58,11 @@ class Placement(NamedTuple):
     def entry_rows(self) -> int:
         """As DraftPasses takes it."""
         return GPU_ENTRY_ROWS if self.is_gpu else ENTRY_ROWS
+
+    def compile_kernels(self) -> None:
+        """Compile the kernels of a CPU; those of a GPU are compiled when a verifier attaches."""
+        if not self.is_gpu:
+            warm_up(bfloat16=self.dtype == torch.bfloat16)
 
     def reads(self, layout: WeightLayout) -> bool:
         """Whether the kernels here take weights that are laid out so, where they are."""

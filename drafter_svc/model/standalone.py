@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from drafter_svc.checkpoint.target_folder import target_folder
 from drafter_svc.checkpoint.tokenizer_match import check_same_tokenizer
+from drafter_svc.config import DrafterSettings
 from drafter_svc.model.drafter import ModelDrafter
-from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.model.placement import ON_CPU, Placement, choose_placement
 from drafter_svc.trees.growth import GrowthMaker
 from drafter_svc.trees.host_growth import HostGrowth
 from drafter_svc.trees.passes import DraftPasses, Float32
@@ -41,6 +42,22 @@ if TYPE_CHECKING:
 # Tokens that one request prefills at most, beside a few for each row: as many as one prefill step of a verifier by
 # default, so that the drafter keeps pace and no step waits for a whole prompt.
 PREFILL_TOKENS = 512
+
+
+def make_drafter(settings: DrafterSettings) -> StandaloneDrafter:
+    """Make the drafter of a model, its kernels compiled. Raises ConfigError or CheckpointError as StandaloneDrafter."""
+    path = settings.speculative_draft_model_path
+    assert path is not None, "checked by the settings"
+    placement = choose_placement(settings)
+    drafter = StandaloneDrafter(
+        path,
+        target=settings.target,
+        threads=settings.threads or 1,
+        placement=placement,
+        coupled_noise=not settings.disable_coupled_noise,
+    )
+    placement.compile_kernels()
+    return drafter
 
 
 class StandaloneModel:

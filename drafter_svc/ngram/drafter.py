@@ -12,17 +12,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.config import NgramSettings
 from drafter_svc.ngram.candidates import new_scratch
 from drafter_svc.ngram.corpora import CorpusStore
 from drafter_svc.ngram.sequences import GENERATION, NUM_COLUMNS, SLOT_OF, new_sequences
+from drafter_svc.ngram.settings import NgramSettings
 from drafter_svc.ngram.tree import Drafted, Told, compile_draft_batch
 from drafter_svc.ngram.trie import NUM_EVICTIONS, NUM_NODES, new_trie
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 
 if TYPE_CHECKING:
+    from drafter_svc.config import DrafterSettings
     from foretoken.models.target_weights import TargetWeights
+
+
+def make_drafter(settings: DrafterSettings) -> NgramDrafter:
+    """Make the drafter, compiled and attached to a small target, so that no request waits for either."""
+    drafter = NgramDrafter(settings.options["ngram"])
+    drafter.attach(TargetInfo(model_fingerprint="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2), None)
+    return drafter
 
 
 class NgramDrafter:

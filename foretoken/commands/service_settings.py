@@ -12,18 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from drafter_svc.config import DrafterSettings, NgramFlags, NgramSettings
+from drafter_svc.algorithms import ALGORITHMS, algorithm_names, find_algorithm
+from drafter_svc.config import DrafterSettings, with_options
+from drafter_svc.drafter_spec import DrafterSpec, parse_spec, spec_text
 from foretoken import hub
 from foretoken.commands.settings_command import Given
 from foretoken.config import Flag, Setting, Settings, at_fault, build, flag_of, parse_pairs, settings_of
-from foretoken.drafter_spec import (
-    ALGORITHM_NAMES,
-    DrafterSpec,
-    algorithm_of,
-    check_together,
-    parse_spec,
-    spec_text,
-)
+from foretoken.drafter_names import check_together
 from foretoken.errors import CheckpointError, ConfigError
 from gateway.config import GatewaySettings, read_chat_template
 from verifier_svc.config import DrafterEndpoint, VerifierSettings, refuse_gpu_flags
@@ -48,10 +43,10 @@ class GatewayOptions(LogOptions):
     )
 
 
+@with_options
 class VerifierOptions(GatewayOptions):
-    """Additional options of ``foretoken verifier``; ``ngram`` is for drafters in its process."""
+    """Additional options of ``foretoken verifier``, and of algorithms in its process."""
 
-    ngram: NgramFlags = NgramSettings()
     dry_run: DryRun = False
 
 
@@ -59,7 +54,7 @@ class ServeOptions(GatewayOptions):
     """Additional options of ``foretoken serve``."""
 
     log_level: LogLevel = "warning"
-    speculative_algorithm: Annotated[str | None, Flag(choices=(*ALGORITHM_NAMES, "NONE"), unset="NGRAM")] = Field(
+    speculative_algorithm: Annotated[str | None, Flag(choices=(*algorithm_names(), "NONE"), unset="NGRAM")] = Field(
         default=None, description="Drafter to start; NONE: plain decode."
     )
     drafters: Annotated[
@@ -181,8 +176,7 @@ def drafters_of_verifier(given: Given) -> tuple[list[dict[str, str]], list[Draft
     held = [parse_spec(text) for text in texts if "address=" not in text]
     if any(spec.placement is not None for spec in held):
         raise ConfigError("--drafter: placement is for foretoken serve; here drafters run in the verifier's process")
-    if all(spec.algorithm != "NGRAM" for spec in held):
-        _refuse_ngram_flags(given, "--drafter name=NAME,algorithm=NGRAM")
+    _check_options_given(given, held, "--drafter name=NAME,algorithm=")
     return [parse_pairs(text, "--drafter") for text in texts if "address=" in text], held
 
 
@@ -196,22 +190,21 @@ def drafter_settings(given: Given, spec: DrafterSpec, address: str) -> DrafterSe
         values["speculative_token_map"] = spec.token_map.resolve()
     if not spec.coupled_noise:
         values["disable_coupled_noise"] = True
-    taken = ("ngram",) if spec.algorithm == "NGRAM" else ("device", "disable_cuda_graph")
-    return build(DrafterSettings, values | {name: given.values[name] for name in taken if name in given.values})
+    # The other flags that drafters share with the verifier are the verifier's only.
+    shared = {"device", "disable_cuda_graph", spec.row.field} & spec.row.keys
+    return build(DrafterSettings, values | {name: given.values[name] for name in shared if name in given.values})
 
 
 def check_drafters(given: Given, drafters: Iterable[DrafterSettings], target: Path) -> None:
     """Check the drafters' files as attaching would, without reading weights."""
     for settings in drafters:
-        if settings.algorithm == "NGRAM":
-            continue
-        # Imported late: it loads numpy and the formats of checkpoints.
-        from drafter_svc.checkpoint.model_folder import check_folder, check_map
-
         path, token_map = settings.speculative_draft_model_path, settings.speculative_token_map
         with at_fault(_drafter_option(given, "algorithm" if path is None else "model")):
-            check_folder(settings.algorithm, path, target)
+            ALGORITHMS[settings.algorithm].check_files(path, target)
         if token_map is not None:
+            # Imported late: it loads numpy and the formats of checkpoints.
+            from drafter_svc.checkpoint.model_folder import check_map
+
             with at_fault(_drafter_option(given, "token_map")):
                 check_map(token_map, target, path or target)
 
@@ -244,7 +237,7 @@ def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
     elif hub.is_demo(given.values["model"]) and not (options.speculative_algorithm or path or token_map):
         specs = _demo_drafters(hub.demo_folder())
     else:
-        name = algorithm_of(options.speculative_algorithm or "NGRAM")
+        name = find_algorithm(options.speculative_algorithm or "NGRAM").name
         fields = {"name": name.lower(), "algorithm": name, "model": path, "token_map": token_map}
         specs = [build(DrafterSpec, fields)]
     check_together([spec.name for spec in specs])
@@ -252,8 +245,7 @@ def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
         if _is_inside(spec, options):
             # Check that the verifier's command line can express it.
             spec_text(spec)
-    if all(spec.algorithm != "NGRAM" for spec in specs):
-        _refuse_ngram_flags(given, "a drafter of --speculative-algorithm NGRAM")
+    _check_options_given(given, specs, "a drafter of --speculative-algorithm ")
     return specs
 
 
@@ -276,10 +268,16 @@ def _drafter_option(given: Given, key: str) -> str:
     return f"--drafter {key}" if given.values.get("drafters") else f"--speculative-{flags_of_keys[key]}"
 
 
-def _refuse_ngram_flags(given: Given, needed: str) -> None:
-    """Raise ConfigError for n-gram flags without effect, which are a mistake."""
-    for name in given.values.get("ngram", {}):
-        raise ConfigError(f"{flag_of(DrafterSettings, 'ngram', name)} has an effect only with {needed}")
+def _check_options_given(given: Given, specs: Iterable[DrafterSpec], needed: str) -> None:
+    """Raise ConfigError for options of an algorithm that no drafter has, which are a mistake.
+
+    ``needed``: what would give them an effect, without the algorithm's name.
+    """
+    used = {spec.algorithm for spec in specs}
+    for row in ALGORITHMS.values():
+        for option in given.values.get(row.field, {}) if row.name not in used else ():
+            flag = flag_of(DrafterSettings, row.field, option)
+            raise ConfigError(f"{flag} has an effect only with {needed}{row.name}")
 
 
 def _check_device(options: ServeOptions, settings: VerifierSettings) -> None:

@@ -25,16 +25,20 @@ from foretoken.errors import ConfigError
         ),
         (
             {"algorithm": "MTP", "speculative_draft_model_path": "/h"},
-            "--speculative-draft-model-path: is not for a drafter of algorithm MTP",
+            "--speculative-draft-model-path: is for drafters of algorithm EAGLE, EAGLE3, STANDALONE, not for MTP",
         ),
         (
             {"algorithm": "STANDALONE", "speculative_draft_model_path": "/d", "speculative_token_map": "/m"},
             "--speculative-token-map: is for drafters of algorithm EAGLE, EAGLE3, MTP, not for STANDALONE",
         ),
         ({"speculative_token_map": "/m"}, "--speculative-token-map: is for .* not for NGRAM"),
-        ({"threads": 2}, "--threads: has no effect on a drafter of algorithm NGRAM"),
-        ({"target": "/t"}, "--target: has no effect on a drafter of algorithm NGRAM"),
-        ({"disable_coupled_noise": True}, "--disable-coupled-noise: has no effect on a drafter of algorithm NGRAM"),
+        ({"threads": 2}, "--threads: is for drafters of algorithm EAGLE, EAGLE3, MTP, STANDALONE, not for NGRAM"),
+        ({"target": "/t"}, "--target: is for drafters of .* not for NGRAM"),
+        ({"disable_coupled_noise": True}, "--disable-coupled-noise: is for drafters of .* not for NGRAM"),
+        (
+            {"algorithm": "MTP", "ngram": {"capacity": 5000}},
+            r"--speculative-ngram-\.\.\.: is for drafters of algorithm NGRAM, not for MTP",
+        ),
         ({"algorithm": "MEDUSA"}, "--algorithm: expected NGRAM, EAGLE, EAGLE3, MTP or STANDALONE"),
     ],
 )

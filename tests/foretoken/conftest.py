@@ -12,6 +12,7 @@ import pytest
 import drafter_svc
 import gateway
 import verifier_svc
+from drafter_svc.algorithms import Algorithm
 from foretoken.supervisor import Service
 
 
@@ -43,6 +44,6 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
             return 0
 
     monkeypatch.setattr("foretoken.supervisor.Supervisor", Recorder)
-    # Its folders have the names of a checkpoint's files, nothing more.
-    monkeypatch.setattr("drafter_svc.checkpoint.model_folder.check_folder", lambda algorithm, path, target: None)
+    # The tests' folders have the names of a checkpoint's files, nothing more.
+    monkeypatch.setattr(Algorithm, "check_files", lambda algorithm, path, target: None)
     return seen

@@ -175,6 +175,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments: tuple[str, ...], message:
 
 
 A_NAME = "1 to 64 characters of a-z, 0-9, '_', '.' and '-', the first a letter or digit"
+FOR_MODELS = "is for drafters of algorithm EAGLE, EAGLE3, MTP, STANDALONE, not for NGRAM"
 KEYS = "name, algorithm, model, token_map, threads, coupled_noise, placement"
 MAP = "models/demo/token_map.safetensors"
 
@@ -198,11 +199,20 @@ MAP = "models/demo/token_map.safetensors"
         ("name=a,algorithm=EAGLE3,model=README.md", "model: expected a folder or a hub id, not a file: README.md"),
         (
             "name=a,algorithm=MTP,model=models/demo/eagle3",
-            "model: is not for a drafter of algorithm MTP, whose layers are in the target's checkpoint",
+            "model: is for drafters of algorithm EAGLE, EAGLE3, STANDALONE, not for MTP",
         ),
-        ("name=a,algorithm=NGRAM,model=x", "model: has no effect on a drafter of algorithm NGRAM"),
-        ("name=a,algorithm=NGRAM,threads=2", "threads: has no effect on a drafter of algorithm NGRAM"),
-        ("name=a,algorithm=NGRAM,coupled_noise=no", "coupled_noise: has no effect on a drafter of algorithm NGRAM"),
+        (
+            "name=a,algorithm=NGRAM,model=x",
+            "model: is for drafters of algorithm EAGLE, EAGLE3, STANDALONE, not for NGRAM",
+        ),
+        (
+            "name=a,algorithm=NGRAM,threads=2",
+            "threads: is for drafters of algorithm EAGLE, EAGLE3, MTP, STANDALONE, not for NGRAM",
+        ),
+        (
+            "name=a,algorithm=NGRAM,coupled_noise=no",
+            "coupled_noise: is for drafters of algorithm EAGLE, EAGLE3, MTP, STANDALONE, not for NGRAM",
+        ),
         (
             f"name=a,algorithm=NGRAM,token_map={MAP}",
             "token_map: is for drafters of algorithm EAGLE, EAGLE3, MTP, not for NGRAM",
@@ -258,10 +268,8 @@ def test_a_drafter_whose_files_cannot_do_is_refused_before_anything_starts(
 
 def test_what_a_drafter_is_checked_by_loads_no_torch() -> None:
     """It is the supervisor's process, which lives as long as the server."""
-    check = f"check_folder('EAGLE3', Path('{DEMO}/eagle3'), Path('{DEMO}/target'))"
-    loaded = loaded_by(
-        f"from pathlib import Path\nfrom drafter_svc.checkpoint.model_folder import check_folder\n{check}"
-    )
+    check = f"ALGORITHMS['EAGLE3'].check_files(Path('{DEMO}/eagle3'), Path('{DEMO}/target'))"
+    loaded = loaded_by(f"from pathlib import Path\nfrom drafter_svc.algorithms import ALGORITHMS\n{check}")
     assert loaded & {"torch", "transformers", "numba"} == set()
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from drafter_svc.config import DrafterSettings, NgramSettings
+from drafter_svc.config import DrafterSettings
+from drafter_svc.ngram.settings import NgramSettings
 from foretoken.mps import PIPES
 from foretoken.probes import GatewayProbe
 from foretoken.stack import GATEWAY_DRAIN_S

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from drafter_svc.config import DrafterSettings, NgramSettings
+from drafter_svc.config import DrafterSettings
+from drafter_svc.ngram.settings import NgramSettings
 from foretoken.config import build, flag_of, parse_pairs, to_flags
 from foretoken.errors import ConfigError
 from gateway.config import GatewaySettings

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from drafter_svc.config import NgramSettings
 from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.placement import ON_CPU, Placement
 from drafter_svc.model.standalone import StandaloneDrafter
 from drafter_svc.ngram.drafter import NgramDrafter
+from drafter_svc.ngram.settings import NgramSettings
 from foretoken.drafter import Drafter
 from foretoken.models.config import load_config
 from foretoken.tree import depths

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from drafter_svc.config import NgramSettings
 from drafter_svc.ngram.drafter import NgramDrafter
+from drafter_svc.ngram.settings import NgramSettings
 from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Harness, Request, Result
 from verifier_svc.model.runner import ModelRunner

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from drafter_svc.checkpoint.model_folder import Algorithm, check_folder, check_map
+from drafter_svc.algorithms import ALGORITHMS
+from drafter_svc.checkpoint.model_folder import check_draft_model, check_head_folder, check_map
 from foretoken.errors import CheckpointError, ConfigError
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
@@ -28,21 +29,21 @@ def changed(source: Path, folder: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize(
     ("algorithm", "name"), [("EAGLE", "eagle2"), ("EAGLE3", "eagle3"), ("STANDALONE", "standalone")]
 )
-def test_the_demos_own_drafters_fit(algorithm: Algorithm, name: str) -> None:
-    check_folder(algorithm, DEMO / name, TARGET)
+def test_the_demos_own_drafters_fit(algorithm: str, name: str) -> None:
+    ALGORITHMS[algorithm].check_files(DEMO / name, TARGET)
 
 
 @pytest.mark.parametrize(("algorithm", "name"), [("EAGLE", "eagle2"), ("EAGLE3", "eagle3")])
-def test_a_head_for_a_target_of_another_width(algorithm: Algorithm, name: str, tmp_path: Path) -> None:
+def test_a_head_for_a_target_of_another_width(algorithm: str, name: str, tmp_path: Path) -> None:
     target = changed(TARGET, tmp_path / "target", hidden_size=256)
     with pytest.raises(ConfigError, match=r"is a head for another target: .*fc\.weight takes \d+ values, not \d"):
-        check_folder(algorithm, DEMO / name, target)
+        check_head_folder(algorithm, DEMO / name, target)
 
 
 def test_a_head_whose_layers_the_target_has_not(tmp_path: Path) -> None:
     target = changed(TARGET, tmp_path / "target", num_hidden_layers=3)
     with pytest.raises(ConfigError, match="the target has 3 layers"):
-        check_folder("EAGLE3", DEMO / "eagle3", target)
+        check_head_folder("EAGLE3", DEMO / "eagle3", target)
 
 
 def test_files_that_are_cut_short_or_not_there(tmp_path: Path) -> None:
@@ -50,16 +51,16 @@ def test_files_that_are_cut_short_or_not_there(tmp_path: Path) -> None:
     weights = head / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
-        check_folder("EAGLE3", head, TARGET)
+        check_head_folder("EAGLE3", head, TARGET)
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor"):
-        check_folder("EAGLE3", head, TARGET)
+        check_head_folder("EAGLE3", head, TARGET)
 
 
 def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
     target = changed(TARGET, tmp_path / "target", vocab_size=9000)
     with pytest.raises(ConfigError, match="has a vocabulary of 8192 tokens, the target one of 9000"):
-        check_folder("STANDALONE", DEMO / "standalone", target)
+        check_draft_model("STANDALONE", DEMO / "standalone", target)
 
 
 def test_token_maps(tmp_path: Path) -> None:

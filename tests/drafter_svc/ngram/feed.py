@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from drafter_svc.config import NgramSettings
 from drafter_svc.ngram.drafter import NgramDrafter
+from drafter_svc.ngram.settings import NgramSettings
 from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftBatch, DraftRequest, TargetInfo
 
 VOCAB_SIZE = 100

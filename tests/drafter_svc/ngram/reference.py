@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from drafter_svc.config import NgramSettings
 from drafter_svc.ngram.candidates import MIN_WEIGHT, SIBLING_SCAN
 from drafter_svc.ngram.sequences import OWN_SCAN, START_RUN, SURE_RUN
+from drafter_svc.ngram.settings import NgramSettings
 from drafter_svc.ngram.tree import CONFIDENCE
 
 Window = tuple[int, ...]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.config import NgramSettings
 from drafter_svc.ngram.drafter import NgramDrafter
+from drafter_svc.ngram.settings import NgramSettings
 from foretoken.drafting import RAGGED_COLUMNS, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.tree import depths

@@ -13,8 +13,8 @@ import grpc
 import numpy as np
 import pytest
 
-from drafter_svc.config import NgramSettings
 from drafter_svc.ngram.drafter import NgramDrafter
+from drafter_svc.ngram.settings import NgramSettings
 from drafter_svc.service import DrafterService
 from drafter_svc.session import DrafterThread
 from foretoken import rpc

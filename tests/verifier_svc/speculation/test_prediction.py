@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from drafter_svc.config import NgramSettings
 from drafter_svc.ngram.drafter import NgramDrafter
+from drafter_svc.ngram.settings import NgramSettings
 from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Harness, Request, Result
 from tests.support.hash_target import HashTarget
