@@ -110,6 +110,14 @@ class Drafted(NamedTuple):
     scores: Float32
 
 
+class Tree(NamedTuple):
+    """The part of ``Drafted`` that one tree is written to: its arrays, without ``node_starts``."""
+
+    tokens: Int32
+    parents: Int32
+    scores: Float32
+
+
 class Texts(NamedTuple):
     """The texts of one row that its nodes have places in. Attributes:
     predicted: int32 [any]; what the client expects.
@@ -200,23 +208,23 @@ def offer_text(
     trie: Trie,
     scratch: Scratch,
     first: int,
-    parent: int,
+    context: tuple[int, int, int],
     column: int,
     place: int,
     token: int,
-    context: tuple[int, int],
     weight: float,
 ) -> float:
     """Offer the ``token`` at ``place`` of a text, whose places stand in ``column``: the weight left for others.
 
-    ``context``: the parent's node in the trie and its window. A token that an earlier source offered goes on here too.
+    ``context``: the parent, its node in the trie and its window. A token that an earlier source offered goes on here too.
     """
     if token == GAP:
         return weight
+    parent = context[0]
     matched = int(scratch.grown[parent, column + 1])
     candidate = find_offered(scratch, first, token)
     if candidate < 0:
-        child, window = child_context(trie, scratch, parent, context[0], context[1], token)
+        child, window = child_context(trie, scratch, parent, context[1], context[2], token)
         candidate = offer(scratch, parent, token, child, window, weight * confidence(matched))
         if candidate >= 0:
             weight *= 1 - confidence(matched)
@@ -260,16 +268,16 @@ def expand(trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, at: i
     node, window = int(parent[NODE]), int(parent[WINDOW])
     if window == len(scratch.contexts):
         node, window = int(trie.nodes[node, CHILD]), window - 1
-    context = (node, window)
+    context = (at, node, window)
     place = parent[PREDICTED] + 1
     if parent[PREDICTED_WINDOW] > 0 and place < len(texts.predicted):
-        weight = offer_text(trie, scratch, first, at, PREDICTED, place, texts.predicted[place], context, weight)
+        weight = offer_text(trie, scratch, first, context, PREDICTED, place, texts.predicted[place], weight)
     if parent[OWN] >= 0:
         place = parent[OWN] + 1
         if place == len(texts.own):
             # Beyond the end the text is taken to repeat itself.
             place -= texts.period
-        weight = offer_text(trie, scratch, first, at, OWN, place, texts.own[place], context, weight)
+        weight = offer_text(trie, scratch, first, context, OWN, place, texts.own[place], weight)
     if at == 0:
         for w in range(len(scratch.contexts) - 1, options[MIN_WINDOW] - 1, -1):
             node = int(scratch.contexts[w])
@@ -284,7 +292,7 @@ def expand(trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, at: i
         offer_context(trie, scratch, options, first, at, node, window, weight * confidence(window))
     if parent[EXTERNAL] >= 0:
         place = parent[EXTERNAL] + 1
-        offer_text(trie, scratch, first, at, EXTERNAL, place, corpora.tokens[place], context, weight)
+        offer_text(trie, scratch, first, context, EXTERNAL, place, corpora.tokens[place], weight)
 
 
 @compiled
@@ -310,9 +318,7 @@ def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int6
 
 
 @compiled
-def add_heaviest(
-    scratch: Scratch, options: Int64, max_branch: int, size: int, tokens: Int32, parents: Int32, scores: Float32
-) -> bool:
+def add_heaviest(scratch: Scratch, options: Int64, max_branch: int, size: int, tree: Tree) -> bool:
     """Add the heaviest candidate whose parent may have one more child as tree node ``size``, if there is one."""
     grown = scratch.grown
     while scratch.sizes[QUEUED] > 0:
@@ -322,12 +328,12 @@ def add_heaviest(
         parent = entry[PARENT_INDEX]
         if grown[parent, NUM_CHILDREN] < min(breadth_at(options, grown[parent, LEVEL]), max_branch):
             grown[parent, NUM_CHILDREN] += 1
-            tokens[size], parents[size] = entry[CANDIDATE_TOKEN], parent
+            tree.tokens[size], tree.parents[size] = entry[CANDIDATE_TOKEN], parent
             for column in range(NUM_CHILDREN):
                 grown[size, column] = entry[column]
             grown[size, NUM_CHILDREN], grown[size, LEVEL] = 0, grown[parent, LEVEL] + 1
             scratch.grown_weights[size] = scratch.weights[candidate]
-            scores[size] = math.log(scratch.weights[candidate])
+            tree.scores[size] = math.log(scratch.weights[candidate])
             return True
     return False
 
@@ -340,17 +346,15 @@ def grow_tree(
     scratch: Scratch,
     options: Int64,
     columns: Int64,
-    tokens: Int32,
-    parents: Int32,
-    scores: Float32,
+    tree: Tree,
 ) -> int:
     """Write the nodes below the root of a slot's tree, at most as many as fit: how many nodes there are."""
     texts = start_tree(trie, sequences, scratch, options, columns[SLOT_OF])
     size, more = 1, True
-    while more and size < len(tokens):
+    while more and size < len(tree.tokens):
         if scratch.grown[size - 1, LEVEL] < columns[MAX_DEPTH_OF]:
             expand(trie, corpora, scratch, options, size - 1, texts)
-        more = add_heaviest(scratch, options, columns[MAX_BRANCH_OF], size, tokens, parents, scores)
+        more = add_heaviest(scratch, options, columns[MAX_BRANCH_OF], size, tree)
         size += more
     return size
 
@@ -389,17 +393,8 @@ def draft_rows(
         drafted.parents[low], drafted.scores[low] = -1, 0
         size = 1
         if slot >= 0 and high > low + 1:
-            size = grow_tree(
-                trie,
-                corpora,
-                sequences,
-                scratch,
-                options,
-                columns,
-                drafted.tokens[low:high],
-                drafted.parents[low:high],
-                drafted.scores[low:high],
-            )
+            tree = Tree(drafted.tokens[low:high], drafted.parents[low:high], drafted.scores[low:high])
+            size = grow_tree(trie, corpora, sequences, scratch, options, columns, tree)
             num_drafted += size > 1
         drafted.node_starts[row + 1] = low + size
     return num_drafted
