@@ -13,7 +13,7 @@ import uvloop
 from drafter_svc.algorithms import ALGORITHMS
 from drafter_svc.config import DrafterSettings
 from drafter_svc.service import SERVICE_NAME, DrafterService
-from drafter_svc.session import DrafterThread
+from drafter_svc.thread import DrafterThread
 from foretoken import rpc
 from foretoken.drafter import Drafter
 from protos import drafter_pb2_grpc

@@ -8,7 +8,8 @@ import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from drafter_svc.session import Attachment, DrafterThread
+from drafter_svc.session import Attachment
+from drafter_svc.thread import DrafterThread
 from foretoken import __version__, limits
 from foretoken.corpora import Corpora, CorpusInfo, token_ids_from
 from foretoken.drafting import TargetInfo

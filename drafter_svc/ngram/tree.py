@@ -216,7 +216,8 @@ def offer_text(
 ) -> float:
     """Offer the ``token`` at ``place`` of a text, whose places stand in ``column``: the weight left for others.
 
-    ``context``: the parent, its node in the trie and its window. A token that an earlier source offered goes on here too.
+    ``context``: the parent, its node in the trie and its window. A token that an earlier source
+    offered goes on here too.
     """
     if token == GAP:
         return weight

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from drafter_svc.service import SERVICE_NAME, DrafterService
-from drafter_svc.session import DrafterThread
+from drafter_svc.thread import DrafterThread
 from foretoken import rpc
 from foretoken.drafter import Drafter
 from foretoken.drafting import TargetInfo

@@ -35,7 +35,7 @@ ASKS = "from foretoken.lost_context import exit_if_context_lost, lost_context\n"
 # A drafter whose first draft fails, for good or not.
 DRAFTER = """
 import sys
-from drafter_svc.session import DrafterThread
+from drafter_svc.thread import DrafterThread
 from foretoken.drafting import TargetInfo
 from foretoken.errors import UnavailableError
 from tests.support.draft_requests import draft_request

@@ -17,7 +17,7 @@ import pytest
 from drafter_svc.ngram.drafter import NgramDrafter
 from drafter_svc.ngram.settings import NgramSettings
 from drafter_svc.service import DrafterService
-from drafter_svc.session import DrafterThread
+from drafter_svc.thread import DrafterThread
 from foretoken import rpc
 from foretoken.corpora import token_bytes
 from foretoken.drafter import Drafter
