@@ -28,6 +28,7 @@ from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.device_batch import seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
+from foretoken.models.device_sizes import PassSizes
 from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
@@ -66,10 +67,11 @@ class DeviceGrowth:
     """A ``drafter_svc.trees.growth.Growth``.
 
     Args:
-        num_slots: of the model's cache. The last one is scratch: no tree has it.
-        graphs: whether growth is captured.
-        warm: whether what drafts from device memory compiles its kernels at once.
-        scale: of the coupled score, in logits; 0: without the sampler's noise.
+        scale: scale of the coupled score, in logits; 0: without the sampler's noise.
+        sizes: the largest passes of the model; ``graphs``: whether growth is captured as a CUDA graph.
+        num_slots: KV slots of the model's cache. The last one is scratch, in no tree.
+        dtype: type of the model's hidden states.
+        warm: whether the kernels that draft from device memory are compiled as soon as it is set.
     """
 
     def __init__(
@@ -78,26 +80,21 @@ class DeviceGrowth:
         target: TargetInfo,
         scale: float,
         *,
-        max_blocks: int,
+        sizes: PassSizes,
         num_slots: int,
-        pass_rows: int,
         device: torch.device,
         dtype: torch.dtype,
-        graphs: bool,
         warm: bool,
     ) -> None:
-        """``max_blocks``: of a row's block table; ``pass_rows``: the most of one pass of the model; ``dtype``: of its
-        hidden states."""
-        self._model, self._target, self._max_blocks = model, target, max_blocks
-        self._pass_rows, self._dtype, self._has_graphs, self._is_warm = pass_rows, dtype, graphs, warm
-        self._levels = DeviceLevels(model, target, scale, num_slots=num_slots, device=device)
+        self._model, self._target, self._sizes, self._is_warm = model, target, sizes, warm
+        self._levels = DeviceLevels(model, target, scale, num_slots=num_slots, device=device, dtype=dtype)
         # What the rows want, in the form that the CPU's growth takes too; no tree stands in it.
         self.trees = kernel.new_trees(ROWS_PER_SLOT * target.max_slots, 2, 1)
         self._root_logits = torch.zeros((target.max_slots, model.draft_vocab_size), dtype=torch.float32, device=device)
         self._root_hidden = torch.zeros((target.max_slots, max(model.hidden_size, 1)), dtype=dtype, device=device)
         self._ends = PinnedBuffers({"ends": ((target.max_slots,), torch.int32)}, device)
         self._stages: dict[TreeShape, _Stage] = {}
-        self._graphs = DeviceGraphs(graphs and device.type == "cuda")
+        self._graphs = DeviceGraphs(sizes.graphs and device.type == "cuda")
         # Of the request of the moment: its drafted rows, and the stage that holds their trees.
         self._rows = np.empty(0, np.int32)
         self._stage: _Stage | None = None
@@ -122,7 +119,7 @@ class DeviceGrowth:
             rows,
             trees=min(seq_bucket(len(rows)), self._target.max_slots),
             nodes=self._target.max_nodes,
-            blocks=min(table_bucket(-(-longest // places.block_size)), self._max_blocks),
+            blocks=min(table_bucket(-(-longest // places.block_size)), self._sizes.blocks),
         )
         if shape not in self._stages:
             self._stages[shape] = _Stage(shape, self._levels)
@@ -140,18 +137,7 @@ class DeviceGrowth:
     def resident_draft(
         self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
     ) -> ResidentDraft:
-        draft = ResidentDraft(
-            self._levels,
-            self._target,
-            rows,
-            scratch,
-            memory,
-            order,
-            figures,
-            pass_rows=self._pass_rows,
-            dtype=self._dtype,
-            graphs=self._has_graphs,
-        )
+        draft = ResidentDraft(self._levels, self._target, self._sizes, rows, scratch, memory, order, figures)
         if self._is_warm:
             draft.warm_up()
         return draft
@@ -164,7 +150,7 @@ class DeviceGrowth:
             scratch_block: of the cache; written to.
         """
         trees, row = self.trees, np.zeros(1, np.int32)
-        tables = np.full((1, self._max_blocks), scratch_block, np.int32)
+        tables = np.full((1, self._sizes.blocks), scratch_block, np.int32)
         places = Places(tables, row.copy(), np.ones((self._model.num_depths, 1), np.int32), block_size)
         branches = 1
         while branches <= min(MAX_BRANCHES, max(self._target.max_nodes - 1, 1)):

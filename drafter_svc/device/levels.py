@@ -151,14 +151,22 @@ class DeviceLevels:
     """Grows the trees of one model.
 
     Args:
-        num_slots: of the model's cache. The last one is scratch: no tree has it.
-        scale: of the coupled score, in logits; 0: without the sampler's noise.
+        scale: scale of the coupled score, in logits; 0: without the sampler's noise.
+        num_slots: KV slots of the model's cache. The last one is scratch, in no tree.
+        dtype: type of the model's hidden states.
     """
 
     def __init__(
-        self, model: LaunchingModel, target: TargetInfo, scale: float, *, num_slots: int, device: torch.device
+        self,
+        model: LaunchingModel,
+        target: TargetInfo,
+        scale: float,
+        *,
+        num_slots: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
-        self.model, self.num_slots, self.device = model, num_slots, device
+        self.model, self.num_slots, self.device, self.dtype = model, num_slots, device, dtype
         self.block_size = target.block_size
         self.vocabulary = vocabulary_of(model, target)
         self._scale = scale

@@ -34,6 +34,7 @@ from foretoken.errors import PreconditionError
 from foretoken.models.device_batch import DeviceArrays, seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
+from foretoken.models.device_sizes import PassSizes
 from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
@@ -80,9 +81,7 @@ class _Sizes(NamedTuple):
 class _Stage:
     """The memory of one shape's graph. ``capacity``: blocks of a sequence; those of its tree stand behind them."""
 
-    def __init__(
-        self, shape: TreeShape, sizes: _Sizes, memory: ResidentMemory, levels: DeviceLevels, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, shape: TreeShape, sizes: _Sizes, memory: ResidentMemory, levels: DeviceLevels) -> None:
         seats, tokens = shape.trees, sizes.tokens
         device, rows = levels.device, shape.trees * sizes.tokens
         self.capacity = shape.blocks - sizes.tree_blocks
@@ -130,7 +129,7 @@ class _Stage:
             block_tables=tables,
             max_seq_rows=tokens,
         )
-        self.root_hidden = torch.zeros((seats, max(levels.model.hidden_size, 1)), dtype=dtype, device=device)
+        self.root_hidden = torch.zeros((seats, max(levels.model.hidden_size, 1)), dtype=levels.dtype, device=device)
         places = TreePlaces(begun["requests"], tables, begun["tree_starts"], begun["context_starts"])
         output = DraftOutput(
             memory.draft_tokens[:seats],
@@ -145,10 +144,8 @@ class ResidentDraft:
     """The runs of one attachment over one memory; one at a time.
 
     Args:
+        pass_sizes: the largest passes of the model; ``graphs``: whether drafts are captured.
         scratch: int32 [slots, blocks]; of the model's cache, for the trees.
-        pass_rows: the most of one pass of the model.
-        dtype: of the model's hidden states; the memory's may be another.
-        graphs: whether drafts are captured.
 
     Raises:
         PreconditionError: the memory is not of the target's sizes, or not where the model is.
@@ -158,21 +155,18 @@ class ResidentDraft:
         self,
         levels: DeviceLevels,
         target: TargetInfo,
+        pass_sizes: PassSizes,
         rows: DraftRows,
         scratch: Int32,
         memory: ResidentMemory,
         order: StreamOrder,
         figures: PassFigures,
-        *,
-        pass_rows: int,
-        dtype: torch.dtype,
-        graphs: bool,
     ) -> None:
         layout, width = memory.layout, levels.model.feature_width
-        if layout.seats > target.max_slots or layout.seats * layout.tokens > pass_rows:
+        if layout.seats > target.max_slots or layout.seats * layout.tokens > pass_sizes.rows:
             raise PreconditionError(
                 f"a step of {layout.seats} sequences, {layout.tokens} tokens each, is more than the drafter's "
-                f"{target.max_slots} slots and {pass_rows} rows"
+                f"{target.max_slots} slots and {pass_sizes.rows} rows"
             )
         if (width and layout.hidden_width != width) or levels.model.num_depths > 1:
             raise PreconditionError(
@@ -182,13 +176,13 @@ class ResidentDraft:
         if memory.stamp.device != torch.empty(0, device=levels.device).device:
             raise PreconditionError(f"memory on {memory.stamp.device}, and a drafter on {levels.device}")
         self._levels, self._target, self._rows, self._scratch = levels, target, rows, scratch
-        self._memory, self._order, self._figures, self._dtype = memory, order, figures, dtype
+        self._memory, self._order, self._figures = memory, order, figures
         self._sizes = _Sizes(layout.tokens, scratch.shape[1])
         # The trees of the last step of a run, for its reply.
         self._found = ResidentMemory.mirror(layout, pinned=levels.device.type == "cuda")
         self._wishes = kernel.new_trees(layout.seats, 2, 1)
         self._stages: dict[TreeShape, _Stage] = {}
-        self._graphs = DeviceGraphs(graphs and levels.device.type == "cuda")
+        self._graphs = DeviceGraphs(pass_sizes.graphs and levels.device.type == "cuda")
         # Of the run of the moment.
         self._stage: _Stage | None = None
         self._shape: TreeShape | None = None
@@ -327,7 +321,7 @@ class ResidentDraft:
             blocks=blocks,
         )
         if self._shape not in self._stages:
-            self._stages[self._shape] = _Stage(self._shape, self._sizes, self._memory, self._levels, self._dtype)
+            self._stages[self._shape] = _Stage(self._shape, self._sizes, self._memory, self._levels)
         self._stage = stage = self._stages[self._shape]
         capacity = stage.capacity
         stage.begun.wait()

@@ -98,12 +98,10 @@ class Placement(NamedTuple):
             DeviceGrowth,
             model,
             target,
-            max_blocks=self._table_blocks(target),
+            sizes=sizes,
             num_slots=self.cache_blocks(target) * target.block_size,
-            pass_rows=sizes.rows,
             device=self.backend.device,
             dtype=self.dtype,
-            graphs=self.graphs,
             warm=self.warm,
         )
         if not self.warm:
