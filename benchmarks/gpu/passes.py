@@ -28,7 +28,7 @@ import torch
 from benchmarks.gpu.bars import MIN_LEVEL_SHARE, MIN_VERIFY_SHARE
 from benchmarks.gpu.floor import StepBytes, measure_device, step_bytes
 from drafter_svc.model.head import HeadDrafter
-from drafter_svc.model.placement import Placement
+from drafter_svc.model.placement import ModelPlacement
 from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, TargetInfo
 from foretoken.models.backend import Backend, choose_backend, default_dtype
 from foretoken.models.batch import ForwardBatch
@@ -236,7 +236,7 @@ def measure_draft(
     """Prints the drafts' times; returns the share of a level of BAR_SHAPE."""
     (num_layers, hidden_size), sizes, bar_share = size, floor.sizes, 0.0
     began = time.perf_counter()
-    drafter = HeadDrafter("EAGLE3", head, placement=Placement(backend, default_dtype(backend)))
+    drafter = HeadDrafter("EAGLE3", head, placement=ModelPlacement(backend, default_dtype(backend)))
     drafter.attach(_info(model, num_layers, hidden_size), None)
     print(f"head attached in {time.perf_counter() - began:.1f} s", flush=True)
     generation = 0

@@ -20,7 +20,7 @@ from drafter_svc.checkpoint.target_folder import target_folder
 from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
 from drafter_svc.config import DrafterSettings
 from drafter_svc.model.drafter import ModelDrafter
-from drafter_svc.model.placement import ON_CPU, Placement, choose_placement
+from drafter_svc.model.placement import ON_CPU, ModelPlacement, choose_placement
 from drafter_svc.trees.growth import GrowthMaker
 from drafter_svc.trees.host_growth import HostGrowth
 from drafter_svc.trees.passes import DraftPasses
@@ -75,7 +75,7 @@ class HeadDrafter(ModelDrafter):
         target: Path | None = None,
         token_map: Path | None = None,
         threads: int = 1,
-        placement: Placement = ON_CPU,
+        placement: ModelPlacement = ON_CPU,
         coupled_noise: bool = True,
     ) -> None:
         """``path``: the head's folder; None for MTP, whose head is in the target's. ``target``: the target's folder,

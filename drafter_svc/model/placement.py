@@ -42,7 +42,7 @@ class LaunchedModel(DraftModel, Protocol):
     def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> PassOutput: ...
 
 
-class Placement(NamedTuple):
+class ModelPlacement(NamedTuple):
     """``graphs``: of CUDA, on a GPU; ``warm``: whether its kernels are compiled before the first request."""
 
     backend: Backend = CPU
@@ -143,11 +143,11 @@ def _scratch_batch(rows: int, target: TargetInfo) -> ForwardBatch:
     )
 
 
-ON_CPU = Placement()
+ON_CPU = ModelPlacement()
 
 
-def choose_placement(settings: DrafterSettings) -> Placement:
+def choose_placement(settings: DrafterSettings) -> ModelPlacement:
     """Raises ConfigError for a device that is not there."""
     backend = choose_backend(settings.device)
     dtype = default_dtype(backend) if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return Placement(backend, dtype, not settings.disable_cuda_graph)
+    return ModelPlacement(backend, dtype, not settings.disable_cuda_graph)

@@ -18,7 +18,7 @@ from drafter_svc.checkpoint.target_folder import target_folder
 from drafter_svc.checkpoint.tokenizer_match import check_same_tokenizer
 from drafter_svc.config import DrafterSettings
 from drafter_svc.model.drafter import ModelDrafter
-from drafter_svc.model.placement import ON_CPU, Placement, choose_placement
+from drafter_svc.model.placement import ON_CPU, ModelPlacement, choose_placement
 from drafter_svc.trees.growth import GrowthMaker
 from drafter_svc.trees.host_growth import HostGrowth
 from drafter_svc.trees.passes import DraftPasses, Float32
@@ -116,7 +116,7 @@ class StandaloneDrafter(ModelDrafter):
         *,
         target: Path | None = None,
         threads: int = 1,
-        placement: Placement = ON_CPU,
+        placement: ModelPlacement = ON_CPU,
         coupled_noise: bool = True,
     ) -> None:
         """``target``: the target's folder, where the verifier's is not visible here."""

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 from foretoken_kernels.cpu import draft_tree as kernel
-from foretoken_kernels.cpu.draft_levels import Places, Vocabulary
+from foretoken_kernels.cpu.draft_levels import DraftVocabulary, Places
 from numpy.typing import NDArray
 
 from drafter_svc.trees.figures import PassFigures
@@ -112,12 +112,12 @@ class GrowsFromMemory(Protocol):
 GrowthMaker = Callable[[float], Growth]
 
 
-def vocabulary_of(model: VocabularyOwner, target: TargetInfo) -> Vocabulary:
+def vocabulary_of(model: VocabularyOwner, target: TargetInfo) -> DraftVocabulary:
     """What a model may draft for a target."""
     size = model.draft_vocab_size
     if model.target_ids is None:
-        return Vocabulary(size, min(size, target.vocab_size), np.empty(0, np.int32))
-    return Vocabulary(size, size, np.array(model.target_ids, np.int32))
+        return DraftVocabulary(size, min(size, target.vocab_size), np.empty(0, np.int32))
+    return DraftVocabulary(size, size, np.array(model.target_ids, np.int32))
 
 
 def set_wishes(trees: kernel.Trees, request: DraftRequest, max_nodes: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from foretoken_kernels.cpu import draft_tree as kernel
 from foretoken_kernels.cpu.decoder import NUM_FIELDS, forward_function
-from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, LevelPass, Places, Vocabulary, growth_function
+from foretoken_kernels.cpu.draft_levels import NO_OUTPUT, DraftVocabulary, LevelPass, Places, growth_function
 from numpy.typing import NDArray
 
 from drafter_svc.trees.figures import PassFigures
@@ -383,7 +383,7 @@ def warm_up(*, bfloat16: bool) -> None:
     # Trees of depth 0: nothing is run.
     table, hidden = np.zeros((1, 1), np.int32), np.zeros((1, 0), np.float32)
     level = LevelPass(np.zeros(NUM_FIELDS, np.int64), np.zeros((1, 2), np.int64), 0, 1, NO_OUTPUT, 0, 1, (1, 1, 1, 1))
-    places, vocabulary = Places(table, one, table, 1), Vocabulary(2, 2, no_ids)
+    places, vocabulary = Places(table, one, table, 1), DraftVocabulary(2, 2, no_ids)
     growth_function()(trees, one, places, beams, level, hidden, hidden, vocabulary, one, COUPLING_SCALE)
     kernel.emit_trees(trees, one, np.zeros(2, np.int32), one.copy(), one.copy(), np.zeros(1, np.float32))
     forward_function(bfloat16)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from drafter_svc.model.placement import Placement
+from drafter_svc.model.placement import ModelPlacement
 from foretoken.models.backend import Backend
 from tests.drafter_svc.device import test_resident_draft
 from tests.support import resident_play
@@ -66,7 +66,7 @@ def main(folder: Path, depth: int, branches: int) -> None:
     resident_play.TOKENS, resident_play.NODES, resident_play.SEATS = depth + 1, nodes, SEATS
     test_resident_draft.NODES, test_resident_draft.SEATS = nodes, SEATS
     resident_play.NUM_BLOCKS = test_resident_draft.NUM_BLOCKS = NUM_BLOCKS
-    placement = Placement(Backend("gpu", torch.device("cpu")), torch.float32, graphs=False, warm=True)
+    placement = ModelPlacement(Backend("gpu", torch.device("cpu")), torch.float32, graphs=False, warm=True)
     drafter, target, width = test_resident_draft.make("EAGLE3", folder, placement)
     found.phase = "attach"
     # Room for a table as wide as those of long contexts are.

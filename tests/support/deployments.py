@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drafter_svc.model.head import HeadDrafter
-from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.model.placement import ON_CPU, ModelPlacement
 from drafter_svc.model.standalone import StandaloneDrafter
 from drafter_svc.ngram.drafter import NgramDrafter
 from drafter_svc.ngram.settings import NgramSettings
@@ -130,7 +130,7 @@ class Target:
         self.references[name] = kind(folder, self.folder)
         self.head_folders[name] = folder
 
-    def drafter(self, algorithm: str, placement: Placement = ON_CPU) -> Drafter:
+    def drafter(self, algorithm: str, placement: ModelPlacement = ON_CPU) -> Drafter:
         if algorithm == "NGRAM":
             return NgramDrafter(NgramSettings(capacity=20_000))
         if algorithm == "STANDALONE":

@@ -13,7 +13,7 @@ import uvloop
 
 from drafter_svc.config import DrafterSettings
 from drafter_svc.model.head import HeadDrafter
-from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.model.placement import ON_CPU, ModelPlacement
 from drafter_svc.server import serve
 from foretoken.models.backend import Backend
 
@@ -21,6 +21,8 @@ if __name__ == "__main__":
     address, target, head, kernels, device = sys.argv[1:]
     placement = ON_CPU
     if kernels == "gpu":
-        placement = Placement(Backend("gpu", torch.device(device)), torch.float32, graphs=False, warm=device == "cuda")
+        placement = ModelPlacement(
+            Backend("gpu", torch.device(device)), torch.float32, graphs=False, warm=device == "cuda"
+        )
     drafter = HeadDrafter("EAGLE", Path(head), target=Path(target), placement=placement)
     uvloop.run(serve(DrafterSettings(name="eagle", address=address), lambda: drafter))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drafter_svc.model.placement import Placement
+from drafter_svc.model.placement import ModelPlacement
 from foretoken.models.backend import Backend
 from foretoken.models.device_sizes import PassSizes
 from foretoken.resident import StreamOrder
@@ -71,7 +71,7 @@ def harness(
     plain = make_step(plain_memory(MAX_RUNNING, backend.device), StreamOrder())
     run_ahead = RunAhead(make_step, plain, timeout_s=TIMEOUT_S)
     # In the interpreter there is nothing to compile.
-    placement = Placement(backend, getattr(torch, dtype), graphs, warm=device == "cuda")
+    placement = ModelPlacement(backend, getattr(torch, dtype), graphs, warm=device == "cuda")
     drafters = {name.lower(): target.drafter(name, placement) for name in algorithms}
     made = target.harness(
         drafters,

@@ -72,7 +72,7 @@ class Places(NamedTuple):
     block_size: int
 
 
-class Vocabulary(NamedTuple):
+class DraftVocabulary(NamedTuple):
     """The tokens that may be drafted.
 
     Attributes:
@@ -95,7 +95,7 @@ def _grow_levels(
     level: LevelPass,
     root_hidden: Float32,
     beam_hidden: Float32,
-    vocabulary: Vocabulary,
+    vocabulary: DraftVocabulary,
     all_rows: Int32,
     scale: float,
 ) -> int:

@@ -15,7 +15,7 @@ from benchmarks.gpu.checkpoint import SHAPES, random_eagle3, random_target
 from benchmarks.gpu.floor import StepBytes
 from benchmarks.gpu.passes import DraftTimes, Floor, draft_request, draft_times
 from drafter_svc.model.head import HeadDrafter
-from drafter_svc.model.placement import Placement
+from drafter_svc.model.placement import ModelPlacement
 from foretoken.drafting import DraftBatch, DraftRequest
 from foretoken.models.backend import Backend
 
@@ -37,7 +37,7 @@ def test_graphs_are_timed_and_leave_what_they_left(
     random_target(tmp_path / "target", SHAPES["tiny"])
     random_eagle3(tmp_path / "eagle3", tmp_path / "target", draft_vocab_size=500)
     shape = SHAPES["tiny"]
-    placement = Placement(Backend("gpu", torch.device(device)), torch.float32, warm=False)
+    placement = ModelPlacement(Backend("gpu", torch.device(device)), torch.float32, warm=False)
     num_launches = 0
 
     def measure(launch: Callable[[], object]) -> float:

@@ -14,7 +14,7 @@ import torch
 from drafter_svc.device import resident_draft
 from drafter_svc.device.resident_draft import ResidentDraft
 from drafter_svc.model.head import HeadDrafter
-from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.model.placement import ON_CPU, ModelPlacement
 from drafter_svc.model.standalone import StandaloneDrafter
 from drafter_svc.trees import passes as draft_passes
 from foretoken.drafter import DraftsResident
@@ -42,7 +42,7 @@ KINDS = ["EAGLE", "EAGLE3", "MTP", "STANDALONE"]
 TEMPERATURE = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
 
 
-def make(kind: str, folder: Path, placement: Placement) -> tuple[HeadDrafter | StandaloneDrafter, TargetInfo, int]:
+def make(kind: str, folder: Path, placement: ModelPlacement) -> tuple[HeadDrafter | StandaloneDrafter, TargetInfo, int]:
     """A drafter, its target, and the width of its features."""
     target = folder / "target"
     sizes: dict[str, Any] = {"max_slots": SEATS + 2, "max_nodes": NODES, "num_blocks": NUM_BLOCKS}
@@ -60,9 +60,9 @@ def make(kind: str, folder: Path, placement: Placement) -> tuple[HeadDrafter | S
     return drafter, target_info(**sizes), 3 * HIDDEN if is_eagle3 else HIDDEN
 
 
-def on(device: str) -> Placement:
+def on(device: str) -> ModelPlacement:
     """In the interpreter there is nothing to compile."""
-    return Placement(
+    return ModelPlacement(
         Backend("gpu", torch.device(device)), torch.float32, graphs=device == "cuda", warm=device == "cuda"
     )
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from drafter_svc.model.head import HeadDrafter
-from drafter_svc.model.placement import ON_CPU, Placement
+from drafter_svc.model.placement import ON_CPU, ModelPlacement
 from foretoken.drafter import Drafter
 from foretoken.drafting import TargetInfo
 from foretoken.errors import PreconditionError
@@ -182,7 +182,7 @@ def test_so_does_one_in_the_process(
     folder: Path, target: TargetInfo, expected: Trees, gpu: Backend, of_target: Kernels, of_drafter: Kernels
 ) -> None:
     runner = runner_of(of_target, folder, gpu)
-    placement = ON_CPU if of_drafter == "cpu" else Placement(gpu, torch.float32, graphs=False, warm=False)
+    placement = ON_CPU if of_drafter == "cpu" else ModelPlacement(gpu, torch.float32, graphs=False, warm=False)
     drafter = HeadDrafter("EAGLE", folder / "head", placement=placement)
     client = InProcessClient("eagle", drafter, target, EPOCH, weights=runner.target_weights)
     client.start()
