@@ -1,6 +1,7 @@
-"""The table of drafters: a row for each algorithm, from which names, settings, flags, checks and messages follow.
+"""The table of algorithms, from which names, settings, flags, checks and messages follow.
 
-A new drafter is one file, which implements foretoken.drafter.Drafter, and one row in ``ALGORITHMS``.
+A new drafter is one file, which implements foretoken.drafter.Drafter, and one row in
+``ALGORITHMS``.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ if TYPE_CHECKING:
 class Algorithm:
     """A row of the table.
 
-    ``maker``, ``checker`` and ``options`` name something in another module as ``module:name``. It is imported when it
-    is used: an n-gram drafter loads no torch, and the command line no compiled code.
+    ``maker``, ``checker`` and ``options`` name something in another module as ``module:name``. It
+    is imported when it is used: an n-gram drafter loads no torch, and the command line no compiled
+    code.
 
     Attributes:
         name: in capitals, as ``--algorithm`` takes it.
         maker: a function that makes the drafter from DrafterSettings.
         aliases: other names of the same algorithm.
-        settings: keys of ``--drafter``, and settings of ``foretoken drafter``, that it takes and some others do not.
+        settings: keys of ``--drafter``, and settings of ``foretoken drafter``, that it takes and
+            some others do not.
         needs_model: whether the user must name the folder of a head or model.
         checker: a function that checks the model's files without reading a weight.
         options: a settings class; its fields are flags ``--speculative-NAME-...``. Every command
@@ -58,7 +61,7 @@ class Algorithm:
         return "device" in self.settings
 
     def check_files(self, model: Path | None, target: Path) -> None:
-        """Check the folder of the model, or the target's if the model is part of it, without reading a weight.
+        """Check the folder of the model, or of the target that has it, without reading a weight.
 
         Raises:
             CheckpointError: the folder cannot be read, or holds no such model.
@@ -72,7 +75,7 @@ class Algorithm:
         return resolve_name(self.options) if self.options else None
 
     def misfit(self, given: Collection[str]) -> tuple[str, str] | None:
-        """Return a setting that is missing or has no effect, and what is wrong with it; None if all fit.
+        """Return a setting that is missing or has no effect, and the problem; None if all fit.
 
         ``given``: the settings that are off their defaults, of those in ``all_keys``.
         """

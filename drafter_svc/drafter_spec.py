@@ -50,7 +50,10 @@ def parse_spec(text: str) -> DrafterSpec:
 
 
 def spec_text(spec: DrafterSpec) -> str:
-    """Return the flag's value that parses to ``spec``. Raises ConfigError if a value has a comma."""
+    """Return the flag's value that parses to ``spec``.
+
+    Raises ConfigError if a value has a comma.
+    """
     given = spec.model_dump(exclude_defaults=True)
     for key, value in given.items():
         if "," in str(value):

@@ -1,4 +1,4 @@
-"""A drafter process: builds the drafter, serves it, stops cleanly."""
+"""A drafter process: makes the drafter, serves it and stops cleanly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protos import drafter_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-# Seconds that calls in progress may take at a stop; streams are ended before.
+# Seconds that running calls may take at a stop; streams have ended by then.
 STOP_GRACE_S = 1.0
 
 
@@ -39,9 +39,10 @@ def run(settings: DrafterSettings) -> None:
 
 
 async def serve(settings: DrafterSettings, make: Callable[[], Drafter], spin_us: int | None = None) -> None:
-    """Serve the drafter that ``make`` gives until SIGTERM or SIGINT; it is made and used in a thread of its own.
+    """Make a drafter and serve it, in a thread of its own, until SIGTERM or SIGINT.
 
-    ``spin_us``: microseconds to watch for the next request before the thread blocks; None: ``default_spin_us``.
+    ``spin_us``: microseconds to watch for the next request before the thread blocks; None:
+    ``default_spin_us``.
     """
     with rpc.stop_signals() as stop:
         server = rpc.async_server()
@@ -58,7 +59,8 @@ async def serve(settings: DrafterSettings, make: Callable[[], Drafter], spin_us:
             await asyncio.wait((stopped, warm), return_when=asyncio.FIRST_COMPLETED)
             if warm.done():
                 warm.result()
-                # What start-up made stays: a collection in the middle of a draft then walks over little.
+                # The objects of the start stay: later collections, in the middle of a draft, skip
+                # them.
                 gc.collect()
                 gc.freeze()
                 await health.mark(True)
@@ -67,7 +69,7 @@ async def serve(settings: DrafterSettings, make: Callable[[], Drafter], spin_us:
             logger.info("drafter %s stops", settings.name)
             await health.drain()
         finally:
-            # First the thread: it ends the attachment, and with it the stream.
+            # The thread first: it ends the attachment, and with it the stream.
             await asyncio.to_thread(thread.stop)
             await server.stop(STOP_GRACE_S)
             rpc.remove_socket(settings.address)

@@ -1,4 +1,4 @@
-"""DrafterService's rim: protobuf in and out. All work is the drafter thread's."""
+"""The gRPC service: translates protobuf. The drafter's thread does the work."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ SERVICE_NAME: str = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].fu
 
 
 class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
-    """Serves one drafter to one verifier at a time. Errors are ForetokenErrors: foretoken.rpc makes them statuses."""
+    """Serves one drafter to one verifier at a time.
+
+    Raises ForetokenErrors, which foretoken.rpc turns into gRPC statuses.
+    """
 
     def __init__(self, name: str, thread: DrafterThread) -> None:
-        """``name``: the drafter's, as configured."""
+        """``name``: the drafter's name in requests and metrics."""
         self._name = name
         self._thread = thread
 
@@ -71,7 +74,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
                         raise PreconditionError(f"epoch {request.epoch}, this attachment's is {attachment.epoch}")
                     yield batch_to_proto(await asyncio.wrap_future(self._thread.draft(attachment, request)))
         finally:
-            # Not awaited: this also runs when the verifier has gone and the call is cancelled.
+            # Not awaited: this also runs when the verifier is gone and the call is cancelled.
             self._thread.detach(attachment, "the verifier's stream ended")
 
     async def Release(self, request: drafter_pb2.ReleaseRequest, context: Any) -> drafter_pb2.ReleaseResponse:
@@ -97,7 +100,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         limits.check_name("name", request.name)
         token_ids = token_ids_from(request.token_ids)
         corpora = await self._corpora()
-        # Not in the drafter's thread: it drafts meanwhile.
+        # Not in the drafter's thread, which goes on drafting.
         info = await asyncio.to_thread(corpora.add, request.name, token_ids, append=request.append)
         return drafter_pb2.AddCorpusResponse(corpus=_corpus_to_proto(info))
 
@@ -137,7 +140,7 @@ def _target_of(message: drafter_pb2.TargetInfo) -> TargetInfo:
 async def _until_ended(
     requests: AsyncIterator[drafter_pb2.DraftRequest], attachment: Attachment
 ) -> AsyncGenerator[drafter_pb2.DraftRequest, None]:
-    """The stream's requests; raises UnavailableError when the attachment ends first."""
+    """Yield the stream's requests. Raises UnavailableError when the attachment ends first."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
 
@@ -146,13 +149,13 @@ async def _until_ended(
             ended.set_result(reason)
 
     def notify(future: Any) -> None:
-        # The loop may be closed when the drafter stops behind a stream that was cut off.
+        # The loop may be closed already if the drafter stops after the stream was cut off.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(end, future.result())
 
     attachment.ended.add_done_callback(notify)
     while True:
-        # anext is not a coroutine of every iterator, so it is wrapped.
+        # Wrapped, because not every iterator's anext is a coroutine.
         reading = asyncio.ensure_future(_next(requests))
         try:
             await asyncio.wait((reading, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -168,5 +171,5 @@ async def _until_ended(
 
 
 async def _next(requests: AsyncIterator[drafter_pb2.DraftRequest]) -> drafter_pb2.DraftRequest | None:
-    """The next request; None at the end of the stream."""
+    """Return the next request; None at the end of the stream."""
     return await anext(requests, None)

@@ -1,7 +1,8 @@
 """The drafter and the verifier that is attached to it.
 
-Knows no gRPC and no threads: all calls come from the drafter's thread. A drafter serves one verifier: when that
-verifier attaches again its earlier attachment ends, and another verifier is refused.
+Knows no gRPC and no threads: all calls come from the drafter's thread. A drafter serves one
+verifier: when that verifier attaches again its earlier attachment ends, and another verifier is
+refused.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Attachment:
 
 
 class Session:
-    """A drafter with its attachment, if there is one, and the arena that the attachment drafts over."""
+    """A drafter with its attachment, if there is one, and the attachment's arena."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -94,7 +95,10 @@ class Session:
             raise UnavailableError(f"the drafter failed: {error!r}") from error
 
     def serve_arena(self, peer: ArenaPeer) -> None:
-        """Answer the requests in the arena. Any error ends the attachment; a lost GPU context ends the process."""
+        """Answer the requests in the arena.
+
+        Any error ends the attachment; a lost GPU context ends the process.
+        """
         try:
             for request in peer.requests():
                 if isinstance(request, tuple):
@@ -116,8 +120,8 @@ class Session:
     def end(self, reason: str) -> None:
         """End the attachment, if there is one, and release the drafter's state of its sequences.
 
-        The drafter keeps device memory until its next ``attach``, because work that it has queued may still run.
-        Once the peer is closed, no queued work waits for the verifier.
+        The drafter keeps device memory until its next ``attach``, because work that it has queued
+        may still run. Once the peer is closed, no queued work waits for the verifier.
         """
         attachment, self.attachment = self.attachment, None
         peer, self.peer = self.peer, None

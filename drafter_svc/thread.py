@@ -1,4 +1,4 @@
-"""The one thread that owns the drafter: every call to it is made here, over whichever transport the request came.
+"""The one thread that owns the drafter and makes every call to it, for all transports.
 
 Knows no gRPC.
 """
@@ -24,10 +24,16 @@ Result = TypeVar("Result")
 
 
 class DrafterThread:
-    """Runs the drafter. Its methods may be called from any thread; their futures resolve in this one."""
+    """Runs the drafter.
+
+    Its methods may be called from any thread; their futures resolve in this one.
+    """
 
     def __init__(self, make_drafter: Callable[[], Drafter], spin_us: int | None = None) -> None:
-        """Start the thread. It calls ``make_drafter`` once. ``spin_us``: as for Waiter; None: ``default_spin_us``."""
+        """Start the thread.
+
+        It calls ``make_drafter`` once. ``spin_us``: as for Waiter; None: ``default_spin_us``.
+        """
         self._spin_us = default_spin_us() if spin_us is None else spin_us
         self._wake = Doorbell()
         self._commands: deque[tuple[Callable[[Session], Any], Future[Any]]] = deque()
@@ -45,20 +51,26 @@ class DrafterThread:
         return None if self._session is None else self._session.attachment
 
     def attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> Future[tuple[Attachment, str, bytes]]:
-        """Start an attachment; return it, the drafter's algorithm and, for an arena, the self-test's digest.
+        """Start an attachment. Return it, the algorithm and, for an arena, the self-test's digest.
 
-        ``arena_socket``: the path that hands over the arena; empty for the stream. Raises PreconditionError while
-        another verifier is attached, and the errors of ``ArenaPeer`` and ``Drafter.attach``. After an error the drafter
-        is not attached.
+        ``arena_socket``: the path that hands over the arena; empty for the stream. Raises
+        PreconditionError while another verifier is attached, and the errors of ``ArenaPeer`` and
+        ``Drafter.attach``. After an error the drafter is not attached.
         """
         return self._submit(lambda session: session.attach(epoch, target, arena_socket))
 
     def needs(self, target: TargetInfo) -> Future[DrafterNeeds]:
-        """Return what requests for this target must carry. Raises PreconditionError if they do not fit."""
+        """Return what requests for this target must carry.
+
+        Raises PreconditionError if they do not fit.
+        """
         return self._submit(lambda session: session.drafter.needs(target))
 
     def draft(self, attachment: Attachment, request: DraftRequest) -> Future[DraftBatch]:
-        """Draft for a stream. Raises UnavailableError if the attachment has ended, or if the drafter fails now."""
+        """Draft for a stream.
+
+        Raises UnavailableError if the attachment has ended, or if the drafter fails now.
+        """
         return self._submit(lambda session: session.draft(attachment, request))
 
     def release(self, epoch: int, slots: list[int]) -> Future[None]:
@@ -74,7 +86,10 @@ class DrafterThread:
         return self._submit(lambda session: session.drafter.algorithm)
 
     def corpora(self) -> Future[Corpora]:
-        """Return the drafter's corpora, for any thread. Raises PreconditionError if it holds none."""
+        """Return the drafter's corpora, for any thread.
+
+        Raises PreconditionError if it holds none.
+        """
         return self._submit(lambda session: session.corpora())
 
     def detach(self, attachment: Attachment, reason: str) -> Future[None]:
@@ -82,7 +97,7 @@ class DrafterThread:
         return self._submit(lambda session: session.detach(attachment, reason))
 
     def stop(self) -> None:
-        """End the attachment and the thread, and wait for it unless the drafter is still being made."""
+        """End the attachment and the thread; wait for it unless the drafter is still being made."""
         with self._lock:
             self._stopping = True
             self._wake.ring()

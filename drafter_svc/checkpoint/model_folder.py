@@ -25,7 +25,7 @@ def check_head_folder(algorithm: str, path: Path | None, target: Path) -> None:
     head = check_head(algorithm, path or target)
     num_features = len(head_features(head, config.num_layers))
     if head.family != "mtp":
-        # EAGLE's takes an embedding beside its one feature, EAGLE-3's its features alone.
+        # EAGLE reads an embedding and one hidden state, EAGLE-3 its hidden states only.
         wanted = config.hidden_size * (2 if head.family == "eagle" else num_features)
         name = head.stored_names["fc.weight"]
         *_, width = tensor_shape(tensor_files(path or target)[name], name)
@@ -34,7 +34,10 @@ def check_head_folder(algorithm: str, path: Path | None, target: Path) -> None:
 
 
 def check_map(path: Path, target: Path, head: Path) -> None:
-    """Check a token map. Raises ConfigError for a file that is none for this target, or a head that takes none."""
+    """Check a token map.
+
+    Raises ConfigError for a file that is none for this target, or a head that takes none.
+    """
     if head_config(head).draft_vocab_size is not None:
         raise ConfigError(f"{head} has an output head of its own, which has its own choice of tokens")
     try:
@@ -56,7 +59,7 @@ def check_head(algorithm: str, path: Path) -> HeadConfig:
 
 def check_draft_model(algorithm: str, path: Path | None, target: Path) -> None:
     """Check the folder of a model of the target's vocabulary. Raises as ``check_head_folder``."""
-    # Reads tokenizers, which a head does without.
+    # Imports the tokenizers library, which a head does without.
     from drafter_svc.checkpoint.tokenizer_match import check_same_tokenizer
 
     assert path is not None, f"settings of {algorithm} without a model"

@@ -1,4 +1,4 @@
-"""Where a drafter finds the files of the target that it was attached to."""
+"""Finds the files of the target that a drafter is attached to."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from foretoken.errors import PreconditionError
 
 
 def target_folder(target: TargetInfo, given: Path | None) -> Path:
-    """The target's checkpoint folder: ``given`` if there is one, else the verifier's, if it is visible here.
+    """Return the target's checkpoint folder: ``given``, or else the one that the verifier names.
 
     Raises:
-        PreconditionError: neither holds a config.json.
+        PreconditionError: the folder is not visible here, or holds no config.json.
     """
     if given is not None:
         if (given / "config.json").is_file():

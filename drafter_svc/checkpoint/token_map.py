@@ -1,4 +1,4 @@
-"""FR-Spec token maps: which target ids a head with a reduced vocabulary may draft (Zhao et al., arXiv 2502.14856)."""
+"""FR-Spec token maps: the target ids that a head may draft (Zhao et al., arXiv 2502.14856)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _PICKLES = (".pt", ".pth", ".bin", ".pkl")
 
 
 def load_token_map(path: Path) -> NDArray[np.int32]:
-    """int32 [draft vocabulary]; the target id of each draft id, in the file's order.
+    """Return int32 [draft vocabulary]: the target id of each draft id, in the file's order.
 
-    ``path``: safetensors with one flat tensor of integers, or a JSON list of ids.
+    ``path``: a safetensors file with one flat tensor of integers, or a JSON list of ids.
 
     Raises:
-        ConfigError: a file that is neither, or a map that is empty, has an id twice or one that is no id.
+        ConfigError: the file is neither, or its map is empty, repeats an id or holds an invalid
+            one.
     """
     if path.suffix in _PICKLES:
         raise ConfigError(f"{path}: a pickle is never loaded; make it safetensors with: foretoken convert")
@@ -35,12 +36,12 @@ def load_token_map(path: Path) -> NDArray[np.int32]:
         raise ConfigError(f"{path}: {wrong} is no token id")
     values, counts = np.unique(ids, return_counts=True)
     if (counts > 1).any():
-        raise ConfigError(f"{path}: token {values[counts > 1][0]} is there more than once")
+        raise ConfigError(f"{path}: token {values[counts > 1][0]} appears more than once")
     return ids.astype(np.int32)
 
 
 def check_token_map(token_map: NDArray[np.int32], vocab_size: int) -> None:
-    """Raises PreconditionError for an id beyond the target's vocabulary."""
+    """Check the ids of a map. Raises PreconditionError for an id beyond the target's vocabulary."""
     if token_map.max() >= vocab_size:
         raise PreconditionError(f"token map: token {token_map.max()} is not in the target's vocabulary of {vocab_size}")
 
@@ -51,7 +52,7 @@ def _read_safetensors(path: Path) -> NDArray[np.int64]:
             names = list(file.keys())
             if len(names) != 1:
                 raise ConfigError(f"{path}: expected one tensor, there are {len(names)}")
-            # numpy does not know all types of the format.
+            # numpy lacks some types of the format.
             shown = file.get_slice(names[0])
             if len(shown.get_shape()) != 1 or shown.get_dtype() not in _INTEGERS:
                 raise ConfigError(f"{path}: tensor {names[0]} is not a flat list of integers")
@@ -66,7 +67,7 @@ def _read_json(path: Path) -> NDArray[np.int64]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: neither safetensors nor JSON: {error}") from error
-    # bool is an int to Python, and JSON's numbers have no bounds.
+    # In Python a bool is an int, and numbers in JSON have no bounds.
     if not isinstance(content, list) or not all(type(item) is int and abs(item) < 2**62 for item in content):
         raise ConfigError(f"{path}: expected a JSON list of token ids")
     return np.array(content, np.int64)

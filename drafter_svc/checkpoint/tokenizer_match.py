@@ -1,4 +1,4 @@
-"""Whether two checkpoints mean the same text by each token id."""
+"""Checks that each token id means the same text in two checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from foretoken.errors import PreconditionError
 
 
 def check_same_tokenizer(draft_folder: Path, target_folder: Path) -> None:
-    """Raises PreconditionError that names both sizes or the first differing token, or the file that is missing."""
+    """Compare two tokenizers.
+
+    Raises PreconditionError that names the first difference or a missing file.
+    """
     draft, target = _texts(draft_folder), _texts(target_folder)
     for token_id in sorted(draft.keys() | target.keys()):
         ours, theirs = draft.get(token_id), target.get(token_id)

@@ -1,6 +1,6 @@
-"""Growth of draft trees on a GPU: all levels, the head's passes among them, are one CUDA graph.
+"""Growth of draft trees on a GPU: all levels, with the head's passes, are one CUDA graph.
 
-Between a request's arrival and its trees the host waits for the device once, for the trees.
+From a request to its trees the host waits for the device only once, for the trees.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WARM_DEPTH = 8
 
 
 class _Stage:
-    """The memory of one shape's graph: what the host says, the levels, and what the host learns."""
+    """The memory of one shape's graph: the host's request, the levels, and the trees."""
 
     def __init__(self, shape: TreeShape, levels: DeviceLevels) -> None:
         trees, _, _, nodes, num_blocks, _ = shape
@@ -68,7 +68,8 @@ class DeviceGrowth:
 
     Args:
         scale: scale of the coupled score, in logits; 0: without the sampler's noise.
-        sizes: the largest passes of the model; ``graphs``: whether growth is captured as a CUDA graph.
+        sizes: the largest passes of the model; ``graphs``: whether growth is captured as a CUDA
+            graph.
         num_slots: KV slots of the model's cache. The last one is scratch, in no tree.
         dtype: type of the model's hidden states.
         warm: whether the kernels that draft from device memory are compiled as soon as it is set.
@@ -88,20 +89,20 @@ class DeviceGrowth:
     ) -> None:
         self._model, self._target, self._sizes, self._is_warm = model, target, sizes, warm
         self._levels = DeviceLevels(model, target, scale, num_slots=num_slots, device=device, dtype=dtype)
-        # What the rows want, in the form that the CPU's growth takes too; no tree stands in it.
+        # The rows' tree requests, in the same form as on the CPU; it holds no tree.
         self.trees = kernel.new_trees(ROWS_PER_SLOT * target.max_slots, 2, 1)
         self._root_logits = torch.zeros((target.max_slots, model.draft_vocab_size), dtype=torch.float32, device=device)
         self._root_hidden = torch.zeros((target.max_slots, max(model.hidden_size, 1)), dtype=dtype, device=device)
         self._ends = PinnedBuffers({"ends": ((target.max_slots,), torch.int32)}, device)
         self._stages: dict[TreeShape, _Stage] = {}
         self._graphs = DeviceGraphs(sizes.graphs and device.type == "cuda")
-        # Of the request of the moment: its drafted rows, and the stage that holds their trees.
+        # The current request's drafted rows, and the stage that holds their trees.
         self._rows = np.empty(0, np.int32)
         self._stage: _Stage | None = None
 
     @torch.inference_mode()
     def offer_roots(self, output: PassOutput, rows: Int32, ends: list[int], first: int) -> None:
-        """Keep what the roots' children come from: the next pass writes over it."""
+        """Copy the roots' logits and hidden states, which the next pass overwrites."""
         last = first + len(rows)
         self._root_logits[first:last].copy_(output.logits[: len(rows)])
         if self._model.hidden_size:
@@ -143,11 +144,11 @@ class DeviceGrowth:
         return draft
 
     def warm_up(self, output: PassOutput, scratch_block: int, block_size: int) -> None:
-        """Compile the kernels of all shapes of trees, so that no request waits for a compiler.
+        """Compile the kernels of all tree shapes, so that no request waits for a compiler.
 
         Args:
-            output: of a pass of one row.
-            scratch_block: of the cache; written to.
+            output: output of a pass with one row.
+            scratch_block: a block of the cache that may be overwritten.
         """
         trees, row = self.trees, np.zeros(1, np.int32)
         tables = np.full((1, self._sizes.blocks), scratch_block, np.int32)
@@ -164,7 +165,7 @@ class DeviceGrowth:
         self._stage, self._rows = None, np.empty(0, np.int32)
 
     def _ask(self, stage: _Stage, rows: Int32, places: Places) -> None:
-        """Bring over what the rows want; trees that only fill up the shape want nothing."""
+        """Send the rows' tree requests; trees that only pad the shape want nothing."""
         count = len(rows)
         stage.asked.wait()
         host = stage.asked.host
@@ -176,12 +177,12 @@ class DeviceGrowth:
         stage.asked.send()
 
     def _launch(self, stage: _Stage) -> None:
-        """The whole of one growth; captured."""
+        """Launch one growth; this is what is captured."""
         num_trees = len(stage.levels.trees.requests)
         self._levels.launch(stage.levels, self._root_logits[:num_trees], self._root_hidden[:num_trees])
 
 
 def _warm_depths(branches: int) -> list[int]:
-    """The deepest trees of each kind that the kernels tell apart."""
+    """Return a depth for each kind of tree that the kernels distinguish."""
     deepest = min(_WARM_DEPTH, deepest_tree(branches))
     return list({padded_candidates(branches, depth): depth for depth in range(1, deepest + 1)}.values())

@@ -1,6 +1,6 @@
-"""The levels of draft trees on a GPU: from the roots' logits to finished trees, without a word to the host.
+"""The levels of draft trees on a GPU: from the roots' logits to finished trees, without the host.
 
-All of it may be captured in a CUDA graph, with whatever the roots' logits come from before it.
+All of it may be captured in a CUDA graph, together with the pass that computes the roots' logits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from foretoken.tree import Int32
 
 
 class LaunchingModel(VocabularyOwner, Protocol):
-    """A draft model on a GPU: foretoken.models.device_draft_head.DeviceDraftHead, or a DeviceStandaloneModel."""
+    """A draft model on a GPU: DeviceDraftHead of foretoken.models, or a DeviceStandaloneModel."""
 
     num_depths: int
     hidden_size: int
@@ -43,8 +43,16 @@ class LaunchingModel(VocabularyOwner, Protocol):
 
 
 class TreeShape(NamedTuple):
-    """What a graph is captured for: trees, branches of a node, levels, nodes of a tree, blocks of a row's table, and
-    whether any row has top-k, top-p or min-p."""
+    """The shape that a graph is captured for.
+
+    Attributes:
+        trees: number of trees.
+        branches: children of a node.
+        depth: levels of a tree.
+        nodes: nodes of a tree.
+        blocks: blocks of a row's block table.
+        filtered: whether any row has top-k, top-p or min-p.
+    """
 
     trees: int
     branches: int
@@ -54,24 +62,24 @@ class TreeShape(NamedTuple):
     filtered: bool
 
     @staticmethod
-    def of(wishes: kernel.Trees, rows: Int32, *, trees: int, nodes: int, blocks: int) -> TreeShape:
-        """The smallest that holds what ``rows`` of ``wishes`` want, as far as a tree's beams go."""
-        shapes = wishes.shapes[rows]
+    def of(requested: kernel.Trees, rows: Int32, *, trees: int, nodes: int, blocks: int) -> TreeShape:
+        """Return the smallest shape for the tree requests of ``rows``, as far as beams go."""
+        shapes = requested.shapes[rows]
         wanted = max(int(shapes[:, kernel.MAX_BRANCHES].max()), 1)
         branches = min(1 << (wanted - 1).bit_length(), MAX_BRANCHES)
         depth = min(max(int(shapes[:, kernel.MAX_DEPTH].max()), 1), deepest_tree(branches))
-        return TreeShape(trees, branches, depth, nodes, blocks, _is_filtered(wishes, rows))
+        return TreeShape(trees, branches, depth, nodes, blocks, _is_filtered(requested, rows))
 
 
-def _is_filtered(wishes: kernel.Trees, rows: Int32) -> bool:
-    """Whether logits are to be cut: only where there is a temperature."""
-    filters, top_ks = wishes.filters[rows], wishes.shapes[rows, kernel.TOP_K]
+def _is_filtered(requested: kernel.Trees, rows: Int32) -> bool:
+    """Return whether the logits of any row are cut, which needs a temperature."""
+    filters, top_ks = requested.filters[rows], requested.shapes[rows, kernel.TOP_K]
     cut = (top_ks > 0) | (filters[:, kernel.TOP_P] < 1) | (filters[:, kernel.MIN_P] > 0)
     return bool((cut & (filters[:, kernel.TEMPERATURE] > 0)).any())
 
 
-def write_requests(requests: Int32, wishes: kernel.Trees, rows: Int32) -> None:
-    """What ``rows`` of ``wishes`` want as the first rows of DraftTrees.requests; the rest of it wants nothing."""
+def write_requests(requests: Int32, requested: kernel.Trees, rows: Int32) -> None:
+    """Write the tree requests of ``rows`` to the first ``requests``, and clear the others."""
     count = len(rows)
     requests[:] = 0
     for name, source in (
@@ -82,19 +90,19 @@ def write_requests(requests: Int32, wishes: kernel.Trees, rows: Int32) -> None:
         (column.CHOICE_INDEX, kernel.CHOICE_INDEX),
         (column.TOP_K, kernel.TOP_K),
     ):
-        requests[:count, name] = wishes.shapes[rows, source]
-    requests[:count, column.FIRST_SLOT] = wishes.counts[rows, kernel.FIRST_SLOT]
-    requests[:count, column.SEED_LOW : column.SEED_HIGH + 1] = wishes.seeds[rows].view(np.int32).reshape(-1, 2)
+        requests[:count, name] = requested.shapes[rows, source]
+    requests[:count, column.FIRST_SLOT] = requested.counts[rows, kernel.FIRST_SLOT]
+    requests[:count, column.SEED_LOW : column.SEED_HIGH + 1] = requested.seeds[rows].view(np.int32).reshape(-1, 2)
     for name, source in (
         (column.TEMPERATURE, kernel.TEMPERATURE),
         (column.TOP_P, kernel.TOP_P),
         (column.MIN_P, kernel.MIN_P),
     ):
-        requests[:count, name] = wishes.filters[rows, source].view(np.int32)
+        requests[:count, name] = requested.filters[rows, source].view(np.int32)
 
 
 class TreePlaces(NamedTuple):
-    """Where the trees of one shape stand, in device memory.
+    """Requests and cache positions of the trees of one shape, in device memory.
 
     Attributes:
         requests: int32 [trees, NUM_COLUMNS].
@@ -110,7 +118,7 @@ class TreePlaces(NamedTuple):
 
 
 class LevelMemory:
-    """What the levels of one shape work in."""
+    """The working memory of the levels of one shape."""
 
     def __init__(
         self,
@@ -123,13 +131,14 @@ class LevelMemory:
         trees, branches, depth, _, _, self.filtered = shape
         self.places, self.output = places, output
         self.trees: DraftTrees = new_draft_trees(trees, branches, depth, device)._replace(requests=places.requests)
-        # Of a multiple of four trees all arrays are aligned: for other numbers the kernels would be compiled anew.
+        # For a multiple of four trees all arrays are aligned; otherwise Triton would compile the
+        # kernels again.
         self.beams: DraftBeams = new_draft_beams(-(-trees // 4) * 4, branches, device).first(trees)
         self.workspace: OfferWorkspace = gpu.offer_workspace(trees, branches, draft_vocab_size, device)
         self.all_rows = torch.arange(trees * branches, dtype=torch.int32, device=device)
 
     def arrays(self, module: int) -> DeviceArrays:
-        """The beams as the rows of a pass of one of the model's modules."""
+        """Return the beams as the rows of a pass of one of the model's modules."""
         beams = self.beams
         return DeviceArrays(
             masks=beams.masks,
@@ -142,7 +151,8 @@ class LevelMemory:
             tree_starts=self.places.tree_starts,
             context_starts=self.places.context_starts[module],
             block_tables=self.places.block_tables,
-            # One beam too has ancestors, which attention expects of sequences of more than one row alone.
+            # A single beam has ancestors too, which attention expects only of sequences with
+            # several rows.
             max_seq_rows=max(self.trees.max_branches, 2),
         )
 
@@ -174,14 +184,17 @@ class DeviceLevels:
         self._target_ids = torch.from_numpy(ids).to(device) if len(ids) else None
 
     def memory(self, shape: TreeShape, places: TreePlaces, output: DraftOutput) -> LevelMemory:
+        """Allocate the working memory of one shape."""
         return LevelMemory(shape, places, output, self.vocabulary.size, self.device)
 
     def launch(self, memory: LevelMemory, logits: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Trees from the roots on, into the memory's output.
+        """Grow trees from the roots on and write them to the memory's output.
 
         Args:
-            logits: float32 [trees, draft vocabulary]; the roots'. The model's own buffer will do.
-            hidden: [trees, hidden_size]; the roots', not in a buffer of the model.
+            logits: float32 [trees, draft vocabulary]; the roots' logits; may be the model's own
+                buffer.
+            hidden: [trees, hidden_size]; the roots' hidden states, in a buffer that the model does
+                not use.
         """
         model, trees, beams = self.model, memory.trees, memory.beams
         num_modules = model.num_depths
@@ -226,7 +239,10 @@ class FoundTrees(NamedTuple):
 
 
 def batch_of(request: DraftRequest, roots: Int32, rows: Int32, found: FoundTrees | None) -> DraftBatch:
-    """The reply to a request: tree i of ``found`` is that of row ``rows[i]``, all other rows are their ``roots``."""
+    """Return the reply to a request.
+
+    Row ``rows[i]`` gets tree i of ``found``; other rows get only their root.
+    """
     counts = np.ones(request.num_rows, np.int32)
     if found is not None:
         counts[rows] = np.maximum(np.minimum(found.num_nodes[: len(rows)], found.tokens.shape[1]), 1)

@@ -27,8 +27,8 @@ from foretoken_kernels.resident_state import NO_SLOT, StepResults
 
 from drafter_svc.device.levels import DeviceLevels, FoundTrees, TreePlaces, TreeShape, batch_of, write_requests
 from drafter_svc.trees.figures import PassFigures
-from drafter_svc.trees.growth import set_wishes
-from drafter_svc.trees.rows import DraftRows, DraftSequence, ToldRow, told_rows
+from drafter_svc.trees.growth import set_tree_requests
+from drafter_svc.trees.rows import DraftRows, DraftSequence, SentRow, sent_rows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.device_batch import DeviceArrays, seq_bucket, table_bucket
@@ -180,7 +180,7 @@ class ResidentDraft:
         self._sizes = _Sizes(layout.tokens, scratch.shape[1])
         # The trees of the last step of a run, for its reply.
         self._found = ResidentMemory.mirror(layout, pinned=levels.device.type == "cuda")
-        self._wishes = kernel.new_trees(layout.seats, 2, 1)
+        self._tree_requests = kernel.new_trees(layout.seats, 2, 1)
         self._stages: dict[TreeShape, _Stage] = {}
         self._graphs = DeviceGraphs(pass_sizes.graphs and levels.device.type == "cuda")
         # Of the run of the moment.
@@ -211,7 +211,7 @@ class ResidentDraft:
             self._number = step.number
             self._read_ready()
             if len(request.block_ids):
-                self._append_blocks(told_rows(request))
+                self._append_blocks(sent_rows(request))
         self._launch(step.number, is_last=step.is_last)
         self._figures.rows += request.num_rows
         self._figures.drafted_rows += sum(seat.is_drafted and seat.wants_tree for seat in self._seats)
@@ -238,7 +238,7 @@ class ResidentDraft:
     def warm_up(self) -> None:
         """Compile the kernels, over memory that nobody uses yet: what is written there is stamped as no step's."""
         # Chains: wider trees share the kernels of ordinary requests.
-        shapes = self._wishes.shapes
+        shapes = self._tree_requests.shapes
         shapes[:] = 0
         shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = max(self._memory.layout.tokens - 1, 1), 1
         count = 1
@@ -252,11 +252,11 @@ class ResidentDraft:
         self._stage, self._shape, self._seats = None, None, []
 
     def _begin(self, request: DraftRequest) -> None:
-        set_wishes(self._wishes, request, min(self._target.max_nodes, self._memory.layout.nodes))
-        told = told_rows(request)
-        self._seats = [_Seat(row.slot) for row in told]
-        for seat, row in zip(self._seats, told, strict=True):
-            seat.wants_tree = bool(self._wishes.shapes[row.row, kernel.MAX_DEPTH] > 0)
+        set_tree_requests(self._tree_requests, request, min(self._target.max_nodes, self._memory.layout.nodes))
+        sent = sent_rows(request)
+        self._seats = [_Seat(row.slot) for row in sent]
+        for seat, row in zip(self._seats, sent, strict=True):
+            seat.wants_tree = bool(self._tree_requests.shapes[row.row, kernel.MAX_DEPTH] > 0)
             sequence = self._rows.known(row)
             if sequence is None:
                 continue
@@ -284,11 +284,11 @@ class ResidentDraft:
         self._rows.release(seat.slot)
         seat.sequence, seat.is_drafted = None, False
 
-    def _append_blocks(self, told: list[ToldRow]) -> None:
+    def _append_blocks(self, sent: list[SentRow]) -> None:
         stage = self._stage
         assert stage is not None
         grown: list[tuple[int, int]] = []
-        for index, row in enumerate(told):
+        for index, row in enumerate(sent):
             seat = self._seats[index]
             first = seat.num_blocks
             self._name_blocks(seat, row.block_ids)
@@ -314,7 +314,7 @@ class ResidentDraft:
         least = min(table_bucket(named + _ROOM_BLOCKS), self._rows.max_blocks) + self._sizes.tree_blocks
         blocks = -(-least // _TABLE_STEP) * _TABLE_STEP
         self._shape = TreeShape.of(
-            self._wishes,
+            self._tree_requests,
             all_rows,
             trees=min(seq_bucket(len(seats)), layout.seats),
             nodes=layout.nodes,
@@ -328,7 +328,7 @@ class ResidentDraft:
         stage.tables.wait()
         host, tables = stage.begun.host, stage.tables.host["block_tables"]
         requests, max_nodes = host["requests"], host["max_nodes"]
-        write_requests(requests, self._wishes, all_rows)
+        write_requests(requests, self._tree_requests, all_rows)
         requests[:, column.MAX_NODES] = max_nodes[:] = 0
         requests[:, column.LENGTH] = NO_LENGTH
         requests[:, column.FIRST_SLOT] = host["tree_starts"][:] = capacity * size
@@ -343,7 +343,7 @@ class ResidentDraft:
             requests[index, column.LENGTH] = sequence.length
             requests[index, column.ROOT_TOKEN] = sequence.tokens[sequence.length - 1]
             if seat.is_drafted:
-                max_nodes[index] = max(int(self._wishes.shapes[index, kernel.MAX_NODES]), 1)
+                max_nodes[index] = max(int(self._tree_requests.shapes[index, kernel.MAX_NODES]), 1)
                 host["context_starts"][0, index] = sequence.valid_start
                 tables[index, : seat.num_blocks] = sequence.table[: seat.num_blocks]
         stage.begun.send()

@@ -1,4 +1,4 @@
-"""What all drafters with a model do alike once they are attached."""
+"""The part that all drafters with a model share: what they do once they are attached."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from foretoken.resident import ResidentMemory, StreamOrder
 
 
 class ModelDrafter:
-    """The half of a ``foretoken.drafter.Drafter`` that ``attach`` of a subclass sets up with ``_begin``."""
+    """Base of a ``foretoken.drafter.Drafter``. A subclass's ``attach`` calls ``_begin``."""
 
     def __init__(self) -> None:
         self._passes: DraftPasses | None = None
 
     def _begin(self, passes: DraftPasses) -> None:
-        """Go on with no sequence."""
+        """Use these passes from now on; they know no sequence yet."""
         self._passes = passes
 
     def draft(self, request: DraftRequest) -> DraftBatch:
-        """Write the entries of the new tokens, as far as a request goes, then propose a tree for each row."""
+        """Write KV entries of the new tokens, within a budget, and propose a tree for each row."""
         assert self._passes is not None, "not attached"
         return self._passes.draft(request)
 
     def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
-        """As DraftsResident's. Raises PreconditionError for a drafter that its needs name no device of, or memory that
-        is not of its attachment's sizes."""
+        """Draft from this memory on request, as DraftsResident says.
+
+        Raises PreconditionError for a drafter on the CPU, or memory of other sizes than the
+        target's.
+        """
         assert self._passes is not None, "not attached"
         self._passes.set_resident(memory, order)
 

@@ -1,6 +1,6 @@
-"""EAGLE, EAGLE-3 and MTP: a head that goes on from the target's hidden states drafts trees.
+"""EAGLE, EAGLE-3 and MTP: a head that continues from the target's hidden states drafts trees.
 
-The head's loading and arithmetic are foretoken.models.draft_head's.
+foretoken.models.draft_head loads and computes the head.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Slot 0 has no entry: it would need the target's state before the first token.
+# KV slot 0 has no entry: it would need the target's hidden state before the first token.
 FIRST_POSITION = 1
 
 
 def make_drafter(settings: DrafterSettings) -> HeadDrafter:
-    """Make the drafter of a head, its kernels compiled. Raises ConfigError or CheckpointError as HeadDrafter."""
+    """Make the drafter of a head, its kernels compiled.
+
+    Raises ConfigError or CheckpointError as HeadDrafter.
+    """
     placement = choose_placement(settings)
     drafter = HeadDrafter(
         settings.algorithm,
@@ -63,8 +66,8 @@ def make_drafter(settings: DrafterSettings) -> HeadDrafter:
 class HeadDrafter(ModelDrafter):
     """A ``foretoken.drafter.Drafter``.
 
-    Raises ConfigError or CheckpointError for a folder that holds no head of the algorithm, or a token map that is none.
-    Weights are read at attach, since part of them may be the target's.
+    Raises ConfigError or CheckpointError if the folder holds no head of the algorithm, or for a bad
+    token map. Weights are read at ``attach``, because some of them may be the target's.
     """
 
     def __init__(
@@ -78,8 +81,10 @@ class HeadDrafter(ModelDrafter):
         placement: ModelPlacement = ON_CPU,
         coupled_noise: bool = True,
     ) -> None:
-        """``path``: the head's folder; None for MTP, whose head is in the target's. ``target``: the target's folder,
-        where the verifier's is not visible here."""
+        """``path``: the head's folder; None for MTP, whose head is in the target's folder.
+
+        ``target``: the target's folder, if the verifier's is not visible here.
+        """
         super().__init__()
         self._algorithm = algorithm
         self._path = path
@@ -100,10 +105,11 @@ class HeadDrafter(ModelDrafter):
         return self._algorithm
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
-        """The features of the head, blocks, and the target's embedding and output head.
+        """Return needs of hidden states, blocks, and the target's embedding and output head.
 
-        One position before the first computed one is enough for any number of modules: the state that each module
-        passes to the next is kept for the last slot of every block, and prefixes end where blocks do.
+        One position before the first computed one is enough for any number of modules: the state
+        that a module passes to the next is kept for the last slot of every block, and prefixes end
+        at block borders.
         """
         with _as_refusals():
             path, config = self._folders(target)
@@ -115,16 +121,18 @@ class HeadDrafter(ModelDrafter):
             blocks=True,
             weights=True,
             device=device_uuid(self._placement.backend),
-            # A deeper module goes on from what the one before it left of a block's last slot, which the host keeps.
+            # A deeper module reads the state at a block's last slot, which the host keeps.
             resident=self._placement.is_gpu and head.num_depths == 1,
         )
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
-        """Forget all, load the head and make its cache.
+        """Forget all sequences, load the head and make its cache.
 
-        ``weights`` of None, or that are laid out for another device or type, are read from the target's folder.
+        If ``weights`` is None, or laid out for another device or type, they are read from the
+        target's folder.
 
-        Raises PreconditionError, as ``needs``: the target's folder is not visible, or head and target do not fit.
+        Raises PreconditionError if the target's folder is not visible, or head and target do not
+        fit.
         """
         placement = self._placement
         with _as_refusals():
@@ -158,7 +166,7 @@ class HeadDrafter(ModelDrafter):
         self._begin(passes)
 
     def _weights(self, target: TargetInfo, config: ModelConfig, shared: TargetWeights | None) -> TargetWeights:
-        """The target's: where they are, or read for this drafter alone."""
+        """Return the target's weights: those that are shared, or a copy read for this drafter."""
         if shared is not None and self._placement.reads(shared.layout):
             logger.info("embedding and head are the verifier's own")
             return shared
@@ -170,7 +178,10 @@ class HeadDrafter(ModelDrafter):
         return target_folder(target, self._target_path)
 
     def _folders(self, target: TargetInfo) -> tuple[Path, ModelConfig]:
-        """The head's folder and the target's config. Raises PreconditionError if the config is not the target's."""
+        """Return the head's folder and the target's config.
+
+        Raises PreconditionError if it is another target's.
+        """
         folder = self._target_folder(target)
         config = load_config(folder)
         ours = (config.vocab_size, config.hidden_size, config.num_layers)
@@ -192,7 +203,7 @@ class HeadDrafter(ModelDrafter):
 
 @contextlib.contextmanager
 def _as_refusals() -> Iterator[None]:
-    """What a folder's content makes impossible is, at an attachment, a refusal that the verifier reads."""
+    """Turn ConfigErrors into PreconditionErrors, whose messages the verifier logs."""
     try:
         yield
     except ConfigError as error:

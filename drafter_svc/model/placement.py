@@ -1,4 +1,4 @@
-"""Where a drafter's model runs: kernels, element type, and whether they are captured in graphs."""
+"""Where and how a drafter's model runs: kernels, element type, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from foretoken.models.device_batch import DeviceArrays
 from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.weight_layout import PanelLayout, RowLayout, WeightLayout
 
-# Passes of up to so many rows have each of the attention's tiles, those of a prompt beside other sequences' tokens too.
+# Passes of up to so many rows use all tiles of the attention, also those of a prompt next to other
+# sequences' tokens.
 _WARM_ROWS = 512
 
 
@@ -43,7 +44,10 @@ class LaunchedModel(DraftModel, Protocol):
 
 
 class ModelPlacement(NamedTuple):
-    """``graphs``: of CUDA, on a GPU; ``warm``: whether its kernels are compiled before the first request."""
+    """Where a model runs.
+
+    ``graphs``: whether a GPU runs CUDA graphs; ``warm``: whether it compiles kernels at ``attach``.
+    """
 
     backend: Backend = CPU
     dtype: torch.dtype = torch.float32
@@ -56,7 +60,7 @@ class ModelPlacement(NamedTuple):
 
     @property
     def entry_rows(self) -> int:
-        """As DraftPasses takes it."""
+        """``entry_rows`` of DraftPasses."""
         return GPU_ENTRY_ROWS if self.is_gpu else ENTRY_ROWS
 
     def compile_kernels(self) -> None:
@@ -65,17 +69,17 @@ class ModelPlacement(NamedTuple):
             warm_up(bfloat16=self.dtype == torch.bfloat16)
 
     def reads(self, layout: WeightLayout) -> bool:
-        """Whether the kernels here take weights that are laid out so, where they are."""
+        """Return whether the kernels can use weights of this layout in place."""
         if self.is_gpu:
             return layout == RowLayout(self.backend.device, self.dtype)
         return isinstance(layout, PanelLayout)
 
     def cache_blocks(self, target: TargetInfo) -> int:
-        """Blocks of the drafter's own cache; on a GPU one more, which rows write to that only fill up a graph."""
+        """Return the blocks of the drafter's cache; on a GPU one more, for padding rows."""
         return cache_blocks(target) + self.is_gpu
 
     def pass_sizes(self, target: TargetInfo) -> PassSizes | None:
-        """The largest passes of a draft model; None on a CPU, whose buffers grow."""
+        """Return the largest passes of a draft model; None on a CPU, whose buffers grow."""
         if not self.is_gpu:
             return None
         beams = target.max_slots * MAX_BRANCHES
@@ -116,7 +120,7 @@ class ModelPlacement(NamedTuple):
 
     @staticmethod
     def _run_prompts(model: LaunchedModel, target: TargetInfo) -> PassOutput:
-        """Passes as those that write new tokens' entries, over scratch; returns the last one's output, of one row."""
+        """Run passes over prompts of all sizes, in scratch. Return the output of the last row."""
         rows = 1 << (min(PASS_ROWS, _WARM_ROWS, target.max_model_len).bit_length() - 1)
         while True:
             batch = _scratch_batch(rows, target)
@@ -127,13 +131,15 @@ class ModelPlacement(NamedTuple):
 
     @staticmethod
     def _table_blocks(target: TargetInfo) -> int:
-        """Blocks of one row: of the longest sequence, and of its tree."""
+        """Return the blocks of one row: of the longest sequence and of its tree."""
         return -(-target.max_model_len // target.block_size) + scratch_blocks_per_row(target)
 
 
 def _scratch_batch(rows: int, target: TargetInfo) -> ForwardBatch:
-    """Rows of one sequence whose entries all go to the first slot of scratch, the only one that they see: what is in
-    the others nobody knows."""
+    """Return rows of one sequence that write to, and attend to, only the first slot of scratch.
+
+    The other slots may hold anything.
+    """
     chain = chain_batch(np.zeros(rows, np.int32), 0, target.block_size, np.array([rows - 1], np.int32))
     return replace(
         chain,
@@ -147,7 +153,10 @@ ON_CPU = ModelPlacement()
 
 
 def choose_placement(settings: DrafterSettings) -> ModelPlacement:
-    """Raises ConfigError for a device that is not there."""
+    """Return the placement that the settings name.
+
+    Raises ConfigError if the device is not there.
+    """
     backend = choose_backend(settings.device)
     dtype = default_dtype(backend) if settings.dtype == "auto" else getattr(torch, settings.dtype)
     return ModelPlacement(backend, dtype, not settings.disable_cuda_graph)

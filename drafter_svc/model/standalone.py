@@ -1,7 +1,7 @@
-"""STANDALONE: a small model of the target's vocabulary drafts. It needs tokens only, and catches up by itself.
+"""STANDALONE: a small model with the target's vocabulary drafts. It reads tokens only.
 
-Its cache uses the verifier's block ids, so a prefix that it has seen in them is not computed again; what it lacks it
-prefills, a bounded number of tokens a request.
+Its cache uses the verifier's block ids, so a prefix that it has in them is not computed again.
+Missing tokens are prefilled, a bounded number in each request.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ if TYPE_CHECKING:
     from foretoken.models.device_llama import DeviceLlama
     from foretoken.models.target_weights import TargetWeights
 
-# Tokens that one request prefills at most, beside a few for each row: as many as one prefill step of a verifier by
-# default, so that the drafter keeps pace and no step waits for a whole prompt.
+# Most tokens that one request prefills, besides a few for each row: as many as a verifier's default
+# prefill chunk, so that the drafter keeps pace and no step waits for a whole prompt.
 PREFILL_TOKENS = 512
 
 
 def make_drafter(settings: DrafterSettings) -> StandaloneDrafter:
-    """Make the drafter of a model, its kernels compiled. Raises ConfigError or CheckpointError as StandaloneDrafter."""
+    """Make the drafter of a model, its kernels compiled.
+
+    Raises ConfigError or CheckpointError as StandaloneDrafter.
+    """
     path = settings.speculative_draft_model_path
     assert path is not None, "checked by the settings"
     placement = choose_placement(settings)
@@ -61,7 +64,7 @@ def make_drafter(settings: DrafterSettings) -> StandaloneDrafter:
 
 
 class StandaloneModel:
-    """A decoder as drafter_svc.trees.passes.DraftModel: no features, no recurrent state."""
+    """A decoder as drafter_svc.trees.passes.DraftModel: it reads tokens only."""
 
     num_depths = 1
     hidden_size = 0
@@ -104,8 +107,8 @@ class DeviceStandaloneModel(StandaloneModel):
 class StandaloneDrafter(ModelDrafter):
     """A ``foretoken.drafter.Drafter``.
 
-    Raises ConfigError or CheckpointError for a folder that holds no supported model; weights are read here, the cache
-    is made at attach.
+    Raises ConfigError or CheckpointError if the folder holds no supported model. The constructor
+    reads the weights; ``attach`` makes the cache.
     """
 
     algorithm = "STANDALONE"
@@ -119,7 +122,7 @@ class StandaloneDrafter(ModelDrafter):
         placement: ModelPlacement = ON_CPU,
         coupled_noise: bool = True,
     ) -> None:
-        """``target``: the target's folder, where the verifier's is not visible here."""
+        """``target``: the target's folder, if the verifier's is not visible here."""
         super().__init__()
         self._path = path
         self._target_path = target
@@ -131,7 +134,10 @@ class StandaloneDrafter(ModelDrafter):
             self._weights = load_decoder_weights(self._config, checkpoint, placement.dtype, _silent, placement.backend)
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
-        """Blocks only. Raises PreconditionError for another vocabulary, naming sizes or the first differing token."""
+        """Return needs of blocks only.
+
+        Raises PreconditionError that names what differs in the vocabularies.
+        """
         if self._config.vocab_size != target.vocab_size:
             raise PreconditionError(
                 f"the draft model's vocabulary has {self._config.vocab_size} tokens, the target's {target.vocab_size}"
@@ -141,7 +147,7 @@ class StandaloneDrafter(ModelDrafter):
         return DrafterNeeds(blocks=True, device=device_uuid(placement.backend), resident=placement.is_gpu)
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
-        """Forget all; make the cache. Raises as ``needs``."""
+        """Forget all sequences and make the cache. Raises as ``needs``."""
         self.needs(target)
         config, placement = self._config, self._placement
         cache = KVCache(
@@ -153,7 +159,7 @@ class StandaloneDrafter(ModelDrafter):
             placement.dtype,
             placement.backend.device,
         )
-        # Beyond the positions that it was trained for a model drafts badly, never wrongly.
+        # Past the positions that it was trained for, a model drafts badly but causes no wrong text.
         num_positions, sizes = target.max_model_len + target.max_nodes, placement.pass_sizes(target)
         model: HostStandaloneModel | DeviceStandaloneModel
         if sizes is None:
@@ -170,4 +176,4 @@ class StandaloneDrafter(ModelDrafter):
 
 
 def _silent(_done: int, _total: int, _what: str) -> None:
-    """No progress shown."""
+    """Show no progress."""

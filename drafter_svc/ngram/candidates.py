@@ -1,4 +1,4 @@
-"""Compiled inner loops of the n-gram drafter: the nodes of a tree that grows, and the candidates for its next one."""
+"""Compiled loops of the n-gram drafter: a tree's nodes, and candidates for the next one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from foretoken.tree import Int32
 Float64 = NDArray[np.float64]
 
 MIN_WEIGHT = 0.08
-# Siblings that the order of frequency looks at, latest first.
+# Siblings that are compared by frequency, latest first.
 SIBLING_SCAN = 32
 
-# Columns of Scratch.grown (tree nodes) and Scratch.candidates. NODE and WINDOW: context in the trie and its matched
-# tokens. PREDICTED, OWN and EXTERNAL: the same token's place in the prediction, in the sequence's own text and in the
-# corpora; behind each, the tokens matched there. No place: OWN or EXTERNAL is -1, or PREDICTED_WINDOW is 0.
+# Columns of Scratch.grown (tree nodes) and Scratch.candidates. NODE and WINDOW: the context in the
+# trie and how many tokens match it. PREDICTED, OWN and EXTERNAL: the token's place in the
+# prediction, in the sequence's own text and in the corpora; the column after each counts the tokens
+# that match there. If there is no place, OWN or EXTERNAL is -1, or PREDICTED_WINDOW is 0.
 NODE, WINDOW, PREDICTED, PREDICTED_WINDOW, OWN, OWN_WINDOW, EXTERNAL, EXTERNAL_WINDOW = range(8)
 PARENT_INDEX, CANDIDATE_TOKEN = 8, 9
 NUM_CHILDREN, LEVEL = 8, 9
@@ -35,8 +36,8 @@ class Scratch(NamedTuple):
     grown_weights: float64 [max_nodes].
     candidates: int32 [max_nodes * (breadth + 3) + breadth, NUM_COLUMNS].
     weights: float64 [same].
-    heap: int32 [same]; indices of candidates, the heaviest first.
-    sizes: int64 [2]; how many candidates there are, and how many of them are in the heap.
+    heap: int32 [same]; heap of candidates' indices, the heaviest at its top.
+    sizes: int64 [2]; number of candidates, and number of them in the heap.
     tallies: int64 [EXTERNAL_SCAN]; how often each continuation was found.
     contexts: int32 [depth]; the trie's node for a row's last ``w`` tokens, or 0.
     scanned: int32 [max(depth, OWN_SCAN, SIBLING_SCAN, EXTERNAL_SCAN)].
@@ -54,6 +55,7 @@ class Scratch(NamedTuple):
 
 
 def new_scratch(max_nodes: int, max_breadth: int, depth: int) -> Scratch:
+    """Allocate the working memory of one tree."""
     num_candidates = max_nodes * (max_breadth + 3) + max_breadth
     return Scratch(
         grown=np.zeros((max_nodes, NUM_COLUMNS), np.int32),
@@ -70,11 +72,13 @@ def new_scratch(max_nodes: int, max_breadth: int, depth: int) -> Scratch:
 
 @compiled
 def heavier(weights: Float64, left: int, right: int) -> bool:
+    """Return whether candidate ``left`` is heavier than ``right``, or as heavy and older."""
     return bool(weights[left] > weights[right] or (weights[left] == weights[right] and left < right))
 
 
 @compiled
 def push_heap(heap: Int32, size: int, weights: Float64, candidate: int) -> None:
+    """Add a candidate to a heap of ``size`` candidates."""
     at = size
     while at > 0 and heavier(weights, candidate, heap[(at - 1) // 2]):
         heap[at] = heap[(at - 1) // 2]
@@ -84,7 +88,7 @@ def push_heap(heap: Int32, size: int, weights: Float64, candidate: int) -> None:
 
 @compiled
 def pop_heap(heap: Int32, size: int, weights: Float64) -> int:
-    """Remove the heaviest candidate; ``size`` counts it."""
+    """Remove and return the heaviest candidate of a heap of ``size`` candidates."""
     top: int = heap[0]
     moved, at = heap[size - 1], 0
     while 2 * at + 1 < size - 1:
@@ -101,7 +105,7 @@ def pop_heap(heap: Int32, size: int, weights: Float64) -> int:
 
 @compiled
 def find_offered(scratch: Scratch, first: int, token: int) -> int:
-    """The candidate from number ``first`` on that holds ``token``, or -1."""
+    """Return the candidate with ``token``, from number ``first`` on, or -1."""
     for candidate in range(first, scratch.sizes[CANDIDATES]):
         if scratch.candidates[candidate, CANDIDATE_TOKEN] == token:
             return candidate
@@ -110,7 +114,10 @@ def find_offered(scratch: Scratch, first: int, token: int) -> int:
 
 @compiled
 def offer(scratch: Scratch, parent: int, token: int, node: int, window: int, weight: float) -> int:
-    """Offer a child of tree node ``parent``: its number as a candidate, or -1 if it is too light."""
+    """Offer a child of tree node ``parent``.
+
+    Return its number as a candidate, or -1 if it is too light.
+    """
     candidate: int = scratch.sizes[CANDIDATES]
     queued: int = scratch.sizes[QUEUED]
     if weight < MIN_WEIGHT or candidate == len(scratch.weights):

@@ -1,8 +1,9 @@
-"""Texts from outside that every tenant's sequences may draft from: added, listed and removed while it drafts.
+"""Corpora: the operator's texts, from which all tenants draft; changed while the drafter runs.
 
-All corpora together are one array of tokens and one array of its places, sorted by the tokens that end at each place,
-read backwards. So all places with the longest match of a sequence's end lie beside each other, and one binary search
-finds them, however many corpora there are: 8 bytes a token and some 20 comparisons a draft.
+All corpora are one array of tokens and one array of places in it, sorted by the tokens that end at
+each place, read backwards. All places with the longest match of a sequence's end are therefore
+neighbours, and one binary search finds them for any number of corpora: 8 bytes a token and some 20
+comparisons a draft.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import MAX_CORPORA
 from foretoken.tree import Int32
 
-# Places with the longest match whose continuations are looked at.
+# Places with the longest match whose continuations are compared.
 EXTERNAL_SCAN = 32
 
 
 class Corpora(NamedTuple):
     """Attributes:
     tokens: int32 [n]; each corpus' texts with a GAP before and after each.
-    order: int32 [n]; places of ``tokens``, sorted by what ends there, the last token first.
+    order: int32 [n]; places in ``tokens``, sorted by the tokens that end there, the last token
+    first.
     """
 
     tokens: Int32
@@ -34,11 +36,12 @@ class Corpora(NamedTuple):
 
 
 def sort_places(tokens: Int32, window: int) -> Int32:
-    """``Corpora.order``, exact for contexts of ``window`` tokens.
+    """Return ``Corpora.order``, exact for contexts of ``window`` tokens.
 
-    Prefix doubling (Manber and Myers, 1990) over the reversed text: each round doubles the tokens compared.
+    Prefix doubling (Manber and Myers, 1990) on the reversed text: each round doubles the tokens
+    compared.
     """
-    # GAP gives 0, which also stands before the beginning.
+    # A GAP ranks 0, and so does everything before the beginning.
     ranks = tokens.astype(np.int64) + 1
     order = np.argsort(ranks, kind="stable")
     compared = 1
@@ -54,7 +57,10 @@ def sort_places(tokens: Int32, window: int) -> Int32:
 
 @compiled
 def is_before(tokens: Int32, place: int, own: Int32, most: int) -> bool:
-    """Whether what ends at ``place`` sorts before the end of ``own``, read backwards up to ``most`` tokens."""
+    """Return whether the text up to ``place`` sorts before ``own``, both read backwards.
+
+    ``most``: tokens that are compared at most.
+    """
     last = len(own) - 1
     for back in range(min(most, len(own))):
         wanted = own[last - back]
@@ -68,7 +74,10 @@ def is_before(tokens: Int32, place: int, own: Int32, most: int) -> bool:
 
 @compiled
 def find_external(corpora: Corpora, own: Int32, options: Int64, scanned: Int32) -> tuple[int, int]:
-    """Fill ``scanned`` with places that match the end of ``own`` longest: (how many, matched tokens)."""
+    """Fill ``scanned`` with the longest matches of the end of ``own``.
+
+    Return (places, matched tokens).
+    """
     tokens, order, most = corpora.tokens, corpora.order, options[MAX_WINDOW]
     low, high = 0, len(order)
     while low < high:
@@ -100,9 +109,11 @@ def find_external(corpora: Corpora, own: Int32, options: Int64, scanned: Int32) 
 
 @compiled
 def rank_continuations(corpora: Corpora, scanned: Int32, count: int, by_frequency: bool, tallies: Int64) -> int:
-    """Keep one place for each continuation in ``scanned``, the first to draft first: how many.
+    """Keep one place for each continuation in ``scanned``, in the order of drafting.
 
-    Sorted by ``tallies``, which counts each, or by place: what was added later stands behind.
+    Return how many.
+
+    They are sorted by ``tallies``, which counts each continuation, or by place, the latest first.
     """
     kept = 0
     for i in range(count):
@@ -127,20 +138,24 @@ def rank_continuations(corpora: Corpora, scanned: Int32, count: int, by_frequenc
 
 
 class CorpusStore:
-    """``foretoken.corpora.Corpora`` of one n-gram drafter, which goes on with the old ones until new are sorted."""
+    """The ``foretoken.corpora.Corpora`` of one n-gram drafter.
+
+    It drafts from the old index until the new one is sorted.
+    """
 
     def __init__(self, max_tokens: int, window: int) -> None:
-        """``max_tokens``: of all corpora together. ``window``: matched tokens at most."""
+        """``max_tokens``: bound of all corpora together; ``window``: bound of matched tokens."""
         self._max_tokens = max_tokens
         self._window = window
         self._lock = threading.Lock()
-        # In the order of ``_index.tokens``: its entries and, without the gaps among them, tokens of each.
+        # For each corpus, in the order of ``_index.tokens``: its entries there, and its tokens
+        # without gaps.
         self._sizes: dict[str, tuple[int, int]] = {}
         self._index = _EMPTY
 
     @property
     def index(self) -> Corpora:
-        """What to draft from now; never changed in place."""
+        """The current index. It is replaced, never changed in place."""
         return self._index
 
     @property
@@ -153,19 +168,21 @@ class CorpusStore:
             others = self.num_tokens - self._sizes.get(name, (0, 0))[1]
             if others + held + len(token_ids) > self._max_tokens:
                 raise PreconditionError(
-                    f"corpus {name!r} does not fit: {held + len(token_ids)} tokens beside {others} of others, and this "
-                    f"drafter holds {self._max_tokens} (--speculative-ngram-external-corpus-max-tokens)",
+                    f"corpus {name!r} does not fit: it has {held + len(token_ids)} tokens and the others {others}, of "
+                    f"{self._max_tokens} that this drafter may hold (--speculative-ngram-external-corpus-max-tokens)",
                     field="token_ids",
                 )
             if name not in self._sizes and len(self._sizes) >= MAX_CORPORA:
-                raise PreconditionError(f"there are {MAX_CORPORA} corpora, and no more may be", field="name")
+                raise PreconditionError(
+                    f"there are {MAX_CORPORA} corpora already, the most that are allowed", field="name"
+                )
             own = self._slice(name)
             kept = self._index.tokens[own] if append and name in self._sizes else _GAPS
             rest = np.delete(self._index.tokens, own) if name in self._sizes else self._index.tokens
             tokens = np.concatenate([rest, kept, token_ids.astype(np.int32), _GAPS])
             index = Corpora(tokens, sort_places(tokens, self._window))
             self._sizes.pop(name, None)
-            # The gap before it belongs to a corpus too.
+            # The gap before a corpus counts as its own.
             self._sizes[name] = (max(entries, 1) + len(token_ids) + 1, held + len(token_ids))
             self._index = index
             return CorpusInfo(name, held + len(token_ids))
@@ -186,12 +203,12 @@ class CorpusStore:
             return tuple(CorpusInfo(name, tokens) for name, (_, tokens) in self._sizes.items())
 
     def clear(self) -> None:
-        """Of another target they are other tokens."""
+        """Remove all corpora: the ids mean other tokens to another target."""
         with self._lock:
             self._sizes, self._index = {}, _EMPTY
 
     def _slice(self, name: str) -> slice:
-        """Where a corpus lies in the tokens of all."""
+        """Return where a corpus is in the tokens of all."""
         start = 0
         for other, (entries, _) in self._sizes.items():
             if other == name:

@@ -1,7 +1,7 @@
-"""The n-gram drafter: drafts what the client predicted, or what followed the same tokens before: in the row's own text,
-in its tenant's history, or in corpora that the operator added.
+"""The n-gram drafter: drafts what the client predicted, or what followed the same tokens earlier.
 
-Owns the arrays and their life; the loops over them are compiled (ngram_trie, ngram_tree). Needs no model.
+It searches the row's own text, its tenant's history and the corpora that the operator added. Owns
+the arrays; the loops over them are compiled (trie.py, tree.py). Needs no model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from drafter_svc.ngram.candidates import new_scratch
 from drafter_svc.ngram.corpora import CorpusStore
 from drafter_svc.ngram.sequences import GENERATION, NUM_COLUMNS, SLOT_OF, new_sequences
 from drafter_svc.ngram.settings import NgramSettings
-from drafter_svc.ngram.tree import Drafted, Told, compile_draft_batch
+from drafter_svc.ngram.tree import Drafted, SentRows, compile_draft_batch
 from drafter_svc.ngram.trie import NUM_EVICTIONS, NUM_NODES, new_trie
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def make_drafter(settings: DrafterSettings) -> NgramDrafter:
-    """Make the drafter, compiled and attached to a small target, so that no request waits for either."""
+    """Make the drafter, compiled and attached to a small target: no request waits for it."""
     drafter = NgramDrafter(settings.options["ngram"])
     drafter.attach(TargetInfo(model_fingerprint="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2), None)
     return drafter
@@ -36,12 +36,14 @@ def make_drafter(settings: DrafterSettings) -> NgramDrafter:
 class NgramDrafter:
     """A ``foretoken.drafter.Drafter`` that holds corpora.
 
-    A tenant's history outlives its sequences, and an attachment to the same target, as corpora do; memory is 44 bytes a
-    node of ``capacity``, touched as the trie fills, 8 bytes a token of the longest sequence of each slot and 4 of its
-    longest prediction, and 8 bytes a token of the corpora.
+    A tenant's history and the corpora outlive sequences, and attachments to the same target.
+    Memory: 44 bytes a node of ``capacity``, touched as the trie fills; for each slot 8 bytes a
+    token of its longest sequence and 4 a token of its longest prediction; 8 bytes a token of the
+    corpora.
 
-    Construction compiles, once per installation (10 to 20 s), or loads what is cached (0.3 s), so that an attachment
-    does not wait for it. The cache lies beside the source files, or per user where those are read-only.
+    The constructor compiles, once per installation (10 to 20 s), or loads the cached code (0.3 s),
+    so that an attachment does not wait. The cache is next to the source files, or per user if they
+    are read-only.
     """
 
     def __init__(self, settings: NgramSettings) -> None:
@@ -65,20 +67,23 @@ class NgramDrafter:
 
     @property
     def corpora(self) -> CorpusStore:
-        """Texts for all tenants; may be changed from any thread."""
+        """The corpora, for all tenants. They may be changed from any thread."""
         return self._corpora
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
-        """Tokens are enough."""
+        """Return needs of tokens only.
+
+        Raises PreconditionError for a target without tokens, slots or nodes.
+        """
         if min(target.vocab_size, target.max_model_len, target.max_slots, target.max_nodes) < 1:
             raise PreconditionError("the n-gram drafter needs a target with tokens, a context, slots and nodes")
         return DrafterNeeds()
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
-        """Forget every sequence, and history and corpora too if they are of another target.
+        """Forget every sequence and, if the target is another one, history and corpora too.
 
         Raises:
-            PreconditionError: a target without slots, tokens or nodes.
+            PreconditionError: the target has no tokens, slots or nodes.
         """
         self.needs(target)
         if self._target is not None and self._target.model_fingerprint != target.model_fingerprint:
@@ -90,12 +95,13 @@ class NgramDrafter:
         self._options = self._make_options(target.vocab_size)
 
     def draft(self, request: DraftRequest) -> DraftBatch:
-        """Learn the new tokens, then propose a tree for each row that wants one: one compiled call.
+        """Learn the new tokens and propose a tree for each row that wants one: one compiled call.
 
-        Tokens outside of the vocabulary are not learnt, and nothing is learnt across them.
+        Does not learn tokens outside the vocabulary, nor n-grams across them.
         """
         rows = request.num_rows
-        # In the order of ngram_sequences.SLOT_OF and the following. One array: eight would be eight to unbox.
+        # In the order of SLOT_OF and the names after it. One array, because numba unboxes each
+        # argument.
         columns = np.array(
             (
                 request.slots,
@@ -109,8 +115,9 @@ class NgramDrafter:
             ),
             np.int64,
         )
-        # Own, writable copies: another layout or a read-only array would be another type, and compiled anew.
-        told = Told(
+        # Writable copies: an array of another layout, or a read-only one, is another type to numba,
+        # which would compile again.
+        sent = SentRows(
             np.ascontiguousarray(columns.T),
             np.array(request.new_token_starts, np.int32),
             np.array(request.new_tokens, np.int32),
@@ -123,7 +130,7 @@ class NgramDrafter:
         )
         self._num_rows += rows
         self._num_drafted_rows += self._draft_batch(
-            self._trie, self._corpora.index, self._sequences, self._scratch, self._options, told, drafted
+            self._trie, self._corpora.index, self._sequences, self._scratch, self._options, sent, drafted
         )
         total = int(drafted.node_starts[rows])
         return DraftBatch(
@@ -136,7 +143,7 @@ class NgramDrafter:
         )
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget the own text of slots; what their tenants' later sequences may draft from stays."""
+        """Forget the text of slots; their tenants' history stays."""
         for slot in slots:
             if 0 <= slot < len(self._sequences.state):
                 self._sequences.state[slot] = 0
@@ -144,6 +151,7 @@ class NgramDrafter:
                 self._sequences.ends[slot] = 0
 
     def gauges(self) -> dict[str, float]:
+        """Return the sizes of trie and corpora, and how many rows were drafted for."""
         counters = self._trie.counters
         return {
             "ngram_nodes": float(counters[NUM_NODES]),
@@ -155,7 +163,7 @@ class NgramDrafter:
         }
 
     def _make_options(self, vocab_size: int) -> NDArray[np.int64]:
-        """int64 [6], as ngram_tree.VOCAB_SIZE and the following name them."""
+        """Return int64 [6], in the order of VOCAB_SIZE and the names after it."""
         return np.array(
             [
                 vocab_size,
@@ -169,7 +177,7 @@ class NgramDrafter:
         )
 
     def _warm_up(self) -> None:
-        """Call the compiled function once, on arrays of its own: a first compilation takes many seconds."""
+        """Compile the function by calling it once on small arrays; this takes many seconds."""
         starts = np.array([0, 1], np.int32)
         columns = np.ones((1, NUM_COLUMNS), np.int64)
         columns[:, SLOT_OF] = 0
@@ -180,6 +188,6 @@ class NgramDrafter:
             new_sequences(1, 4, self._depth),
             new_scratch(2, self._settings.max_bfs_breadth, self._depth),
             self._options,
-            Told(columns, starts, one, starts, one),
+            SentRows(columns, starts, one, starts, one),
             Drafted(np.empty(2, np.int32), np.empty(2, np.int32), np.empty(2, np.int32), np.empty(2, np.float32)),
         )

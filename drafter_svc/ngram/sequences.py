@@ -1,4 +1,4 @@
-"""Compiled inner loops of the n-gram drafter: the sequences in their slots, and matches in a sequence's own text."""
+"""Compiled loops of the n-gram drafter: sequences in slots, and matches in their own text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from drafter_svc.ngram.trie import Int64, Trie, compiled, insert_token, mix
 from foretoken.tree import Int32
 
-# Earlier places in its own text that a row compares, latest first.
+# Earlier places in its own text that a row is compared with, latest first.
 OWN_SCAN = 64
-# Places on either side of the cursor where a prediction is searched for the output's last tokens.
+# Places on either side of the cursor that are searched for the output's last tokens.
 PREDICTION_SCAN = 2048
-# Tokens of a prediction that came true one after another, from which on its place is not searched for.
+# After so many predicted tokens in a row came true, the cursor is not searched for.
 SURE_RUN = 4
 # Stands in a sequence's own text where tokens were missed.
 GAP = -1
@@ -25,21 +25,21 @@ SLOT_OF, GENERATION_OF, LENGTH_OF, MAX_NODES_OF, SALT_OF, PROMPT_LENGTH_OF, MAX_
 NUM_COLUMNS = 8
 # Entries of options.
 VOCAB_SIZE, MIN_WINDOW, MAX_WINDOW, MIN_BREADTH, MAX_BREADTH, BY_FREQUENCY = range(6)
-# RUN at the start of an output, where the client says what comes: as good as so many matched tokens.
+# RUN at the start of an output: the client's prediction counts as so many matched tokens.
 START_RUN = 12
 
 
 class Sequences(NamedTuple):
-    """State of each slot, and its own text with a hash chain through the places that end with the same tokens.
+    """State and text of each slot; a hash chain links places that end with the same tokens.
 
     Attributes:
         state: int64 [slots, 8].
         tokens: int32 [slots, max_model_len + 1]; a GAP, then the tokens.
-        previous: int32 [slots, max_model_len + 1]; the place before with the same last tokens' hash, or -1.
+        previous: int32 [slots, max_model_len + 1]; the previous place with the same hash, or -1.
         heads: int32 [slots, power of 2]; the last place of each hash, or -1.
         ends: int32 [slots, depth + 1]; see ngram_trie.insert_token.
         stamps: int64 [slots, depth + 1].
-        predictions: int32 [slots, max_model_len]; what the client expects as the output.
+        predictions: int32 [slots, max_model_len]; the output that the client predicts.
     """
 
     state: Int64
@@ -52,7 +52,10 @@ class Sequences(NamedTuple):
 
 
 def new_sequences(max_slots: int, max_model_len: int, depth: int) -> Sequences:
-    """Empty slots. Memory is touched as sequences come and grow, 8 bytes a token, and 4 a predicted one."""
+    """Make empty slots.
+
+    Memory is touched as sequences grow: 8 bytes a token, and 4 a predicted one.
+    """
     num_heads = 1 << min(max((max_model_len // 2).bit_length(), 8), 15)
     state = np.zeros((max_slots, 8), np.int64)
     state[:, GENERATION] = -1
@@ -69,7 +72,10 @@ def new_sequences(max_slots: int, max_model_len: int, depth: int) -> Sequences:
 
 @compiled
 def append_own(sequences: Sequences, slot: int, token: int, window: int) -> None:
-    """Append to a slot's own text; ``window`` (1 or 2) tokens are hashed. A text that fills its row starts again."""
+    """Append to a slot's text; ``window`` (1 or 2) tokens are hashed.
+
+    A text that fills its row starts anew.
+    """
     tokens, heads = sequences.tokens[slot], sequences.heads[slot]
     length = sequences.state[slot, OWN_LENGTH]
     if length == 0 or length == len(tokens):
@@ -86,7 +92,7 @@ def append_own(sequences: Sequences, slot: int, token: int, window: int) -> None
 
 @compiled
 def break_off(sequences: Sequences, slot: int, window: int) -> None:
-    """Match and learn nothing across this place of a slot's sequence."""
+    """Mark a break in a slot's sequence: nothing is matched or learnt across it."""
     for d in range(sequences.ends.shape[1]):
         sequences.ends[slot, d] = 0
     append_own(sequences, slot, GAP, window)
@@ -94,7 +100,7 @@ def break_off(sequences: Sequences, slot: int, window: int) -> None:
 
 @compiled
 def append_prediction(sequences: Sequences, slot: int, tokens: Int32) -> None:
-    """Take more of what the client expects; what is beyond the context could not come true."""
+    """Append to a slot's prediction, as far as the context reaches."""
     state, predicted = sequences.state[slot], sequences.predictions[slot]
     start = state[PREDICTED_LENGTH]
     count = min(len(tokens), len(predicted) - start)
@@ -107,8 +113,9 @@ def append_prediction(sequences: Sequences, slot: int, tokens: Int32) -> None:
 def follow_prediction(sequences: Sequences, slot: int, token: int) -> None:
     """Move the cursor past one output token.
 
-    CURSOR is the place in the prediction where the output goes on, RUN the number of tokens before it that came true
-    one after another. A token that breaks a run is first taken for a replaced one: the cursor passes it.
+    CURSOR is the place in the prediction where the output goes on; RUN is the number of tokens in a
+    row before it that came true. A token that breaks a run is first taken for a replaced one: the
+    cursor moves on.
     """
     state = sequences.state[slot]
     cursor, run = state[CURSOR], state[RUN]
@@ -122,7 +129,7 @@ def follow_prediction(sequences: Sequences, slot: int, token: int) -> None:
 
 @compiled
 def start_sequence(state: Int64, columns: Int64) -> None:
-    """Forget what a slot held."""
+    """Reset a slot for a new sequence."""
     state[GENERATION], state[SALT] = columns[GENERATION_OF], columns[SALT_OF]
     state[OWN_LENGTH], state[LAST] = 0, 0
     state[PREDICTED_LENGTH], state[CURSOR], state[RUN] = 0, 0, START_RUN
@@ -138,23 +145,23 @@ def learn_row(
     prediction: Int32,
     scratch: Int32,
 ) -> None:
-    """Take a row's new tokens into its own text and the trie; never link across tokens that were missed.
+    """Append a row's new tokens to its text and the trie, but not across missed tokens.
 
-    A sequence that is new to its slot starts by a break. A prediction is learnt for nobody.
+    A sequence that is new to its slot starts with a break. Predictions are not learnt.
     """
     slot = columns[SLOT_OF]
     state = sequences.state[slot]
     window = min(options[MAX_WINDOW], 2)
-    told_before = columns[LENGTH_OF] - len(new_tokens)
+    known_before = columns[LENGTH_OF] - len(new_tokens)
     other = state[GENERATION] != columns[GENERATION_OF] or state[SALT] != columns[SALT_OF]
-    if other or told_before < state[SEEN]:
+    if other or known_before < state[SEEN]:
         start_sequence(state, columns)
         state[SEEN] = 0
-    if other or told_before != state[SEEN]:
+    if other or known_before != state[SEEN]:
         break_off(sequences, slot, window)
-        missed = told_before - max(state[SEEN], columns[PROMPT_LENGTH_OF])
+        missed = known_before - max(state[SEEN], columns[PROMPT_LENGTH_OF])
         if missed > 0:
-            # Part of the output: where the prediction goes on is found by what comes now.
+            # Output was missed: the next tokens tell where the prediction goes on.
             state[CURSOR], state[RUN] = state[CURSOR] + missed, 0
     if len(prediction) > 0:
         append_prediction(sequences, slot, prediction)
@@ -165,7 +172,7 @@ def learn_row(
             insert_token(trie, sequences.ends[slot], sequences.stamps[slot], scratch, state[SALT], token)
         else:
             break_off(sequences, slot, window)
-        if state[PREDICTED_LENGTH] > 0 and told_before + i >= columns[PROMPT_LENGTH_OF]:
+        if state[PREDICTED_LENGTH] > 0 and known_before + i >= columns[PROMPT_LENGTH_OF]:
             follow_prediction(sequences, slot, token)
         state[LAST] = token
     state[SEEN] = columns[LENGTH_OF]
@@ -173,7 +180,7 @@ def learn_row(
 
 @compiled
 def matched_tokens(text: Int32, place: int, own: Int32, last: int, most: int) -> int:
-    """How many tokens of ``text`` up to ``place`` equal those of ``own`` up to ``last``, at most ``most``."""
+    """Count the tokens of ``text`` up to ``place`` that equal ``own`` up to ``last``."""
     count = 0
     while count < most and count <= place and count <= last and text[place - count] == own[last - count] != GAP:
         count += 1
@@ -182,10 +189,12 @@ def matched_tokens(text: Int32, place: int, own: Int32, last: int, most: int) ->
 
 @compiled
 def align_prediction(sequences: Sequences, slot: int) -> tuple[int, int]:
-    """Where the output goes on in the slot's prediction: (place before it, matched tokens), or (-1, 0).
+    """Find where the output goes on in the slot's prediction.
 
-    While a run is short, the prediction is searched for the longest match of the output's last tokens, at least two;
-    of equal ones that nearest to the cursor counts. A run of SURE_RUN is not questioned.
+    Return (place before, matched tokens), or (-1, 0).
+
+    While a run is shorter than SURE_RUN, the prediction is searched for the longest match of the
+    output's last tokens, two at least; of equal matches the one nearest to the cursor wins.
     """
     state = sequences.state[slot]
     predicted, length = sequences.predictions[slot], state[PREDICTED_LENGTH]
@@ -210,10 +219,12 @@ def align_prediction(sequences: Sequences, slot: int) -> tuple[int, int]:
 
 @compiled
 def find_own(sequences: Sequences, slot: int, options: Int64, places: Int32) -> tuple[int, int]:
-    """Where the slot's own text ended as it ends now: (place, matched tokens), or (-1, 0).
+    """Find an earlier place in the slot's text that matches its end.
 
-    The longest match wins; of equal ones the latest, or in the order of frequency the latest of those that go on
-    with the most frequent token.
+    Return (place, matched tokens), or (-1, 0).
+
+    The longest match wins, and of equal matches the latest; with the order of frequency, the latest
+    whose next token is the most frequent.
     """
     tokens, previous = sequences.tokens[slot], sequences.previous[slot]
     last = sequences.state[slot, OWN_LENGTH] - 1

@@ -1,16 +1,18 @@
-"""Compiled inner loops of the n-gram drafter: the tree drafted for each row of a batch.
+"""Compiled loops of the n-gram drafter: the draft tree of each row of a batch.
 
-``compile_draft_batch`` gives the one function that a batch calls.
+``compile_draft_batch`` returns the one function that a batch calls.
 
-A tree is grown best first. A candidate's weight estimates the chance that the target's text runs through it:
+A tree grows best first. A candidate's weight estimates the chance that the target's text runs
+through it:
 
-    weight(child) = weight(parent) x what earlier sources left x confidence(matched tokens) x share
+    weight(child) = weight(parent) x rest of earlier sources x confidence(matched tokens) x share
 
-Sources of a node's children, in order: what the client predicted, the sequence's own earlier text, then the trie's
-context; at the root the contexts of all suffixes, longest first; last the corpora. Each leaves ``1 - confidence`` to
-the next. Within a context the shares follow from the order: by recency each child gets half of what is left, by
-frequency its part of the counts. Candidates below MIN_WEIGHT are not drafted, so short or torn matches take few nodes,
-and a row without a match takes none.
+A node's children come from these sources, in this order: the client's prediction, the sequence's
+own earlier text, the trie's context (at the root the contexts of all suffixes, longest first), the
+corpora. Each source leaves ``1 - confidence`` to the next. Within a context, each child gets half
+of the rest if the order is by recency, or its part of the counts if it is by frequency. Candidates
+below MIN_WEIGHT are not drafted: short or broken matches take few nodes, and a row without a match
+takes none.
 """
 
 from __future__ import annotations
@@ -77,15 +79,16 @@ from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]
 
-# Chance that the latest continuation of the longest match is the next token, by matched tokens: entry w is for w, the
-# last for all longer ones. Rounded from Python source code (the standard library's, byte-pair tokens, 300 sequences
-# of about 300 known and 128 drafted tokens), where the weights that they give agree with the shares that came true.
+# Chance that the latest continuation of the longest match is the next token: entry w is for w
+# matched tokens, the last one for all longer matches. Measured on Python source code (the standard
+# library's, byte-pair tokens, 300 sequences of about 300 known and 128 drafted tokens) and rounded;
+# with them, weights agree with the shares of drafts that came true.
 CONFIDENCE = (0.0, 0.2, 0.45, 0.6, 0.62, 0.63, 0.64, 0.66, 0.7, 0.74, 0.77, 0.8, 0.82, 0.84, 0.87, 0.9, 0.92)
 
 
-class Told(NamedTuple):
-    """What a batch tells. Attributes:
-    columns: int64 [rows, 8]; see ngram_sequences.SLOT_OF.
+class SentRows(NamedTuple):
+    """What the verifier sends for a batch. Attributes:
+    columns: int64 [rows, 8]; see SLOT_OF in sequences.py.
     starts, new_tokens: int32 [rows + 1], int32 [any].
     prediction_starts, prediction: int32 [rows + 1], int32 [any].
     """
@@ -98,10 +101,10 @@ class Told(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """Where the trees are written. Attributes:
+    """The trees of a batch, written by the compiled code. Attributes:
     node_starts: int32 [rows + 1].
     tokens, parents: int32 [rows * max_nodes].
-    scores: float32 [rows * max_nodes]; log of the weights.
+    scores: float32 [rows * max_nodes]; logarithms of the weights.
     """
 
     node_starts: Int32
@@ -119,10 +122,10 @@ class Tree(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """The texts of one row that its nodes have places in. Attributes:
-    predicted: int32 [any]; what the client expects.
+    """The texts of one row. Its nodes hold places in them. Attributes:
+    predicted: int32 [any]; the client's prediction.
     own: int32 [any]; the sequence's own text.
-    period: tokens after which the own text repeats itself, if it goes on as it matched.
+    period: number of tokens after which the own text would repeat itself.
     """
 
     predicted: Int32
@@ -132,12 +135,13 @@ class Texts(NamedTuple):
 
 @compiled
 def confidence(window: int) -> float:
+    """Return the CONFIDENCE of a match of ``window`` tokens."""
     return CONFIDENCE[min(window, len(CONFIDENCE) - 1)]
 
 
 @compiled
 def breadth_at(options: Int64, level: int) -> int:
-    """Children allowed: the most at the root, fewer in equal steps, the fewest from level ``max_window`` on."""
+    """Return how many children a node may have: fewer from level to level, until ``max_window``."""
     most: int = options[MAX_BREADTH]
     spread = most - options[MIN_BREADTH]
     return int(most - spread * min(level, options[MAX_WINDOW]) // options[MAX_WINDOW])
@@ -145,9 +149,9 @@ def breadth_at(options: Int64, level: int) -> int:
 
 @compiled
 def scan_children(nodes: Int32, node: int, limit: int, by_frequency: bool, scanned: Int32) -> int:
-    """Put the ``limit`` latest children of ``node`` into ``scanned``: how many.
+    """Put the ``limit`` latest children of ``node`` into ``scanned``. Return how many.
 
-    By frequency they are sorted by their counts, the later of equal ones first.
+    With ``by_frequency`` they are sorted by count; of equal counts the latest comes first.
     """
     count = 0
     child = nodes[node, CHILD]
@@ -166,7 +170,7 @@ def scan_children(nodes: Int32, node: int, limit: int, by_frequency: bool, scann
 def offer_context(
     trie: Trie, scratch: Scratch, options: Int64, first: int, parent: int, node: int, window: int, weight: float
 ) -> None:
-    """Offer the children of a context that no earlier source (from candidate ``first`` on) offered, for ``weight``."""
+    """Offer the children of a context, except those already offered from candidate ``first`` on."""
     nodes, scanned = trie.nodes, scratch.scanned
     by_frequency = options[BY_FREQUENCY] != 0
     breadth = breadth_at(options, scratch.grown[parent, LEVEL])
@@ -189,9 +193,11 @@ def offer_context(
 
 @compiled
 def child_context(trie: Trie, scratch: Scratch, parent: int, node: int, window: int, token: int) -> tuple[int, int]:
-    """``token``'s node in the trie below the parent's context ``node`` of ``window`` tokens, or 0; and its window.
+    """Find ``token`` below the parent's context ``node`` of ``window`` tokens.
 
-    At the root the longest context that knows the token goes on with it.
+    Return its node, or 0, and its window.
+
+    At the root the longest context that knows the token is taken.
     """
     child = int(find_child(trie, node, token)) if node != 0 else 0
     if parent == 0:
@@ -214,10 +220,10 @@ def offer_text(
     token: int,
     weight: float,
 ) -> float:
-    """Offer the ``token`` at ``place`` of a text, whose places stand in ``column``: the weight left for others.
+    """Offer the ``token`` at ``place`` of a text. Return the weight that is left for other sources.
 
-    ``context``: the parent, its node in the trie and its window. A token that an earlier source
-    offered goes on here too.
+    ``column``: holds places in this text; ``context``: the parent, its node in the trie and its
+    window. A token that an earlier source offered gets this place too.
     """
     if token == GAP:
         return weight
@@ -239,7 +245,7 @@ def offer_text(
 def offer_external(
     trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, first: int, window: int, count: int, weight: float
 ) -> None:
-    """Offer at the root what follows at the ``count`` scanned places of the corpora, for ``weight``."""
+    """Offer at the root the continuations of the ``count`` scanned places of the corpora."""
     by_frequency = options[BY_FREQUENCY] != 0
     left = weight
     kept = rank_continuations(corpora, scratch.scanned, count, by_frequency, scratch.tallies)
@@ -276,7 +282,7 @@ def expand(trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, at: i
     if parent[OWN] >= 0:
         place = parent[OWN] + 1
         if place == len(texts.own):
-            # Beyond the end the text is taken to repeat itself.
+            # Past its end the text is assumed to repeat itself.
             place -= texts.period
         weight = offer_text(trie, scratch, first, context, OWN, place, texts.own[place], weight)
     if at == 0:
@@ -320,7 +326,10 @@ def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int6
 
 @compiled
 def add_heaviest(scratch: Scratch, options: Int64, max_branch: int, size: int, tree: Tree) -> bool:
-    """Add the heaviest candidate whose parent may have one more child as tree node ``size``, if there is one."""
+    """Add the heaviest candidate whose parent has room as node ``size``.
+
+    Return whether there was one.
+    """
     grown = scratch.grown
     while scratch.sizes[QUEUED] > 0:
         candidate = pop_heap(scratch.heap, scratch.sizes[QUEUED], scratch.weights)
@@ -349,7 +358,10 @@ def grow_tree(
     columns: Int64,
     tree: Tree,
 ) -> int:
-    """Write the nodes below the root of a slot's tree, at most as many as fit: how many nodes there are."""
+    """Write the nodes below the root of a slot's tree, as many as fit.
+
+    Return its number of nodes.
+    """
     texts = start_tree(trie, sequences, scratch, options, columns[SLOT_OF])
     size, more = 1, True
     while more and size < len(tree.tokens):
@@ -367,27 +379,29 @@ def draft_rows(
     sequences: Sequences,
     scratch: Scratch,
     options: Int64,
-    told: Told,
+    sent: SentRows,
     drafted: Drafted,
 ) -> int:
-    """Learn the new tokens of all rows, then write a tree for each: how many rows got more than a root.
+    """Learn the new tokens of all rows, then write a tree for each.
 
-    A slot or an offset out of range is a row that is neither learnt nor drafted for.
+    Return how many got more than a root.
+
+    A row whose slot or offsets are out of range is neither learnt nor drafted for.
     """
     num_drafted = 0
-    for row in range(len(told.columns)):
-        columns = told.columns[row]
-        low, high = told.starts[row], told.starts[row + 1]
-        first, end = told.prediction_starts[row], told.prediction_starts[row + 1]
-        sound = 0 <= low <= high <= len(told.new_tokens) and 0 <= first <= end <= len(told.prediction)
+    for row in range(len(sent.columns)):
+        columns = sent.columns[row]
+        low, high = sent.starts[row], sent.starts[row + 1]
+        first, end = sent.prediction_starts[row], sent.prediction_starts[row + 1]
+        sound = 0 <= low <= high <= len(sent.new_tokens) and 0 <= first <= end <= len(sent.prediction)
         if not sound or not 0 <= columns[SLOT_OF] < len(sequences.state):
             columns[SLOT_OF] = -1
         else:
-            new_tokens, prediction = told.new_tokens[low:high], told.prediction[first:end]
+            new_tokens, prediction = sent.new_tokens[low:high], sent.prediction[first:end]
             learn_row(trie, sequences, options, columns, new_tokens, prediction, scratch.scanned)
     drafted.node_starts[0] = 0
-    for row in range(len(told.columns)):
-        columns = told.columns[row]
+    for row in range(len(sent.columns)):
+        columns = sent.columns[row]
         low, slot = drafted.node_starts[row], columns[SLOT_OF]
         high = low + min(max(columns[MAX_NODES_OF], 1), len(scratch.grown))
         drafted.tokens[low] = sequences.state[slot, LAST] if slot >= 0 else 0
@@ -403,10 +417,10 @@ def draft_rows(
 
 @functools.cache
 def compile_draft_batch() -> Callable[..., int]:
-    """``draft_rows`` in nopython mode, without the GIL, cached beside this file or, if that is read-only, per user.
+    """Compile ``draft_rows``; the cache is next to this file or, if it is read-only, per user.
 
-    numba takes a cached function for fresh as long as its own file and its closure are unchanged: so the digest of
-    all source files is in the closure.
+    numba reuses a cached function while its own file and its closure are unchanged. The closure
+    therefore holds a digest of all source files.
     """
     files = (ngram_trie.__file__, ngram_sequences.__file__, ngram_corpora.__file__, ngram_candidates.__file__, __file__)
     digest = zlib.crc32(b"".join(Path(file).read_bytes() for file in files))
@@ -417,15 +431,15 @@ def compile_draft_batch() -> Callable[..., int]:
         sequences: Sequences,
         scratch: Scratch,
         options: Int64,
-        told: Told,
+        sent: SentRows,
         drafted: Drafted,
     ) -> int:
         assert digest >= 0
-        return draft_rows(trie, corpora, sequences, scratch, options, told, drafted)
+        return draft_rows(trie, corpora, sequences, scratch, options, sent, drafted)
 
     try:
         batch = numba.njit(nogil=True, cache=True)(draft_batch)
     except RuntimeError:
-        # numba finds no folder that it may write to: compiled anew by each process.
+        # numba may write to no folder: each process compiles.
         batch = numba.njit(nogil=True)(draft_batch)
     return cast(Callable[..., int], batch)

@@ -1,19 +1,22 @@
-"""Compiled inner loops of the n-gram drafter: a suffix trie in flat arrays with exact least-recently-used eviction.
+"""Compiled loops of the n-gram drafter: a suffix trie in flat arrays with exact LRU eviction.
 
 Knows arrays and token ids only.
 
-Every window of at most ``depth`` consecutive tokens is a path from the root of its tenant's salt. One token
-extends the ``depth`` paths that started at the last tokens, so learning it is ``depth`` child look-ups,
-and afterwards the ends of the paths *are* the matches of all suffix lengths: matching searches nothing.
+Every window of at most ``depth`` consecutive tokens is a path from the root of its tenant's salt. A
+new token extends the ``depth`` paths that started at the last tokens, so learning it takes
+``depth`` child look-ups. After that the ends of the paths *are* the matches of all suffix lengths:
+matching needs no search.
 
-- Each path start takes the next *stamp*; a node carries the largest stamp of the paths through it, so no
-  child is younger than its parent. Popping the oldest stamp frees exactly the nodes of that path that no
-  later path shares, deepest first: eviction in steps of one path, by least recent use, without a list.
-- A path whose stamp has not been popped keeps all its nodes alive; a state older than that is dropped.
-- A node at ``depth`` links to the node of its window without the first token, which is always younger, and
-  so drafts run on past the depth of the trie.
-- Children are found through one hash table with linear hashing (Litwin, 1980): one bucket splits per new
-  node, so that nothing is ever rehashed at once, and memory is touched only as the trie fills.
+- Each path start takes the next *stamp*; a node carries the largest stamp of the paths through it,
+  so no child is younger than its parent. Popping the oldest stamp frees exactly the nodes of that
+  path that no later path shares, deepest first: eviction in steps of one path, by least recent use,
+  without a list.
+- A path keeps all its nodes alive until its stamp is popped; after that its saved end is ignored.
+- A node at ``depth`` links to the node of its window without the first token, which is always
+  younger, and so drafts can be longer than the trie is deep.
+- Children are found through one hash table with linear hashing (Litwin, 1980): one bucket splits
+  per new node. The table is never rehashed as a whole, and memory is touched only as the trie
+  fills.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def compiled(function: Function) -> Function:
-    """numba in nopython mode without the GIL. Not cached by itself: it becomes part of ngram_tree's draft_batch."""
+    """Compile in nopython mode, without the GIL.
+
+    Not cached by itself: tree.py caches draft_batch, which has it.
+    """
     return cast(Function, numba.njit(nogil=True)(function))
 
 
@@ -42,7 +48,7 @@ TOKEN, PARENT, CHILD, NEXT, PREVIOUS, COUNT, STAMP, CHAIN = range(8)
 ROOT = -1
 # Entries of Trie.counters.
 NUM_NODES, NUM_CREATED, FREE, NUM_BUCKETS, BUCKET_LEVEL, NEXT_STAMP, OLDEST_STAMP, NUM_EVICTIONS = range(8)
-# Stamps are compared modulo 2**31; those alive are at most `capacity` apart.
+# Stamps are compared modulo 2**31; live stamps are at most `capacity` apart.
 STAMP_MASK = 0x7FFFFFFF
 BUCKETS_PER_NODE = 2
 
@@ -50,8 +56,8 @@ BUCKETS_PER_NODE = 2
 class Trie(NamedTuple):
     """Attributes:
     nodes: int32 [capacity + 1, 8].
-    buckets: int32 [2 * capacity + 2]; first node of each hash bucket, chained by CHAIN.
-    paths: int32 [capacity]; deepest node of the path with stamp ``s`` at ``s % capacity``.
+    buckets: int32 [2 * capacity + 2]; the first node of each hash bucket; CHAIN links the others.
+    paths: int32 [capacity]; at ``s % capacity`` the deepest node of the path with stamp ``s``.
     counters: int64 [8].
     """
 
@@ -62,7 +68,10 @@ class Trie(NamedTuple):
 
 
 def new_trie(capacity: int) -> Trie:
-    """An empty trie of at most ``capacity`` nodes, 44 bytes each; the memory is touched as it fills."""
+    """Make an empty trie of at most ``capacity`` nodes, 44 bytes each.
+
+    Memory is touched as it fills.
+    """
     counters = np.zeros(8, np.int64)
     counters[NUM_BUCKETS] = counters[BUCKET_LEVEL] = 1
     return Trie(
@@ -75,7 +84,7 @@ def new_trie(capacity: int) -> Trie:
 
 @compiled
 def mix(high: int, low: int) -> int:
-    """Non-negative hash of two 32-bit values (the finaliser of splitmix64)."""
+    """Return a non-negative hash of two 32-bit values (the finaliser of splitmix64)."""
     x = (np.uint64(high & 0xFFFFFFFF) << np.uint64(32)) | np.uint64(low & 0xFFFFFFFF)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -84,6 +93,7 @@ def mix(high: int, low: int) -> int:
 
 @compiled
 def bucket_of(counters: Int64, digest: int) -> int:
+    """Return the bucket of a digest."""
     level: int = counters[BUCKET_LEVEL]
     bucket = digest & (2 * level - 1)
     return bucket if bucket < counters[NUM_BUCKETS] else digest & (level - 1)
@@ -91,6 +101,7 @@ def bucket_of(counters: Int64, digest: int) -> int:
 
 @compiled
 def digest_of(nodes: Int32, node: int) -> int:
+    """Return the hash of a node's key: its parent and token, or its salt if it is a root."""
     if nodes[node, TOKEN] == ROOT:
         return mix(~nodes[node, PREVIOUS], nodes[node, NEXT])
     return mix(nodes[node, PARENT], nodes[node, TOKEN])
@@ -98,7 +109,7 @@ def digest_of(nodes: Int32, node: int) -> int:
 
 @compiled
 def find_child(trie: Trie, parent: int, token: int) -> int:
-    """The child of ``parent`` for ``token``, or 0."""
+    """Return the child of ``parent`` for ``token``, or 0."""
     node: int = trie.buckets[bucket_of(trie.counters, mix(parent, token))]
     while node != 0 and (trie.nodes[node, PARENT] != parent or trie.nodes[node, TOKEN] != token):
         node = trie.nodes[node, CHAIN]
@@ -107,7 +118,7 @@ def find_child(trie: Trie, parent: int, token: int) -> int:
 
 @compiled
 def find_root(trie: Trie, salt: int) -> int:
-    """The root of a salt, or 0."""
+    """Return the root of a salt, or 0."""
     low, high = int(np.int32(salt & 0xFFFFFFFF)), salt >> 32
     node: int = trie.buckets[bucket_of(trie.counters, mix(~high, low))]
     while node != 0:
@@ -119,7 +130,7 @@ def find_root(trie: Trie, salt: int) -> int:
 
 @compiled
 def split_bucket(trie: Trie) -> None:
-    """Add one bucket and move into it what belongs there from the bucket that it splits."""
+    """Add a bucket and move its nodes there from the bucket that is split."""
     nodes, buckets, counters = trie.nodes, trie.buckets, trie.counters
     if counters[NUM_BUCKETS] == 2 * counters[BUCKET_LEVEL]:
         counters[BUCKET_LEVEL] *= 2
@@ -139,7 +150,7 @@ def split_bucket(trie: Trie) -> None:
 
 @compiled
 def link_first(nodes: Int32, parent: int, node: int) -> None:
-    """Put ``node`` before the other children of ``parent``: children are listed latest seen first."""
+    """Make ``node`` the first child of ``parent``: children are listed latest first."""
     first = nodes[parent, CHILD]
     nodes[node, PREVIOUS] = 0
     nodes[node, NEXT] = first
@@ -150,6 +161,7 @@ def link_first(nodes: Int32, parent: int, node: int) -> None:
 
 @compiled
 def unlink(nodes: Int32, node: int) -> None:
+    """Remove a node from its parent's list of children."""
     before, after = nodes[node, PREVIOUS], nodes[node, NEXT]
     if before != 0:
         nodes[before, NEXT] = after
@@ -161,6 +173,7 @@ def unlink(nodes: Int32, node: int) -> None:
 
 @compiled
 def put_back(trie: Trie, node: int) -> None:
+    """Add a node to the free list."""
     trie.nodes[node, CHAIN] = trie.counters[FREE]
     trie.counters[FREE] = node
     trie.counters[NUM_NODES] -= 1
@@ -168,7 +181,7 @@ def put_back(trie: Trie, node: int) -> None:
 
 @compiled
 def remove(trie: Trie, node: int) -> None:
-    """Take a node without children out of its bucket and its parent's children."""
+    """Free a node without children: remove it from its bucket and from its parent."""
     nodes, buckets = trie.nodes, trie.buckets
     bucket = bucket_of(trie.counters, digest_of(nodes, node))
     other = buckets[bucket]
@@ -186,12 +199,12 @@ def remove(trie: Trie, node: int) -> None:
 
 @compiled
 def evict_oldest(trie: Trie) -> None:
-    """Pop the oldest path and free its nodes that no later path shares, deepest first."""
+    """Pop the oldest path and free the nodes that no later path shares, deepest first."""
     stamp = trie.counters[OLDEST_STAMP]
     trie.counters[OLDEST_STAMP] = stamp + 1
     node = int(trie.paths[stamp % len(trie.paths)])
     while node != 0 and trie.nodes[node, STAMP] == stamp & STAMP_MASK:
-        # That of a root is 0.
+        # A root's parent is 0.
         parent = int(trie.nodes[node, PARENT])
         remove(trie, node)
         node = parent
@@ -199,7 +212,7 @@ def evict_oldest(trie: Trie) -> None:
 
 @compiled
 def allocate(trie: Trie) -> int:
-    """An unused node; makes room by eviction."""
+    """Return an unused node; evict paths if there is none."""
     counters = trie.counters
     while counters[FREE] == 0 and counters[NUM_CREATED] == len(trie.nodes) - 1:
         evict_oldest(trie)
@@ -217,7 +230,7 @@ def allocate(trie: Trie) -> int:
 
 @compiled
 def allocate_for(trie: Trie, stamp: int) -> int:
-    """An unused node for path ``stamp``; 0 if making room popped that path itself."""
+    """Return an unused node for path ``stamp``; 0 if its eviction popped that path itself."""
     node = int(allocate(trie))
     if stamp < trie.counters[OLDEST_STAMP]:
         put_back(trie, node)
@@ -227,7 +240,7 @@ def allocate_for(trie: Trie, stamp: int) -> int:
 
 @compiled
 def touch(trie: Trie, node: int, stamp: int) -> None:
-    """Count a node once more, as the deepest of the path ``stamp`` so far; a node keeps its largest stamp."""
+    """Count a node and make it the end of path ``stamp``; it keeps its largest stamp."""
     mark = stamp & STAMP_MASK
     if (trie.nodes[node, STAMP] - mark) & STAMP_MASK > STAMP_MASK >> 1:
         trie.nodes[node, STAMP] = mark
@@ -237,7 +250,7 @@ def touch(trie: Trie, node: int, stamp: int) -> None:
 
 @compiled
 def enter(trie: Trie, node: int, stamp: int) -> None:
-    """Put a new node, whose key is set, into its bucket and on the path ``stamp``."""
+    """Put a new node, whose key is set, into its bucket and on path ``stamp``."""
     nodes = trie.nodes
     bucket = bucket_of(trie.counters, digest_of(nodes, node))
     nodes[node, CHAIN] = trie.buckets[bucket]
@@ -249,7 +262,7 @@ def enter(trie: Trie, node: int, stamp: int) -> None:
 
 @compiled
 def add_root(trie: Trie, salt: int, stamp: int) -> int:
-    """The root of a new salt; 0 if making room popped path ``stamp``."""
+    """Make the root of a new salt; return 0 if an eviction popped path ``stamp``."""
     node = allocate_for(trie, stamp)
     if node != 0:
         trie.nodes[node, TOKEN], trie.nodes[node, PARENT] = ROOT, 0
@@ -260,7 +273,10 @@ def add_root(trie: Trie, salt: int, stamp: int) -> int:
 
 @compiled
 def add_child(trie: Trie, parent: int, token: int, stamp: int) -> int:
-    """A new child of ``parent``; 0 if making room popped path ``stamp``, and perhaps freed the parent."""
+    """Make a child of ``parent``; return 0 if an eviction popped path ``stamp``.
+
+    That may have freed the parent.
+    """
     node = allocate_for(trie, stamp)
     if node != 0:
         trie.nodes[node, TOKEN], trie.nodes[node, PARENT] = token, parent
@@ -271,7 +287,7 @@ def add_child(trie: Trie, parent: int, token: int, stamp: int) -> int:
 
 @compiled
 def start_path(trie: Trie, ends: Int32, stamps: Int64, salt: int) -> None:
-    """Start a path at the root of ``salt``: entry 0 of ``ends`` and ``stamps``."""
+    """Start a path at the root of ``salt``, in entry 0 of ``ends`` and ``stamps``."""
     counters = trie.counters
     stamp: int = counters[NEXT_STAMP]
     if stamp - counters[OLDEST_STAMP] == len(trie.paths):
@@ -291,8 +307,7 @@ def start_path(trie: Trie, ends: Int32, stamps: Int64, salt: int) -> None:
 def find_and_touch(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: int) -> None:
     """Fill ``found[d]`` with the child of ``ends[d]`` for ``token``, or 0, and mark it as seen.
 
-    All look-ups come before the first eviction: they depend on nothing that the others load, so that their
-    cache misses overlap.
+    All look-ups come first: they do not depend on each other, so their cache misses overlap.
     """
     nodes = trie.nodes
     for d in range(len(ends) - 1):
@@ -310,11 +325,12 @@ def find_and_touch(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: 
 
 @compiled
 def insert_token(trie: Trie, ends: Int32, stamps: Int64, found: Int32, salt: int, token: int) -> None:
-    """Extend the paths that end at a sequence's last tokens by one token, and start one.
+    """Extend the paths that end at a sequence's last token by one token, and start a new path.
 
     Args:
         ends: int32 [depth + 1]; ``ends[d]`` is the node of the last ``d`` tokens, or 0.
-        stamps: int64 [depth + 1]; the stamps of those paths. ``ends[d]`` is dead if ``stamps[d]`` was popped.
+        stamps: int64 [depth + 1]; the paths' stamps. ``ends[d]`` is dead once ``stamps[d]`` is
+            popped.
         found: int32 [depth]; scratch.
     """
     depth = len(ends) - 1

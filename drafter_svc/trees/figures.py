@@ -1,10 +1,10 @@
-"""What the passes of one drafter come to, for its gauges."""
+"""Totals of one drafter's passes, for its gauges."""
 
 from __future__ import annotations
 
 
 class PassFigures:
-    """Running totals for the drafter's gauges."""
+    """Totals since the attachment began."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -15,4 +15,5 @@ class PassFigures:
         self.grow_s = 0.0
 
     def gauges(self) -> dict[str, float]:
+        """Return all totals by the names of their gauges."""
         return {f"draft_{name}": float(value) for name, value in vars(self).items()}

@@ -1,6 +1,6 @@
-"""How the trees of a draft request grow: children of the roots, levels of beams, the best nodes of all.
+"""The interface of tree growth: children of the roots, levels of beams, the best nodes of all.
 
-What growth on the host and on a GPU agree on, and what either may be asked for.
+Growth on the host and growth on a GPU implement it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]
 
-# Children of one node on a GPU, at most: its kernels keep them in registers.
+# At most so many children of a node on a GPU, whose kernels keep them in registers.
 MAX_BRANCHES = 16
-# Requests have at most two rows a slot.
+# A request has at most two rows a batch slot.
 ROWS_PER_SLOT = 2
 
 
 class PassOutput(Protocol):
     """Attributes:
     logits: float32 [len(logit_rows), draft vocabulary]; valid until the next pass.
-    hidden: [rows, hidden_size]; what the next recurrent step is fed; valid until the next pass.
+    hidden: [rows, hidden_size]; the input of the next recurrent step; valid until the next pass.
     """
 
     @property
@@ -52,24 +52,27 @@ class ResidentDrafts(Protocol):
     """Drafts from device memory: drafter_svc.device.resident_draft.ResidentDraft."""
 
     def draft(self, request: DraftRequest) -> DraftBatch:
-        """Enqueue the draft behind a step whose results may not be there yet; wait for the last one of a run alone.
+        """Enqueue the draft after a step that may still run; wait only for the last one of a run.
 
-        Raises ValueError for a request that no run has.
+        Raises ValueError for a request that does not fit the run.
         """
         ...
 
     def finish(self) -> None:
-        """End the run, if there is one; rows are up to date behind it."""
+        """End the run, if there is one; after that all rows are up to date."""
         ...
 
     def release(self, slots: Sequence[int]) -> None:
-        """Learn no more of these slots."""
+        """Stop learning tokens of these batch slots."""
         ...
 
 
 class Growth(Protocol):
-    """Trees of one request at a time. ``trees.shapes``, ``filters``, ``seeds`` and ``counts`` say what each row wants;
-    they are the caller's to fill before the first call for a request."""
+    """Grows the trees of one request at a time.
+
+    The caller fills ``trees.shapes``, ``filters``, ``seeds`` and ``counts`` with each row's tree
+    request before the first call for a request.
+    """
 
     @property
     def trees(self) -> kernel.Trees: ...
@@ -86,11 +89,11 @@ class Growth(Protocol):
         ...
 
     def grow(self, rows: Int32, places: Places) -> None:
-        """All levels behind the roots' children; ``rows`` are those of all roots that were offered, in order."""
+        """Grow all levels below the roots' children; ``rows``: of all offered roots, in order."""
         ...
 
     def emit(self, request: DraftRequest, roots: Int32) -> DraftBatch:
-        """The best nodes of each row's tree. ``roots``: int32 [rows]; tokens."""
+        """Return the best nodes of each row's tree. ``roots``: int32 [rows]; tokens."""
         ...
 
 
@@ -101,7 +104,9 @@ class GrowsFromMemory(Protocol):
     def resident_draft(
         self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
     ) -> ResidentDrafts:
-        """Return drafts from this memory. ``scratch``: int32 [slots, blocks]; the blocks of each tree.
+        """Return drafts from this memory.
+
+        ``scratch``: int32 [slots, blocks]; the blocks of each tree.
 
         Raises PreconditionError if this memory cannot be used.
         """
@@ -113,15 +118,18 @@ GrowthMaker = Callable[[float], Growth]
 
 
 def vocabulary_of(model: VocabularyOwner, target: TargetInfo) -> DraftVocabulary:
-    """What a model may draft for a target."""
+    """Return the tokens that a model may draft for a target."""
     size = model.draft_vocab_size
     if model.target_ids is None:
         return DraftVocabulary(size, min(size, target.vocab_size), np.empty(0, np.int32))
     return DraftVocabulary(size, size, np.array(model.target_ids, np.int32))
 
 
-def set_wishes(trees: kernel.Trees, request: DraftRequest, max_nodes: int) -> None:
-    """What the rows of a request want, in the first rows of ``trees``; ``max_nodes``: of a tree at most."""
+def set_tree_requests(trees: kernel.Trees, request: DraftRequest, max_nodes: int) -> None:
+    """Write the tree requests of a request's rows to the first rows of ``trees``.
+
+    ``max_nodes``: the target's bound of a tree.
+    """
     num_rows = request.num_rows
     shapes, filters = trees.shapes[:num_rows], trees.filters[:num_rows]
     shapes[:, kernel.LENGTH] = request.lengths

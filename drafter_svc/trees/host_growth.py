@@ -14,7 +14,7 @@ from foretoken.tree import Int32
 
 
 class GrowingModel(VocabularyOwner, Protocol):
-    """What growth on the host needs of a model."""
+    """A draft model, as growth on the host uses it."""
 
     hidden_size: int
 
@@ -25,7 +25,7 @@ class HostGrowth:
     """A ``drafter_svc.trees.growth.Growth``.
 
     Args:
-        scale: of the coupled score, in logits; 0: without the sampler's noise.
+        scale: scale of the coupled score, in logits; 0: without the sampler's noise.
     """
 
     def __init__(self, model: GrowingModel, target: TargetInfo, scale: float) -> None:

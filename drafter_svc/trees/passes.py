@@ -1,7 +1,7 @@
-"""The forward passes of one draft request: new entries for all rows, then one pass a depth for all trees.
+"""The forward passes of a draft request: new KV entries, then one pass a level for all trees.
 
-Knows a draft model as a function of a flat batch; which part of its cache holds is draft_rows' business, the choice of
-nodes that of the kernels' draft_tree.
+A draft model is a function of a flat batch here. rows.py knows which KV entries are valid; the
+kernels' draft_tree chooses nodes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from drafter_svc.trees.growth import (
     GrowthMaker,
     PassOutput,
     ResidentDrafts,
-    set_wishes,
+    set_tree_requests,
 )
-from drafter_svc.trees.rows import DraftRows, DraftSequence, Extension, told_rows
+from drafter_svc.trees.rows import DraftRows, DraftSequence, Extension, sent_rows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.batch import ForwardBatch
@@ -35,26 +35,29 @@ from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]
 
-# Rows of one pass that writes new entries; longer prompts take several.
+# Most rows of a pass that writes new KV entries; longer prompts take several passes.
 PASS_ROWS = 512
-# Entries that a row may write although the request's budget is spent, so that one long prompt stops no other row.
+# KV entries that a row may write although the request's budget is spent: a long prompt must not
+# stop other rows.
 SMALL_EXTENSION = 64
-# Rows of which nothing but their entries is wanted that pay for a pass of their own: fewer are bound by the weights.
-# That is where a CPU, and a GPU, is bound by them no more.
+# Minimum number of KV-only rows that justify a separate pass. A smaller pass is bound by reading
+# the weights, on a CPU and on a GPU.
 ENTRY_ROWS, GPU_ENTRY_ROWS = 24, 256
-# Scale of the coupled score, in logits. Were a drafter's logits off by Gumbel errors of scale s, the chance that a
-# token wins at temperature T would be exactly the softmax of its noised value times T / s (the Gumbel-max trick), at
-# any T; normal errors of deviation 1 have the variance of s = sqrt(6) / pi = 0.78. With draft models that are the demo
-# target with noise on its weights (3.4 and 4.6 tokens a greedy step) 0.6 to 0.8 gave the most tokens a step at T = 0.7
-# and 1.0: the better one up to 0.05 more at 0.6, the other up to 0.09 more at 0.8.
+# Scale of the coupled score, in logits. If a drafter's logits had Gumbel errors of scale s, a
+# token's chance to win at temperature T would be exactly the softmax of its noised value times T /
+# s, at any T (the Gumbel-max trick). Normal errors of deviation 1 have the variance of s = sqrt(6)
+# / pi = 0.78. Measured with draft models made of the demo target with noise on its weights (3.4 and
+# 4.6 tokens a greedy step), 0.6 to 0.8 gave the most tokens a step at T = 0.7 and 1.0: the better
+# model up to 0.05 more at 0.6, the other up to 0.09 more at 0.8.
 COUPLING_SCALE = 0.8
 
 
 class DraftModel(Protocol):
-    """What passes need of a model: foretoken.models.draft_head.DraftHead, or a StandaloneModel.
+    """A draft model as passes use it: foretoken.models.draft_head.DraftHead, or a StandaloneModel.
 
-    ``hidden_size`` and ``feature_width`` are 0 for a model that is fed tokens only. ``write_entries`` writes those of
-    rows of which nothing else is wanted, from the target's features; None: ``forward`` is the only way.
+    ``hidden_size`` and ``feature_width`` are 0 for a model that reads tokens only.
+    ``write_entries`` writes the KV entries of KV-only rows from the target's hidden states; None if
+    only ``forward`` can.
     """
 
     num_depths: int
@@ -69,7 +72,7 @@ class DraftModel(Protocol):
 
 
 class _Piece(NamedTuple):
-    """Slots [start, stop) of an extension, at ``first`` of a pass's flat rows."""
+    """KV slots [start, stop) of an extension, from flat row ``first`` of a pass on."""
 
     extension: Extension
     start: int
@@ -82,9 +85,10 @@ class DraftPasses:
 
     Args:
         make_growth: makes what grows the trees, from the scale of the coupled score.
-        budget: entries that long rows of one request write at most; a row that waits for the rest is not drafted for.
+        budget: most KV entries that long rows of one request write; a row is drafted for once it
+            has all of them.
         coupled: whether drafts for temperatures above zero use the sampler's noise.
-        entry_rows: of which nothing but their entries is wanted, that pay for a pass of their own.
+        entry_rows: minimum number of KV-only rows that justify a separate pass.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class DraftPasses:
         max_rows = ROWS_PER_SLOT * target.max_slots
         self._tree_blocks = scratch_blocks_per_row(target)
         self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)
-        # Blocks of each tree.
+        # The scratch blocks of each tree.
         self._scratch = np.arange(target.num_blocks, cache_blocks(target), dtype=np.int32).reshape(target.max_slots, -1)
         self._tree_starts = np.zeros(max_rows, np.int32)
         self._context_starts = np.zeros(max_rows, np.int32)
@@ -117,21 +121,21 @@ class DraftPasses:
         self._all_rows = np.arange(max_rows, dtype=np.int32)
         self._features = np.zeros((PASS_ROWS, model.feature_width), np.float32)
         self._no_masks = np.zeros((PASS_ROWS, 1), np.uint64)
-        # Of each block and each module but the last: its output in the slot of the block that was written last, which
-        # the next module is fed with the token of the next slot.
+        # For each module but the last and each block: the output at the block's last written KV
+        # slot. The next module reads it with the token of the next slot.
         self._carry = np.zeros((model.num_depths - 1, target.num_blocks, model.hidden_size), np.float32)
         self._resident: ResidentDrafts | None = None
 
     def draft(self, request: DraftRequest) -> DraftBatch:
-        """Learn the new tokens and write their entries, then grow a tree for each row that wants and can have one.
+        """Learn the new tokens, write their KV entries and grow a tree for each row if possible.
 
-        Raises ValueError for a request that no attachment has: it has too many rows, or its tokens are in device memory
-        that was not set.
+        Raises ValueError for a request with too many rows, or with tokens in device memory if none
+        was set.
         """
         started = perf_counter()
         if request.resident is not None:
             if self._resident is None:
-                raise ValueError("a request whose tokens are in device memory, and none was set")
+                raise ValueError("the request's tokens are in device memory, but none was set")
             batch = self._resident.draft(request)
             self.figures.grow_s += perf_counter() - started
             return batch
@@ -139,7 +143,7 @@ class DraftPasses:
             self._resident.finish()
         if request.num_rows > len(self._tables):
             raise ValueError(f"a request of {request.num_rows} rows, more than two a slot")
-        set_wishes(self._growth.trees, request, self._target.max_nodes)
+        set_tree_requests(self._growth.trees, request, self._target.max_nodes)
         roots = np.zeros(request.num_rows, np.int32)
         drafted = self._extend(request, request.num_rows, roots)
         extended = perf_counter()
@@ -160,30 +164,36 @@ class DraftPasses:
         self._resident = self._growth.resident_draft(self._rows, self._scratch, memory, order, self.figures)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget slots. Behind that nothing reads device memory that was set, if they are all of those in it."""
+        """Forget batch slots.
+
+        Once all are released, nothing reads the device memory that was set.
+        """
         if self._resident is not None:
             self._resident.release(slots)
         for slot in slots:
             self._rows.release(slot)
 
     def _extend(self, request: DraftRequest, num_rows: int, roots: Int32) -> list[int]:
-        """Write the entries of all rows and let the roots offer their children: the rows that have any."""
+        """Write the KV entries of all rows and offer the roots' children.
+
+        Return the rows that have any.
+        """
         left = self._budget
         waiting: list[Extension] = []
         drafted: list[int] = []
         order, may_clash = _order(request, num_rows)
-        rows = told_rows(request)
+        rows = sent_rows(request)
         for row in order:
-            told = rows[row]
-            if told.tokens:
-                roots[row] = told.tokens[-1]
-            sequence = self._rows.learn(told)
+            sent = rows[row]
+            if sent.tokens:
+                roots[row] = sent.tokens[-1]
+            sequence = self._rows.learn(sent)
             if sequence is None:
                 continue
-            if not told.tokens:
+            if not sent.tokens:
                 roots[row] = sequence.tokens[sequence.length - 1]
             most = self._target.max_model_len if left is None else max(left, SMALL_EXTENSION)
-            extension = self._rows.extend(told, sequence, most)
+            extension = self._rows.extend(sent, sequence, most)
             if extension is None:
                 continue
             if left is not None:
@@ -197,9 +207,10 @@ class DraftPasses:
         return drafted
 
     def _clash(self, earlier: Extension, later: Extension) -> bool:
-        """Whether the later row writes into a block of the earlier one's, or goes on from one that it writes.
+        """Return whether the later row writes to a block of the earlier, or continues from one.
 
-        Within a pass entries are written in no order, and outputs are carried over only from pass to pass.
+        Such rows need separate passes: within a pass entries are written in no order, and outputs
+        are carried over only from pass to pass.
         """
         size = self._block_size
         held = earlier.sequence.table[: self._rows.num_blocks(earlier.stop)]
@@ -210,7 +221,7 @@ class DraftPasses:
         return len(self._carry) > 0 and bool(np.isin(fresh, later.sequence.table[: later.start // size]).any())
 
     def _set_row(self, row: int, sequence: DraftSequence) -> None:
-        """The row's block table: its blocks, and behind them those of its tree."""
+        """Fill the row's block table: its blocks, then the blocks of its tree."""
         num_blocks = self._rows.num_blocks(sequence.length)
         self._tables[row, :num_blocks] = sequence.table[:num_blocks]
         self._context_starts[row] = sequence.valid_start
@@ -218,7 +229,7 @@ class DraftPasses:
         self._growth.trees.counts[row, kernel.FIRST_SLOT] = self._tree_starts[row]
 
     def _run_extensions(self, request: DraftRequest, extensions: list[Extension], drafted: list[int]) -> None:
-        """Write entries in passes of at most PASS_ROWS; ``drafted`` gets the rows whose roots offered children."""
+        """Write KV entries, PASS_ROWS a pass at most; add rows with children to ``drafted``."""
         pieces: list[_Piece] = []
         used = 0
         for extension in extensions:
@@ -255,7 +266,7 @@ class DraftPasses:
         self.figures.extend_tokens += used
         write_entries = self._model.write_entries
         if write_entries is not None and used - len(ends) >= self._entry_rows:
-            # First the rows of which nothing but their entries is wanted.
+            # First the KV-only rows.
             is_end = np.zeros(used, np.bool_)
             is_end[ends] = True
             others = np.flatnonzero(~is_end)
@@ -272,7 +283,7 @@ class DraftPasses:
             self._run_deeper(batch, _on_host(output.hidden).copy(), pieces)
 
     def _wants_tree(self, row: int, num_before: int) -> bool:
-        """Whether a row is to be drafted for, and there is room in the scratch blocks; gives it its blocks there."""
+        """Return whether a row wants a tree and scratch blocks are left; assign them to it."""
         if self._growth.trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_slots:
             return False
         block = int(self._tree_starts[row]) // self._block_size
@@ -284,17 +295,17 @@ class DraftPasses:
         if not self._model.feature_width:
             return self._features[:used]
         if request.hidden.shape[1:] != (self._model.feature_width,):
-            raise ValueError(f"hidden rows of {request.hidden.shape[1:]}, expected {self._model.feature_width} wide")
+            raise ValueError(f"hidden states of {request.hidden.shape[1:]}, expected {self._model.feature_width} wide")
         firsts = [extension.first_feature + start - extension.start for extension, start, _, _ in pieces]
         if all(first - piece.first == firsts[0] for first, piece in zip(firsts, pieces, strict=True)):
-            # As in most requests: all rows' features, one row behind the other.
+            # As in most requests: the hidden states of all rows are in the order of the pieces.
             return request.hidden[firsts[0] : firsts[0] + used]
         for first, (_, start, stop, at) in zip(firsts, pieces, strict=True):
             self._features[at : at + stop - start] = request.hidden[first : first + stop - start]
         return self._features[:used]
 
     def _run_deeper(self, batch: ForwardBatch, outputs: Float32, pieces: list[_Piece]) -> None:
-        """Extend the modules behind the first: each is fed the output of the one before, one slot earlier."""
+        """Extend the modules after the first; each reads the module before, one slot earlier."""
         size = self._block_size
         for depth in range(1, self._model.num_depths):
             inputs = np.empty_like(outputs)
@@ -302,7 +313,7 @@ class DraftPasses:
             for extension, start, stop, at in pieces:
                 table, carry = extension.sequence.table, self._carry[depth - 1]
                 inputs[at] = carry[table[(start - 1) // size]]
-                # The last slot of each block that this piece writes to.
+                # The last KV slot that this piece writes in each block.
                 blocks = np.arange(start // size, -(-stop // size))
                 carry[table[blocks]] = outputs[at + np.minimum((blocks + 1) * size, stop) - 1 - start]
             kept = np.flatnonzero(batch.positions >= self._context_starts[batch.row_seqs] + depth)
@@ -314,7 +325,7 @@ class DraftPasses:
     def _select(
         self, batch: ForwardBatch, kept: NDArray[np.intp] | Int32, depth: int = 0, logit_rows: Int32 | None = None
     ) -> ForwardBatch:
-        """Some rows of an extension, for the module of ``depth``; no logits wanted but of ``logit_rows``."""
+        """Return some rows of an extension, for the module of ``depth``."""
         return self._batch(
             batch.token_ids[kept],
             batch.positions[kept],
@@ -327,8 +338,7 @@ class DraftPasses:
         )
 
     def _module_starts(self) -> Int32:
-        """int32 [modules, rows]: the first slot that each module has an entry in; a deeper one begins later, if at
-        all."""
+        """Return int32 [modules, rows]: the first KV slot with an entry of each module."""
         depths = np.arange(self._model.num_depths, dtype=np.int32)
         lengths = self._growth.trees.shapes[:, kernel.LENGTH]
         starts: Int32 = np.minimum(self._context_starts + depths[:, None], lengths)
@@ -364,23 +374,23 @@ class DraftPasses:
 
 
 def scratch_blocks_per_row(target: TargetInfo) -> int:
-    """Blocks that hold the beams of one tree."""
+    """Return how many blocks hold the beams of one tree."""
     beams = min(kernel.MAX_BEAM_NODES, max(target.max_nodes - 1, 1) * max(target.max_nodes - 2, 1))
     return -(-beams // target.block_size)
 
 
 def cache_blocks(target: TargetInfo) -> int:
-    """Blocks of the drafter's own cache: the verifier's ids, then the private ones of all slots' trees."""
+    """Return the blocks of the drafter's cache: the verifier's, then scratch for all trees."""
     return target.num_blocks + target.max_slots * scratch_blocks_per_row(target)
 
 
 def warm_up(*, bfloat16: bool) -> None:
-    """Compile, or load, what drafting and a model's pass over a cache of float32 or bfloat16 run."""
+    """Compile, or load, the kernels of drafting and of passes over a float32 or bfloat16 cache."""
     trees, beams = kernel.new_trees(1, 2, 2), kernel.new_beams(1)
     one, none = np.zeros(1, np.int32), np.full(1, -1, np.int32)
     no_ids = np.empty(0, np.int32)
     kernel.offer_children(trees, np.zeros(2, np.float32), 2, 2, no_ids, one, none, 0, COUPLING_SCALE)
-    # Trees of depth 0: nothing is run.
+    # Trees of depth 0: no pass runs.
     table, hidden = np.zeros((1, 1), np.int32), np.zeros((1, 0), np.float32)
     level = LevelPass(np.zeros(NUM_FIELDS, np.int64), np.zeros((1, 2), np.int64), 0, 1, NO_OUTPUT, 0, 1, (1, 1, 1, 1))
     places, vocabulary = Places(table, one, table, 1), DraftVocabulary(2, 2, no_ids)
@@ -390,17 +400,18 @@ def warm_up(*, bfloat16: bool) -> None:
 
 
 def _on_host(tensor: torch.Tensor) -> Float32:
-    """float32; a copy unless it is that, on the CPU, already."""
+    """Return a tensor as a float32 array; it shares memory if it is one on the CPU already."""
     values: Float32 = tensor.to(torch.float32).cpu().numpy()
     return values
 
 
 def _order(request: DraftRequest, num_rows: int) -> tuple[Sequence[int], bool]:
-    """Rows in the order in which they are learnt, and whether blocks may have changed hands between them.
+    """Return rows in the order of learning, and whether a block may have moved between them.
 
-    A sequence that ended tells its last tokens in a row of one node; its blocks may be another row's by now.
+    The last tokens of an ended sequence come in a row of one node; another row may own its blocks
+    by now.
     """
-    told_only = request.max_nodes[:num_rows] <= 1
-    if not told_only.any():
+    learns_only = request.max_nodes[:num_rows] <= 1
+    if not learns_only.any():
         return range(num_rows), False
-    return np.argsort(~told_only, kind="stable").tolist(), num_rows > 1
+    return np.argsort(~learns_only, kind="stable").tolist(), num_rows > 1

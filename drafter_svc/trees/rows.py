@@ -1,15 +1,17 @@
-"""What a drafter with a cache of its own knows of each sequence: tokens, blocks, and the part of its cache that holds.
+"""What a drafter with a KV cache knows of each sequence: tokens, blocks, valid KV entries.
 
-Knows no model. The cache uses the verifier's block ids, so nothing is allocated here: a block's entries are this
-drafter's if it wrote them, and it may have written them for other tokens. Two facts are kept:
+Knows no model. The cache uses the verifier's block ids, so nothing is allocated here. A block may
+hold entries that this drafter wrote for other tokens, or none. Two facts are kept:
 
-- of each sequence the *valid range* [valid_start, valid_end): slots whose entries were written for its tokens, without
-  a hole. It ends at the last token told, or the sequence cannot be drafted for.
-- of each block that was written whole, a *key*: a digest of salt and all tokens from position 0 to its end, so that
-  a sequence of the same prefix, which the verifier gives the same block, goes on from there. It is cleared before a
-  slot of the block is written again.
+- For each sequence the *valid range* [valid_start, valid_end): KV slots whose entries were written
+  for its tokens, without a hole. A sequence is drafted for only if the range ends at its last
+  token.
+- For each block that was written whole, a *key*: a digest of the salt and of all tokens from
+  position 0 to the block's end. A sequence with the same prefix gets the same block from the
+  verifier and goes on from there. The key is cleared before a slot of the block is written again.
 
-Whatever was missed (tokens, a generation, a block's change of owner) only makes the valid range shorter.
+If something was missed (tokens, a generation, a block's change of owner), the valid range only gets
+shorter.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ class DraftSequence:
     """One sequence in its slot.
 
     Attributes:
-        told_start, length: tokens at positions [told_start, length) are known.
+        sent_start, length: the tokens at positions [sent_start, length) are known.
         tokens: int32 [max_model_len].
-        table: int32 [blocks of max_model_len]; block ids, known from ``told_start`` on.
-        valid_start, valid_end: the valid range; empty where they are equal.
-        keys: of its whole blocks, in order, if it is known from position 0.
-        number: tells it from all others.
+        table: int32 [blocks of max_model_len]; block ids, known from ``sent_start`` on.
+        valid_start, valid_end: the valid range; empty if they are equal.
+        keys: the keys of its whole blocks, in order, if it is known from position 0.
+        number: unique among all sequences of the attachment.
     """
 
     __slots__ = (
@@ -44,9 +46,9 @@ class DraftSequence:
         "length",
         "number",
         "salt",
+        "sent_start",
         "table",
         "tokens",
-        "told_start",
         "valid_end",
         "valid_start",
     )
@@ -57,7 +59,7 @@ class DraftSequence:
         self.number = number
         self.generation = generation
         self.salt = salt
-        self.told_start = start
+        self.sent_start = start
         self.length = start
         # Memory is touched as the sequence grows.
         self.tokens: Int32 = np.empty(capacity[0], np.int32)
@@ -66,10 +68,11 @@ class DraftSequence:
         self.keys: list[bytes] = []
 
 
-class ToldRow(NamedTuple):
-    """What a row of a request tells of its sequence, as plain numbers: columns are slow to read one by one.
+class SentRow(NamedTuple):
+    """A row of a request as plain numbers; reading columns one by one is slow.
 
-    ``first_feature``: index of its first features in the request's ``hidden``; there are ``num_features``.
+    ``first_feature``: index of its first hidden states in ``DraftRequest.hidden``; it has
+    ``num_features``.
     """
 
     row: int
@@ -84,8 +87,8 @@ class ToldRow(NamedTuple):
     num_features: int
 
 
-def told_rows(request: DraftRequest) -> list[ToldRow]:
-    """Of all rows, in their order."""
+def sent_rows(request: DraftRequest) -> list[SentRow]:
+    """Return all rows of a request, in order."""
     tokens, blocks = request.new_tokens.tolist(), request.block_ids.tolist()
     token_starts, hidden_starts, block_starts = (
         starts.tolist() for starts in (request.new_token_starts, request.hidden_starts, request.block_starts)
@@ -93,7 +96,7 @@ def told_rows(request: DraftRequest) -> list[ToldRow]:
     columns = (request.slots, request.generations, request.salts, request.lengths, request.max_nodes)
     values = zip(*(column.tolist() for column in columns), strict=True)
     return [
-        ToldRow(
+        SentRow(
             row,
             slot,
             generation,
@@ -110,9 +113,9 @@ def told_rows(request: DraftRequest) -> list[ToldRow]:
 
 
 class Extension(NamedTuple):
-    """Entries to be written: slots [start, stop) of a sequence, for row ``row`` of the request.
+    """KV entries to write: slots [start, stop) of a sequence, for row ``row`` of the request.
 
-    ``first_feature``: index of the features of token ``start`` in the request's ``hidden``.
+    ``first_feature``: index of the hidden states for token ``start`` in ``DraftRequest.hidden``.
     """
 
     row: int
@@ -126,10 +129,10 @@ class DraftRows:
     """The sequences of one attachment.
 
     Args:
-        first_position: slots before it have no entry: 1 for a head, whose first entry is that of token 1.
-        num_depths: modules that are extended one behind the other; module j has no entry in the first j slots of a
-            valid range.
-        needs_features: whether an entry can be written only from the target's features.
+        first_position: the first KV slot that has an entry; 1 for a head.
+        num_depths: number of modules, each fed by the one before; module j has no entry in the
+            first j slots of a valid range.
+        needs_features: whether an entry can be written only from the target's hidden states.
     """
 
     def __init__(
@@ -141,12 +144,12 @@ class DraftRows:
         self._needs_features = needs_features
         num_blocks = -(-target.max_model_len // target.block_size)
         self._capacity = (target.max_model_len, num_blocks)
-        # Of each slot the newest sequence, and the one before: its last tokens may come in parts, between the parts of
-        # its successor.
+        # For each slot the newest sequence and the one before, whose last tokens may arrive in
+        # parts between the parts of its successor.
         self._sequences: dict[int, list[DraftSequence]] = {}
         self._num_sequences = 0
         self._block_keys: list[bytes] = [_NO_KEY] * target.num_blocks
-        # The sequence that wrote into each block last.
+        # The last sequence that wrote into each block.
         self._writers: list[int] = [-1] * target.num_blocks
 
     @property
@@ -155,52 +158,57 @@ class DraftRows:
         return self._capacity[1]
 
     def release(self, slot: int) -> None:
-        """Forget a slot's sequences; their whole blocks stay for others of the same prefix."""
+        """Forget a slot's sequences; their whole blocks stay for sequences with the same prefix."""
         self._sequences.pop(slot, None)
 
     def num_blocks(self, length: int) -> int:
+        """Return how many blocks so many tokens take."""
         return -(-length // self._target.block_size)
 
     def is_window(self, sequence: DraftSequence) -> bool:
-        """Whether entries before the valid range are missing."""
+        """Return whether entries before the valid range are missing."""
         return sequence.valid_start > self.first_position
 
-    def learn(self, told: ToldRow) -> DraftSequence | None:
-        """Take a row's new tokens and blocks, and accept what the cache holds of them; None for a row that is none.
+    def learn(self, sent: SentRow) -> DraftSequence | None:
+        """Take a row's new tokens and blocks, and accept blocks that the cache holds already.
 
-        A length that is not what was told before plus the new tokens starts the sequence anew at the gap. A row
-        without any token is that of a prediction.
+        Returns None for a row that is not sound, or without tokens: it carries only a prediction.
+        If the length is not the known length plus the new tokens, the sequence starts anew at the
+        gap.
         """
-        length = told.length
-        start = length - len(told.tokens)
+        length = sent.length
+        start = length - len(sent.tokens)
         if length == 0:
             return None
-        if not self._is_sound(told, start):
-            self.release(told.slot)
+        if not self._is_sound(sent, start):
+            self.release(sent.slot)
             return None
-        sequence = self._find(told, start)
+        sequence = self._find(sent, start)
         if sequence is None:
             return None
-        sequence.tokens[start:length] = told.tokens
+        sequence.tokens[start:length] = sent.tokens
         first_block = start // self._target.block_size
-        sequence.table[first_block : first_block + len(told.block_ids)] = told.block_ids
+        sequence.table[first_block : first_block + len(sent.block_ids)] = sent.block_ids
         sequence.length = length
-        self._accept_blocks(sequence, length - told.num_features)
+        self._accept_blocks(sequence, length - sent.num_features)
         return sequence
 
-    def known(self, told: ToldRow) -> DraftSequence | None:
-        """The row's sequence, if it was told up to just its length: where a run in device memory goes on."""
-        for sequence in self._sequences.get(told.slot, ()):
-            if (sequence.generation, sequence.salt, sequence.length) == (told.generation, told.salt, told.length):
+    def known(self, sent: SentRow) -> DraftSequence | None:
+        """Return the row's sequence if it is known up to exactly the row's length."""
+        for sequence in self._sequences.get(sent.slot, ()):
+            if (sequence.generation, sequence.salt, sequence.length) == (sent.generation, sent.salt, sent.length):
                 return sequence
         return None
 
     def can_go_on(self, sequence: DraftSequence) -> bool:
-        """Whether the entry of its next token would lengthen its valid range."""
+        """Return whether the entry of its next token would extend its valid range."""
         return sequence.valid_end == sequence.length and not self._lost_block(sequence, sequence.valid_end)
 
     def append_blocks(self, sequence: DraftSequence, first: int, block_ids: list[int]) -> bool:
-        """Blocks of positions that are not told yet, from logical block ``first`` on. False: they cannot be."""
+        """Append blocks of later positions, from logical block ``first`` on.
+
+        Return False if they are invalid.
+        """
         target, stop = self._target, first + len(block_ids)
         if stop > self.max_blocks or (block_ids and not 0 <= min(block_ids) <= max(block_ids) < target.num_blocks):
             return False
@@ -208,16 +216,19 @@ class DraftRows:
         return True
 
     def claim_blocks(self, sequence: DraftSequence, first: int, stop: int) -> None:
-        """Logical blocks [first, stop) may be written to from now on, before ``advance`` says what was."""
+        """Mark logical blocks [first, stop) as written by this sequence, ahead of ``advance``."""
         for block in sequence.table[first:stop].tolist():
             self._writers[block] = sequence.number
             self._block_keys[block] = _NO_KEY
 
     def advance(self, sequence: DraftSequence, tokens: list[int], *, is_written: bool) -> bool:
-        """Take the tokens behind those that were told, their blocks known. False, and nothing is taken: they cannot be.
+        """Append tokens whose blocks are known.
 
-        ``is_written``: their entries were written too, into claimed blocks; the valid range ended before them. A block
-        that another sequence has claimed meanwhile stays that one's: this one has ended, and its tokens are read late.
+        Return False, and append nothing, if they are invalid.
+
+        ``is_written``: their entries were written too, into claimed blocks, at the end of the valid
+        range. A block that another sequence has claimed meanwhile stays with it: this sequence has
+        ended, and its tokens are read late.
         """
         start, target = sequence.length, self._target
         length = start + len(tokens)
@@ -231,27 +242,28 @@ class DraftRows:
             sequence.valid_end = length
         return True
 
-    def _find(self, told: ToldRow, start: int) -> DraftSequence | None:
-        """The sequence that was told up to ``start``, or a new one.
+    def _find(self, sent: SentRow, start: int) -> DraftSequence | None:
+        """Return the sequence that is known up to ``start``, or a new one.
 
-        None for one that its successor has replaced, and for one of which no token is known.
+        Returns None if a successor has replaced it, or if it has no tokens.
         """
-        known, generation = self._sequences.setdefault(told.slot, []), told.generation
+        known, generation = self._sequences.setdefault(sent.slot, []), sent.generation
         for sequence in known:
-            if (sequence.generation, sequence.salt, sequence.length) == (generation, told.salt, start):
+            if (sequence.generation, sequence.salt, sequence.length) == (generation, sent.salt, start):
                 return sequence
-        if start == told.length or (known and generation < known[0].generation):
+        if start == sent.length or (known and generation < known[0].generation):
             return None
         self._num_sequences += 1
-        sequence = DraftSequence(self._num_sequences, generation, told.salt, start, self.first_position, self._capacity)
-        # One of the same generation is the same sequence after a gap.
+        sequence = DraftSequence(self._num_sequences, generation, sent.salt, start, self.first_position, self._capacity)
+        # The same generation means the same sequence, after a gap.
         before = known[:1] if known and known[0].generation != generation else known[1:]
-        self._sequences[told.slot] = [sequence, *before]
+        self._sequences[sent.slot] = [sequence, *before]
         return sequence
 
-    def _is_sound(self, told: ToldRow, start: int) -> bool:
-        target, length, tokens, blocks = self._target, told.length, told.tokens, told.block_ids
-        if not 0 <= told.slot < target.max_slots or not 0 <= start <= length <= target.max_model_len:
+    def _is_sound(self, sent: SentRow, start: int) -> bool:
+        """Return whether slot, length, tokens and blocks are in range and fit together."""
+        target, length, tokens, blocks = self._target, sent.length, sent.tokens, sent.block_ids
+        if not 0 <= sent.slot < target.max_slots or not 0 <= start <= length <= target.max_model_len:
             return False
         expected = self.num_blocks(length) - start // target.block_size if tokens else 0
         if len(blocks) != expected:
@@ -260,11 +272,12 @@ class DraftRows:
         return in_vocabulary and (not blocks or (min(blocks) >= 0 and max(blocks) < target.num_blocks))
 
     def _accept_blocks(self, sequence: DraftSequence, first_featured: int) -> None:
-        """Key the blocks that are now told whole; those that the cache holds become part of the valid range.
+        """Key the blocks that are now whole; add those that the cache holds to the valid range.
 
-        A head writes its own entries from ``first_featured`` on, so only blocks with a token before it are looked up.
+        A head writes the entries from ``first_featured`` on itself, so only earlier blocks are
+        looked up.
         """
-        if sequence.told_start > 0:
+        if sequence.sent_start > 0:
             return
         size = self._target.block_size
         for block in range(len(sequence.keys), sequence.length // size):
@@ -280,15 +293,16 @@ class DraftRows:
             elif sequence.valid_end < low and self._needs_features:
                 sequence.valid_start, sequence.valid_end = low, high
 
-    def extend(self, told: ToldRow, sequence: DraftSequence, budget: int) -> Extension | None:
-        """The entries that a row can write now, at most ``budget``; None if there are none. They count as written.
+    def extend(self, sent: SentRow, sequence: DraftSequence, budget: int) -> Extension | None:
+        """Return at most ``budget`` entries that a row can write now; count them as written.
 
-        A draft model writes the last token's again where that is the only way to its logits.
+        Returns None if there are none. A draft model writes the last token's entry again if that is
+        the only way to its logits.
         """
         num_features, first = 0, 0
         if self._needs_features:
-            first, num_features = told.first_feature, told.num_features
-            start = max(sequence.length - num_features, sequence.told_start, self.first_position)
+            first, num_features = sent.first_feature, sent.num_features
+            start = max(sequence.length - num_features, sequence.sent_start, self.first_position)
             if sequence.valid_end < start < sequence.length:
                 sequence.valid_start = sequence.valid_end = start
             elif sequence.valid_end < start:
@@ -296,17 +310,17 @@ class DraftRows:
         start = sequence.valid_end
         if self._lost_block(sequence, start):
             return None
-        if start == sequence.length > sequence.valid_start and not self._needs_features and told.max_nodes > 1:
+        if start == sequence.length > sequence.valid_start and not self._needs_features and sent.max_nodes > 1:
             start -= 1
         stop = min(sequence.length, start + budget)
         if start >= stop:
             return None
         self._mark_written(sequence, start, stop)
         sequence.valid_end = max(stop, sequence.valid_end)
-        return Extension(told.row, sequence, start, stop, first + num_features - (sequence.length - start))
+        return Extension(sent.row, sequence, start, stop, first + num_features - (sequence.length - start))
 
     def _lost_block(self, sequence: DraftSequence, start: int) -> bool:
-        """Whether another sequence has written into the block that this one has begun: it ended, and is told late."""
+        """Return whether another sequence wrote to this one's last block: this one had ended."""
         size = self._target.block_size
         begun = sequence.valid_start < start and start % size != 0
         return begun and self._writers[sequence.table[start // size]] != sequence.number

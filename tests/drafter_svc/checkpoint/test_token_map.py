@@ -38,7 +38,7 @@ def test_pickles_are_for_the_converter(tmp_path: Path, name: str) -> None:
     ("content", "message"),
     [
         ([], "is empty"),
-        ([1, 2, 1], "token 1 is there more than once"),
+        ([1, 2, 1], "token 1 appears more than once"),
         ([1, -2], "-2 is no token id"),
         ([1, 2**31], "2147483648 is no token id"),
         ([1, 2**70], "expected a JSON list of token ids"),

@@ -111,7 +111,7 @@ def test_what_is_removed_is_gone_at_once() -> None:
 def test_bounds() -> None:
     store = make_drafter(external_corpus_max_tokens=10).corpora
     store.add("a", ids(*range(6)))
-    with pytest.raises(PreconditionError, match="5 tokens beside 6 of others, and this drafter holds 10"):
+    with pytest.raises(PreconditionError, match="it has 5 tokens and the others 6, of 10 that this drafter may hold"):
         store.add("b", ids(*range(5)))
     with pytest.raises(PreconditionError):
         store.add("a", ids(*range(5)), append=True)

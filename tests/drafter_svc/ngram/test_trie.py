@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drafter_svc.ngram.candidates import new_scratch
 from drafter_svc.ngram.corpora import CorpusStore
 from drafter_svc.ngram.sequences import new_sequences
-from drafter_svc.ngram.tree import Drafted, Told, compile_draft_batch
+from drafter_svc.ngram.tree import Drafted, SentRows, compile_draft_batch
 from drafter_svc.ngram.trie import (
     CHAIN,
     CHILD,
@@ -78,7 +78,7 @@ class Harness:
             self.sequences,
             self.scratch,
             self.options,
-            Told(columns, np.array([0, len(tokens)], np.int32), np.array(tokens, np.int32), *none),
+            SentRows(columns, np.array([0, len(tokens)], np.int32), np.array(tokens, np.int32), *none),
             drafted,
         )
         return [int(token) for token in drafted.tokens[: drafted.node_starts[1]]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drafter_svc.trees.rows import DraftRows, told_rows
+from drafter_svc.trees.rows import DraftRows, sent_rows
 from tests.support.paged_draft import BLOCK, Row, request_of, some_tokens, target_info
 
 
@@ -13,7 +13,7 @@ def test_a_block_that_another_has_claimed_is_not_keyed_for_who_had_it() -> None:
 
     def tell(row: Row) -> int:
         """The end of the valid range."""
-        (told,) = told_rows(request_of([row], with_features=False))
+        (told,) = sent_rows(request_of([row], with_features=False))
         sequence = rows.learn(told)
         assert sequence is not None
         rows.extend(told, sequence, 2 * BLOCK)
@@ -27,6 +27,6 @@ def test_a_block_that_another_has_claimed_is_not_keyed_for_who_had_it() -> None:
     rows.claim_blocks(new, 2, 3)
     assert rows.advance(old, tokens[BLOCK + 1 : 2 * BLOCK], is_written=True)
     heir = Row(tokens[: 2 * BLOCK + 1], 2 * BLOCK + 1, [5, 6, 8], slot=2)
-    (told,) = told_rows(request_of([heir], with_features=False))
+    (told,) = sent_rows(request_of([heir], with_features=False))
     learnt = rows.learn(told)
     assert learnt is not None and learnt.valid_end == BLOCK

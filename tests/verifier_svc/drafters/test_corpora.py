@@ -91,7 +91,7 @@ async def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     drafter, corpora = ngram(4), desk(tmp_path / "d")
     async with serving(drafter, tmp_path / "d"):
         await corpora.add("", "docs", ids(1, 2, 3), append=False)
-        with pytest.raises(PreconditionError, match="this drafter holds 4"):
+        with pytest.raises(PreconditionError, match="of 4 that this drafter may hold"):
             await corpora.add("", "docs", ids(1, 2), append=True)
     again = ngram()
     async with serving(again, tmp_path / "d"):
