@@ -64,6 +64,7 @@ chaos: $(DEV) ## Kill and stop processes for SECONDS, by the schedule of SEED.
 lint: $(DEV) $(GENERATOR) ## Check style, types, import rules, generated docs and stubs.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python .ci/class_sizes.py
 	@$(BIN)/mypy
 	@PYTHONPATH=kernels $(BIN)/lint-imports
 	@$(BIN)/python -m foretoken.commands.settings_table | cmp -s - docs/settings.md \

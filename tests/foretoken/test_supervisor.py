@@ -145,7 +145,7 @@ Start = Callable[..., Driver]
 def start(tmp_path: Path) -> Iterator[Start]:
     drivers: list[Driver] = []
 
-    def start(
+    def start(  # noqa: PLR0913 - the child's ways to fail
         *modes: tuple[str, str],
         grace_s: float = 600.0,
         optional: str = "",

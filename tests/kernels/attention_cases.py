@@ -131,7 +131,7 @@ def rooted(rows: Rows) -> Rows:
     return replace(rows, rows=[(context + 1, mask & ~1) for context, mask in rows.rows])
 
 
-def case(
+def case(  # noqa: PLR0913 - a kernel's arguments
     seqs: list[Rows],
     heads: Heads,
     block_size: int,

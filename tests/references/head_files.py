@@ -120,7 +120,7 @@ def eagle_files(bias: bool = True, qkv_bias: bool = False, num_layers: int = 1) 
 DRAFT_VOCAB = 40
 
 
-def eagle3_files(
+def eagle3_files(  # noqa: PLR0913 - layouts that others write
     *,
     layer: str = "midlayer",
     prefix: str = "",

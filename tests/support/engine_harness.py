@@ -144,7 +144,7 @@ class Request:
 class Harness:
     """Steps an engine. ``drafters`` by name; ``source`` gives access to one."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - an engine's settings
         self,
         runner: TargetRunner,
         *,

@@ -25,7 +25,7 @@ MAX_LEN = 256
 TIMEOUT_S = 600.0
 
 
-def harness(
+def harness(  # noqa: PLR0913 - an engine's settings
     target: Target,
     algorithms: tuple[str, ...],
     device: str,

@@ -22,7 +22,7 @@ def way_of(request: DraftRequest) -> Way:
     return "fed" if step.begins and step.is_last else "run"
 
 
-class OracleDrafter:
+class OracleDrafter:  # large: a drafter's whole state, checked step by step
     """A DraftSource, on the target's device.
 
     Args:
@@ -40,7 +40,7 @@ class OracleDrafter:
     num_rejected = 0
     reason = ""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a resident drafter's sizes
         self,
         texts: Sequence[list[int]],
         device: str,

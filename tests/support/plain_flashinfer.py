@@ -16,7 +16,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert kv_layout == "NHD" and float_workspace_buffer.dtype == torch.uint8
         self.backend = backend
 
-    def plan(
+    def plan(  # noqa: PLR0913 - FlashInfer's own signature
         self,
         qo_indptr: torch.Tensor,
         paged_kv_indptr: torch.Tensor,
