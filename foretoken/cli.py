@@ -15,7 +15,8 @@ import click
 
 from foretoken.commands import client_commands, corpus_commands, drafter_commands, offline
 from foretoken.commands.client_commands import program, say
-from foretoken.commands.settings_command import Given, SettingsCommand
+from foretoken.commands.given import Given
+from foretoken.commands.settings_command import SettingsCommand
 
 if TYPE_CHECKING:
     from drafter_svc.config import DrafterSettings

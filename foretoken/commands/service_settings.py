@@ -16,7 +16,7 @@ from drafter_svc.algorithms import ALGORITHMS, algorithm_names, find_algorithm
 from drafter_svc.config import DrafterSettings, with_options
 from drafter_svc.drafter_spec import DrafterSpec, parse_spec, spec_text
 from foretoken import hub
-from foretoken.commands.settings_command import Given
+from foretoken.commands.given import Given
 from foretoken.config import Flag, Setting, Settings, at_fault, build, flag_of, parse_pairs, settings_of
 from foretoken.drafter_names import check_together
 from foretoken.errors import CheckpointError, ConfigError

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 
-if TYPE_CHECKING:
-    from foretoken.config import Setting, Settings
+from foretoken.commands.given import Given
 
-    Kind = TypeVar("Kind", bound=Settings)
+if TYPE_CHECKING:
+    from foretoken.config import Setting
 
 _TYPES: dict[Any, click.ParamType[Any, Any]] = {int: click.INT, float: click.FLOAT, bool: click.BOOL}
-
-
-@dataclass(frozen=True)
-class Given:
-    """The values that the user gave by flag, in the environment or in a config file."""
-
-    # By field; nested settings have a mapping of their own.
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    def settings(self, kind: type[Kind], **more: Any) -> Kind:
-        """Return settings of ``kind`` from the given values; ``more`` wins. Raises ConfigError."""
-        from foretoken.config import build
-
-        return build(kind, {name: self.values[name] for name in kind.model_fields if name in self.values} | more)
 
 
 class SettingsCommand(click.Command):

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from foretoken.cli import app
+from foretoken.commands.given import Given
 from foretoken.commands.service_settings import COMMANDS, settings_of_command
-from foretoken.commands.settings_command import Given, SettingsCommand
+from foretoken.commands.settings_command import SettingsCommand
 from foretoken.commands.settings_table import rows
 from foretoken.config import Setting, Settings, build, settings_of, to_flags
 from foretoken.errors import ConfigError
