@@ -21,7 +21,6 @@ import torch
 from benchmarks.gpu.passes import BATCHES, BLOCK, MAX_BATCH, device_ms, load_target, show_profile, verify_batch
 from foretoken.models.backend import choose_backend
 from foretoken.models.batch import chain_batch
-from foretoken.models.device_llama import DeviceLlama
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import FlashInferAttention, obstacle
 
@@ -36,6 +35,8 @@ ROWS = (1, 6, 32)
 
 def measure(runner: DeviceRunner, profile: bool) -> None:
     """Prints the passes' times. Their first launches compile kernels, FlashInfer's for a minute or two."""
+    from foretoken.models.device_llama import DeviceLlama
+
     config, cache = runner.config, runner.cache
     wanted = MAX_BATCH * max(ROWS)
     longest = max(sum(chunk) for chunk in CHUNKS)
