@@ -1,4 +1,4 @@
-"""Load the target model and make what goes with its device: the walker, and the steps that overlap."""
+"""Load the target model, and build the walker and the overlapped steps for its device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ from verifier_svc.sampling.walker import HostWalker, Walker
 
 
 class Target(NamedTuple):
-    """``shared_weights``: what drafters' processes may map; None: they read their own. ``run_ahead``: on a GPU, unless
-    it is not wanted."""
+    """A loaded target model and its helpers.
+
+    Attributes:
+        shared_weights: weights that drafter processes can map. None: they read their own copies.
+        run_ahead: overlapped steps. None on a CPU, and on a GPU where they are switched off.
+    """
 
     runner: LoadedTarget
     walker: Walker
@@ -32,7 +36,11 @@ class Target(NamedTuple):
 
 
 def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend, progress: Progress) -> Target:
-    """Load the model and warm it up. Raises ConfigError if strict numerics or FlashInfer cannot be had as wanted."""
+    """Load the model and warm it up.
+
+    Raises:
+        ConfigError: this machine lacks the numerics or the attention that the settings ask for.
+    """
     if backend.kernels == "cpu":
         runner = ModelRunner(
             settings.model,
@@ -46,7 +54,7 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
         runner.warm_up(progress)
         _check_numerics(settings, runner)
         return Target(runner, HostWalker(), runner.shared_weights)
-    # Triton is imported where there is a GPU alone.
+    # Only a GPU imports Triton.
     from verifier_svc.model.device_runner import DeviceRunner
     from verifier_svc.overlap_step import ResidentStep, plain_memory
     from verifier_svc.sampling.device_walker import DeviceWalker
@@ -79,7 +87,7 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
         graphs=not settings.disable_cuda_graph,
     )
     walker.warm_up(on_device.config.vocab_size)
-    # What is planned on the host waits for the lengths that the step before has come to.
+    # FlashInfer plans each pass on the host from the lengths after the last step: nothing overlaps.
     if settings.disable_overlap_schedule or flashinfer == "all":
         return Target(on_device, walker, on_device.shared_weights)
     make_step = partial(
@@ -97,7 +105,7 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
 
 
 def _check_numerics(settings: VerifierSettings, runner: LoadedTarget) -> None:
-    """A warmed-up runner is as strict as was asked for."""
+    """Raise ConfigError if strict numerics are required and the warmed-up runner lacks them."""
     if settings.numerics == "strict" and runner.mode != "strict":
         raise ConfigError(
             "--numerics strict: on this machine a row of this model has other bits in another batch; auto does without"

@@ -18,10 +18,10 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 
 class DrafterEndpoint(Settings):
-    """A drafter in the verifier's configuration. It may be down at any time."""
+    """One drafter of the verifier's configuration. It may be down at any time."""
 
     name: DrafterName
-    # A Unix socket means the same host, so the arena is used.
+    # "auto" uses the shared-memory arena over a Unix socket, which means the same host.
     address: Address
     transport: Transport = "auto"
 
@@ -36,7 +36,8 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
         description="strict: the text never depends on drafts or on other requests; fast: on a GPU near-ties between "
         "tokens may fall the other way. auto: strict on a CPU, fast on a GPU.",
     )
-    # flashinfer: for every pass; then no pass is a graph or overlaps with the host.
+    # flashinfer: every pass uses it. Then no pass is a captured graph, and none overlaps with the
+    # host.
     attention_backend: Literal["auto", "triton", "flashinfer"] = Field(
         default="auto",
         description="The target's attention on a GPU; flashinfer plans each step on the host. auto: FlashInfer for "
@@ -94,7 +95,7 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
     @field_validator("simulate_accept_length")
     @classmethod
     def _within_a_tree(cls, length: float | None, info: ValidationInfo) -> float | None:
-        """Raise ValueError for more tokens than a path through all of a tree's nodes gives."""
+        """Raise ValueError if ``length`` exceeds the nodes of a tree, its longest possible path."""
         nodes = info.data.get("speculative_num_draft_tokens")
         if length is not None and nodes is not None and length > nodes:
             raise ValueError(f"expected at most {nodes}, the nodes of a tree (--speculative-num-draft-tokens)")
@@ -102,7 +103,7 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
 
 
 def refuse_gpu_flags(settings: VerifierSettings) -> None:
-    """Raise ConfigError for a setting without effect if models run on the CPU."""
+    """Raise ConfigError if a setting is set that has no effect on a CPU."""
     for name in ("mem_fraction_static", "disable_cuda_graph", "disable_overlap_schedule", "attention_backend"):
         if getattr(settings, name) != VerifierSettings.model_fields[name].default:
             flag = flag_of(VerifierSettings, name)

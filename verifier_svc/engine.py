@@ -1,9 +1,10 @@
-"""The engine: one thread that schedules, drafts, verifies and commits, step after step.
+"""Run the engine: one thread that schedules, drafts, verifies and commits, step after step.
 
     inbox -> schedule -> forward -> sample and walk -> commit -> draft the next step -> outboxes
 
-It owns the loop. lifecycle.py has the sequences and their events, target_step.py the target's pass and its results. The
-service talks to the engine only through ``send``, ``open_session`` and the outboxes.
+This module owns the loop. lifecycle.py owns the sequences and their events; target_step.py runs the
+target and handles its results. The service reaches the engine only through ``send``,
+``open_session`` and the outboxes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs sequences on one target model. ``start`` makes the thread; ``run_step`` is one step without it."""
+    """Run sequences on one target model, in a thread or by ``run_step``."""
 
     def __init__(
         self,
@@ -45,9 +46,9 @@ class Engine:
     ) -> None:
         """
         Args:
-            walker: the one of the runner's device; None: the CPU's.
-            run_ahead: steps that overlap, for a runner on a GPU.
-            model_name: names the target in errors.
+            walker: samples and walks on the runner's device. None: on the CPU.
+            run_ahead: runs overlapped steps. None: a step starts only after the last one was read.
+            model_name: the target's name in error messages.
         """
         self.scheduler = scheduler
         self.speculator = speculator
@@ -60,14 +61,14 @@ class Engine:
         self._is_stopping = False
         self._thread: threading.Thread | None = None
 
-    # The service's side: any thread.
+    # Called by the service, from any thread.
 
     def open_session(self, outbox: Outbox) -> int:
-        """Register where a session's events go; returns its id."""
+        """Register a session's outbox and return the session's id."""
         return self.lifecycle.sessions.open(outbox)
 
     def close_session(self, session_id: int) -> None:
-        """Abort what the session runs and forget its outbox."""
+        """Abort the session's sequences and forget its outbox."""
         self.send(CloseSession(session_id))
 
     def send(self, message: InboxMessage) -> None:
@@ -76,9 +77,10 @@ class Engine:
 
     @property
     def queue_room(self) -> int:
-        """How many new sequences the next step will take, as far as can be known before it.
+        """Return how many new sequences the next step can take, as estimated before it.
 
-        Steps may take long; with this, refusals need not wait for one. If there is room, the step still decides.
+        A step may take long; with this the service can refuse at once. The next step may still
+        refuse a sequence that had room here.
         """
         return self._inbox.room(lambda: self.scheduler.room)
 
@@ -96,7 +98,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the step that runs; sequences that still run are dropped."""
+        """Stop the thread after the current step. Drops sequences that still run."""
         self._is_stopping = True
         self._inbox.wake()
         if self._thread is not None:
@@ -113,15 +115,15 @@ class Engine:
                     return
                 self.run_step()
         except BaseException as error:
-            # The engine's state is unknown from here on. The server sees the dead thread and ends the process, and
-            # its supervisor starts another.
+            # The engine's state is unknown now. The server sees the dead thread and ends the
+            # process; its supervisor starts another one.
             self.failure = error
             logger.exception("the engine died")
 
     # One step.
 
     def run_step(self) -> None:
-        """Take in messages, run one step if there is work, hand out its events."""
+        """Handle messages, run one step if there is work, and publish its events."""
         times = StepTimes()
         with times.phase("schedule"):
             scheduled = self._schedule()
@@ -133,7 +135,7 @@ class Engine:
         waits_for_model = self.speculator.waits_for_model
         with times.phase("draft_wait"):
             if waits_for_model:
-                # A model drafts for longer than the gateway works on the last tokens, on another core than this one.
+                # Drafting takes longer than the gateway needs for these tokens, on another core.
                 self.lifecycle.sessions.publish()
             self.speculator.collect()
         with times.phase("publish"):
@@ -147,9 +149,9 @@ class Engine:
             self._run_overlapped(self._run_ahead)
 
     def _schedule(self) -> list[Scheduled]:
-        """Take in messages, end what is overdue, and choose the parts of this step."""
+        """Handle messages, end overdue sequences, and choose this step's parts."""
         now = time.monotonic()
-        # First, since it decides which drafters take part in this step.
+        # First, because it decides which drafters take part in this step.
         self._target.captured = self.speculator.capture(self.scheduler.running)
         while (message := self._inbox.take()) is not None:
             self.lifecycle.handle(message, now)
@@ -157,7 +159,7 @@ class Engine:
         return self.scheduler.schedule(self._num_nodes, now)
 
     def _run_target(self, scheduled: list[Scheduled], times: StepTimes) -> None:
-        """Compute the scheduled parts, sample, and commit."""
+        """Run the target on the scheduled parts, sample, and commit."""
         new = [part.sequence for part in scheduled if not part.was_decoding]
         self.speculator.send_prompts(new, self.scheduler.num_soon)
         self._target.run(scheduled, times)
@@ -166,7 +168,7 @@ class Engine:
             self.speculator.costs.observe_step(sum(part.num_rows for part in scheduled), times.elapsed_s())
 
     def _post_drafts(self) -> None:
-        """Ask for the trees of the next step."""
+        """Request the next step's trees from the drafters."""
         running = self.scheduler.running
         self.speculator.post(
             [s for s in running if s.is_decoding], [s for s in running if not s.is_decoding and s.num_computed > 0]
@@ -174,16 +176,16 @@ class Engine:
         self._target.fetch_hidden_states(running)
 
     def _run_overlapped(self, run_ahead: RunAhead) -> None:
-        """Make overlapped steps as long as possible, or count why there are none."""
+        """Run overlapped steps as long as possible, or count the reason why none can run."""
         blocked = run_ahead.run(self.scheduler, self.speculator, self.lifecycle, self._is_undisturbed)
         if blocked is not None:
             self.counters.count_blocked_overlap(blocked.value)
 
     def _is_undisturbed(self) -> bool:
-        """Whether nobody wants anything of the engine but tokens."""
+        """Return whether no stop, message or overdue sequence waits for the engine."""
         return not (self._is_stopping or self._inbox or self.lifecycle.is_overdue(time.monotonic()))
 
     def _num_nodes(self, sequence: Sequence) -> int:
-        """Nodes of the tree that a sequence's next step verifies, the root included."""
+        """Return how many nodes the sequence's next step verifies, including the root."""
         draft = self.speculator.draft_of(sequence)
         return draft.tree.num_nodes if draft is not None else 1

@@ -1,4 +1,4 @@
-"""What the engine did so far. Its thread writes, any thread may read."""
+"""Count what the engine has done. The engine thread writes; any thread may read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 class StepTimes:
-    """The phases of one step, in seconds."""
+    """Measure the phases of one step, in seconds."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -29,15 +29,15 @@ class StepTimes:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What the engine did since it started. Times are seconds."""
+    """Counts since the engine started. Times are in seconds."""
 
     num_steps: int = 0
-    # The steps among them that ran ahead of the engine's thread.
+    # How many of them were overlapped steps.
     num_resident_steps: int = 0
     num_generated_tokens: int = 0
     num_prompt_tokens: int = 0
     num_fallback_steps: int = 0
-    # Steps that the next one could not overlap, by reason.
+    # Steps after which no overlapped step could follow, by reason.
     overlap_blocked_steps: dict[str, int] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -45,11 +45,11 @@ class EngineCounters:
         self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
 
     def count_blocked_overlap(self, reason: str) -> None:
-        """Count a step after which the next one could not overlap with the host's work."""
+        """Count a step after which no overlapped step could follow."""
         self.overlap_blocked_steps[reason] = self.overlap_blocked_steps.get(reason, 0) + 1
 
     def add_step(self, times: StepTimes) -> None:
-        """Add the phases of a step that is over; ``step`` is all of it."""
+        """Add a finished step's phases, and its whole duration as phase ``step``."""
         for phase, seconds in times.phase_seconds.items():
             self.add_time(phase, seconds)
         self.add_time("step", times.elapsed_s())

@@ -1,4 +1,4 @@
-"""Engine events as protobuf messages."""
+"""Convert engine events to protobuf messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verifier_svc.messages import ErrorEvent, Event, FinishedEvent, TokensEvent
 
 
 def to_session_response(batch: Iterable[Event]) -> verifier_pb2.SessionResponse:
-    """One message for all events of a session since the last."""
+    """Return one message that carries all ``batch`` events of a session."""
     response = verifier_pb2.SessionResponse()
     for event in batch:
         match event:

@@ -1,4 +1,4 @@
-"""What the service sends the engine: any thread puts, the engine takes at its next step."""
+"""Queue messages from the service to the engine, which takes them at its next step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ InboxMessage = Submit | Abort | CloseSession | AttachDrafter | DetachDrafter
 
 
 class Inbox:
-    """Messages in order, with a count of those that change how many sequences wait."""
+    """A first-in, first-out queue that counts the messages that change how many sequences wait."""
 
     def __init__(self) -> None:
         self._messages: deque[InboxMessage] = deque()
-        # Of the messages in here: sequences that want a place in the queue, and ends that may free one.
+        # Queued submissions, which need queue room, and queued ends, which may free some.
         self._num_submits = 0
         self._num_ends = 0
         self._changed = threading.Condition()
@@ -32,7 +32,7 @@ class Inbox:
             self._changed.notify()
 
     def take(self) -> InboxMessage | None:
-        """The oldest message; None if there is none."""
+        """Remove and return the oldest message; None if there is none."""
         with self._changed:
             if not self._messages:
                 return None
@@ -41,17 +41,20 @@ class Inbox:
             return message
 
     def room(self, queue_room: Callable[[], int]) -> int:
-        """How many new sequences there is room for behind what is in here, as far as can be known."""
+        """Return an estimate of the new sequences that fit after the queued messages.
+
+        ``queue_room``: returns how many more sequences the scheduler's queue takes now.
+        """
         with self._changed:
             return max(queue_room() - self._num_submits, self._num_ends, 0)
 
     def wake(self) -> None:
-        """Let ``wait`` look again."""
+        """Make ``wait`` check its condition again."""
         with self._changed:
             self._changed.notify()
 
     def wait(self, is_due: Callable[[], bool]) -> None:
-        """Until there is a message, or ``is_due``."""
+        """Wait until there is a message or ``is_due`` returns true."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._messages) or is_due())
 

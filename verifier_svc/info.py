@@ -1,4 +1,4 @@
-"""What a verifier says of itself: constants of this start, and the figures of the moment."""
+"""Answer GetInfo: the constants of this start and the current figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verifier_svc.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class VerifierInfo:
-    """Constants of one start. ``epoch`` is drawn anew each time."""
+    """Constants of one start. ``epoch`` is a random number drawn at each start."""
 
     epoch: int
     model_name: str
@@ -27,7 +27,7 @@ class VerifierInfo:
     speculative_max_batch_size: int
 
     def response(self, engine: Engine) -> verifier_pb2.GetInfoResponse:
-        """GetInfo's answer. The engine runs on: figures are those of slightly different moments."""
+        """Return GetInfo's answer. The engine keeps running, so figures differ slightly in time."""
         counters = engine.counters
         scheduler = engine.scheduler
         blocks = scheduler.blocks

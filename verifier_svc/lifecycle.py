@@ -1,4 +1,4 @@
-"""A sequence's life in the engine: admission, the tokens that it commits, its end, and the events of all that."""
+"""Admit sequences, commit their tokens and end them, and emit the events of each."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ Argument = TypeVar("Argument")
 
 
 class SequenceBounds(NamedTuple):
-    """What the model bounds in every sequence.
+    """The model's limits for every sequence.
 
     Attributes:
-        max_model_len: tokens of prompt and output together.
-        eos_ids: tokens that end an output.
-        token_limit: ids from here on are padding of the output head and are never sampled.
+        max_model_len: most tokens of prompt and output together.
+        eos_ids: ids of the tokens that end an output.
+        token_limit: ids from this one up are padding of the output head and are never sampled.
     """
 
     max_model_len: int
@@ -57,7 +57,7 @@ class SequenceBounds(NamedTuple):
 
 
 class Lifecycle:
-    """Owns the sequences of an engine. Used by its thread alone, except ``sessions.open``."""
+    """Own an engine's sequences. Only the engine thread uses it, except for ``sessions.open``."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Lifecycle:
     # Messages and deadlines.
 
     def handle(self, message: InboxMessage, now: float) -> None:
-        """Act on a message of the service. ``now``: time.monotonic() seconds."""
+        """Handle a message from the service. ``now``: seconds of time.monotonic()."""
         match message:
             case Submit():
                 self._submit(message, now)
@@ -94,12 +94,12 @@ class Lifecycle:
                 _answer(message.done, self._speculator.remove_source, message.name)
 
     def end_overdue(self, now: float) -> None:
-        """End the sequences whose deadline has passed."""
+        """Fail every sequence whose deadline has passed."""
         for sequence in self._overdue(now):
             self.fail(sequence, DeadlineError("the request's deadline has passed"))
 
     def is_overdue(self, now: float) -> bool:
-        """Whether some sequence's deadline has passed."""
+        """Return whether any sequence's deadline has passed."""
         return bool(self._overdue(now))
 
     def _overdue(self, now: float) -> list[Sequence]:
@@ -115,13 +115,13 @@ class Lifecycle:
         self._scheduler.add(sequence)
 
     def _refusal(self, message: Submit) -> ForetokenError | None:
-        """Why a sequence cannot be taken; None if it can."""
+        """Return the error that refuses a submission; None if the engine accepts it."""
         if message.key in self._sequences:
             return PreconditionError("a sequence of this request id and choice is running", field="request_id")
         if self.is_draining:
             return UnavailableError("the verifier is draining")
         if self._scheduler.is_full and not message.attempt:
-            # A resumed sequence was admitted once: its client has been promised the rest.
+            # A resumed sequence was admitted before, so its client expects the rest.
             return QueueFullError("the queue is full")
         if len(message.output_ids) >= message.sampling.max_tokens:
             return PreconditionError("the output emitted so far is complete", field="output_token_ids")
@@ -135,15 +135,15 @@ class Lifecycle:
     # Tokens.
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count tokens as computed, and let other sequences share the blocks that are full of them."""
+        """Count ``num_tokens`` as computed, and make the blocks that are now full shareable."""
         sequence.num_computed += num_tokens
         assert sequence.table is not None
         self.blocks.hash_full_blocks(sequence.table, sequence.tokens, sequence.num_computed)
 
     def commit_decode(self, sequence: Sequence, result: WalkResult, shares: tuple[DrafterShare, ...]) -> None:
-        """Append what a decode step's walk emitted; end the sequence if it is done.
+        """Append the tokens that a decode step's walk emitted; end the sequence if it is done.
 
-        ``shares``: the parts of the drafters in the walked tree; empty if there was no tree.
+        ``shares``: each drafter's share of the walked tree; empty if there was no tree.
         """
         wanted = self._speculator.wants_drafts(sequence)
         sequence.steps.append(DecodeStep(result.num_walked_tokens, shares, wanted))
@@ -151,7 +151,10 @@ class Lifecycle:
         self.append(sequence, 1, result)
 
     def append(self, sequence: Sequence, num_computed: int, result: WalkResult) -> None:
-        """Append what a walk emitted after a pass over ``num_computed`` tokens; end the sequence if it is done."""
+        """Append the tokens of a walk and emit their event; end the sequence if it is done.
+
+        ``num_computed``: tokens of the pass before the walk, without tree nodes after the root.
+        """
         offset = sequence.num_output_tokens
         sequence.tokens.extend(result.tokens)
         self.advance(sequence, num_computed + len(result.accepted_nodes))
@@ -180,7 +183,14 @@ class Lifecycle:
             self.fail(sequence, result.error)
 
     def end_step(self, num_rows: int, seconds: float, *, is_plain: bool) -> None:
-        """Record an overlapped step that has ended and its duration; publish its events."""
+        """Record a finished overlapped step and publish its events.
+
+        Args:
+            num_rows: rows of the target's pass.
+            seconds: time since the previous step was read.
+            is_plain: whether the step verified no draft; then its time counts as a plain step's
+                cost.
+        """
         self._counters.num_steps += 1
         self._counters.num_resident_steps += 1
         for phase in ("resident", "step"):
@@ -227,7 +237,7 @@ class Lifecycle:
             message = f"{self._model_name}: {message}"
             logger.error("request %s: %s", sequence.key.request_id, message)
             if sequence.table is not None:
-                # Its keys and values may be NaN: no other request may start from them.
+                # Its KV entries may be NaN: no other request may reuse them.
                 self.blocks.forget(sequence.table)
         self.sessions.emit(ErrorEvent(sequence.key, sequence.attempt, error.code, message, error.field))
         self._remove(sequence)
@@ -239,7 +249,7 @@ class Lifecycle:
 
 
 def _answer(done: Future[Answer], call: Callable[[Argument], Answer], argument: Argument) -> None:
-    """Make a call for the service, unless nobody waits for its result any more."""
+    """Set ``done`` to the outcome of ``call(argument)``; skip the call if nobody waits for it."""
     if not done.set_running_or_notify_cancel():
         return
     try:

@@ -1,7 +1,7 @@
-"""The plain values that pass between the service (service.py) and the engine.
+"""Define the plain values that the service (service.py) and the engine exchange.
 
-Sequences and their ends go down through the inbox, as do changes of drafters (drafters/changes.py). The events of a
-step go up, each session's into its outbox.
+The service sends submissions, aborts and drafter changes (drafters/changes.py) through the inbox.
+The engine puts a step's events into the outbox of each session.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verifier_svc.sampling.grammar import Matcher
 
 
 class SequenceKey(NamedTuple):
-    """Identity of a sequence within a verifier: its session, its request and its choice."""
+    """A sequence's identity within a verifier: its session, request and choice."""
 
     session_id: int
     request_id: str
@@ -24,28 +24,28 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """One sequence to run. Already checked against foretoken.limits by the service."""
+    """A sequence to run. The service has checked it against foretoken.limits."""
 
     key: SequenceKey
-    # 0 at first; each resume on this or another verifier counts one more.
+    # 0 at first. Each resume, on this or another verifier, adds one.
     attempt: int
     prompt_ids: tuple[int, ...]
-    # Output of earlier attempts; generation goes on behind it.
+    # Output of earlier attempts. Generation continues after it.
     output_ids: tuple[int, ...]
     sampling: SamplingParams
     speculation: SpeculationOptions
     cache_salt: str | None
     # time.monotonic() seconds; None: no deadline.
     deadline: float | None
-    # Behind ``output_ids`` in the sampling's grammar, if it has one; the engine's own from now on.
+    # If there is a grammar: its state after ``output_ids``. The engine owns it from now on.
     matcher: Matcher | None = None
-    # Tokens that the client expects as the output: a draft.
+    # The output that the client predicts, used as a draft.
     prediction_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a sequence; an unknown key is ignored, since it may just have ended by itself."""
+    """End a sequence. The engine ignores an unknown key: the sequence may just have ended."""
 
     key: SequenceKey
     kept_tokens: int | None = None
@@ -53,30 +53,30 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """Abort whatever the session still runs, without events."""
+    """Abort all sequences of a session without events."""
 
     session_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """New output tokens of one sequence, from index ``offset`` of its output on."""
+    """New output tokens of one sequence. The first one has index ``offset`` in its output."""
 
     key: SequenceKey
     attempt: int
     offset: int
     token_ids: tuple[int, ...]
-    # 0: sampled by the target; k: accepted draft of the k-th configured drafter.
+    # For each token: 0 if the target sampled it, k if the k-th configured drafter drafted it.
     sources: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    # Prompt tokens that the prefix cache held; only beside the first tokens.
+    # Prompt tokens found in the prefix cache; set only with the first tokens.
     num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The last event of a sequence that ended well. Times are milliseconds."""
+    """The last event of a sequence that ended without an error. Times are in milliseconds."""
 
     key: SequenceKey
     attempt: int

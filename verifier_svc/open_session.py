@@ -1,4 +1,4 @@
-"""A session that a gateway holds open: its outbox, its spans, and the wait for events."""
+"""Hold one open session of a gateway: its outbox, its spans, and the wait for events."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from verifier_svc.sequence_spans import SequenceSpans
 
 
 class OpenSession:
-    """One session with the engine. Used on the event loop."""
+    """One session with the engine. Only the event loop uses it."""
 
     def __init__(self, engine: Engine, tracer: Tracer | None) -> None:
         self._engine = engine
-        # None: nothing is traced.
+        # None: tracing is off.
         self.spans = SequenceSpans(tracer) if tracer is not None else None
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self.outbox = Outbox(self._wake_from_engine)
-        # Sequences whose grammars are being compiled, and the aborts that wait for their submission.
+        # Aborts to send after the submission, by sequence whose grammar is being compiled.
         self.waiting_aborts: dict[SequenceKey, list[Abort]] = {}
         self._compiling: set[asyncio.Task[None]] = set()
         self.id = 0
@@ -42,14 +42,17 @@ class OpenSession:
             self.spans.close()
 
     def compile(self, key: SequenceKey, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which compiles a sequence's grammar and submits it, until the session ends."""
+        """Start ``work``, which compiles a sequence's grammar and submits the sequence.
+
+        The session's end cancels it.
+        """
         self.waiting_aborts[key] = []
         task = asyncio.create_task(work)
         self._compiling.add(task)
         task.add_done_callback(self._compiling.discard)
 
     def trace(self, message: verifier_pb2.Sequence, key: SequenceKey) -> None:
-        """Begin a sequence's span if spans are recorded."""
+        """Start a sequence's span if tracing is on."""
         if self.spans is not None:
             parent = tracing.trace_context(message.traceparent, message.tracestate)
             self.spans.start(key, message.attempt, parent)
@@ -59,7 +62,7 @@ class OpenSession:
         self._ready.set()
 
     async def events(self, timeout_s: float) -> list[Event]:
-        """Return what the engine put since the last call; wait up to ``timeout_s`` for it."""
+        """Return the events since the last call; wait up to ``timeout_s`` seconds for some."""
         if not self._ready.is_set():
             handle = self._loop.call_later(timeout_s, self._ready.set)
             await self._ready.wait()

@@ -1,7 +1,7 @@
-"""Events of one session on their way from the engine thread to the session's writer.
+"""Pass one session's events from the engine thread to the session's writer.
 
-A reader that is behind does not queue messages: what it has not taken is merged, tokens to tokens, so memory is
-bounded by the outputs of the sequences that it submitted, and the engine never waits.
+A slow reader queues no messages. The outbox merges its pending tokens, so the outputs of its
+sequences bound the memory, and the engine never waits.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Callable
 
 from verifier_svc.messages import Event, SequenceKey, TokensEvent
 
-# Sequences with untaken events; a session that reads none of its results may not submit more than this.
+# Most sequences with pending events: a session that does not read its results cannot submit more.
 MAX_PENDING_SEQUENCES = 4096
 
 
 class Outbox:
-    """Filled by the engine thread, drained by one writer. ``wake`` is called when it stops being empty."""
+    """A buffer that the engine thread fills and one writer drains.
+
+    It calls ``wake`` when it stops being empty.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -25,7 +28,7 @@ class Outbox:
         self._last: dict[SequenceKey, Event] = {}
 
     def put(self, events: list[Event]) -> None:
-        """Add one step's events, each sequence's in order."""
+        """Add one step's events. Each sequence's events are in order."""
         with self._lock:
             was_empty = not self._tokens and not self._last
             for event in events:
@@ -37,7 +40,7 @@ class Outbox:
             self._wake()
 
     def take(self) -> list[Event]:
-        """All events since the last call; a sequence's tokens come before its end."""
+        """Return all events since the last call; a sequence's tokens come before its end."""
         with self._lock:
             tokens, last = self._tokens, self._last
             self._tokens, self._last = {}, {}
@@ -45,18 +48,18 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much lies untaken that new submissions must be refused."""
+        """Return whether too many events are pending to accept another submission."""
         with self._lock:
             return len(self._last) + len(self._tokens) >= MAX_PENDING_SEQUENCES
 
     def num_pending_tokens(self) -> int:
-        """Tokens that lie untaken."""
+        """Return how many tokens are pending."""
         with self._lock:
             return sum(len(event.token_ids) for events in self._tokens.values() for event in events)
 
 
 def _merge(events: list[TokensEvent]) -> TokensEvent:
-    """Consecutive events of one attempt as one."""
+    """Merge consecutive events of one attempt into one."""
     if len(events) == 1:
         return events[0]
     first = events[0]

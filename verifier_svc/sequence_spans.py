@@ -1,4 +1,7 @@
-"""Spans of sequences, made by the rim of what the last event says: the engine's step knows nothing of them."""
+"""Record a tracing span for each sequence.
+
+The service builds spans from a sequence's last event, so the engine's steps do no tracing work.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,14 @@ class SequenceSpans:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._open: dict[SequenceKey, Span] = {}
-        # Aborted by a caller that has all it wanted: a stop string matched.
+        # Sequences whose caller aborts them because a stop string matched.
         self._satisfied: set[SequenceKey] = set()
 
     def start(self, key: SequenceKey, attempt: int, parent: TraceContext | None) -> None:
-        """A sequence has arrived. One of the same key that still runs keeps its span: the newcomer is refused."""
+        """Start a sequence's span.
+
+        If a sequence with this key still runs, it keeps its span: the engine refuses the new one.
+        """
         if key not in self._open:
             attributes: dict[str, tracing.Value] = {
                 "foretoken.request_id": key.request_id,
@@ -35,12 +41,12 @@ class SequenceSpans:
             self._open[key] = self._tracer.start(SPAN_NAME, parent, attributes, kind="internal")
 
     def satisfied(self, key: SequenceKey) -> None:
-        """The caller is about to abort a sequence because it has all it wanted: that is no failure."""
+        """Mark a sequence whose caller aborts it because it is complete: that is no failure."""
         if key in self._open:
             self._satisfied.add(key)
 
     def end(self, events: Iterable[Event]) -> None:
-        """Ends the spans of the sequences whose last event is among ``events``."""
+        """End the spans of the sequences whose last event is among ``events``."""
         for event in events:
             if isinstance(event, FinishedEvent | ErrorEvent) and (span := self._open.pop(event.key, None)) is not None:
                 is_satisfied = event.key in self._satisfied
@@ -52,7 +58,7 @@ class SequenceSpans:
                     span.end({}, _STATUS_NAMES.get(event.code, "unknown"))
 
     def close(self) -> None:
-        """The session is over; what still runs is dropped."""
+        """End all open spans as cancelled: the session is over."""
         for span in self._open.values():
             span.end({}, "cancelled")
         self._open.clear()

@@ -1,4 +1,4 @@
-"""One verifier process: builds the engine, serves it, drains it."""
+"""Run one verifier process: build the engine, serve it, drain it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from verifier_svc.speculation.speculator import Speculator
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "foretoken.verifier.v1.VerifierService"
-# Seconds between looks at the engine thread and, while draining, at what still runs.
+# Seconds between checks of the engine thread and, while draining, of the running sequences.
 WATCH_S = 0.5
 STOP_GRACE_S = 2.0
 PROGRESS_S = 1.0
@@ -64,13 +64,16 @@ Progress = Callable[[int, int, str], None]
 
 
 class ProgressLines:
-    """A line on stderr for what takes long: at most one in PROGRESS_S, none for what is over sooner, and the end of
-    what was shown."""
+    """Print the progress of slow work to stderr.
+
+    Prints at most one line in PROGRESS_S seconds, none for work that ends sooner, and always the
+    end of work that it has printed.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._shown_at = clock()
-        # What the last line was about, if it has not ended.
+        # The work that the last line named, if it has not ended.
         self._open = ""
 
     def __call__(self, done: int, total: int, what: str) -> None:
@@ -78,25 +81,25 @@ class ProgressLines:
         if now - self._shown_at >= PROGRESS_S or (has_ended and what == self._open):
             self._shown_at = now
             self._open = "" if has_ended else what
-            # Of a single piece of work only its end is known.
+            # Work of one piece has no percentage before its end.
             percent = f" {done * 100 // max(total, 1)}%" if has_ended or total > 1 else ""
             print(f"verifier: {what}{percent}", file=sys.stderr, flush=True)
 
 
 def plan(settings: VerifierSettings) -> str:
-    """The memory plan as text, for ``--dry-run``."""
+    """Return the memory plan as text, for ``--dry-run``. Raises ConfigError or CheckpointError."""
     backend = choose_backend(settings.device)
     return f"{memory_plan(settings, backend)}\n  device     {device_name(backend)}"
 
 
 @dataclass(slots=True)
 class Verifier:
-    """An engine with what belongs to it. ``close`` ends its thread and its drafters' attachments."""
+    """An engine and its parts. ``close`` ends its thread and its drafters' attachments."""
 
     engine: Engine
     info: VerifierInfo
     grammars: GrammarCompiler
-    # Of a drafter in another process.
+    # Makes the client of a drafter in another process.
     make_source: Callable[[DrafterEndpoint], DraftSource]
 
     def close(self) -> None:
@@ -111,7 +114,16 @@ def build(
     in_process_drafters: Mapping[str, Drafter] | None = None,
     progress: Progress | None = None,
 ) -> Verifier:
-    """Load the model, warm it up, attach drafters, wire the engine. The engine is not started."""
+    """Load and warm up the model, connect the drafters, and build an engine without starting it.
+
+    Args:
+        in_process_drafters: drafters to run in this process, by name.
+        progress: called with (done, total, what) during slow work. None: print lines to stderr.
+
+    Raises:
+        ConfigError: a setting cannot be met on this machine or with this model.
+        CheckpointError: the checkpoint cannot be loaded.
+    """
     placed = in_process_drafters or {}
     check_together([*(endpoint.name for endpoint in settings.drafters), *placed])
     progress = progress or ProgressLines()
@@ -203,24 +215,32 @@ def build(
 
 
 def run(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises ConfigError, or RuntimeError if the engine dies.
+    """Serve until SIGTERM or SIGINT, then drain.
 
-    A signal that comes while the model is loaded ends the process, with status 0.
+    Raises:
+        ConfigError: a setting cannot be met on this machine or with this model.
+        RuntimeError: the engine died.
+
+    A signal during loading ends the process with status 0.
     """
     if not uvloop.run(_serve(settings, in_process_drafters)):
-        # What loads runs native code for seconds and cannot be told to stop; it holds nothing that outlives us.
+        # Loading runs native code that cannot be interrupted. It holds nothing that outlives this
+        # process.
         logging.shutdown()
         os._exit(0)
 
 
 async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None) -> bool:
-    """Returns whether the verifier was built before it was told to stop; if not, its building still goes on."""
+    """Serve until a signal. Return False if the signal came before the verifier was built.
+
+    Building then still goes on in its thread.
+    """
     tracer = make_tracer(settings.otlp_traces_endpoint, "verifier")
     server = rpc.async_server()
     health = rpc.Health(server, (SERVICE_NAME,))
     await health.mark(False)
     with rpc.stop_signals() as stop:
-        # Bound before the model is loaded: a taken address is known at once.
+        # Bind before loading the model, so that an address in use fails at once.
         rpc.bind(server, settings.address)
         verifier: Verifier | None = None
         keeping: asyncio.Task[None] | None = None
@@ -235,7 +255,8 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             drafters = DrafterRegistry(engine.send, engine.speculator.drafter, verifier.make_source, corpora)
             service = VerifierService(engine, verifier.info, tracer, corpora, verifier.grammars, drafters)
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
-            # What start-up made stays: a collection in the middle of a step then walks over little.
+            # Objects from start-up stay: freeze them, so that a collection during a step has little
+            # to scan.
             gc.collect()
             gc.freeze()
             engine.start()
@@ -263,7 +284,7 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
 async def _build(
     settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None, stop: asyncio.Event
 ) -> Verifier | None:
-    """``build`` in a thread of its own, which no exit of the interpreter waits for; None if ``stop`` comes first."""
+    """Run ``build`` in a daemon thread, which delays no exit. Return None if ``stop`` comes first."""
     built: Future[Verifier] = Future()
 
     def run() -> None:
@@ -281,9 +302,9 @@ async def _build(
 
 
 async def _watch(engine: Engine, stop: asyncio.Event) -> None:
-    """Return when asked to stop. Raises RuntimeError if the engine dies: its state is lost, a new process is due.
+    """Wait for ``stop``. Raises RuntimeError if the engine dies, since its state is lost.
 
-    Ends the process at once where the engine has lost its GPU context.
+    Ends the process at once if the engine has lost its GPU context.
     """
     while not stop.is_set():
         if not engine.is_alive():
@@ -296,7 +317,7 @@ async def _watch(engine: Engine, stop: asyncio.Event) -> None:
 
 
 async def _idle(engine: Engine, timeout_s: float) -> None:
-    """Wait for the running sequences, up to ``timeout_s``. What is left then is resumed by its gateway elsewhere."""
+    """Wait up to ``timeout_s`` seconds until the engine is idle. Gateways resume the rest."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not engine.is_idle and loop.time() < deadline:

@@ -1,7 +1,7 @@
-"""The verifier's gRPC service. Protobuf types stop here and in submissions.py.
+"""Serve the verifier's gRPC API. Only this module, submissions.py and events.py use protobuf types.
 
-Requests are checked against the limits table whatever the gateway did. An error of one sequence is an event of its
-session, with the code and field that a status would carry.
+The service checks requests against the limits table even if the gateway did so before. A sequence's
+error is an event of its session, with the code and field of a gRPC status.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEARTBEAT_S = 1.0
 
 
 class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
-    """Session, Generate and GetInfo over one engine."""
+    """Serve sessions, single sequences, corpora, drafter changes and GetInfo over one engine."""
 
     def __init__(
         self,
@@ -48,7 +48,12 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         grammars: GrammarCompiler | None = None,
         drafters: DrafterRegistry | None = None,
     ) -> None:
-        """Without ``grammars``, sequences that have one are refused; without ``drafters``, changes of drafters are."""
+        """
+        Args:
+            tracer: None: tracing is off.
+            grammars: None: refuse sequences with a grammar.
+            drafters: None: refuse changes of drafters.
+        """
         self._engine = engine
         self._info = info
         self._tracer = tracer
@@ -60,13 +65,13 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._sessions: set[OpenSession] = set()
 
     def drain(self) -> None:
-        """Refuse new sequences from now on and tell every session so; running ones go on."""
+        """Refuse new sequences from now on and notify every session; running sequences go on."""
         self._draining = True
         self._engine.drain()
         self._wake_sessions()
 
     def close(self) -> None:
-        """End every session, once what the engine has put out so far is on its way."""
+        """End every session after it has sent the events that the engine has published so far."""
         self._closed = True
         self._wake_sessions()
 
@@ -77,7 +82,10 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[verifier_pb2.SessionRequest], context: Any
     ) -> AsyncGenerator[verifier_pb2.SessionResponse, None]:
-        """Submissions and aborts up, one message a step down. Ends with the caller's half, or by ``close``."""
+        """Read submissions and aborts, and send one message for each step that has events.
+
+        Ends when the caller closes its side, or after ``close``.
+        """
         async with OpenSession(self._engine, self._tracer) as session:
             reader = asyncio.create_task(self._submissions.read(session, request_iterator))
             self._sessions.add(session)
@@ -115,7 +123,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     async def Generate(
         self, request: verifier_pb2.GenerateRequest, context: Any
     ) -> AsyncGenerator[verifier_pb2.GenerateResponse, None]:
-        """One sequence, one stream; its error is the call's status."""
+        """Run one sequence and stream its events. Its error becomes the call's status."""
         async with OpenSession(self._engine, self._tracer) as session:
             _take_trace_context(request.sequence, context)
             submit = self._submissions.admit(session, request.sequence)
@@ -172,7 +180,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         return self._drafters
 
     async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:
-        """What runs here and how it fares."""
+        """Return this verifier's constants and current figures."""
         self._check_alive()
         return self._info.response(self._engine)
 
@@ -189,6 +197,6 @@ def _corpus_to_proto(drafter: str, info: CorpusInfo) -> verifier_pb2.Corpus:
 
 
 def _take_trace_context(message: verifier_pb2.Sequence, context: Any) -> None:
-    """The call's metadata speak for a sequence that bears no trace context itself."""
+    """Copy the trace context of the call's metadata into a sequence that has none."""
     if not message.HasField("traceparent") and (trace := rpc.trace_context(context)) is not None:
         message.traceparent, message.tracestate = trace.traceparent, trace.tracestate or ""

@@ -1,4 +1,4 @@
-"""Where events go: one outbox a session, which gets what a step emitted for it in one piece."""
+"""Deliver events to sessions: each session has one outbox, which gets a step's events at once."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from verifier_svc.outbox import Outbox
 
 
 class Sessions:
-    """Opened by any thread; the engine thread does the rest."""
+    """The outboxes of all open sessions. Only ``open`` may be called by any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._outboxes: dict[int, Outbox] = {}
         self._last_id = 0
-        # Emitted and not handed out, by session.
+        # Events that were emitted and not yet published, by session.
         self._pending: dict[int, list[Event]] = {}
 
     def open(self, outbox: Outbox) -> int:
-        """Register where a session's events go; returns its id."""
+        """Register a session's outbox and return the session's id."""
         with self._lock:
             self._last_id += 1
             self._outboxes[self._last_id] = outbox
             return self._last_id
 
     def close(self, session_id: int) -> None:
-        """Forget a session and what nobody will read any more."""
+        """Forget a session and its unpublished events."""
         self._pending.pop(session_id, None)
         with self._lock:
             self._outboxes.pop(session_id, None)
@@ -36,7 +36,7 @@ class Sessions:
         self._pending.setdefault(event.key.session_id, []).append(event)
 
     def publish(self) -> None:
-        """Hand each session what was emitted for it since the last call."""
+        """Put the events since the last call into their sessions' outboxes."""
         if not self._pending:
             return
         pending, self._pending = self._pending, {}

@@ -1,4 +1,4 @@
-"""From a client's message to a sequence that the engine is sent: checked, admitted, its grammar compiled."""
+"""Turn a client's message into a submission: check it, admit it, compile its grammar."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class Submissions:
-    """Takes what sessions submit and abort. Used on the event loop."""
+    """Handle the submissions and aborts of sessions. Only the event loop uses it."""
 
     def __init__(self, engine: Engine, info: VerifierInfo, grammars: GrammarCompiler | None) -> None:
-        """Without ``grammars``, sequences that have one are refused."""
+        """Without ``grammars``, refuse sequences that have a grammar."""
         self._engine, self._info, self._grammars = engine, info, grammars
-        # Sequences whose grammars are being compiled: the engine does not know of them yet.
+        # Sequences whose grammar is being compiled. The engine does not know them yet.
         self._num_compiling = 0
 
     async def read(self, session: OpenSession, requests: AsyncIterator[verifier_pb2.SessionRequest]) -> None:
@@ -56,21 +56,28 @@ class Submissions:
             else:
                 session.compile(submit.key, self._compile(session, submit))
         except ForetokenError as error:
-            # Bounded for the answer too: the identity of a hostile message need not be sane.
+            # A hostile message may have a huge id: shorten it in the answer.
             key = SequenceKey(session.id, message.request_id[: limits.MAX_REQUEST_ID_CHARS], message.choice_index)
             session.outbox.put([ErrorEvent(key, message.attempt, error.code, error.message, error.field)])
 
     def admit(self, session: OpenSession, message: verifier_pb2.Sequence) -> Submit:
-        """Raises as ``_check`` does, and QueueFullError now where the engine would say so after the step that runs."""
+        """Check a sequence, start its span and return its submission.
+
+        Raises:
+            InvalidRequestError: a field is out of bounds; the error names it.
+            PreconditionError: another model runs here.
+            QueueFullError: the queue is full. The engine would refuse too, but only after its
+                current step.
+        """
         submit = self._check(session.id, message)
-        # A resumed sequence was admitted once.
+        # A resumed sequence was admitted before.
         if submit.attempt == 0 and self._engine.queue_room <= self._num_compiling:
             raise QueueFullError("the queue is full")
         session.trace(message, submit.key)
         return submit
 
     async def _compile(self, session: OpenSession, submit: Submit) -> None:
-        """Send a sequence on as soon as its grammar is compiled; other messages are read meanwhile."""
+        """Compile a sequence's grammar, then send the sequence. Other messages do not wait."""
         try:
             self._engine.send(await self.with_matcher(submit))
         except Exception as error:
@@ -83,7 +90,11 @@ class Submissions:
                 self._engine.send(abort)
 
     async def with_matcher(self, submit: Submit) -> Submit:
-        """The submission with its grammar compiled. Raises as GrammarCompiler.matcher does."""
+        """Return the submission with its grammar compiled.
+
+        Raises InvalidRequestError without a grammar compiler, and the errors of
+        GrammarCompiler.matcher.
+        """
         grammar = submit.sampling.grammar
         assert grammar is not None
         if self._grammars is None:
@@ -96,16 +107,17 @@ class Submissions:
         return dataclasses.replace(submit, matcher=matcher)
 
     def _abort(self, session: OpenSession, abort: Abort) -> None:
-        """Abort a sequence, behind its submission."""
+        """Abort a sequence, but not before its submission was sent."""
         if (waiting := session.waiting_aborts.get(abort.key)) is not None:
             waiting.append(abort)
         else:
             self._engine.send(abort)
 
     def _limits(self, attempt: int, options: SpeculationOptions) -> ModelLimits:
-        """What requests are checked against now: drafters that were detached may be named still.
+        """Return the limits to check a request against.
 
-        A resumed sequence may name one that this verifier never had: it was admitted where there was one.
+        A request may still name a detached drafter. A resumed sequence may name a drafter that this
+        verifier never had, because another verifier admitted it.
         """
         drafters = self._engine.speculator.drafters
         names = [drafter.name for drafter in drafters]
@@ -115,7 +127,11 @@ class Submissions:
         return dataclasses.replace(self._info.limits, drafter_names=tuple(names), detached_drafters=detached)
 
     def _check(self, session_id: int, message: verifier_pb2.Sequence) -> Submit:
-        """The checked submission. Raises InvalidRequestError naming the field, or PreconditionError."""
+        """Return the checked submission.
+
+        Raises InvalidRequestError naming the field, or PreconditionError if another model runs
+        here.
+        """
         limits.check_text("request_id", message.request_id, limits.MAX_REQUEST_ID_CHARS, min_chars=1)
         limits.check_number("choice_index", message.choice_index, limits.Range(0, limits.MAX_CHOICE_INDEX))
         limits.check_number("attempt", message.attempt, limits.Range(0, limits.MAX_ATTEMPTS))

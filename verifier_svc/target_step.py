@@ -1,4 +1,4 @@
-"""The target's part of a step: one pass over the scheduled rows, then sample, walk and commit."""
+"""Run the target in a step: one pass over the scheduled rows, then sample, walk and commit."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from verifier_svc.speculation.speculator import Speculator
 
 
 class TargetStep:
-    """Runs the target for the engine. Used by its thread alone."""
+    """Run the target for the engine. Only the engine thread uses it."""
 
     def __init__(self, runner: TargetRunner, walker: Walker, speculator: Speculator, lifecycle: Lifecycle) -> None:
         self._runner, self._walker = runner, walker
         self._speculator, self._lifecycle = speculator, lifecycle
         self._blocks = lifecycle.blocks
-        # Hidden states of the target that the next pass captures.
+        # The layers whose hidden states the next pass captures.
         self.captured: tuple[int, ...] = ()
-        # The rows among them that drafters get.
+        # The hidden states of the last pass that drafters get.
         self._kept: PassHiddenStates | None = None
 
     def run(self, scheduled: list[Scheduled], times: StepTimes) -> None:
-        """Compute the parts of a step and commit what they emit."""
+        """Run the target on a step's parts and commit their tokens. Adds the phases to ``times``."""
         for part in scheduled:
             self._choose_rows(part)
         with times.phase("forward"):
             blocks = self._blocks
             batch = build_batch(scheduled, blocks.block_size, blocks.num_blocks * blocks.block_size)
-            # Rows whose drafters want no hidden states, or that have none, do not pay for them.
+            # Capturing costs time: skip it if no drafter of these rows wants hidden states.
             captured = self.captured if any(part.wants_hidden_states for part in scheduled) else ()
             logits = self._runner.forward(batch.forward, captured)
         with times.phase("verify"):
             self._verify(scheduled, batch, logits)
 
     def fetch_hidden_states(self, running: Items[Sequence]) -> None:
-        """Fetch what drafters have not got yet: the next pass overwrites this one's hidden states."""
+        """Fetch hidden states that drafters still need, before the next pass overwrites them."""
         if self._kept is None:
             return
         self._speculator.hidden_states.fetch(running)
@@ -55,18 +55,19 @@ class TargetStep:
         self._kept = None
 
     def _choose_rows(self, part: Scheduled) -> None:
-        """Add a part's tree, or the positions that are run again for their hidden states."""
+        """Set a part's tree, or the positions to run again for their hidden states."""
         part.wants_hidden_states = self._speculator.hidden_states.is_wanted(part.sequence)
         if part.was_decoding:
             draft = self._speculator.draft_of(part.sequence)
             if draft is not None and draft.tree.num_nodes <= part.max_nodes:
                 part.draft = draft
         elif part.sequence.num_computed != part.sequence.hidden_states.end:
-            # The token after a prefix hit is drafted from the hidden states of the prefix's end, which nobody has.
+            # A drafter needs the hidden states at the end of a cached prefix, and nobody has kept
+            # them.
             part.num_rerun = self._speculator.hidden_states.num_rerun(part.sequence)
 
     def _verify(self, scheduled: list[Scheduled], batch: StepBatch, logits: torch.Tensor) -> None:
-        """Sample and walk each sequence's rows, then commit."""
+        """Sample and walk each sequence's rows, then commit. ``logits``: float32 [rows, vocab]."""
         walks: list[Walk] = []
         for part, logit_start in zip(scheduled, batch.logit_starts[:-1], strict=True):
             sequence, first_row = part.sequence, logit_start
@@ -81,7 +82,7 @@ class TargetStep:
         self._commit_all(scheduled, results)
 
     def _take_prompt_logprobs(self, part: Scheduled, logits: torch.Tensor, first_row: int) -> int:
-        """Store the prompt logprobs of a chunk; returns the first of the rows that are left for sampling."""
+        """Store a chunk's prompt logprobs, and return the first row that is left for sampling."""
         sequence = part.sequence
         first = sequence.num_computed
         known = min(part.num_tokens, sequence.num_prompt_tokens - 1 - first)
@@ -96,13 +97,13 @@ class TargetStep:
     def _keep_hidden_states(
         self, scheduled: list[Scheduled], batch: StepBatch, results: list[WalkResult | None]
     ) -> None:
-        """Keep the hidden states of what was computed, accepted nodes included, for the drafters."""
+        """Keep the hidden states of computed tokens and accepted nodes for the drafters."""
         kept: list[tuple[Scheduled, int]] = []
         rows: list[int] = []
         for part, row_start, result in zip(scheduled, batch.row_starts, results, strict=True):
             if part.wants_hidden_states:
                 end = row_start + part.num_rerun + part.num_tokens
-                # Nodes come after the tokens, of which the root is the last one.
+                # The tree's nodes follow the tokens, and the last token is the root.
                 nodes = [end - 1 + node for node in result.accepted_nodes] if result is not None else []
                 kept.append((part, len(rows)))
                 rows += [*range(row_start, end), *nodes]
@@ -115,7 +116,7 @@ class TargetStep:
             part.sequence.hidden_states.append(part.sequence.num_computed - part.num_rerun, found)
 
     def _commit_all(self, scheduled: list[Scheduled], results: list[WalkResult | None]) -> None:
-        """Commit each part's walk; then move the accepted nodes' cache entries, all at once."""
+        """Commit each part's walk; then move the KV entries of all accepted nodes in one call."""
         source_slots: list[int] = []
         target_slots: list[int] = []
         for part, result in zip(scheduled, results, strict=True):
@@ -144,5 +145,5 @@ class TargetStep:
 
 
 def _has_broken_prompt_logprobs(sequence: Sequence) -> bool:
-    """Whether logprobs that are still to be sent come from logits that are NaN or infinite."""
+    """Return whether unsent prompt logprobs come from logits that are NaN or infinite."""
     return sequence.wants_prompt_logprobs and any(math.isnan(entry.logprob) for entry in sequence.prompt_logprobs)
