@@ -284,7 +284,7 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
 async def _build(
     settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None, stop: asyncio.Event
 ) -> Verifier | None:
-    """Run ``build`` in a daemon thread, which delays no exit. Return None if ``stop`` comes first."""
+    """Run ``build`` in a daemon thread, which delays no exit; None if ``stop`` comes first."""
     built: Future[Verifier] = Future()
 
     def run() -> None:

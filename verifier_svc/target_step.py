@@ -34,7 +34,7 @@ class TargetStep:
         self._kept: PassHiddenStates | None = None
 
     def run(self, scheduled: list[Scheduled], times: StepTimes) -> None:
-        """Run the target on a step's parts and commit their tokens. Adds the phases to ``times``."""
+        """Run the target on a step's parts and commit their tokens. Add the phases to ``times``."""
         for part in scheduled:
             self._choose_rows(part)
         with times.phase("forward"):
