@@ -1,4 +1,4 @@
-"""Which of the target's passes FlashInfer is the attention of, by ``--attention-backend`` and what is there."""
+"""Choose which target passes use FlashInfer's attention, by setting and by machine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,28 @@ from verifier_svc.config import VerifierSettings
 
 _log = logging.getLogger(__name__)
 
-# prompts: those without a graph, which are long prompts'; all: verify too, so that no step runs ahead of the host.
+# prompts: only passes over long prompts, which use no captured graph. all: verify passes too; then
+# no step overlaps with the host.
 FlashInferPasses = Literal["none", "prompts", "all"]
-# Of a chunk's tokens: a chunk of 2,048 was faster than by Triton on an H200, one of 512 was not.
+# Tokens of the smallest prefill chunk for FlashInfer. On an H200 it beat Triton at 2,048 tokens,
+# not at 512.
 _PAYS_FROM = 2048
-# A compiler's output may be megabytes; what is wrong comes last.
+# Most characters of a compiler's output to show. The output may be megabytes, with the error at its
+# end.
 _LONGEST_REASON = 2000
 
 
 def flashinfer_passes(
     settings: VerifierSettings, config: ModelConfig, dtype: torch.dtype, backend: Backend, *, announce: bool = False
 ) -> FlashInferPasses:
-    """As far as can be told without compiling. ``announce``: log why ``auto`` takes it for none.
+    """Return the passes that should use FlashInfer, as known before its kernels are compiled.
 
-    Raises ConfigError if it is asked for and cannot be had.
+    Args:
+        dtype: element type of the KV cache.
+        announce: log the reason if ``auto`` does not use FlashInfer.
+
+    Raises:
+        ConfigError: ``--attention-backend flashinfer`` is set and FlashInfer cannot run here.
     """
     wanted = settings.attention_backend
     if wanted == "triton":
@@ -53,10 +61,12 @@ def flashinfer_passes(
 def compiled(
     passes: FlashInferPasses, config: ModelConfig, dtype: torch.dtype, backend: Backend, progress: Progress
 ) -> FlashInferPasses:
-    """``passes``, with kernels compiled; "none" where ``auto`` would have them and they do not compile.
+    """Compile FlashInfer's kernels for ``passes`` and return the passes that can use them.
+
+    Returns ``passes``, or "none" if compiling fails under ``auto``.
 
     Raises:
-        ConfigError: they do not compile, and every pass was to have them.
+        ConfigError: compiling fails and ``passes`` is "all".
     """
     if passes == "none":
         return passes
@@ -64,7 +74,7 @@ def compiled(
     try:
         compile_kernels(config, dtype, backend.device)
     except Exception as error:
-        # Another version may raise anything, and a server must not be down for want of what it can do without.
+        # Another version may raise any exception, and the server can run without FlashInfer.
         reason = str(error)[-_LONGEST_REASON:]
         problem = f"FlashInfer's kernels cannot be had here (it needs nvcc, or flashinfer-jit-cache): {reason}"
         if passes == "all":

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the machine has left, or what its container may have."""
+"""Find how much memory this process may still take, on the machine and in its container."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
-# Folder below CGROUPS, limit and usage of versions 2 and 1, and the name in memory.stat of the bytes of page cache that
-# are given up first.
+# For control groups of version 2 and of version 1: the folder below CGROUPS, the files with limit
+# and usage, and the field of memory.stat with the page cache that the kernel reclaims first.
 _VERSIONS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -16,9 +16,9 @@ _VERSIONS = (
 
 
 def available_memory(cgroups: Path = CGROUPS) -> int:
-    """Bytes that are free or can be freed, on the machine and below the container's limit.
+    """Return the free and freeable bytes, on the machine and within the container's limit.
 
-    ``cgroups``: where the control groups are mounted; a container finds its own at the top.
+    ``cgroups``: where control groups are mounted; a container sees its own group at the top.
     """
     available = int(psutil.virtual_memory().available)
     for folder, limit_file, usage_file, reclaimable in _VERSIONS:
@@ -34,5 +34,5 @@ def available_memory(cgroups: Path = CGROUPS) -> int:
 
 
 def _read(path: Path) -> str:
-    """Empty where there is no such file."""
+    """Return a file's text without surrounding white space; empty if there is no such file."""
     return path.read_text().strip() if path.is_file() else ""

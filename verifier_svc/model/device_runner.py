@@ -1,7 +1,7 @@
-"""The target model of one verifier on a GPU: loads it, runs it over flat batches, moves accepted keys and values.
+"""Run the target model on a GPU: load it, run flat batches, move accepted KV entries.
 
-No call waits for the device but those that return values to the host. Knows nothing of sequences, scheduling or
-sampling.
+Only calls that return values to the host wait for the device. This module knows no sequences, no
+scheduling and no sampling.
 """
 
 from __future__ import annotations
@@ -29,30 +29,34 @@ from verifier_svc.model.runner import TargetModel, silent
 
 _log = logging.getLogger(__name__)
 
-# Of hidden rows that are fetched at once: a large batch's, accepted trees included.
+# Most bytes of hidden states to fetch into pinned memory: enough for a large batch with accepted
+# trees.
 _MOST_PINNED_BYTES = 16 << 20
-# A prompt's pass of so many rows runs the kernels of longer ones too: attention's tiles are at their largest.
+# A prompt pass of this many rows uses the same kernels as longer ones: attention tiles grow no
+# further.
 _PROMPT_ROWS = 1024
 _FEW_ROWS = 32
-# Trees of more sequences than keep a GPU busy have another tile from so many rows on, and yet another where they are
-# larger.
+# With enough sequences to fill the GPU, attention changes its tile at this many rows of a tree, and
+# again for larger trees.
 _TREE_ROWS = 16
 _LONG_CONTEXT = 4096
-# Strict matmuls of many rows: two tiles of 128.
+# Row count that checks strict matmuls of many rows: it needs two tiles of 128.
 _STRICT_COUNTS = (130,)
 
 
 class DeviceRunner(TargetModel):
-    """The target model with its cache on a GPU. One thread calls it, any thread may build it.
+    """The target model with its KV cache on a GPU. Any thread may build it; one thread calls it.
+
+    TargetModel describes the other arguments and attributes, and the errors.
 
     Args:
-        sizes: of the largest batch.
-        strict: whether a row is to have the same bits in any batch; else the kernels are the fastest for each.
-        flashinfer: which passes FlashInfer is the attention of (verifier_svc.model.attention_choice).
-        Others, errors and attributes as TargetModel.
+        sizes: sizes of the largest batch.
+        strict: give a row the same bits in any batch. If false, use the fastest kernels for each
+            batch.
+        flashinfer: passes that use FlashInfer's attention (verifier_svc.model.attention_choice).
 
     Attributes:
-        planes: [2 * layers, slots, slot_size]; the cache, as kv_commit takes it.
+        planes: the KV cache as [2 * layers, KV slots, slot_size], the shape that kv_commit takes.
     """
 
     def __init__(
@@ -79,16 +83,19 @@ class DeviceRunner(TargetModel):
 
     @property
     def features(self) -> torch.Tensor:
-        """[rows, captured * hidden_size] of the last pass, of the cache's type; valid until the next call."""
+        """Return the last pass's hidden states, [rows, captured * hidden_size].
+
+        They have the cache's type and are valid until the next call.
+        """
         return self._model.features
 
     def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
-        """float32 [len(rows), captured * hidden_size] of the last pass, fetched."""
+        """Fetch these rows of ``features``, float32 [len(rows), captured * hidden_size]."""
         features = self._model.features
         if len(rows) < len(features):
             features = features[torch.tensor(rows, device=self._device)]
-        # Pinned memory comes back when its last view is gone, and is given out again: fresh memory takes longer to come
-        # by than to copy to. A prompt's would stay pinned for nothing.
+        # Pinned memory is reused once its last view is gone: allocating fresh memory takes longer
+        # than the copy. A prompt's large buffer would stay pinned without use.
         is_pinned = self._device.type == "cuda" and 4 * features.numel() <= _MOST_PINNED_BYTES
         fetched = torch.empty(features.shape, dtype=torch.float32, pin_memory=is_pinned)
         rows_on_host: NDArray[np.float32] = fetched.copy_(features.to(torch.float32)).numpy()
@@ -96,19 +103,26 @@ class DeviceRunner(TargetModel):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
-        """float32 [len(batch.logit_rows), vocab_size] on the device; valid until the next call.
+        """Run a batch and return its logits, float32 [len(batch.logit_rows), vocab_size].
 
-        All rows' keys and values are written before any row attends. ``features``: hidden states to capture for all
-        rows (foretoken.drafting.FINAL_NORM). Raises ValueError for a batch larger than ``sizes``.
+        They are on the device and valid until the next call. The pass writes the KV entries of all
+        rows before any row attends.
+
+        Args:
+            features: layers whose hidden states to capture for all rows
+                (foretoken.drafting.FINAL_NORM).
+
+        Raises:
+            ValueError: the batch is larger than ``sizes``.
         """
         return self._model.forward(batch, features)
 
     @torch.inference_mode()
     def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
-        """Copy keys and values of slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, in ascending i.
+        """Copy KV entries from slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, i ascending.
 
         Raises:
-            ValueError: the arrays differ in length or name a slot that is not there.
+            ValueError: the arrays differ in length, or a slot is out of range.
         """
         self.check_slots(src_slots, dst_slots)
         moves = torch.from_numpy(np.stack([src_slots, dst_slots])).to(self._device, non_blocking=True)
@@ -117,26 +131,30 @@ class DeviceRunner(TargetModel):
     def resident_pass(
         self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
     ) -> ResidentPass:
-        """As DeviceLlama.resident_pass."""
+        """Return the buffers of an overlapped pass; see DeviceLlama.resident_pass."""
         return self._model.resident_pass(features, rows, seqs, max_seq_rows, blocks)
 
     def tune(self, path: Path | None) -> None:
-        """Time matmuls and take the fastest from now on; ``path`` keeps the choices for the next start."""
+        """Time the matmul kernels and use the fastest. ``path``: a file that keeps the choices."""
         self._model.tune(path)
 
     def warm_up(self, progress: Progress = silent, *, max_nodes: int = 1) -> None:
-        """Choose matmuls, compile the kernels of prompts' passes and of trees up to ``max_nodes``, so that no request
-        waits for a compiler; where strict passes are wanted, check that they are. Leaves noise in the cache. Sets
-        ``mode``."""
+        """Choose matmuls and compile the kernels of prompts and trees before the first request.
+
+        If strict numerics are wanted, it also checks them and sets ``mode``. It writes noise to the
+        cache.
+
+        ``max_nodes``: most nodes of one tree.
+        """
         start = time.perf_counter()
         if self._device.type == "cuda" and not self._strict:
             progress(0, 1, "timing matmuls")
             self.tune(choices_file())
             progress(1, 1, "timing matmuls")
         room = min(self.max_model_len, self.cache.num_slots - self.block_size, self._most_rows)
-        # The attention's kernel is another one for each of its tiles, which grow with the rows, for splits, and for
-        # small tiles behind a long context, where few rows have the one that a single row has anywhere.
-        # Matmuls have kernels for their own numbers of rows, that of logits too.
+        # Attention has a kernel for each tile size, which grows with the rows, for splits, and for
+        # small tiles after a long context; there, few rows use the kernel of a single row. Matmuls,
+        # including the logits', have kernels for their own row counts.
         counts = sorted({1 << power for power in range(max(max_nodes, _PROMPT_ROWS).bit_length())} | set(ROW_BUCKETS))
         longest = min(self.max_model_len, self.cache.num_slots - self.block_size, _LONG_CONTEXT)
         for done, rows in enumerate(count for count in counts if count <= room):
@@ -144,7 +162,7 @@ class DeviceRunner(TargetModel):
             wanted = None if rows <= min(ROW_BUCKETS[-1], self._most_wanted) else np.array([rows - 1], np.int32)
             for first in {0, max(longest - rows, 0) if rows > _FEW_ROWS else 0}:
                 self.forward(chain_batch(np.zeros(rows, np.int32), first, self.block_size, wanted))
-        # Many sequences leave nothing to split, and have the largest tiles of trees.
+        # With many sequences attention splits nothing and uses the largest tiles of trees.
         seqs = min(self._most_seqs, self._most_wanted)
         largest_tree = max(min(max_nodes, room, self._most_wanted // seqs), 1)
         for length in {1, min(_TREE_ROWS, largest_tree), largest_tree}:

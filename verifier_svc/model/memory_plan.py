@@ -1,4 +1,4 @@
-"""Where memory goes: decided once, before anything is allocated, and printed."""
+"""Plan memory once, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from foretoken.errors import ConfigError
 from verifier_svc.config import VerifierSettings
 from verifier_svc.model.available_memory import available_memory
 
-# Share of the free memory that an unset cache size may take on a CPU, where other programs live too.
+# Share of free memory for a cache of unset size on a CPU, because other programs need memory too.
 CACHE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of each part, and the cache size that follows."""
+    """The bytes of each part, and the resulting cache size."""
 
     weights_bytes: int
-    # On a GPU: of passes, logits, sampler and captured graphs.
+    # On a GPU: buffers of passes, logits and sampler, and captured graphs. 0 on a CPU.
     buffers_bytes: int
     bytes_per_token: int
     block_size: int
@@ -62,12 +62,20 @@ def make_plan(
     available: int | None = None,
     buffers_bytes: int = 0,
 ) -> MemoryPlan:
-    """The plan for these settings. Raises ConfigError naming the flag to change if the cache cannot hold one sequence.
+    """Return the memory plan for these settings.
 
     Args:
-        max_model_len: tokens of context. A sequence also needs room for the tree behind its last token.
-        available: bytes that weights, buffers and cache may take; None: what this host has, of which a share is for
-            the cache.
+        weights_bytes: bytes of the weights.
+        bytes_per_token: cache bytes of one token.
+        max_model_len: tokens of context. A sequence also needs room for a tree after its last
+            token.
+        available: bytes for weights, buffers and cache. None: the host's free memory; the cache
+            then takes CACHE_SHARE of the rest.
+        buffers_bytes: bytes of GPU buffers.
+
+    Raises:
+        ConfigError: the cache cannot hold one sequence, or memory cannot hold the wanted cache. The
+            error names the flag to change.
     """
     share = CACHE_SHARE if available is None else 1.0
     available = available_memory() if available is None else available

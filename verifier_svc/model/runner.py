@@ -1,6 +1,6 @@
-"""The target model of one verifier on the CPU: loads it, runs it over flat batches, moves accepted keys and values.
+"""Run the target model on the CPU: load it, run flat batches, move accepted KV entries.
 
-Knows nothing of sequences, scheduling or sampling.
+This module knows no sequences, no scheduling and no sampling.
 """
 
 from __future__ import annotations
@@ -38,31 +38,35 @@ _log = logging.getLogger(__name__)
 
 
 def silent(_done: int, _total: int, _what: str) -> None:
-    """No progress shown."""
+    """Ignore progress."""
 
 
 class TargetModel:
-    """What a runner of the target is built from, whatever it runs on.
+    """The weights and the KV cache of the target, on any device: the base of both runners.
 
     Args:
         path: checkpoint folder in Hugging Face's layout.
-        dtype: element type of the matrices and the cache; "auto" is float32 on a CPU, bfloat16 on a GPU.
-        context_length: tokens of context; 0 is what the checkpoint says.
-        progress: called with (done, total, what) while weights are loaded.
+        dtype: element type of matrices and cache. "auto": float32 on a CPU, bfloat16 on a GPU.
+        block_size: KV slots of one block.
+        num_blocks: blocks of the cache.
+        context_length: tokens of context. 0: the checkpoint's.
+        progress: called with (done, total, what) while weights load.
 
     Raises:
-        ConfigError: an unsupported feature, by name, or a context longer than the checkpoint's.
-        CheckpointError: a file or tensor that cannot be loaded, by name.
+        ConfigError: the model has an unsupported feature, which the error names, or
+            ``context_length`` exceeds the checkpoint's.
+        CheckpointError: a file or tensor cannot be loaded; the error names it.
 
     Attributes:
-        config: the model's sizes; ``config.vocab_size`` is the width of the logits, ``config.eos_token_ids`` ends text.
+        config: the model's sizes. ``config.vocab_size`` is the width of the logits, and
+            ``config.eos_token_ids`` end a text.
         max_model_len: tokens of context.
-        mode: "strict" if a row's logits have the same bits in any batch, as ``warm_up`` has checked.
-        weights: as loaded.
-        target_weights: those of them that drafters use: embedding and head.
-        shared_weights: the memory that these two are in, for drafters of other processes; None where GPU memory cannot
-            be shared.
-        cache: one block more than ``num_blocks``: the last one is scratch, where rows that are run again write.
+        mode: "strict" if ``warm_up`` found that a row's logits have the same bits in any batch.
+        weights: the loaded weights.
+        target_weights: the weights that drafters use: embedding and head.
+        shared_weights: the memory of ``target_weights`` for drafters in other processes. None where
+            GPU memory cannot be shared.
+        cache: ``num_blocks`` blocks and one more: rows that run again write to this scratch block.
     """
 
     def __init__(
@@ -85,11 +89,12 @@ class TargetModel:
         self._backend = backend
         with Checkpoint(path) as checkpoint:
             self.weights = load_decoder_weights(self.config, checkpoint, self.dtype, progress, backend)
-            # The tokenizer decides which ids may be sampled, and which ones a grammar allows.
+            # The hash covers the tokenizer, which decides the ids that may be sampled or fit a
+            # grammar.
             tokenizer = [file for file in (path / "tokenizer.json",) if file.is_file()]
             self._checkpoint_hash = hash_files([path / "config.json", *tokenizer, *checkpoint.files])
         self.weights_bytes = self.weights.num_bytes
-        # Before there is a cache: for a moment the two are there twice.
+        # Before the cache exists, since this briefly holds embedding and head twice.
         self._share_weights(backend)
         self.cache = KVCache(
             self.config.num_layers,
@@ -113,20 +118,22 @@ class TargetModel:
         self.target_weights = self.shared_weights.weights
         self.weights = replace(self.weights, embedding=self.target_weights.embedding, head=self.target_weights.head)
         if backend.device.type == "cuda":
-            # The memory plan counts them once.
+            # Free the old copies, because the memory plan counts one.
             torch.cuda.empty_cache()
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the cache."""
+        """Return the bytes of the KV cache."""
         return self.cache.num_bytes
 
     @property
     def fingerprint(self) -> str:
-        """Hex sha256 over checkpoint and tokenizer, dtype, mode, sampler version and llguidance's version.
+        """Return a hex SHA-256 of all that decides the generated text.
 
-        Equal for runners whose text is the same; final once ``warm_up`` has returned. What is strict on a GPU is not
-        what is strict on a CPU, or on a GPU of another kind.
+        It covers checkpoint, tokenizer, dtype, mode, sampler version and llguidance version.
+        Runners that generate the same text have the same fingerprint. It is final after
+        ``warm_up``. Strict numerics differ between a CPU and each kind of GPU, so the mode names
+        the kind of GPU.
         """
         dtype = str(self.dtype).removeprefix("torch.")
         mode: str = self.mode
@@ -136,7 +143,7 @@ class TargetModel:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def set_mode(self, independent: bool, seconds: float) -> None:
-        """As the check of rows has found in so many seconds."""
+        """Set ``mode`` by the result of the row check, which took ``seconds``, and log it."""
         self.mode = "strict" if independent else "fast"
         if independent:
             _log.info("numerics: strict; a row has the same bits in any batch (checked in %.2f s)", seconds)
@@ -146,7 +153,7 @@ class TargetModel:
             )
 
     def check_slots(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
-        """Raise ValueError if the arrays differ in length or name a slot that is not there."""
+        """Raise ValueError if the arrays differ in length, or a KV slot is out of range."""
         if len(src_slots) != len(dst_slots):
             raise ValueError("src_slots and dst_slots differ in length")
         for slots in (src_slots, dst_slots):
@@ -155,12 +162,13 @@ class TargetModel:
 
 
 class ModelRunner(TargetModel):
-    """The target model with its cache, on the CPU. One thread calls it, any thread may build it.
+    """The target model with its KV cache on the CPU. Any thread may build it; one thread calls it.
 
-    Arithmetic is float32 whatever ``dtype``. Other arguments, errors and attributes as TargetModel.
+    Arithmetic is float32 for every ``dtype``. TargetModel describes the other arguments and
+    attributes, and the errors.
 
     Args:
-        threads: of a forward pass, the calling one counted; 0 is ``default_threads()``.
+        threads: threads of a forward pass, including the caller's. 0: ``default_threads()``.
     """
 
     def __init__(
@@ -183,7 +191,7 @@ class ModelRunner(TargetModel):
             progress=progress,
         )
         self.threads = threads or default_threads()
-        # While a prompt is computed drafters wait, and the gateway has little to do.
+        # A prompt may use all cores: drafters wait for it, and the gateway has little to do.
         self.wide_threads = threads or len(os.sched_getaffinity(0))
         self.mode = "strict"
         self._planes = (
@@ -197,11 +205,14 @@ class ModelRunner(TargetModel):
 
     @property
     def features(self) -> torch.Tensor:
-        """float32 [rows, captured * hidden_size] of the last pass; valid until the next call."""
+        """Return the last pass's hidden states, float32 [rows, captured * hidden_size].
+
+        They are valid until the next call.
+        """
         return self._model.features
 
     def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
-        """float32 [len(rows), captured * hidden_size] of the last pass: a copy."""
+        """Copy these rows of ``features``, float32 [len(rows), captured * hidden_size]."""
         first, last = rows[0], rows[-1]
         features: NDArray[np.float32] = self._model.features.numpy()
         if last - first + 1 == len(rows):
@@ -209,10 +220,14 @@ class ModelRunner(TargetModel):
         return features[rows]
 
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
-        """float32 [len(batch.logit_rows), vocab_size]; valid until the next call.
+        """Run a batch and return its logits, float32 [len(batch.logit_rows), vocab_size].
 
-        All rows' keys and values are written before any row attends. ``features``: hidden states to capture for all
-        rows (foretoken.drafting.FINAL_NORM).
+        They are valid until the next call. The pass writes the KV entries of all rows before any
+        row attends.
+
+        Args:
+            features: layers whose hidden states to capture for all rows
+                (foretoken.drafting.FINAL_NORM).
 
         Raises:
             ValueError: an index of the batch is out of range; nothing was written.
@@ -220,20 +235,21 @@ class ModelRunner(TargetModel):
         return self._model.forward(batch, features)
 
     def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
-        """Copy keys and values of slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, in ascending i.
+        """Copy KV entries from slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, i ascending.
 
-        Along a path ``dst_slots[i] <= src_slots[i]`` in logical order, so a slot is read before it is overwritten.
+        Along a path, ``dst_slots[i] <= src_slots[i]`` in logical order, so each slot is read before
+        it is overwritten.
 
         Raises:
-            ValueError: the arrays differ in length or name a slot that is not there.
+            ValueError: the arrays differ in length, or a slot is out of range.
         """
         self.check_slots(src_slots, dst_slots)
         kv_commit(self._planes, src_slots, dst_slots)
 
     def warm_up(self, progress: Progress = silent) -> None:
-        """Compile what is not yet compiled, touch all buffers, and check that rows are independent.
+        """Compile kernels, touch all buffers, check that rows are independent, set ``mode``.
 
-        Leaves noise in the cache; call it before any sequence. Sets ``mode``.
+        Call it before the first sequence: it writes noise to the cache.
         """
         start = time.perf_counter()
         most = min(self.cache.num_slots, self.max_model_len)
@@ -242,24 +258,30 @@ class ModelRunner(TargetModel):
 
 
 def default_threads() -> int:
-    """Cores less one, which is left to gateway, drafters and clients: a thread that waits for another one that has lost
-    its core to them costs far more than the core gives."""
+    """Return the number of cores minus one, at least 1.
+
+    One core is left to gateway, drafters and clients. If they take a core from one thread of a
+    pass, all its threads wait, which costs far more than that core gains.
+    """
     return max(len(os.sched_getaffinity(0)) - 1, 1)
 
 
 def element_type(dtype: DType, backend: Backend) -> torch.dtype:
-    """Of the matrices and the cache of a model served with ``--dtype``."""
+    """Return the element type of matrices and cache for ``--dtype`` on this backend."""
     return default_dtype(backend) if dtype == "auto" else getattr(torch, dtype)
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: DType, backend: Backend = CPU) -> int:
-    """Bytes that one token takes in the cache of a TargetModel built with ``dtype``; for the memory plan."""
+    """Return the cache bytes of one token in a TargetModel built with ``dtype``."""
     element = element_type(dtype, backend)
     return kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, element)
 
 
 def context_tokens(config: ModelConfig, wanted: int) -> int:
-    """Tokens of context: ``wanted``, or the checkpoint's if that is 0. Raises ConfigError if it has fewer."""
+    """Return the tokens of context: ``wanted``, or the checkpoint's if that is 0.
+
+    Raises ConfigError if the checkpoint has fewer.
+    """
     if wanted > config.max_position_embeddings:
         raise ConfigError(
             f"--context-length {wanted} is more than this checkpoint's {config.max_position_embeddings} tokens"
@@ -268,5 +290,5 @@ def context_tokens(config: ModelConfig, wanted: int) -> int:
 
 
 def _plain(dtype: torch.dtype) -> torch.dtype:
-    """The type under which numpy sees a tensor's elements: it has no bfloat16."""
+    """Return the type under which numpy sees a tensor's elements: numpy has no bfloat16."""
     return torch.uint16 if dtype == torch.bfloat16 else dtype

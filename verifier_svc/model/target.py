@@ -1,4 +1,4 @@
-"""The target model where it is to run: its memory plan and the sizes of its passes."""
+"""Plan the target model's memory and the sizes of its passes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from verifier_svc.model.memory_plan import MemoryPlan, make_plan
 from verifier_svc.model.runner import cache_bytes_per_token, context_tokens, element_type
 from verifier_svc.model.target_runner import TargetRunner
 
-# Positions before the first computed one that are run again for a drafter, at most: of one sequence.
+# Most positions of one sequence that run again for a drafter.
 _MAX_RERUN = 4
-# Rows of hidden states that are captured for drafters: EAGLE-3 takes three.
+# Most layers whose hidden states are captured for drafters: EAGLE-3 takes three.
 _CAPTURED = 4
-# CUDA's context, its libraries, captured graphs and what their kernels need.
+# Bytes for CUDA's context and libraries, and for captured graphs.
 _FIXED_GPU_BYTES = 2 << 30
 
 
 class LoadedTarget(TargetRunner, Protocol):
-    """A ModelRunner, or a DeviceRunner."""
+    """A ModelRunner or a DeviceRunner."""
 
     config: ModelConfig
     max_model_len: int
@@ -43,7 +43,7 @@ class LoadedTarget(TargetRunner, Protocol):
 
 
 def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
-    """Where memory will go, without loading a weight. Raises ConfigError or CheckpointError."""
+    """Return the memory plan without loading weights. Raises ConfigError or CheckpointError."""
     if backend.kernels == "cpu":
         refuse_gpu_flags(settings)
     config = load_config(settings.model)
@@ -65,7 +65,7 @@ def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
 
 
 def pass_sizes(settings: VerifierSettings) -> PassSizes:
-    """The largest step: a chunk of prompts beside the trees of all running sequences."""
+    """Return the largest step's sizes: a prefill chunk and the trees of all running sequences."""
     config = load_config(settings.model)
     nodes = settings.speculative_num_draft_tokens
     rows = settings.chunked_prefill_size + settings.max_running_requests * (nodes + _MAX_RERUN)
@@ -81,7 +81,7 @@ def pass_sizes(settings: VerifierSettings) -> PassSizes:
 
 
 def _buffers_bytes(settings: VerifierSettings, config: ModelConfig, element: torch.dtype) -> int:
-    """What the passes of a DeviceRunner and its walker take, beside the cache."""
+    """Return the GPU bytes of a DeviceRunner's passes and its walker, without weights and cache."""
     rows = pass_sizes(settings).rows
     queries = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widths = config.hidden_size * (2 + _CAPTURED) + queries + config.hidden_size + 3 * config.intermediate_size

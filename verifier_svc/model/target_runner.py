@@ -1,4 +1,4 @@
-"""What a step needs of the target model, on whatever device it runs."""
+"""Declare the interface of the target model that a step needs, on any device."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from foretoken.models.batch import ForwardBatch
 
 
 class TargetRunner(Protocol):
-    """Runs the target model over flat batches and moves its cache entries."""
+    """Runs the target model over flat batches and moves its KV entries."""
 
     @property
     def features(self) -> torch.Tensor:
-        """[rows, captured * hidden_size] of the last pass, on the model's device; valid until the next call."""
+        """Return the last pass's hidden states, [rows, captured * hidden_size].
+
+        They are on the model's device and valid until the next call.
+        """
         ...
 
     def feature_rows(self, rows: list[int]) -> np.ndarray:
-        """float32 [len(rows), captured * hidden_size] of the last pass: a copy, on the host."""
+        """Fetch these rows of ``features``, float32 [len(rows), captured * hidden_size]."""
         ...
 
     def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
-        """float32 [wanted rows, vocab]: raw logits, on the model's device, valid until the next call.
+        """Run a batch and return raw logits, float32 [wanted rows, vocab], on the model's device.
 
-        ``features``: hidden states to capture for all rows; see foretoken.drafting.FINAL_NORM. Slots from the last
-        block's end on are scratch: a row may write there what nobody reads.
+        They are valid until the next call. KV slots after the last block are scratch: rows may
+        write entries there that nobody reads.
+
+        ``features``: layers whose hidden states to capture for all rows
+        (foretoken.drafting.FINAL_NORM).
         """
         ...
 
     def commit(self, source_slots: np.ndarray, target_slots: np.ndarray) -> None:
-        """Copy cache entries, slot by slot, in order."""
+        """Copy KV entries from ``source_slots`` to ``target_slots``, slot by slot, in order."""
         ...

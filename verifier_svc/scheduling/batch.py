@@ -1,4 +1,4 @@
-"""Lays out one step as the flat rows that the target runs over (foretoken.models.batch), and maps results back."""
+"""Lay out a step as the flat rows that the target runs over (foretoken.models.batch)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from verifier_svc.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class Scheduled:
-    """A sequence's part of a step: its next ``num_tokens`` tokens, then its tree if they reach the last token."""
+    """A sequence's part of a step: its next ``num_tokens`` tokens, then its tree if it decodes."""
 
     sequence: Sequence
     num_tokens: int
-    # Nodes that there is room for, including the root.
+    # Most nodes that its blocks hold, including the root.
     max_nodes: int
     draft: Draft | None = None
-    # Positions before the first one that run again only for their hidden states.
+    # Positions before the first token that run again, only for their hidden states.
     num_rerun: int = 0
-    # Whether its drafters want hidden states of this pass. Drafters may come and go meanwhile.
+    # Whether its drafters want this pass's hidden states. Kept here, since drafters come and go.
     wants_hidden_states: bool = False
-    # Whether this was a decode step of the sequence when it was scheduled.
+    # Whether the sequence was decoding when this part was scheduled.
     was_decoding: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Scheduled:
 
     @property
     def samples(self) -> bool:
-        """Whether this step reaches the last token, so that the next one can be sampled."""
+        """Return whether this step computes the last token, so that the next one can be sampled."""
         return self.num_tokens == self.sequence.num_uncomputed
 
     @property
@@ -50,8 +50,9 @@ class Scheduled:
 class StepBatch:
     """The rows of a step.
 
-    Sequence ``i`` has the logits ``logit_starts[i]:logit_starts[i + 1]``. Its rows begin at ``row_starts[i]``: first
-    the ones that run again, then its tokens, then the tree's nodes without the root.
+    Sequence ``i`` has the logits ``logit_starts[i]:logit_starts[i + 1]``. Its rows begin at
+    ``row_starts[i]``: first the positions that run again, then its tokens, then the tree's nodes
+    without the root.
     """
 
     forward: ForwardBatch
@@ -60,12 +61,13 @@ class StepBatch:
 
 
 def build_batch(scheduled: list[Scheduled], block_size: int, scratch_slot: int) -> StepBatch:
-    """Lay out a step's sequences as rows.
+    """Return a step's sequences as rows.
 
-    Rows that run again read their own KV entries, which may be shared, and write new ones to ``scratch_slot``.
+    Positions that run again read their old KV entries, which other sequences may share, and write
+    new entries to ``scratch_slot``.
 
-    A tree's nodes take the logical KV slots after the root in index order, whatever their depth. Nodes of a chain see
-    one contiguous run, so they need no mask.
+    A tree's nodes take the logical KV slots after the root in index order, whatever their depth.
+    The nodes of a chain see one contiguous run, so they need no mask.
     """
     num_rows = sum(part.num_rows for part in scheduled)
     max_nodes = max((part.tree.num_nodes for part in scheduled if part.tree), default=1)
@@ -148,7 +150,7 @@ def _place_nodes(
     positions[rows] = root_position + depths(tree.parents)[1:]
     context_lens[rows] = root_position + 1
     visible = ancestor_mask(tree.parents)[1:]
-    # The root is in the contiguous run already.
+    # The contiguous run already includes the root.
     visible[:, 0] &= ~np.uint64(1)
     masks[rows, : visible.shape[1]] = visible
 
@@ -166,9 +168,9 @@ def _block_tables(scheduled: list[Scheduled]) -> Int32:
 
 
 def commit_slots(sequence: Sequence, accepted: list[int], block_size: int) -> tuple[list[int], list[int]]:
-    """Return the KV slots (from, to) by which the accepted nodes' entries become contiguous after the root.
+    """Return the KV slots (from, to) to copy so that accepted nodes are contiguous after the root.
 
-    ``accepted``: node indices along the path. Nodes that already are in place are left out.
+    ``accepted``: node indices along the path. Nodes that are already in place are left out.
     """
     root = len(sequence.tokens) - 1
     blocks = sequence.block_ids

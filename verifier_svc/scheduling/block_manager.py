@@ -1,12 +1,15 @@
-"""The only allocator of cache blocks: reference counts, prefix lookup by chained hashes, eviction. Holds no tensors.
+"""Allocate KV blocks: count references, find prefixes by chained hashes, evict. Holds no tensors.
 
-A block is *referenced* by one or more tables, *cached* (unreferenced, but its content has a known hash and may be
-found again), or *empty*. Free means unreferenced: empty blocks are handed out first, then the cached ones that were
-released longest ago. Only full blocks are hashed, hashed blocks are never written again, so sharing needs no copies.
-Sequences that compute the same tokens side by side leave several blocks of one content: all stay findable while they
-are referenced, so that the end of one does not hide what follows in another; unreferenced, one copy is enough.
+A block is *referenced* by one or more tables, *cached* (unreferenced, but its content has a known
+hash and can be found again), or *empty*. A free block is an unreferenced one. The manager hands out
+empty blocks first, then the cached blocks that were released longest ago. It hashes only full
+blocks, and nobody writes to a hashed block again, so sharing needs no copies.
 
-Predicates come before actions: ``can_reserve`` says whether ``reserve`` may be called.
+Sequences that compute the same tokens at the same time leave several blocks with one content. All
+of them stay findable while they are referenced, so that the end of one sequence does not hide the
+blocks that follow in another. Of unreferenced copies, the manager keeps one.
+
+Call ``can_reserve`` before ``reserve``.
 """
 
 from __future__ import annotations
@@ -18,18 +21,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Bytes of a block hash: 128 bits of SHA-256. Two prefixes that collide would read each other's cache.
+# Bytes of a block hash: 128 bits of SHA-256. Two prefixes with one hash would read each other's
+# cache.
 HASH_BYTES = 16
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """One sequence's blocks in logical order, each referenced once by this table, and the state of its hash chain.
+    """One sequence's blocks in logical order, and the state of its hash chain.
+
+    The table references each of its blocks once.
 
     Attributes:
-        num_cached_tokens: tokens at the front that the prefix cache held when the table was made.
+        num_cached_tokens: tokens at the front that were in the prefix cache when the table was
+            made.
         num_hashed: blocks at the front whose hash is known.
-        chain_hash: hash of block ``num_hashed - 1``, or the salt's, before the first.
+        chain_hash: hash of block ``num_hashed - 1``; the salt's hash if no block is hashed.
     """
 
     chain_hash: bytes
@@ -40,7 +47,10 @@ class BlockTable:
 
 
 class BlockManager:
-    """``num_blocks`` blocks of ``block_size`` slots. Ids are [0, num_blocks). Used by one thread."""
+    """The only allocator of ``num_blocks`` blocks with ``block_size`` KV slots each.
+
+    Block ids are [0, num_blocks). Only one thread uses it.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True) -> None:
         assert num_blocks >= 1 and block_size >= 1
@@ -48,31 +58,32 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
         self._ref_counts = [0] * num_blocks
-        # Hash of each block that the cache may find, and the other way round; several only if all are referenced.
+        # Hash by findable block, and blocks by hash: several blocks only while all are referenced.
         self._hashes: dict[int, bytes] = {}
         self._blocks_of_hash: dict[bytes, list[int]] = {}
-        # Unreferenced blocks: without content to find (last one first), and with it (longest released first).
+        # Free blocks: the empty ones (a stack), and the cached ones (released longest ago first).
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no table references, cached ones counted."""
+        """Return how many blocks no table references, including cached ones."""
         return len(self._empty) + len(self._cached)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that no table references and that a prefix may still find."""
+        """Return how many free blocks a prefix lookup can still find."""
         return len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
-        """Tables that hold a block."""
+        """Return how many tables reference a block."""
         return self._ref_counts[block_id]
 
     def match_prefix(self, token_ids: Sequence[int], salt: str | None) -> BlockTable:
-        """A new table that references the longest cached prefix of these tokens under this salt; maybe no block.
+        """Return a new table that references the longest cached prefix of the tokens for this salt.
 
-        At least one token is left out, since the last one must be run to get its logits.
+        The prefix may be empty. It leaves out at least one token, since the last token must run to
+        give logits.
         """
         table = BlockTable(_salt_hash(salt))
         if self.enable_prefix_cache:
@@ -89,15 +100,19 @@ class BlockManager:
         return table
 
     def can_allocate(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free."""
+        """Return whether ``num_blocks`` blocks are free."""
         return num_blocks <= self.num_free_blocks
 
     def can_reserve(self, table: BlockTable, num_slots: int) -> bool:
-        """Whether the table could be grown to hold ``num_slots`` slots in all."""
+        """Return whether the table can grow to ``num_slots`` KV slots in total."""
         return self.can_allocate(self._num_missing(table, num_slots))
 
     def reserve(self, table: BlockTable, num_slots: int) -> None:
-        """Grow the table to hold ``num_slots`` slots in all; ``can_reserve`` must be true. It never shrinks."""
+        """Grow the table to ``num_slots`` KV slots in total; never shrink it.
+
+        Raises:
+            ValueError: the table was freed, or too few blocks are free (``can_reserve`` is false).
+        """
         _check_in_use(table)
         num_missing = self._num_missing(table, num_slots)
         if not self.can_allocate(num_missing):
@@ -109,8 +124,11 @@ class BlockManager:
         """Make the table's full blocks findable.
 
         Args:
-            token_ids: the sequence's committed tokens; those hashed before must not have changed.
-            num_written: tokens at the front whose keys and values are in the cache.
+            token_ids: the sequence's committed tokens. Tokens hashed before must not have changed.
+            num_written: tokens at the front whose KV entries are written.
+
+        Raises:
+            ValueError: the table was freed, or its blocks cannot hold ``num_written`` tokens.
         """
         _check_in_use(table)
         if not self.enable_prefix_cache:
@@ -123,23 +141,27 @@ class BlockManager:
             table.num_hashed += 1
 
     def forget(self, table: BlockTable) -> None:
-        """Make what the table's blocks hold unfindable, for whoever else references them too."""
+        """Make the table's blocks unfindable, even if other tables reference them too."""
         _check_in_use(table)
         for block_id in table.block_ids:
             if block_id in self._hashes:
                 self._forget(block_id)
 
     def free(self, table: BlockTable) -> None:
-        """Give up the table and its references; a second time is an error. Hashed blocks stay findable."""
+        """Free the table and drop its references. Hashed blocks stay findable.
+
+        Raises ValueError if the table was freed before.
+        """
         _check_in_use(table)
         table.is_free = True
-        # The end first: a prefix is worth more than what follows it, and useless without it.
+        # Release the last block first: later blocks are useless without their prefix, so evict them
+        # first.
         for block_id in reversed(table.block_ids):
             self._release(block_id)
         table.block_ids = []
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books agree with each other. For tests and idle moments."""
+        """Raise AssertionError if the records contradict each other. For tests and idle times."""
         free = [*self._empty, *self._cached]
         assert len(free) == len(set(free)), "a block is free twice"
         referenced = {block_id for block_id, count in enumerate(self._ref_counts) if count}
@@ -157,18 +179,18 @@ class BlockManager:
         return max(-(-num_slots // self.block_size) - len(table.block_ids), 0)
 
     def _chain(self, parent: bytes, token_ids: Sequence[int], index: int) -> bytes:
-        """Hash of the block of tokens at ``index``, behind the blocks that ``parent`` stands for."""
+        """Return the hash of block ``index`` after the blocks whose chain hash is ``parent``."""
         block = token_ids[index * self.block_size : (index + 1) * self.block_size]
         return hashlib.sha256(parent + np.array(block, np.uint32).tobytes()).digest()[:HASH_BYTES]
 
     def _acquire(self, block_id: int) -> None:
-        """Add a reference to a block that a hash led to."""
+        """Add a reference to a block that a prefix lookup found."""
         if self._ref_counts[block_id] == 0:
             del self._cached[block_id]
         self._ref_counts[block_id] += 1
 
     def _make_findable(self, block_id: int, chain_hash: bytes) -> None:
-        """Enter a referenced block that is full now."""
+        """Record the hash of a referenced block that is now full; drop an unreferenced copy."""
         block_ids = self._blocks_of_hash.setdefault(chain_hash, [])
         if block_ids and self._ref_counts[block_ids[0]] == 0:
             copy = block_ids[0]
@@ -214,6 +236,6 @@ def _check_in_use(table: BlockTable) -> None:
 
 
 def _salt_hash(salt: str | None) -> bytes:
-    """Where a tenant's chains begin. No salt is a tenant of its own, other than the empty salt's."""
+    """Return the hash that starts a tenant's chains. No salt and the empty salt are two tenants."""
     tagged = b"default" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass")
     return hashlib.sha256(tagged).digest()[:HASH_BYTES]

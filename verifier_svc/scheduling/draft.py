@@ -1,4 +1,4 @@
-"""A draft tree with what the policy knows of each node: which drafter proposed it, and how likely it is."""
+"""Hold a draft tree with the drafter and the estimated chance of each node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foretoken.tree import DraftTree
 
 
 class DrafterShare(NamedTuple):
-    """One drafter's part of a verified tree: how many nodes, and the depths of the accepted ones."""
+    """One drafter's share of a verified tree: how many nodes, and the depths of accepted ones."""
 
     # Index of the drafter + 1.
     drafter: int
@@ -23,10 +23,10 @@ class Draft(NamedTuple):
     """One row's draft.
 
     Attributes:
-        tree: what is verified.
-        sources: for each node the number of its drafter (index + 1); 0 for the root.
-        scores: for each node the score that its drafter gave it.
-        chances: for each node the estimated chance that the text runs through it; 1 for the root.
+        tree: the tree to verify.
+        sources: the drafter's number (index + 1) for each node; 0 for the root.
+        scores: the drafter's score for each node.
+        chances: the estimated chance that the text runs through each node; 1 for the root.
     """
 
     tree: DraftTree
@@ -35,7 +35,7 @@ class Draft(NamedTuple):
     chances: list[float]
 
     def shares(self, matched: Sequence[int]) -> tuple[DrafterShare, ...]:
-        """Return each drafter's part. The walk went through the nodes ``matched``, one for each level."""
+        """Return each drafter's share. ``matched``: the nodes of the walk, one for each level."""
         return tuple(
             DrafterShare(
                 number,
@@ -46,20 +46,20 @@ class Draft(NamedTuple):
         )
 
     def path_chances(self) -> list[float]:
-        """Return ``chances`` capped by the parent's: a node is on the path only if its parent is."""
+        """Return ``chances``, none above its parent's: a path to a node includes its parent."""
         out = self.chances[:1]
         for chance, parent in zip(self.chances[1:], self.tree.parents[1:].tolist(), strict=True):
             out.append(min(chance, out[parent]))
         return out
 
     def best(self, count: int) -> Draft:
-        """Return the draft cut to its ``count`` most likely nodes and at least the root."""
+        """Return a draft of the ``count`` most likely nodes, but at least the root."""
         num_nodes = self.tree.num_nodes
         if count >= num_nodes:
             return self
         tokens, parents = self.tree.tokens.tolist(), self.tree.parents.tolist()
         chances = self.path_chances()
-        # A parent comes before its child: its chance is at least as large, and equal chances keep their order.
+        # A parent sorts before its child: its chance is no smaller, and the sort is stable.
         kept = sorted(sorted(range(num_nodes), key=lambda node: -chances[node])[:count])
         places = {node: place for place, node in enumerate(kept)}
         tree = DraftTree(
@@ -75,7 +75,7 @@ class Draft(NamedTuple):
 
 
 def merge(drafts: Sequence[Draft]) -> Draft:
-    """Merge the drafts of one root. A path that several drafters propose becomes one, with the best chance."""
+    """Merge drafts with one root. A path of several drafters is kept once, with its best chance."""
     if len(drafts) == 1:
         return drafts[0]
     tokens = [int(drafts[0].tree.tokens[0])]

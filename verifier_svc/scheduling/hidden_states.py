@@ -1,6 +1,7 @@
-"""The target's hidden states of one sequence that its drafters have not been sent yet.
+"""Keep the target's hidden states until a sequence's drafters have been sent them.
 
-They stay where the target computed them until somebody wants them on the host. A drafter on the same GPU never does.
+Hidden states stay on the target's device until somebody wants them on the host. A drafter on the
+same GPU never does.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from numpy.typing import NDArray
 
 from foretoken.drafting import Float32
 
-# Positions kept at most: a drafter that is sent more tokens at once gets hidden states of the last ones only.
+# Most positions to keep. A drafter that is sent more tokens at once gets only the last hidden
+# states.
 MAX_ROWS = 2048
 
 
 class PassHiddenStates:
-    """The hidden states kept of one pass. The next pass overwrites its buffer, so fetch them before that.
+    """The kept hidden states of one pass. Fetch them before the next pass overwrites the buffer.
 
     Attributes:
-        places: for each kept row its row in the buffer.
-        on_device: the buffer, [rows of the pass, width]. None as soon as another pass may write to it.
+        places: the buffer row of each kept row.
+        on_device: the buffer, [rows of the pass, width]. None once another pass may write to it.
     """
 
     def __init__(self, places: list[int], on_device: torch.Tensor, fetch: Callable[[list[int]], Float32]) -> None:
@@ -36,20 +38,20 @@ class PassHiddenStates:
         self._fetched: Float32 | None = None
 
     def fetched(self) -> Float32:
-        """Return all kept rows on the host, [len(places), width]. Whoever wants some rows is seldom alone."""
+        """Return the kept rows on the host, [len(places), width]; copy them on the first call."""
         if self._fetched is None:
             assert self.on_device is not None, "hidden states that nobody fetched in time"
             self._fetched = self._fetch(self.places)
         return self._fetched
 
     def retire(self) -> None:
-        """Let go of the buffer, which the next pass overwrites."""
+        """Drop the buffer, because the next pass overwrites it."""
         self.on_device = None
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenSlice:
-    """Rows [start, stop) of the kept ones of a pass, with all their columns or only some."""
+    """Rows [start, stop) of a pass's kept rows, with all columns or the chosen ones."""
 
     source: PassHiddenStates
     start: int
@@ -63,18 +65,18 @@ class HiddenSlice:
         return HiddenSlice(self.source, self.start + low, self.start + high, self.columns)
 
     def values(self) -> Float32:
-        """Return the rows on the host: a view of what was fetched."""
+        """Return the rows on the host, [len(self), width]: a view unless columns are indexed."""
         rows: Float32 = self.source.fetched()[self.start : self.stop]
         return rows if self.columns is None else rows[:, self.columns]
 
     @property
     def places(self) -> list[int]:
-        """Their rows in the pass's buffer."""
+        """Return the rows of the pass's buffer that this slice covers."""
         return self.source.places[self.start : self.stop]
 
 
 class HiddenStates:
-    """Hidden states of the positions [``start``, ``end``), all of one width. Another width starts anew."""
+    """Hidden states of positions [``start``, ``end``), of one width. A new width drops the old."""
 
     def __init__(self) -> None:
         self._parts: list[HiddenSlice] = []
@@ -82,10 +84,10 @@ class HiddenStates:
         self.end = 0
 
     def append(self, position: int, rows: HiddenSlice) -> None:
-        """Append the rows of the positions from ``position`` on. A gap drops everything before it."""
+        """Append rows, the first of position ``position``. A gap drops everything before it."""
         if not self._parts or position > self.end or self._parts[-1].source.width != rows.source.width:
             self._parts, self.start, self.end = [], position, position
-        # Positions that ran again are here already.
+        # Skip positions that ran again: their rows are here already.
         rows = rows.part(min(self.end - position, len(rows)), len(rows))
         if len(rows):
             self._parts.append(rows)
@@ -93,7 +95,10 @@ class HiddenStates:
             self.forget_before(self.end - MAX_ROWS)
 
     def rows(self, start: int, end: int) -> list[HiddenSlice]:
-        """Return what is here of the positions [start, end) without a gap before ``end``, in parts."""
+        """Return the kept rows of positions [start, end), in parts.
+
+        The result is empty if ``end`` is not reached yet; it has no gap before ``end``.
+        """
         if end > self.end:
             return []
         start = min(max(start, self.start), end)
@@ -107,7 +112,7 @@ class HiddenStates:
         return parts
 
     def forget_before(self, position: int) -> None:
-        """Drop what nobody will ask for."""
+        """Drop the rows of positions before ``position``."""
         while self._parts and self.start < position:
             count = min(len(self._parts[0]), position - self.start)
             self.start += count
@@ -117,17 +122,17 @@ class HiddenStates:
                 self._parts[0] = self._parts[0].part(count, len(self._parts[0]))
 
     def fetch(self) -> None:
-        """Copy to the host what is left: the next pass is about to begin."""
+        """Copy the remaining rows to the host, before the next pass begins."""
         for part in self._parts:
             part.source.fetched()
 
     def clear(self) -> None:
-        """Drop everything. The next rows may be of any position."""
+        """Drop everything. The next rows may have any position."""
         self._parts, self.start, self.end = [], 0, 0
 
 
 def joined(parts: Sequence[Float32]) -> Float32:
-    """Concatenate parts. The result is a view if they follow each other in one array, as the rows of one step do."""
+    """Concatenate parts: a view if they lie in sequence in one array, as one step's rows do."""
     whole = parts[0].base
     if not isinstance(whole, np.ndarray) or whole.dtype != np.float32 or not whole.flags.c_contiguous:
         return np.concatenate(parts)
@@ -145,9 +150,9 @@ def joined(parts: Sequence[Float32]) -> Float32:
 
 @lru_cache(maxsize=64)
 def columns_of(wanted: tuple[int, ...], captured: tuple[int, ...], hidden_size: int) -> slice | NDArray[np.intp] | None:
-    """Return the columns of the layers ``wanted`` in rows that have the layers ``captured``.
+    """Return the columns of layers ``wanted`` in rows that hold the layers ``captured``.
 
-    A slice if the layers lie side by side, None if both are the same.
+    Returns a slice if the layers are adjacent, and None if ``wanted`` equals ``captured``.
     """
     if wanted == captured:
         return None

@@ -1,4 +1,4 @@
-"""A sequence's place in a run of steps that run ahead of the host (verifier_svc.overlap)."""
+"""Hold a sequence's batch row (its seat) in a run of overlapped steps (verifier_svc.overlap)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from foretoken.tree import DraftTree
 from verifier_svc.sampling.verify import WalkResult
 from verifier_svc.scheduling.sequence import Sequence
 
-# Steps that are launched and not yet read: one runs, the next one waits for it.
+# Most steps that are launched and not yet read: one runs, the next one waits for it.
 MAX_IN_FLIGHT = 2
 
 
 class Seat(NamedTuple):
-    """Who sits down for a run.
+    """One sequence's batch row for a whole run.
 
     Attributes:
-        sequence: in a decode step.
-        width: nodes of its trees at most, the root counted.
-        tree: for the first step; None: the root alone.
-        number: of the drafter, which stands in the sources of what was drafted.
+        sequence: a sequence that decodes.
+        width: most nodes of its trees, including the root.
+        tree: the first step's tree. None: the root alone.
+        number: the drafter's number, which marks drafted tokens in ``WalkResult.sources``.
     """
 
     sequence: Sequence
@@ -29,12 +29,15 @@ class Seat(NamedTuple):
 
     @property
     def is_left(self) -> bool:
-        """Whether its sequence has ended, so that its blocks are others'."""
+        """Return whether the sequence has ended and given up its blocks."""
         return self.sequence.table is None
 
 
 class SeatResult(NamedTuple):
-    """What a step came to for one seat. ``num_nodes``: of the tree that was verified; 0: nobody sat there."""
+    """A step's result for one seat.
+
+    ``num_nodes``: nodes of the verified tree, including the root; 0 if the seat was left.
+    """
 
     walk: WalkResult
     num_nodes: int

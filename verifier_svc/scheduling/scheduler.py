@@ -1,7 +1,7 @@
-"""Chooses who runs in the next step: decode rows first, then prefill chunks, oldest first.
+"""Choose the sequences of the next step: decode rows first, then prefill chunks, oldest first.
 
-It moves sequences between waiting and running and reserves their blocks. If blocks run out, the youngest sequence gives
-its blocks up. It knows no tensors and no drafters.
+The scheduler moves sequences between waiting and running, and reserves their blocks. If blocks run
+out, it preempts the youngest sequence. It knows no tensors and no drafters.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from verifier_svc.scheduling.sequence import NO_SLOT, Sequence
 
 
 class Scheduler:
-    """Continuous batching over one block manager. Used by the engine thread alone."""
+    """Batch sequences continuously over one block manager. Only the engine thread uses it."""
 
     def __init__(self, blocks: BlockManager, *, max_running: int, max_waiting: int, chunk_tokens: int) -> None:
-        """``chunk_tokens``: prompt tokens of one step at most."""
+        """
+        Args:
+            max_running: most sequences that run at once.
+            max_waiting: most sequences that wait.
+            chunk_tokens: most prompt tokens of one step.
+        """
         self.blocks = blocks
         self._max_waiting = max_waiting
         self._chunk_tokens = chunk_tokens
@@ -27,7 +32,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
-        # Tokens looked up in the prefix cache, and found there.
+        # Tokens that were looked up in the prefix cache, and tokens that were found.
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
 
@@ -37,44 +42,48 @@ class Scheduler:
 
     @property
     def is_full(self) -> bool:
-        """Whether the queue refuses another sequence."""
+        """Return whether the queue refuses another new sequence."""
         return self.room <= 0
 
     @property
     def room(self) -> int:
-        """How many more sequences the queue takes. Sequences that the next step can start do not count as waiting.
+        """Return how many more sequences the queue takes; negative if resumed ones overfill it.
 
-        Any thread may ask: the answer is of about now. Resumed sequences may make it negative.
+        Sequences that the next step can start do not count as waiting. Any thread may call this;
+        the answer is approximate.
         """
         return self._max_waiting + len(self._free_slots) - len(self.waiting)
 
     @property
     def num_soon(self) -> int:
-        """Sequences that will run together as soon as the prompts of those that wait are computed."""
+        """Return how many sequences will run together once waiting prompts are computed."""
         return len(self.running) + min(len(self.waiting), len(self._free_slots))
 
     @property
     def can_admit(self) -> bool:
-        """Whether a sequence waits and there is a batch slot for it, though maybe no blocks."""
+        """Return whether a sequence waits and a batch slot is free, though maybe no blocks are."""
         return bool(self.waiting and self._free_slots)
 
     def reserve_ahead(self, sequence: Sequence, least: int, wanted: int) -> bool:
-        """Reserve blocks for ``wanted`` tokens of a running sequence, or for ``least``. Return whether it worked."""
+        """Reserve blocks for ``wanted`` tokens of a running sequence, or else for ``least``.
+
+        Returns whether there were blocks for ``least`` tokens.
+        """
         return self._reserve(sequence, wanted) or self._reserve(sequence, least)
 
     def has_reserved(self, sequence: Sequence, num_slots: int) -> bool:
-        """Return whether a running sequence has blocks for so many tokens."""
+        """Return whether a running sequence has blocks for ``num_slots`` tokens."""
         return len(sequence.block_ids) * self.blocks.block_size >= num_slots
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence, resumed ones before new ones. The caller decides whether the queue takes it."""
+        """Queue a sequence, resumed ones before new ones. The caller checks ``is_full`` first."""
         index = len(self.waiting)
         if sequence.attempt:
             index = sum(waiting.attempt > 0 or waiting.started_at is not None for waiting in self.waiting)
         self.waiting.insert(index, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its blocks."""
+        """Remove a waiting or running sequence and free its blocks."""
         if sequence.slot == NO_SLOT:
             self.waiting.remove(sequence)
             return
@@ -82,11 +91,16 @@ class Scheduler:
         self._release(sequence)
 
     def schedule(self, num_nodes: Callable[[Sequence], int], now: float) -> list[Scheduled]:
-        """Return the next step's parts, with blocks reserved. ``num_nodes``: nodes of a row's tree with its root."""
+        """Return the next step's parts, with blocks reserved.
+
+        Args:
+            num_nodes: returns the nodes of a sequence's tree, including the root.
+            now: seconds of time.monotonic().
+        """
         scheduled: list[Scheduled] = []
         for sequence in [s for s in self.running if s.is_decoding]:
             if sequence.slot == NO_SLOT:
-                continue  # preempted for an older one just now
+                continue  # an older sequence has just preempted it
             nodes = self._reserve_nodes(sequence, num_nodes(sequence))
             if nodes:
                 scheduled.append(Scheduled(sequence, 1, nodes))
@@ -103,9 +117,13 @@ class Scheduler:
         return scheduled
 
     def _reserve_nodes(self, sequence: Sequence, nodes: int) -> int:
-        """Reserve blocks for a decode row. Return the nodes there is room for, or 0 if it was preempted itself.
+        """Reserve blocks for a decode row.
 
-        Where there is room, one KV slot more: a drafter keeps an entry for the next root before the target does.
+        Returns the nodes that have room: all, the root alone, or 0 if the sequence itself was
+        preempted.
+
+        It reserves one KV slot more if it can, because a drafter stores the next root's KV entry
+        before the target does.
         """
         least = sequence.num_computed + nodes
         if self.reserve_ahead(sequence, least, least + 1):
@@ -118,11 +136,12 @@ class Scheduler:
         return 1
 
     def _schedule_chunk(self, sequence: Sequence, budget: int, scheduled: list[Scheduled]) -> int:
-        """Schedule the next prefill chunk of a sequence. Return its tokens; 0 if there are no blocks now."""
+        """Schedule a sequence's next prefill chunk. Return its tokens; 0 if blocks are missing."""
         num_tokens = min(sequence.num_uncomputed, budget)
         self._reserve(sequence, sequence.num_computed + num_tokens + 1)
         if not self._reserve(sequence, sequence.num_computed + num_tokens):
-            # Older sequences go on and will free blocks. If there is none, the younger ones give theirs up.
+            # Older sequences go on and will free blocks. If there is none, preempt the younger
+            # ones.
             if scheduled or sequence is not self.running[0]:
                 return 0
             while not self._reserve(sequence, sequence.num_computed + num_tokens):
@@ -141,13 +160,13 @@ class Scheduler:
         return True
 
     def _admit(self, now: float) -> Sequence | None:
-        """Move the first waiting sequence that may start to the running ones."""
+        """Start the first waiting sequence that may start, and return it; None if none may."""
         for sequence in self.waiting:
             if self.blocks.enable_prefix_cache and self._waits_for_sibling(sequence):
                 continue
             tokens = sequence.tokens if not sequence.wants_prompt_logprobs else []
             table = self.blocks.match_prefix(tokens, sequence.cache_salt)
-            # There must be room for the whole prefill, so that what starts also gets through it.
+            # Require room for the whole prefill, so that a started sequence can finish it.
             if self.running and not self.blocks.can_reserve(table, len(sequence.tokens) + 1):
                 self.blocks.free(table)
                 return None
@@ -167,7 +186,7 @@ class Scheduler:
         return None
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """Return whether another choice of the same request is in prefill: its blocks will be this one's prefix."""
+        """Return whether the request has another choice in prefill, whose blocks this one can use."""
         return any(
             other.key[:2] == sequence.key[:2] and not other.is_decoding and other.num_output_tokens == 0
             for other in self.running
@@ -180,7 +199,7 @@ class Scheduler:
         self.running.insert(index, sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks away. It waits in front, to be computed again; no token is lost."""
+        """Free a running sequence's blocks and put it first in the queue. It keeps its tokens."""
         self.num_preemptions += 1
         self.running.remove(sequence)
         self._release(sequence)

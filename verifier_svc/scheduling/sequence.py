@@ -1,7 +1,4 @@
-"""A sequence: one choice of one request while it runs, and what follows from it.
-
-It holds its tokens, its place in the cache and its statistics; it decides nothing.
-"""
+"""Hold the state of a sequence, one choice of one request: tokens, blocks, statistics."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ NO_SLOT = -1
 
 
 class DecodeStep(NamedTuple):
-    """What one decode step did for one sequence. ``num_emitted`` is counted before trimming."""
+    """One sequence's figures of one decode step. ``num_emitted``: tokens before trimming."""
 
     num_emitted: int
-    # One for each drafter that had nodes in the tree.
+    # One share for each drafter with nodes in the tree.
     shares: tuple[DrafterShare, ...]
     # Whether drafts were wanted.
     wanted: bool
@@ -38,12 +35,18 @@ class DecodeStep(NamedTuple):
 
 
 class Sequence:  # large: all the state of one sequence; it decides nothing
-    """One choice of one request. Only the engine thread touches it."""
+    """One choice of one request. Only the engine thread uses it."""
 
     def __init__(
         self, submit: Submit, *, max_model_len: int, eos_ids: frozenset[int], token_limit: int, now: float
     ) -> None:
-        """``now`` and the deadline are time.monotonic() seconds; ids from ``token_limit`` on are never sampled."""
+        """
+        Args:
+            max_model_len: most tokens of prompt and output together.
+            eos_ids: ids of the tokens that end an output.
+            token_limit: ids from this one up are never sampled.
+            now: seconds of time.monotonic(), like the deadline.
+        """
         self.key: SequenceKey = submit.key
         self.attempt = submit.attempt
         self.sampling: SamplingParams = submit.sampling
@@ -54,7 +57,7 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
         # Committed tokens: prompt, then output. The last one is the root of the next tree.
         self.tokens: list[int] = [*submit.prompt_ids, *submit.output_ids]
         self.num_prompt_tokens = len(submit.prompt_ids)
-        # Output tokens that earlier attempts emitted. They are neither decoded nor emitted again.
+        # Output tokens of earlier attempts. This attempt does not emit them again.
         self.num_resumed_tokens = len(submit.output_ids)
         self.max_len = min(self.num_prompt_tokens + submit.sampling.max_tokens, max_model_len)
         self.sampler = SamplingState(
@@ -70,7 +73,7 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
         self.started_at: float | None = None
         self.first_token_at: float | None = None
 
-        # Cache: tokens [0, num_computed) have their keys and values in the blocks of ``table``.
+        # Cache: the blocks of ``table`` hold the KV entries of tokens [0, num_computed).
         self.table: BlockTable | None = None
         self.num_computed = 0
         self.num_cached_tokens: int | None = None
@@ -78,18 +81,18 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
         self.slot = NO_SLOT
         self.generation = 0
 
-        # Speculation: the hidden states that drafters want, and what drafting came to.
+        # Speculation: hidden states for the drafters, and the figures of each decode step.
         self.hidden_states = HiddenStates()
         self.prediction_ids = submit.prediction_ids
         self.steps: list[DecodeStep] = []
 
         self.prompt_logprobs: list[TokenLogprobs] = []
-        # A resumed sequence's were sent by the first attempt.
+        # The first attempt has sent a resumed sequence's prompt logprobs.
         self.prompt_logprobs_sent = self.num_resumed_tokens > 0
 
     @property
     def block_ids(self) -> list[int]:
-        """KV blocks in logical order. Only while the sequence runs."""
+        """Return the KV blocks in logical order. The sequence must be running."""
         assert self.table is not None
         return self.table.block_ids
 
@@ -103,17 +106,17 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
 
     @property
     def max_new_tokens(self) -> int:
-        """Output tokens that may still come before ``max_tokens`` or the end of the context."""
+        """Return how many tokens may still follow before ``max_tokens`` or the context's end."""
         return self.max_len - len(self.tokens)
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens to run before the next one can be sampled; 1 in plain decode: the root."""
+        """Return how many tokens must run before the next can be sampled; 1 in decode: the root."""
         return len(self.tokens) - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the next step of this sequence is a decode step, so that it may verify a tree."""
+        """Return whether the sequence's next step is a decode step, which may verify a tree."""
         return self.num_uncomputed == 1 and self.num_output_tokens > self.num_resumed_tokens
 
     @property
@@ -121,7 +124,7 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
         return self.sampling.prompt_logprobs is not None and not self.prompt_logprobs_sent
 
     def forget_cache(self) -> None:
-        """Compute everything again, after a preemption."""
+        """Forget blocks, batch slot and computed tokens after a preemption; all run again."""
         self.table = None
         self.num_computed = 0
         self.slot = NO_SLOT
@@ -129,10 +132,16 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
         self.prompt_logprobs = []
 
     def stats(self, drafter_names: tuple[str, ...], kept_tokens: int | None = None) -> SpeculationStats:
-        """Return the statistics of the decode steps up to output token ``kept_tokens`` (all if None)."""
+        """Return the statistics of the decode steps.
+
+        Args:
+            drafter_names: names by drafter number - 1.
+            kept_tokens: output tokens that the client keeps; later steps do not count. None: all
+                do.
+        """
         steps = self.steps
         if kept_tokens is not None:
-            # The token that prefill sampled belongs to no decode step.
+            # Prefill samples the first token, which belongs to no decode step.
             left = kept_tokens - self.num_resumed_tokens - 1
             count = 0
             while count < len(steps) and left > 0:
@@ -159,7 +168,7 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
 
 
 def _by_drafter(steps: list[DecodeStep], names: tuple[str, ...]) -> tuple[DrafterStats, ...]:
-    """Return what became of each drafter's nodes, in the order of the drafters."""
+    """Return the drafted and accepted nodes of each drafter, in the drafters' order."""
     drafted: dict[int, int] = {}
     positions: dict[int, list[int]] = {}
     for step in steps:
@@ -176,7 +185,7 @@ def _by_drafter(steps: list[DecodeStep], names: tuple[str, ...]) -> tuple[Drafte
 
 
 def digest_of_salt(salt: str | None) -> int:
-    """Return 64 bits by which drafters know a tenant; 0 is the default tenant."""
+    """Return 64 bits that identify a tenant to drafters; 0 is the default tenant."""
     if salt is None:
         return 0
     return int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8], "little") or 1
