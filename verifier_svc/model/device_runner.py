@@ -119,7 +119,7 @@ class DeviceRunner(TargetModel):
 
     @torch.inference_mode()
     def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
-        """Copy KV entries from slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, i ascending.
+        """Copy KV entries from slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, in order.
 
         Raises:
             ValueError: the arrays differ in length, or a slot is out of range.

@@ -235,7 +235,7 @@ class ModelRunner(TargetModel):
         return self._model.forward(batch, features)
 
     def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
-        """Copy KV entries from slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, i ascending.
+        """Copy KV entries from slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, in order.
 
         Along a path, ``dst_slots[i] <= src_slots[i]`` in logical order, so each slot is read before
         it is overwritten.

@@ -1,4 +1,4 @@
-"""Log-probabilities from rows of logits that are on a GPU: a few numbers a row are fetched instead of the row."""
+"""Compute logprobs from logits on a GPU, and fetch a few numbers a row instead of the whole row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from foretoken.results import TokenLogprobs
 
-# Rows at a time: each takes some 50 bytes a token of the vocabulary meanwhile.
+# Most rows at a time: each one takes about 50 bytes for each token of the vocabulary.
 _MAX_ROWS = 16
 _LOW_WORD = 0xFFFF_FFFF
 
@@ -16,12 +16,16 @@ _LOW_WORD = 0xFFFF_FFFF
 def device_logprobs(
     logits: torch.Tensor, rows: Items[int], token_ids: Items[int], top_k: Items[int]
 ) -> list[TokenLogprobs]:
-    """As verify.token_logprobs, of one token a row, with the best ``top_k`` of each row.
+    """Return the logprobs of one token in each row, like verify.token_logprobs.
 
-    A row's numbers have the same bits beside any others: sums have one order, that of a tree of halves.
+    A row's numbers have the same bits in any batch, because sums have a fixed order: halves are
+    added again and again.
 
     Args:
-        logits: float32 [any, vocab]; rows: those of it that are meant.
+        logits: float32 [any, vocab].
+        rows: indices of the rows of ``logits`` to read.
+        token_ids: one token for each of ``rows``.
+        top_k: how many best tokens to add, for each of ``rows``.
     """
     found: list[TokenLogprobs] = []
     for first in range(0, len(rows), _MAX_ROWS):
@@ -32,7 +36,7 @@ def device_logprobs(
 
 def _logprobs(logits: torch.Tensor, rows: Items[int], token_ids: Items[int], top_k: Items[int]) -> list[TokenLogprobs]:
     wanted = torch.tensor([list(rows), list(token_ids)], device=logits.device)
-    # The zero makes equal what the comparison of numbers takes for equal: 0.0 and -0.0.
+    # Adding zero gives 0.0 and -0.0 the same bits, since they compare as equal.
     values = logits[wanted[0]] + 0.0
     chosen_ids = wanted[1, :, None]
     chosen = values.gather(1, chosen_ids)
@@ -51,7 +55,7 @@ def _logprobs(logits: torch.Tensor, rows: Items[int], token_ids: Items[int], top
 
 
 def _log_sums(values: torch.Tensor) -> torch.Tensor:
-    """float64 [rows, 1]: log of the sum of exp. ``values``: float64 [rows, vocab]."""
+    """Return the log of the sum of exp, float64 [rows, 1]. ``values``: float64 [rows, vocab]."""
     largest = values.max(1, keepdim=True).values
     parts = torch.exp(values - largest)
     while (width := parts.shape[1]) > 1:
@@ -62,9 +66,9 @@ def _log_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def _best_ids(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [rows, count]: the ids of the largest values, best first; of equal ones the lower id comes first."""
+    """Return the ids of the largest values, int64 [rows, count], best first, lower ids first."""
     bits = values.view(torch.int32).long()
-    # Bits of floats as integers of the same order, and below them the ids, the lowest largest.
+    # Sort keys: the floats' bits as integers of the same order, then the ids, reversed for ties.
     ordered = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
     keys = (ordered << 32) | (_LOW_WORD - ids)
     return _LOW_WORD - (keys.topk(count).values & _LOW_WORD)

@@ -1,7 +1,7 @@
-"""Samples and walks on a GPU: the plain sampler on every node's row at once, then the walk, without a host in between.
+"""Sample and walk on a GPU: sample every node's row at once, then walk, without the host.
 
-What the sampler needs of a request (its rules, and the counts of its penalties) lies on the device, in the request's
-slot. A sequence with a grammar is walked on the host, since each of its masks depends on the token before.
+The device keeps each request's sampling rules and penalty counts in the request's batch slot. The
+host walks sequences with a grammar, since each grammar mask depends on the token before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from verifier_svc.sampling.device_logprobs import device_logprobs
 from verifier_svc.sampling.verify import WalkResult, broken_logits
 from verifier_svc.sampling.walker import SampledSequence, Walk, walk_on_host
 
-# Columns of SamplerState that the host sets, each one value a slot.
+# Columns of SamplerState that the host sets: one value for each batch slot.
 _RULES = (
     "temperature",
     "top_k",
@@ -54,7 +54,7 @@ _RULES = (
     "num_stops",
 )
 _FINISHES = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
-# Stop ids of one request: its own, and the model's.
+# Most stop ids of one request, including the model's.
 _MAX_STOPS = 128
 
 
@@ -64,10 +64,16 @@ class _Shape(NamedTuple):
 
 
 class WalkStage:
-    """The memory of one shape's graph: what is asked (SampleBatch), what is found (WalkResult), and ``num_nodes`` of
-    the trees that were walked, where the host does not know them. ``depth``: steps that may be unread."""
+    """The buffers of one graph shape.
+
+    Attributes:
+        asked: the walk's input (SampleBatch), as pinned buffers.
+        found: the results of each step: WalkResult, and ``num_nodes`` of the walked trees, for
+            callers whose host does not know them.
+    """
 
     def __init__(self, shape: _Shape, max_tokens: int, depth: int, device: torch.device) -> None:
+        """``max_tokens``: most tokens of one walk; ``depth``: most steps that may be unread."""
         rows, seqs = shape
         self.asked = PinnedBuffers(
             {
@@ -90,14 +96,15 @@ class WalkStage:
 
 
 class DeviceWalker:
-    """A ``verifier_svc.sampling.walker.Walker``. Its state is that of the sequences in their slots.
+    """A ``verifier_svc.sampling.walker.Walker`` on a GPU. It keeps sampling state by batch slot.
 
     Args:
-        vocab_size: width of the logits; token_limit: ids below it may be sampled.
-        max_slots: sequences that run at once.
-        max_rows: rows of logits of one step, at most.
-        max_nodes: of one tree.
-        graphs: whether sampling and walk are captured.
+        vocab_size: width of the logits.
+        token_limit: ids below this one may be sampled.
+        max_slots: most sequences that run at once.
+        max_rows: most rows of logits in one step.
+        max_nodes: most nodes of one tree.
+        graphs: whether to capture sampling and walk as graphs.
     """
 
     def __init__(
@@ -115,13 +122,14 @@ class DeviceWalker:
         self._device = device
         self._workspace: SampleWorkspace = sample_workspace(max_rows, vocab_size, device)
         state = new_sampler_state(max_slots, vocab_size, MAX_LOGIT_BIAS_ENTRIES, _MAX_STOPS, device)
-        # One copy brings over the rules of all slots; biases and stops are copied where there are some.
+        # One copy sends the rules of all slots. Biases and stop ids are copied only if a request
+        # has some.
         columns = {name: (tuple(getattr(state, name).shape), getattr(state, name).dtype) for name in _RULES}
         self._rules = PinnedBuffers(columns, device)
         for name in _RULES:
             self._rules.host[name][:] = getattr(state, name).cpu().numpy()
         self._state: SamplerState = state._replace(**self._rules.device)
-        # Of each slot the sequence whose rules it holds, by generation.
+        # For each batch slot, the generation of the sequence whose rules it holds.
         self._generations = [-1] * max_slots
         self._stages: dict[_Shape, WalkStage] = {}
         self._graphs = DeviceGraphs(graphs and device.type == "cuda")
@@ -150,7 +158,7 @@ class DeviceWalker:
 
     @torch.inference_mode()
     def warm_up(self, vocab_size: int) -> None:
-        """Compile the kernels: so far no row belongs to a sequence."""
+        """Compile the kernels. Call it before any sequence has a batch slot."""
         stage = self.new_stage(1, 1, 1)
         stage.asked.host["row_seqs"][:] = -1
         stage.asked.send()
@@ -159,20 +167,20 @@ class DeviceWalker:
         self.logprobs(logits, [0], 1)
 
     def new_stage(self, rows: int, seqs: int, depth: int) -> WalkStage:
-        """A stage of its own for who fills it on the device. ``depth``: as WalkStage."""
+        """Return a new stage for a caller that fills it on the device. ``depth``: see WalkStage."""
         return WalkStage(_Shape(rows, seqs), self._max_tokens, depth, self._device)
 
     def _launch(self, walks: list[Walk], logits: torch.Tensor) -> WalkStage:
         rows = max(each.first_row + each.tree.num_nodes for each in walks)
-        # Rows of logits past those of this step hold what an earlier one left.
+        # Rows of logits after this step's rows hold values of earlier steps.
         shape = _Shape(min(bucket(rows), len(self._workspace.depths)), min(seq_bucket(len(walks)), self._max_slots))
         if shape not in self._stages:
             self._stages[shape] = WalkStage(shape, self._max_tokens, 1, self._device)
         stage = self._stages[shape]
         stage.asked.wait()
         host = stage.asked.host
-        # Rows between those of two sequences (a grammar's, prompt logprobs) count as the former's nodes: they hold no
-        # token that a walk could go to.
+        # Rows between two sequences' rows (of grammars or prompt logprobs) count as nodes of the
+        # former sequence: without a token, no walk reaches them.
         host["row_seqs"][:], host["parents"][:], host["tokens"][:] = -1, -1, -1
         host["row_starts"][:] = rows
         for index, (sequence, tree, first_row, _) in enumerate(walks):
@@ -195,13 +203,13 @@ class DeviceWalker:
         return stage
 
     def sample_and_walk(self, stage: WalkStage, logits: torch.Tensor) -> None:
-        """Launch the kernels; nothing waits for them."""
+        """Launch the kernels without waiting for them."""
         batch = SampleBatch(logits=logits, vocab_limit=self._token_limit, **stage.asked.device)
         sample_rows(batch, self._state, self._workspace, stage.sampled)
         walk(batch, stage.sampled, self._state, stage.result)
 
     def seat(self, sequences: Items[SampledSequence]) -> None:
-        """Bring over the rules of sequences that are new in their slots."""
+        """Send the rules of sequences that are new in their batch slots to the device."""
         fresh = [s for s in sequences if self._generations[s.slot] != s.generation]
         if not fresh:
             return
@@ -243,7 +251,7 @@ class DeviceWalker:
             self._state.stop_ids[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int32)
 
     def _count(self, sequences: list[SampledSequence]) -> None:
-        """Tokens of prompt and output so far, for the penalties."""
+        """Count the tokens of prompt and output so far on the device, for the penalties."""
         prompt, output = [], []
         for sequence in sequences:
             split, limit = sequence.num_prompt_tokens, self._state.counts.shape[1]
@@ -255,8 +263,13 @@ class DeviceWalker:
 
 
 def walk_result(found: Mapping[str, np.ndarray], index: int, sources: Items[int] | int | None) -> WalkResult:
-    """Of one sequence, without logprobs. ``found``: WalkResult of the device, fetched. ``sources``: as Walk has them;
-    a number stands for that of all nodes."""
+    """Return one sequence's walk result, without logprobs.
+
+    Args:
+        found: the device's WalkResult, fetched.
+        index: the sequence's index in it.
+        sources: as in Walk; a number stands for all nodes.
+    """
     num_walked, num_tokens = int(found["num_walked"][index]), int(found["num_tokens"][index])
     tokens = found["tokens"][index, :num_walked].tolist()
     matched = found["accepted"][index, : int(found["num_matched"][index])].tolist()
@@ -283,7 +296,10 @@ def walk_result(found: Mapping[str, np.ndarray], index: int, sources: Items[int]
 def _with_logprobs(
     walks: list[Walk], nodes: np.ndarray, results: list[WalkResult], logits: torch.Tensor
 ) -> list[WalkResult]:
-    """The results with what their requests want to know of the rows that gave the tokens. ``nodes``: [walks, any]."""
+    """Return the results with the logprobs that their requests want.
+
+    ``nodes``: [walks, any], the nodes whose rows gave the tokens.
+    """
     wanted = [each.sequence.sampling.logprobs for each in walks]
     rows: list[int] = []
     tokens: list[int] = []
@@ -307,5 +323,5 @@ def _is_penalized(sequence: SampledSequence) -> bool:
 
 
 def _first_rows(logits: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows, vocab] of the buffer whose first rows these are."""
+    """Return the first ``rows`` rows, [rows, vocab], of the buffer that starts with ``logits``."""
     return logits.as_strided((rows, logits.shape[1]), logits.stride(), logits.storage_offset())

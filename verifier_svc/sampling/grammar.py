@@ -1,7 +1,7 @@
-"""Grammars over a model's tokens: which tokens may follow, by llguidance. Knows no sequences and no requests.
+"""Find the tokens that a grammar allows next, by llguidance. Knows no sequences and no requests.
 
-llguidance (Microsoft, https://github.com/guidance-ai/llguidance) walks a trie of the vocabulary with a lexer of lazily
-built derivatives and an Earley parser; what it may spend on one token is limited below.
+llguidance (Microsoft, https://github.com/guidance-ai/llguidance) walks a trie of the vocabulary
+with a lexer of lazily built derivatives and an Earley parser. LIMITS bounds its work for one token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foretoken.errors import InvalidRequestError
 from foretoken.sampling import Grammar
 
 if TYPE_CHECKING:
-    # There for type checkers only.
+    # Only the type stubs have this module.
     from llguidance._lib import JsonCompileOptions
 
 Bits = NDArray[np.uint8]
@@ -28,10 +28,11 @@ Bits = NDArray[np.uint8]
 # Another version may allow other tokens.
 LLGUIDANCE_VERSION = metadata.version("llguidance")
 
-# White space between two parts of a JSON value: a model that is not sure would go on with it for ever.
+# White space between two parts of a JSON value. It is bounded, because an unsure model never stops
+# it.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-# llguidance before 1.8, which vLLM pins, applies the pattern again and again. There white space is part of the
-# separators, and stands nowhere else.
+# llguidance before 1.8, which vLLM pins, repeats the pattern without a bound. For it, only the
+# separators contain white space.
 _SPACE = WHITESPACE.replace("{1,", "{0,")
 _WHITESPACE_OPTIONS: JsonCompileOptions = (
     {"whitespace_pattern": WHITESPACE}
@@ -42,7 +43,7 @@ _WHITESPACE_OPTIONS: JsonCompileOptions = (
         "key_separator": f"{_SPACE}:{_SPACE}",
     }
 )
-# LLParserLimits beyond its defaults. Fuel of the lexer is about 14 000 a millisecond, items about 20 000.
+# LLParserLimits other than its defaults. One ms uses about 14,000 of lexer fuel, or 20,000 items.
 LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_states": 50_000, "verbose_errors": False}
 MAX_MESSAGE_CHARS = 300
 NO_TEXT = "no text of this model's tokens matches it"
@@ -50,10 +51,18 @@ _NOUNS = {"json_schema": "the JSON schema", "json_object": "the JSON grammar", "
 
 
 class Vocabulary:
-    """A checkpoint's tokenizer as grammars see it. Building it takes 0.02 s for 8 000 tokens, 1 s for 150 000."""
+    """A checkpoint's tokenizer for grammars. Building takes 0.02 s for 8,000 tokens, 1 s for 150,000."""
 
     def __init__(self, folder: Path, *, vocab_limit: int, eos_ids: frozenset[int]) -> None:
-        """``vocab_limit``: ids below it may be sampled. Raises InvalidRequestError where grammars cannot be served."""
+        """
+        Args:
+            folder: checkpoint folder with tokenizer.json.
+            vocab_limit: ids below this one may be sampled.
+            eos_ids: ids of the tokens that end a text.
+
+        Raises:
+            InvalidRequestError: this tokenizer cannot be used for grammars.
+        """
         self.path = folder / "tokenizer.json"
         self.eos_ids = sorted(token_id for token_id in eos_ids if token_id < vocab_limit)
         if not self.path.is_file():
@@ -64,26 +73,26 @@ class Vocabulary:
             raise InvalidRequestError(f"structured output cannot use this model's tokenizer: {error}") from error
         if self.tokenizer.vocab_size < vocab_limit:
             raise InvalidRequestError("structured output needs a tokenizer.json that knows all of the model's tokens")
-        # The end of the text is no text, whatever else the tokenizer says of it.
+        # End tokens never count as text, even if the tokenizer gives them some.
         control = frozenset(self.tokenizer.eos_tokens).union(self.eos_ids)
         self.text_bits = ~bits_of(control, vocab_limit) & bits_of(range(vocab_limit), vocab_limit)
 
 
 class Matcher:
-    """One output's place in its grammar, with a lexer of its own.
+    """One output's position in its grammar, with its own lexer.
 
-    Copies that llguidance makes share a lexer, and with it the states and the fuel that it may spend: once one of them
-    hit a limit, none of them could go on. So each output's matcher is made anew, and no output depends on another.
+    llguidance's copies share a lexer with its states and fuel: once one copy hit a limit, all would
+    stop. So each output gets a newly made matcher, and no output depends on another.
 
     Attributes:
-        allowed: uint8 [ceil(vocab_limit / 8)]; bit ``id % 8`` of byte ``id // 8``: the token may follow as text. Stop
-            tokens end a text and are not part of it.
-        is_accepting: whether the output so far is a whole text of the grammar.
-        error: why the grammar cannot go on, or empty: a limit was hit.
+        allowed: uint8 [ceil(vocab_limit / 8)]. Bit ``id % 8`` of byte ``id // 8`` is set if the
+            token may follow as text. Stop tokens are not text.
+        is_accepting: whether the output so far is a complete text of the grammar.
+        error: the limit that stopped the grammar; empty if none did.
     """
 
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
-        """``text``: the grammar in llguidance's own form. Blocks without the GIL."""
+        """Compile ``text``, a grammar in llguidance's form. This blocks but releases the GIL."""
         self._text = text
         self._vocabulary = vocabulary
         limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
@@ -94,30 +103,35 @@ class Matcher:
         self._look()
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """Go on by tokens; False if they do not follow, after which the matcher is spent."""
+        """Advance by tokens. Return False, and be unusable then, if the grammar forbids them."""
         known = self._matcher.consume_tokens(list(token_ids))
         self._look()
         return known
 
     def anew(self) -> Matcher:
-        """Another one, at the grammar's beginning. Compiles it again."""
+        """Return a new matcher at the grammar's beginning. This compiles the grammar again."""
         return Matcher(self._text, self._vocabulary)
 
     def _look(self) -> None:
-        """Read off what may follow. Masks are made ahead of the row that needs them, which shows where a text ends."""
+        """Read which tokens may follow, before a row needs them: no token means the text ends."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(self._vocabulary.text_bits)]
         self.allowed = bits & self._vocabulary.text_bits
-        # Where only the end may follow, llguidance stops: that is no error of its.
+        # llguidance also stops where only the end may follow. That is no error.
         self.error = short(self._matcher.get_error())
         self.is_accepting = not self.error and self._matcher.is_accepting()
 
 
 def to_llguidance(grammar: Grammar) -> str:
-    """The grammar in llguidance's own form. Raises InvalidRequestError naming the kind if it is not even JSON."""
+    """Return the grammar in llguidance's own form.
+
+    Raises InvalidRequestError, naming the grammar's kind, if the text is not even valid JSON or
+    ends with an open escape.
+    """
     if grammar.kind == "regex":
         if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:
             raise refusal(grammar, "it ends with a backslash that escapes nothing")
-        # As grammar_from_regex, but that \d and \w are ASCII, as in the patterns of JSON schemas and at the peers.
+        # Like grammar_from_regex, but with ASCII \d and \w, as in JSON schemas and in other
+        # servers.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dw')}/")
     schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
     try:
@@ -127,9 +141,11 @@ def to_llguidance(grammar: Grammar) -> str:
 
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
-    """A matcher at the beginning. Blocks without the GIL; how long is for a process of its own to find out first.
+    """Return a matcher at the grammar's beginning.
 
-    Raises InvalidRequestError naming the grammar's kind, with llguidance's message.
+    This blocks but releases the GIL. Let a separate process check first how long it takes.
+
+    Raises InvalidRequestError, naming the grammar's kind, with llguidance's message.
     """
     first = Matcher(to_llguidance(grammar), vocabulary)
     if first.error or not (first.is_accepting or first.allowed.any()):
@@ -138,12 +154,12 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
 
 
 def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
-    """The error of a grammar that cannot be served."""
+    """Return the error for a grammar that cannot be served."""
     return InvalidRequestError(f"{_NOUNS[grammar.kind]} cannot be used: {short(reason)}", field=grammar.kind)
 
 
 def short(message: str) -> str:
-    """One line of llguidance's messages, which repeat the grammar: what is at fault, or the first characters."""
+    """Return the fault that a message of llguidance names, or else the message's beginning."""
     fault = re.search(r"^error: (.+)$", message, re.MULTILINE)
     line = fault[1] if fault else " ".join(message.replace("<non-verbose/>", "").split())
     if line == "NoExtensionBias":
@@ -152,7 +168,7 @@ def short(message: str) -> str:
 
 
 def bits_of(token_ids: Sequence[int] | frozenset[int], vocab_limit: int) -> Bits:
-    """uint8 [ceil(vocab_limit / 8)]: the bits of these ids; ids from ``vocab_limit`` on are left out."""
+    """Return these ids as bits, uint8 [ceil(vocab_limit / 8)]; drop ids from ``vocab_limit`` up."""
     flags = np.zeros(-(-vocab_limit // 8) * 8, np.bool_)
     flags[[token_id for token_id in token_ids if token_id < vocab_limit]] = True
     return np.packbits(flags, bitorder="little")

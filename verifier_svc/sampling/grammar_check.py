@@ -1,9 +1,10 @@
-"""A process of its own that finds out whether a grammar can be compiled within its means: hostile ones are killed here.
+"""Check in a separate process whether a grammar compiles within bounded time and memory.
 
-Run as a script, by its path, so that it needs nothing but llguidance: ``grammar_check.py OPTIONS`` with one JSON object
-of options. It takes one JSON line a grammar, ``{"grammar": text}``, and answers with one line: ``{"error": message}``,
-empty for a grammar that may be used, and ``{"bytes": n}``, the memory that it took. Each grammar is compiled in a fork:
-native code cannot be told to stop, but a process can be killed, by its own timer, whoever else is still alive.
+Run it as a script by its path, so that it imports only llguidance: ``grammar_check.py OPTIONS``,
+with one JSON object of options. It reads one JSON line for each grammar, ``{"grammar": text}``, and
+answers with one JSON line: ``error`` is a message, empty for a usable grammar, and ``bytes`` is the
+memory that compiling took. It compiles each grammar in a fork: native code cannot be interrupted,
+but the fork's own timer can kill the fork, even if no other process is left.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _in_a_fork(tokenizer: LLTokenizer, grammar: str, options: dict[str, Any]) ->
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        # Nothing of the parent's clean-up may run here, whatever happens.
+        # The parent's clean-up must never run in the child.
         try:
             os.close(reader)
             signal.setitimer(signal.ITIMER_REAL, options["timeout_s"])
@@ -62,13 +63,13 @@ def _check(tokenizer: LLTokenizer, grammar: str, options: dict[str, Any]) -> dic
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**options["limits"]))
     if not matcher.is_error():
-        # The first mask builds what all others use.
+        # The first mask builds the structures that all later masks use.
         matcher.compute_bitmask()
     return {"error": matcher.get_error(), "bytes": max(_memory()[1] - resident, 0)}
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of this process: address space, resident."""
+    """Return this process's bytes of address space and of resident memory."""
     total, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
     return int(total) * PAGE, int(resident) * PAGE
 

@@ -1,7 +1,8 @@
-"""Grammars of requests to matchers, away from the engine: checked in a process of its own, compiled in threads, kept.
+"""Compile grammars outside the engine: check them in a separate process, compile in threads.
 
-A hostile grammar costs the checker's time, never a step of the engine; others that are new wait behind it, a bounded
-time. One that is known is compiled once more for each sequence: compiled grammars cannot be shared (see Matcher).
+A hostile grammar costs the checker's time and never delays a step of the engine. New grammars wait
+after it, for a bounded time. A known grammar is compiled again for each sequence, because sequences
+cannot share a compiled grammar (see Matcher).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from verifier_svc.sampling.grammar import LIMITS, Matcher, Vocabulary, compile_g
 logger = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 3.0
-# Memory that compiling one grammar may take, and that the kept ones take together at most.
+# Most bytes that compiling one grammar may take, and that all kept grammars may take together.
 MAX_COMPILE_BYTES = 256 * 1024 * 1024
 MAX_KEPT_BYTES = 256 * 1024 * 1024
 MAX_KEPT = 256
-# Grammars that wait to be compiled; with the time-out, the longest that one can wait.
+# Most grammars that wait to be compiled. Times COMPILE_TIMEOUT_S, it bounds the wait of one.
 MAX_WAITING = 16
 
 
@@ -40,7 +41,7 @@ class _Kept(NamedTuple):
 
 
 class GrammarCompiler:
-    """Matchers by grammar. ``matcher`` is called on an event loop; what is slow runs in two threads of its own."""
+    """Make matchers for grammars. Await ``matcher``; the slow work runs in two threads."""
 
     def __init__(
         self,
@@ -50,7 +51,14 @@ class GrammarCompiler:
         max_compile_bytes: int = MAX_COMPILE_BYTES,
         max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
-        """``make_vocabulary`` is called once, for the first grammar; it raises InvalidRequestError if there is none."""
+        """
+        Args:
+            make_vocabulary: makes the vocabulary at the first grammar. Raises InvalidRequestError
+                if the model's tokenizer cannot be used.
+            timeout_s: most seconds that compiling one grammar may take.
+            max_compile_bytes: most bytes that compiling one grammar may take.
+            max_kept_bytes: most bytes of all kept grammars.
+        """
         self._make_vocabulary = make_vocabulary
         self._timeout_s = timeout_s
         self._max_compile_bytes = max_compile_bytes
@@ -58,7 +66,7 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._checker: subprocess.Popen[bytes] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        # For grammars that are known: they do not wait behind one that is being checked.
+        # A thread for known grammars, so that they do not wait until a new one is checked.
         self._for_known = ThreadPoolExecutor(1, thread_name_prefix="known-grammar")
         self._lock = threading.Lock()
         self._kept: OrderedDict[Grammar, _Kept] = OrderedDict()
@@ -72,11 +80,12 @@ class GrammarCompiler:
         return len(self._kept)
 
     async def matcher(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> Matcher:
-        """A matcher of one's own, behind ``output_ids``.
+        """Return a new matcher, advanced by ``output_ids``.
 
         Raises:
-            InvalidRequestError: the grammar cannot be used; the field is its kind, the message llguidance's.
-            PreconditionError: ``output_ids`` do not match it.
+            InvalidRequestError: the grammar cannot be used. The error's field is the grammar's
+                kind, and its message is llguidance's.
+            PreconditionError: ``output_ids`` do not match the grammar.
             QueueFullError: too many grammars wait to be compiled.
         """
         compiled = self.kept(grammar)
@@ -85,7 +94,7 @@ class GrammarCompiler:
         return await asyncio.wrap_future(self._for_known.submit(_matcher_behind, compiled, output_ids))
 
     def kept(self, grammar: Grammar) -> Matcher | None:
-        """The compiled grammar, if it is there. It is shared, and advanced by nobody."""
+        """Return the kept matcher of a grammar, or None. Never advance it: it is shared."""
         with self._lock:
             found = self._kept.get(grammar)
             if found is not None:
@@ -93,7 +102,7 @@ class GrammarCompiler:
             return None if found is None else found.matcher
 
     def close(self) -> None:
-        """End the process and the thread; what waits fails."""
+        """End the checker process and the threads. Grammars that still wait fail."""
         self._closed = True
         if self._checker is not None:
             self._checker.kill()
@@ -102,7 +111,7 @@ class GrammarCompiler:
         self._end_checker()
 
     def _compiled(self, grammar: Grammar) -> Future[Matcher]:
-        """Its compilation: the one that is under way, or a new one."""
+        """Return a grammar's compilation, the current one or a new one. Raises QueueFullError."""
         with self._lock:
             future = self._waiting.get(grammar)
             if future is None:
@@ -128,9 +137,12 @@ class GrammarCompiler:
                 del self._waiting[grammar]
 
     def _check(self, grammar: Grammar, vocabulary: Vocabulary) -> int:
-        """Bytes that compiling it took in the checker. Raises InvalidRequestError if it may not be compiled here."""
+        """Return the bytes that compiling took in the checker.
+
+        Raises InvalidRequestError if the grammar must not be compiled in this process.
+        """
         line = json.dumps({"grammar": to_llguidance(grammar)}).encode() + b"\n"
-        # The process may have died since: whoever waits next starts another.
+        # The checker may have died since the last grammar: then start another one.
         for _ in range(2):
             checker = self._checker or self._start_checker(vocabulary)
             assert checker.stdin is not None and checker.stdout is not None
@@ -159,7 +171,8 @@ class GrammarCompiler:
             "max_bytes": self._max_compile_bytes,
             "limits": LIMITS,
         }
-        # Ends with its input: it cannot outlive this process. A session of its own keeps the terminal's signals off.
+        # The checker ends with its input, so it cannot outlive this process. Its own session
+        # shields it from the terminal's signals.
         self._checker = subprocess.Popen(
             [sys.executable, "-I", str(Path(grammar_check.__file__)), json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -176,7 +189,7 @@ class GrammarCompiler:
             checker.communicate()
 
     def _keep(self, grammar: Grammar, kept: _Kept) -> None:
-        """Keep a grammar; the longest unused ones make room for it."""
+        """Keep a compiled grammar; drop the least recently used ones to make room."""
         with self._lock:
             if (known := self._kept.pop(grammar, None)) is not None:
                 self._kept_bytes -= known.num_bytes
@@ -188,9 +201,9 @@ class GrammarCompiler:
 
 
 def _matcher_behind(compiled: Matcher, output_ids: Sequence[int]) -> Matcher:
-    """A matcher of one's own behind the tokens that earlier attempts emitted: one pass over them.
+    """Return a new matcher, advanced by the tokens that earlier attempts emitted.
 
-    Raises PreconditionError if they do not match.
+    Raises PreconditionError if the tokens do not match the grammar.
     """
     matcher = compiled.anew()
     if output_ids and not matcher.advance(output_ids):

@@ -1,8 +1,8 @@
-"""For benchmarks only: a walk whose outcome is given, so that a step's cost can be measured at a wanted acceptance.
+"""Simulate acceptance, for benchmarks only: measure a step's cost at a chosen acceptance length.
 
-Forward pass, logit operations, sampling, commit and drafting run as ever. What is replaced is which tokens a step
-commits: so many drafted ones along the tree's deepest path, and then the token that the target sampled. Nothing of the
-text means anything.
+Forward pass, logit operations, sampling, commit and drafting run as usual. Only the committed
+tokens are replaced: each step commits drafted tokens along the tree's deepest path, as many as
+wanted, and then the token that the target sampled. The text has no meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verifier_svc.sampling.walker import Walk, Walker
 
 
 class SimulatedWalker:
-    """A ``Walker`` whose walks have the lengths of a simulator; ``inner`` does the work."""
+    """A ``Walker`` that runs ``inner`` and gives its walks the simulator's lengths."""
 
     def __init__(self, inner: Walker, simulator: AcceptanceSimulator) -> None:
         self._inner, self._simulator = inner, simulator
@@ -33,26 +33,27 @@ class SimulatedWalker:
     def _replaced(self, walk: Walk, result: WalkResult) -> WalkResult:
         sequence = walk.sequence
         replaced = self._simulator.replace(result, walk.tree, sequence.max_new_tokens, walk.sources)
-        # A sampler on the host has counted the tokens that it sampled.
+        # A host sampler has counted the tokens that it sampled: correct its count.
         sequence.sampler.num_output_tokens = sequence.num_output_tokens + len(replaced.tokens)
         return replaced
 
 
 class AcceptanceSimulator:
-    """Gives walks a length. One thread calls it.
+    """Choose the length of each walk. Only one thread uses it.
 
     Args:
-        mean_length: tokens of one step that had a draft, the target's own counted; at least 1. Where it is no whole
-            number, steps are as long as the next lower or next higher one, in turns such that the mean comes out.
+        mean_length: mean tokens of a step with a draft, including the target's own; at least 1. If
+            it is not a whole number, steps alternate between the two nearest ones to give this
+            mean.
     """
 
     def __init__(self, mean_length: float) -> None:
         self._mean = mean_length
-        # What steps so far were short of, less than one token.
+        # Fraction of a token that the steps so far still owe.
         self._owed = 0.0
 
     def next_length(self, longest: int) -> int:
-        """Tokens of the next step, where ``longest`` can be had. What a small tree cannot give is not made up for."""
+        """Return the next step's tokens, at most ``longest``. A shortfall is not made up later."""
         self._owed += self._mean
         length = int(self._owed)
         self._owed -= length
@@ -61,10 +62,11 @@ class AcceptanceSimulator:
     def replace(
         self, result: WalkResult, tree: DraftTree, max_new_tokens: int, sources: Items[int] | None = None
     ) -> WalkResult:
-        """The walk that is committed in place of ``result``.
+        """Return the walk to commit in place of ``result``.
 
-        Arguments as of ``sample_and_walk``, which made ``result``. A tree of its root alone, and a sequence that cannot
-        go on, are left as they are. The output ends by its length only, and has no logprobs.
+        The arguments are those that ``sample_and_walk`` got to make ``result``. The result stays as
+        it is if the tree is only a root, or if the sequence cannot go on. A replaced walk ends an
+        output only by length, and has no logprobs.
         """
         if tree.num_nodes == 1 or result.error is not None:
             return result
@@ -89,7 +91,7 @@ class AcceptanceSimulator:
 
 
 def deepest_path(tree: DraftTree) -> list[int]:
-    """The nodes from below the root to the first of the deepest ones."""
+    """Return the nodes of the path from below the root to the first deepest node."""
     parents = tree.parents.tolist()
     levels, deepest = [0] * len(parents), 0
     for node in range(1, len(parents)):

@@ -1,8 +1,8 @@
-"""Sample, then walk: which tokens a verified tree commits. Knows logits, trees and parameters; no tensors, no cache.
+"""Decide which tokens a verified tree commits: sample, then walk. Knows no tensors and no cache.
 
-Every node's row goes through the plain sampler with noise keyed by position, and the walk goes from the root to the
-child that holds the sampled token, until there is none. So the tokens are those of plain decode, whatever was drafted.
-Only rows on the path are sampled: the others cannot be reached.
+The plain sampler samples a node's row with noise keyed by position. The walk then goes to the child
+that holds the sampled token, until no child does. So the tokens equal plain decode's, whatever was
+drafted. The sampler runs only on the path's rows, since the walk cannot reach the others.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ NO_GRAMMAR: Bits = np.empty(0, np.uint8)
 
 
 class WalkResult(NamedTuple):
-    """What one step commits for one sequence.
+    """The tokens that one step commits for one sequence.
 
     Attributes:
-        tokens: to be appended to the output. A stop token is not among them and is not counted as output.
-        accepted_nodes: tree nodes whose tokens are committed, along the path, the root left out; their cache entries
-            are to be kept. They hold the leading tokens; those were drafted.
-        sources: one per token: the drafter's number where it was drafted, 0 where the target alone sampled it.
-        finish: why the sequence ends here, or None. STOP only if the stop token comes before the length's end, or
-            if the grammar is complete with the last token.
-        stop_token_id: the stop token that ended it.
-        logprobs: one per token if the request asked for them.
-        num_walked_tokens: tokens of this step before trimming: with the stop token and those past ``max_new_tokens``.
-        matched_nodes: the nodes that held the leading ones of them.
-        error: why the sequence cannot go on behind ``tokens``, or None.
+        tokens: tokens to append to the output. A stop token is not part of the output.
+        accepted_nodes: the path's nodes, without the root, whose tokens are committed: the first
+            tokens, which were drafted. Keep their KV entries.
+        sources: for each token, the drafter's number if it was drafted, 0 if only the target
+            sampled it.
+        finish: why the sequence ends here, or None. STOP only if a stop token comes before the
+            length limit, or if the last token completes the grammar.
+        stop_token_id: the stop token that ended the sequence, or None.
+        logprobs: one entry for each token if the request asked for them.
+        num_walked_tokens: tokens of this step before trimming, including the stop token and tokens
+            past ``max_new_tokens``.
+        matched_nodes: the nodes that hold the first of the walked tokens.
+        error: why the sequence cannot go on after ``tokens``, or None.
     """
 
     tokens: list[int]
@@ -54,7 +56,7 @@ class WalkResult(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """A walk: ``nodes[i]`` is the node whose row gave ``tokens[i]``; ``matched`` are the nodes that hold tokens."""
+    """A walk: the row of ``nodes[i]`` gave ``tokens[i]``; ``matched`` hold the first tokens."""
 
     tokens: list[int]
     nodes: list[int]
@@ -63,10 +65,11 @@ class _Path(NamedTuple):
 
 
 class SamplingState:
-    """One sequence's sampler: its rules in compiled form, and the counts that the penalties need.
+    """One sequence's sampler: its compiled rules and the token counts of its penalties.
 
-    It is built from parameters, prompt and the output so far alone, so that a resumed sequence goes on as if nothing
-    had happened. ``sample_and_walk`` advances it by the tokens that it emits; after a finish it is spent.
+    It depends only on parameters, prompt and the output so far, so a resumed sequence continues
+    exactly. ``sample_and_walk`` advances it by the sampled tokens. After a finish it cannot be
+    used.
     """
 
     def __init__(
@@ -82,8 +85,8 @@ class SamplingState:
     ) -> None:
         """
         Args:
-            vocab_limit: ids below it are the tokenizer's and may be sampled; None: as many as a row has.
-            matcher: where the output so far stands in its grammar; no one else's.
+            vocab_limit: ids below this one may be sampled. None: all ids of a row.
+            matcher: the grammar's state after the output so far. The sampler owns it.
         """
         self.params = params
         self.stop_ids = stop_token_ids(params, eos_ids)
@@ -94,11 +97,11 @@ class SamplingState:
         self._vocab_limit = vocab_limit
         self._penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
         self._rules: RowRules | None = None
-        # [vocab] from the first row on, if there are penalties.
+        # [vocab] once the first row is sampled, if there are penalties.
         self._output_counts = np.empty(0, np.int32)
         self._seen = np.empty(0, np.bool_)
         self._matcher = matcher
-        # The grammar's: what may be sampled next (empty: anything), whether it is complete, and why it cannot go on.
+        # Grammar: the tokens that may follow (empty: all), whether it is complete, and its error.
         self._allowed = NO_GRAMMAR
         self.is_complete = False
         self.error: ForetokenError | None = None
@@ -108,13 +111,16 @@ class SamplingState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing can be sampled any more: the grammar is complete, or cannot go on."""
+        """Return whether sampling has ended: the grammar is complete, or cannot go on."""
         return self.is_complete or self.error is not None
 
     def sample(self, logits: Float32, position: int) -> int | None:
-        """The token at a position of prompt + output, from its raw logits [vocab]; from now on it counts as output.
+        """Sample the token at ``position`` from its raw logits [vocab], and count it as output.
 
-        None, and ``error`` is set, if the row holds NaN or +inf, or if no token that may follow has a logit above -inf.
+        Returns None and sets ``error`` if the row holds NaN or +inf, or if no allowed token has a
+        logit above -inf.
+
+        ``position``: index in prompt + output.
         """
         if self._rules is None:
             self._rules = self._prepare(len(logits))
@@ -151,7 +157,7 @@ class SamplingState:
         return self.params.grammar.kind if self.params.grammar is not None else ""
 
     def _look_ahead(self, matcher: Matcher) -> None:
-        """What the grammar lets follow: text, or a stop token where the output may end, or nothing."""
+        """Set the tokens that the grammar allows next: text, a stop token at an end, or none."""
         text = matcher.allowed & ~self._stop_bits if self._masks_stops else matcher.allowed
         if text.any():
             self._allowed = text | self._stop_bits if matcher.is_accepting and not self._masks_stops else text
@@ -162,7 +168,7 @@ class SamplingState:
             self.error = InvalidRequestError(f"the grammar cannot go on: {reason}", field=self._grammar_kind)
 
     def _prepare(self, vocab_size: int) -> RowRules:
-        """Rules and counts, once the width of a row is known."""
+        """Build the rules and counts, once the width of a row is known."""
         params = self.params
         vocab_limit = vocab_size if self._vocab_limit is None else min(self._vocab_limit, vocab_size)
         if self._penalized:
@@ -201,14 +207,17 @@ def sample_and_walk(
     *,
     sources: Sequence[int] | None = None,
 ) -> WalkResult:
-    """Sample along a verified tree and say what it commits; advances ``state``.
+    """Sample along a verified tree, advance ``state``, and return the tokens to commit.
 
     Args:
-        logits: float32 [num_nodes, vocab], raw; row ``i`` follows node ``i``. Each row is contiguous.
+        logits: raw logits, float32 [num_nodes, vocab]. Row ``i`` follows node ``i`` and is
+            contiguous.
         tree: a valid tree whose root is the last token of prompt + output.
+        state: the sequence's sampler.
+        num_prompt_tokens: tokens of the prompt.
         output_ids: the output so far.
-        max_new_tokens: tokens that may still be emitted, at least 1; the context's end included.
-        sources: per node the number of the drafter that it is from; None: 1.
+        max_new_tokens: most tokens that may still follow, by length and context; at least 1.
+        sources: the drafter's number for each node. None: 1 for all.
     """
     assert state.num_output_tokens == len(output_ids), "the state has not seen this output"
     assert len(logits) == tree.num_nodes and max_new_tokens >= 1
@@ -220,7 +229,7 @@ def sample_and_walk(
     elif path.stopped:
         finish, stop_token_id = FinishReason.STOP, path.tokens[-1]
     if state.is_complete and len(path.tokens) == len(tokens):
-        # Also where the length ends with the same token: the output is whole.
+        # STOP wins if the length limit ends with the same token, because the output is complete.
         finish = FinishReason.STOP
     top_k = state.params.logprobs
     rows = [logits[node] for node in path.nodes[: len(tokens)]]
@@ -240,9 +249,9 @@ def sample_and_walk(
 
 
 def _walk(logits: Float32, tree: DraftTree, state: SamplingState, position: int) -> _Path:
-    """Sample from the root on until a stop token, the grammar's end or a token that no child holds.
+    """Sample from the root until a stop token, the grammar's end or a token that no child holds.
 
-    ``position`` is the first token's.
+    ``position``: the first sampled token's index in prompt + output.
     """
     children = _children(tree)
     tokens: list[int] = []
@@ -264,7 +273,7 @@ def _walk(logits: Float32, tree: DraftTree, state: SamplingState, position: int)
 
 
 def _children(tree: DraftTree) -> dict[tuple[int, int], int]:
-    """Node by (parent, token); of siblings with one token the lowest index."""
+    """Return the nodes by (parent, token); of siblings with the same token, the lowest index."""
     children: dict[tuple[int, int], int] = {}
     if tree.num_nodes > 1:
         parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
@@ -274,16 +283,16 @@ def _children(tree: DraftTree) -> dict[tuple[int, int], int]:
 
 
 def broken_logits() -> ModelOutputError:
-    """Return the error of a row that gives no token, whatever the request asked for."""
+    """Return the error for logits that are NaN or infinite, and so give no token."""
     return ModelOutputError("the model's logits are NaN or infinite: its weights or the hardware are faulty")
 
 
 def token_logprobs(logits: Iterable[Float32], token_ids: Sequence[int], top_k: int) -> list[TokenLogprobs]:
-    """Logprobs of one token a row, and of the ``top_k`` best ones, from raw logits.
+    """Return the logprobs of one token in each row, and of the row's ``top_k`` best tokens.
 
     Args:
-        logits: float32 [rows, vocab]; each row is contiguous.
-        token_ids: [rows].
+        logits: raw logits, float32 [rows, vocab]. Each row is contiguous.
+        token_ids: one token for each row.
     """
     return [_row_logprobs(row, token_id, top_k) for row, token_id in zip(logits, token_ids, strict=True)]
 
@@ -295,7 +304,7 @@ def _row_logprobs(row: Float32, token_id: int, top_k: int) -> TokenLogprobs:
 
 
 def warm_up() -> None:
-    """Compile what this module calls, or load it from numba's cache, before the first request waits for it."""
+    """Compile this module's kernels, or load them from numba's cache, before the first request."""
     row = np.linspace(0, 1, 8, dtype=np.float32)
     penalized = SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=1)
     for params in (SamplingParams(temperature=0.0), SamplingParams(), penalized):

@@ -1,4 +1,4 @@
-"""Who samples and walks: the step's trees with their logits go in, what each sequence commits comes out."""
+"""Declare the walker interface, from trees and logits to committed tokens, and walk on the CPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from verifier_svc.sampling.verify import SamplingState, WalkResult, sample_and_w
 
 
 class SampledSequence(Protocol):
-    """What a walker reads of a sequence (verifier_svc.scheduling.sequence)."""
+    """The part of a sequence (verifier_svc.scheduling.sequence) that a walker reads."""
 
     sampling: SamplingParams
     sampler: SamplingState
     # Committed tokens, prompt first; the first ``num_prompt_tokens`` are the prompt.
     tokens: list[int]
     num_prompt_tokens: int
-    # Its row of the device's sampling state, and how often that row was given out.
+    # The batch slot, and how many sequences that slot has had.
     slot: int
     generation: int
 
@@ -36,10 +36,10 @@ class SampledSequence(Protocol):
 
 
 class Walk(NamedTuple):
-    """One sequence's walk: row ``first_row + i`` of the step's logits follows node i of ``tree``.
+    """One sequence's walk. Row ``first_row + i`` of the logits follows node ``i`` of ``tree``.
 
     Attributes:
-        sources: the number of each node's drafter; None: 1 for all.
+        sources: the drafter's number for each node. None: 1 for all.
     """
 
     sequence: SampledSequence
@@ -50,20 +50,22 @@ class Walk(NamedTuple):
 
 class Walker(Protocol):
     def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
-        """Sample along each tree and say what it commits; advances the sequences' samplers.
+        """Sample along each tree, advance the sequences' samplers, and return the tokens to commit.
 
-        ``logits``: [rows, vocab], raw, as the runner returned them.
+        ``logits``: raw logits [rows, vocab] from the runner.
         """
         ...
 
     def logprobs(self, logits: torch.Tensor, token_ids: Items[int], top_k: int) -> list[TokenLogprobs]:
-        """Of a token a row, and of the ``top_k`` best ones. ``logits``: [rows, vocab], some of what the runner
-        returned."""
+        """Return the logprobs of one token in each row, and of the row's ``top_k`` best tokens.
+
+        ``logits``: [rows, vocab], rows of the runner's logits.
+        """
         ...
 
 
 class HostWalker:
-    """Row by row on the CPU, along the path alone: rows off it cannot be reached."""
+    """Walk on the CPU. Sample only the rows on the path, since no walk reaches the others."""
 
     def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
         return [walk_on_host(walk, logits) for walk in walks]
@@ -73,7 +75,7 @@ class HostWalker:
 
 
 def walk_on_host(walk: Walk, logits: torch.Tensor) -> WalkResult:
-    """``logits`` are on the CPU, or this sequence's rows are fetched."""
+    """Walk one sequence on the host. Fetches its rows first if ``logits`` are on a GPU."""
     sequence = walk.sequence
     rows = logits[walk.first_row : walk.first_row + walk.tree.num_nodes].cpu().numpy()
     return sample_and_walk(

@@ -186,7 +186,7 @@ class Scheduler:
         return None
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """Return whether the request has another choice in prefill, whose blocks this one can use."""
+        """Return whether a choice of the same request is in prefill, whose blocks it can use."""
         return any(
             other.key[:2] == sequence.key[:2] and not other.is_decoding and other.num_output_tokens == 0
             for other in self.running
