@@ -1,24 +1,31 @@
-"""Steady decode without waiting for the host: when the engine's steps may run ahead of it, and what ends that.
+"""Overlap steps of steady decode with the host's work: decide when a run starts and ends.
 
-Between two ordinary steps of the engine a run of ResidentSteps takes place if every sequence is in plain decode, or
-drafts with one and the same model on this GPU. The host launches step n + 1, asks for the trees behind it, and then
-reads what step n came to. Whatever wants more than that (a message, a deadline, a page that is not there, a drafter
-that came or went, a sequence that waits and could be admitted) ends the run once the steps in flight are read; the last
-trees are those of the engine's next ordinary step.
+A run of overlapped steps (ResidentStep) takes place between two ordinary steps of the engine. Every
+sequence must be in plain decode, or draft with one and the same model on this GPU. The host
+launches step n + 1, requests the trees that follow it, and then reads the results of step n. The
+run ends, once the steps in flight are read, if anything else needs the engine: a message, a
+deadline, a missing block, a drafter that attached or detached, or a waiting sequence that could
+start. The last trees of the run are for the engine's next ordinary step.
 
-A sequence that ends by itself leaves its seat, and the run goes on without it while the pass of a smaller batch would
-cost as much. Its blocks are free for other seats at once, though steps are in flight, since none of them writes there:
+A sequence that ends by itself leaves its seat. The run goes on without it as long as a pass over a
+smaller batch would cost about as much. Other seats may get its blocks at once, although steps are
+in flight, because none of those steps writes to them:
 
-- Within a run the device alone ends sequences. Step n, which ends one, leaves num_left = 0 (advance_seats) behind the
-  target's pass and ahead of kv_commit, and the host reads step n, so frees blocks, when all of that is done.
-- For step n + 1, which may be launched by then, lay_out_rows finds num_left = 0: the seat has no rows, so no entry is
-  written or read; advance_seats leaves nothing accepted for kv_commit to move, and no tokens for a drafter.
-- Whoever is given a block learns of it by the tables of a later step, and those go the way of the steps, in the stream.
-- The drafter's cache has the same block ids. The entries of the ended sequence's last tokens are written by the draft
-  behind step n, maybe after the host has read that step; those of a block's new owner by a later draft, in the same
-  stream. That the drafter's host learns of the new owner first does no harm (DraftRows.advance).
-- A block whose content the prefix cache may find is not written again: it is given to a seat once that is forgotten,
-  and to sequences of the same prefix behind the run. Slots are given to new sequences alone, behind the run too.
+- Within a run only the device ends sequences. Step n, which ends one, sets num_left = 0
+  (advance_seats) after the target's pass and before kv_commit. The host reads step n, and so frees
+  the blocks, after all of that.
+- Step n + 1 may be launched by then. Its lay_out_rows finds num_left = 0 and gives the seat no rows,
+  so it writes and reads no KV entry. Its advance_seats leaves no accepted nodes for kv_commit to
+  move, and no tokens for a drafter.
+- A block's new owner gets it by the block tables of a later step, which follow the steps in the
+  stream.
+- The drafter's cache uses the same block ids. The draft after step n writes the KV entries of the
+  ended sequence's last tokens, maybe after the host has read step n. A later draft in the same
+  stream writes the new owner's entries. It does no harm if the drafter's host hears of the new owner
+  first (DraftRows.advance).
+- Nobody writes to a block whose content the prefix cache can find. A seat gets such a block only
+  after its content is forgotten; sequences with the same prefix get it only after the run. Only new
+  sequences get batch slots, also after the run.
 """
 
 from __future__ import annotations
@@ -44,36 +51,38 @@ from verifier_svc.speculation.speculator import Speculator
 if TYPE_CHECKING:
     from verifier_svc.overlap_step import ResidentStep
 
-# Between two looks whether a step is done. The next one runs meanwhile, so nothing waits for the host.
+# Seconds between checks whether a step is done. The next one runs meanwhile, so the GPU does not
+# wait.
 _POLL_S = 50e-6
-# Tokens that a sequence gets pages for at once, so that tables change rarely.
+# Tokens to reserve blocks for in advance, so that block tables change rarely.
 _PAGES_AHEAD = 64
-# Draft timeouts that a run's first draft may take: graphs of its shape are captured.
+# Draft timeouts that a run's first draft may take, because it captures graphs of its shape.
 _FIRST_TIMEOUTS = 10
-# A run ends for a smaller batch whose pass takes this part of its own at most: that makes up for the end (an empty
-# pipeline, an ordinary step) in some eight steps. Where a pass is bound by its weights, none does.
+# A run ends if a pass over the remaining batch takes at most this share of its own. That repays the
+# end (an empty pipeline, an ordinary step) in about eight steps. If weights bound a pass, no batch
+# is that much faster.
 _PAYS_FROM = 7 / 8
 
 
 class Committer(Protocol):
-    """What the engine does with a step's outcome."""
+    """The engine's side of a finished step."""
 
     def commit_decode(self, sequence: Sequence, result: WalkResult, shares: tuple[DrafterShare, ...]) -> None:
-        """Append what a decode step's walk emitted, tell the client, end the sequence if it is done."""
+        """Append a decode step's tokens, emit their event, and end the sequence if it is done."""
         ...
 
     def end_step(self, num_rows: int, seconds: float, *, is_plain: bool) -> None:
-        """One more step was made, so long after the one before: hand out its events."""
+        """Record a finished step, ``seconds`` after the one before, and publish its events."""
         ...
 
 
 class RunAhead:
-    """Used by the engine's thread alone.
+    """Run overlapped steps. Only the engine thread uses it.
 
     Args:
-        make_step: of the memory and the order that a drafter goes by.
-        plain: of runs without a drafter.
-        timeout_s: that a step with a draft may take, before it goes on without.
+        make_step: makes the step for a drafter's memory and stream order.
+        plain: the step of runs without a drafter.
+        timeout_s: most seconds that a step waits for its draft before it goes on without.
     """
 
     def __init__(
@@ -85,13 +94,17 @@ class RunAhead:
     ) -> None:
         self._make_step, self._plain = make_step, plain
         self._timeout_s = timeout_s
-        # By drafter, the step that goes with its memory: as long as an attachment lasts, numbers only grow.
+        # The step of each drafter's memory, by drafter number. While attached, step numbers only
+        # grow.
         self._drafted: dict[int, ResidentStep] = {}
 
     def run(
         self, scheduler: Scheduler, speculator: Speculator, committer: Committer, may_go_on: Callable[[], bool]
     ) -> OverlapBlock | None:
-        """Make steps until ``may_go_on`` or anything else ends the run. Return what prevented it, if sequences run."""
+        """Run steps until ``may_go_on`` is false or anything else ends the run.
+
+        Returns the reason if sequences run and no run could start, else None.
+        """
         sequences = list(scheduler.running)
         if not sequences:
             return None
@@ -126,19 +139,20 @@ class RunAhead:
             if not is_ending:
                 self._launch(step, drafting, is_first=False)
             if is_ending or step.num_in_flight == MAX_IN_FLIGHT:
-                # The first step has its trees from the host, the second waits for the run's first draft.
+                # The host sent the first step's trees. The second step waits for the run's first
+                # draft.
                 timeout_s = self._timeout_s * (_FIRST_TIMEOUTS if num_read < MAX_IN_FLIGHT else 1)
                 is_ending = not self._await(step, drafting, read_at + timeout_s) or is_ending
                 num_read += 1
                 _commit(step.receive(), seats, drafting, committer)
                 now = time.perf_counter()
-                # Those of the pass, which is as large for seats that are left.
+                # The rows of the pass, which still has room for seats that were left.
                 num_rows = sum(seat.width for seat in seats)
                 committer.end_step(num_rows, now - read_at, is_plain=drafting.drafter is None)
                 speculator.limit.count(len(scheduler.running))
                 read_at = now
         for sequence in scheduler.running:
-            # What the steps captured has never been on the host.
+            # The hidden states of these steps were never copied to the host.
             sequence.hidden_states.clear()
         speculator.end_overlap(drafting, step.number, num_read, scheduler.running)
         return None
@@ -154,7 +168,7 @@ class RunAhead:
         return step
 
     def _forget_memory(self, drafters: Items[DrafterHandle]) -> None:
-        """Let go of that of drafters that are not attached as they were."""
+        """Drop the steps of drafters that detached, or attached again with other memory."""
         for number, step in list(self._drafted.items()):
             drafter = drafters[number - 1]
             attachment = drafter.attachment
@@ -168,11 +182,11 @@ class RunAhead:
         step.launch(is_drafted=not is_first and drafting.drafter is not None)
 
     def _await(self, step: ResidentStep, drafting: ResidentDrafting, deadline: float) -> bool:
-        """Until the oldest step is done; False if it had to go on without its trees."""
+        """Wait until the oldest step is done. Return False if it had to go on without its trees."""
         is_released = False
         while not step.is_done():
             if drafting.drafter is not None and (is_released or not self._is_alive(drafting, deadline)):
-                # Again and again: a drafter that comes back late may take the word of it back.
+                # Repeat it: a drafter that resumes late may overwrite the release.
                 step.release()
                 is_released = True
             time.sleep(_POLL_S)
@@ -190,7 +204,7 @@ class RunAhead:
 
 
 def _is_steady(scheduler: Scheduler) -> bool:
-    """Whether all that is to be done is decode steps without anything that the host must see between two."""
+    """Return whether all work is decode steps with no host work between two of them."""
     return (
         bool(scheduler.running)
         and not scheduler.can_admit
@@ -202,18 +216,19 @@ def _is_steady(scheduler: Scheduler) -> bool:
 
 
 def _is_large_enough(seats: list[Seat], costs: DraftCosts) -> bool:
-    """Whether steps of those that still run would cost about as much without the seats that are left."""
+    """Return whether a pass without the left seats would cost about as much as with them."""
     rows, whole = (bucket(sum(seat.width for seat in some)) for some in ([s for s in seats if not s.is_left], seats))
     return rows == whole or costs.plain_step_s(rows) > _PAYS_FROM * costs.plain_step_s(whole)
 
 
 def _reserve(scheduler: Scheduler, seats: list[Seat], num_in_flight: int, max_tokens: int) -> bool:
-    """Pages for one more step, whatever those in flight come to."""
+    """Reserve blocks for one more step, whatever steps in flight emit. Return whether it worked."""
     for seat in seats:
         sequence = seat.sequence
         if seat.is_left:
             continue
-        # One slot more: a drafter keeps an entry for the next root before the target does.
+        # One KV slot more, because a drafter stores the next root's KV entry before the target
+        # does.
         most = sequence.max_len + seat.width + 1
         least = min(len(sequence.tokens) + num_in_flight * max_tokens + seat.width + 1, most)
         if scheduler.has_reserved(sequence, least):

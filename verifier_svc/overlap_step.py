@@ -1,8 +1,8 @@
-"""Decode steps that stay on the GPU: the host launches the next one before it knows what the last one came to.
+"""Run overlapped decode steps on the GPU: the host launches a step before it has read the last one.
 
-A *run* is a number of such steps of the same sequences, each in its *seat*. Lengths, last tokens, what may still be
-emitted, trees and results live in device memory; a step is one graph, and nothing waits for the host. A sequence that
-ends takes no part in the steps behind that.
+A *run* is a series of such steps over the same sequences, each in its *seat* (batch row). Lengths,
+last tokens, remaining tokens, trees and results live in device memory. A step is one graph, and the
+GPU never waits for the host. A sequence that has ended takes no part in later steps.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_result
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
 
-# Tables that are on their way at once.
+# Most block tables that may be in transfer at once.
 _TABLES_IN_FLIGHT = 4
 
 
 class _Shape(NamedTuple):
-    """What a run's graphs are captured for."""
+    """The sizes that a run's graphs are captured for."""
 
     rows: int
     seqs: int
@@ -42,7 +42,7 @@ class _Shape(NamedTuple):
 
 
 class _Stage:
-    """The memory of one shape."""
+    """The buffers of one shape."""
 
     def __init__(self, resident: ResidentPass, walk: WalkStage) -> None:
         self.resident, self.walk = resident, walk
@@ -67,14 +67,14 @@ class _Stage:
 
 
 class ResidentStep:
-    """Not for two threads at once.
+    """Launch and read overlapped steps. Not thread-safe.
 
     Args:
-        memory: where results go and trees come from; see ``plain_memory``.
-        order: of who drafts there.
-        max_seats: of a run.
-        simulated: tokens of a step with a tree; for benchmarks only. None: what the target samples.
-        graphs: whether launches are captured.
+        memory: the memory for results and trees; see ``plain_memory``.
+        order: the stream order with the drafter that uses ``memory``.
+        max_seats: most seats of a run.
+        simulated: mean tokens of a step with a tree, for benchmarks only. None: the target decides.
+        graphs: whether to capture launches as graphs.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class ResidentStep:
         )
         self._stages: dict[_Shape, _Stage] = {}
         self._graphs = DeviceGraphs(graphs and device.type == "cuda")
-        # Of the pass's buffers, as stages and graphs know them.
+        # The generation of the pass's buffers that stages and graphs use.
         self._generation = -1
-        # Of the run of the moment.
+        # The current run's seats, shape and block counts.
         self._seats: list[Seat] = []
         self._shape: _Shape | None = None
         self._num_blocks: list[int] = []
-        # Of the last step that was launched, and of the last one that was read.
+        # The numbers of the last launched step and of the last one that was read.
         self.number = 0
         self._num_read = 0
 
@@ -117,17 +117,20 @@ class ResidentStep:
 
     @property
     def seats(self) -> Items[Seat]:
-        """Of the run of the moment."""
+        """Return the current run's seats."""
         return self._seats
 
     @property
     def max_tokens(self) -> int:
-        """That one step commits for one sequence at most."""
+        """Return the most tokens that one step commits for one sequence."""
         return self.memory.layout.tokens
 
     @torch.inference_mode()
     def begin(self, seats: Items[Seat], features: tuple[int, ...], number: int) -> None:
-        """A new run, behind step ``number``; nothing is in flight. ``features``: what the target is to capture."""
+        """Start a new run after step ``number``. No step may be in flight.
+
+        ``features``: the layers whose hidden states the target captures.
+        """
         assert self.num_in_flight == 0
         self.number = self._num_read = number
         widths = [seat.width for seat in seats]
@@ -147,7 +150,7 @@ class ResidentStep:
 
     @torch.inference_mode()
     def warm_up(self, features: tuple[int, ...]) -> None:
-        """Compile the kernels between passes, so that no request waits for a compiler. Nobody sits anywhere."""
+        """Compile the kernels around the pass before the first request, with empty seats."""
         assert self.num_in_flight == 0
         nodes = self.memory.layout.nodes
         resident = self._runner.resident_pass(features, nodes, 1, nodes, 1)
@@ -177,7 +180,7 @@ class ResidentStep:
         return stage
 
     def _fill_walk(self, stage: _Stage, row_starts: np.ndarray) -> None:
-        """What the kernels do not write of what the walk is asked: rows that only fill up belong to nobody."""
+        """Fill the walk's input where no kernel writes it. Padding rows belong to no sequence."""
         asked = stage.walk.asked
         asked.wait()
         host = asked.host
@@ -205,7 +208,7 @@ class ResidentStep:
         self._state.step.fill_(self.number)
 
     def _fill_trees(self) -> None:
-        """The first step's trees, stamped with the last step's number, as a drafter's would be."""
+        """Write the first step's trees, stamped with the last step's number, as a drafter would."""
         memory = self.memory
         num_seats, nodes = memory.draft_tokens.shape
         counts = np.ones(num_seats, np.int32)
@@ -221,13 +224,13 @@ class ResidentStep:
         memory.draft_stamp.copy_(self._state.step)
 
     def has_room(self, num_blocks: int) -> bool:
-        """Whether the run's tables hold so many blocks of one sequence."""
+        """Return whether the run's block tables hold ``num_blocks`` blocks of one sequence."""
         assert self._shape is not None
         return num_blocks <= self._shape.blocks
 
     @torch.inference_mode()
     def send_tables(self) -> None:
-        """Bring over the blocks that sequences were given since; for the steps behind this."""
+        """Send block tables with the sequences' new blocks, for the steps launched after this."""
         assert self._shape is not None
         counts = [0 if seat.is_left else len(seat.sequence.block_ids) for seat in self._seats]
         if all(new <= old for new, old in zip(counts, self._num_blocks, strict=True)):
@@ -241,8 +244,11 @@ class ResidentStep:
 
     @torch.inference_mode()
     def launch(self, *, is_drafted: bool) -> None:
-        """The next step. ``is_drafted``: behind the trees that follow the last step; they may be missing all the
-        same."""
+        """Launch the next step.
+
+        ``is_drafted``: wait on the GPU for the trees that follow the last step; they may still be
+        missing.
+        """
         assert self._shape is not None and self.num_in_flight < MAX_IN_FLIGHT
         stage = self._stages[self._shape]
         if is_drafted:
@@ -257,12 +263,12 @@ class ResidentStep:
         self._order.release_draft(self.number)
 
     def is_done(self) -> bool:
-        """Whether the oldest step in flight is."""
+        """Return whether the oldest step in flight is done."""
         assert self._shape is not None
         return self._stages[self._shape].walk.found.is_ready()
 
     def receive(self) -> list[SeatResult]:
-        """The results of the oldest step in flight, which is done, by seat."""
+        """Return the results by seat of the oldest step in flight, which must be done."""
         assert self._shape is not None
         found = self._stages[self._shape].walk.found.take()
         self._num_read += 1
@@ -272,7 +278,7 @@ class ResidentStep:
         ]
 
     def _launch_kernels(self, stage: _Stage, max_width: int) -> None:
-        """The whole of one step; captured."""
+        """Launch all kernels of one step; a graph captures this."""
         self._lay_out(stage, max_width)
         stage.resident.launch()
         self._conclude(stage, max_width)
@@ -291,7 +297,7 @@ class ResidentStep:
         )
 
     def _conclude(self, stage: _Stage, max_width: int) -> None:
-        """All behind the pass."""
+        """Launch the kernels that follow the pass."""
         walk = stage.walk.result
         self._walker.sample_and_walk(stage.walk, stage.resident.logits)
         if self._simulated is not None:
@@ -312,6 +318,6 @@ class ResidentStep:
 
 
 def plain_memory(max_seats: int, device: torch.device) -> ResidentMemory:
-    """For runs without a drafter."""
+    """Return the memory for runs without a drafter."""
     layout = ResidentLayout(seats=max_seats, tokens=1, nodes=1, hidden_width=0, hidden_dtype=torch.float32)
     return ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)

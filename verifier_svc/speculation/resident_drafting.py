@@ -1,4 +1,4 @@
-"""Who drafts during a run of overlapped steps, what is asked of it, and what it was sent."""
+"""Request drafts during a run of overlapped steps, and record what the drafter was sent."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from verifier_svc.speculation.row_state import RowStates
 
 
 class ResidentDrafting:
-    """One run's. Used by the engine's thread alone.
+    """The drafting of one run. Only the engine thread uses it.
 
     Args:
         rows: states of all rows.
-        drafter: the drafter; None: plain decode.
-        attachment: that drafter's when the run was planned.
-        shapes: of the trees that sequences want, by slot; those of others are roots.
-        drafts: trees for the first step, by slot.
-        features: what the target is to capture.
-        most_steps: for which the shapes are to hold; None: any number.
+        drafter: the drafter. None: plain decode.
+        attachment: the drafter's attachment when the run was planned.
+        shapes: shapes of the requested trees, by batch slot. Other sequences get roots.
+        drafts: trees for the first step, by batch slot.
+        features: layers whose hidden states the target captures.
+        most_steps: most steps for which the shapes hold. None: any number.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ResidentDrafting:
 
     @property
     def memory(self) -> ResidentMemory | None:
-        """Where the drafter drafts; None: nobody does."""
+        """Return the memory that the drafter drafts in. None: no drafter takes part."""
         return self.attachment.transport.resident if self.attachment is not None else None
 
     @property
     def number(self) -> int:
-        """Of the last step whose results were in that memory."""
+        """Return the number of the last step whose results were in that memory."""
         return self.attachment.resident_number if self.attachment is not None else 0
 
     @property
@@ -66,29 +66,29 @@ class ResidentDrafting:
 
     @property
     def is_current(self) -> bool:
-        """Whether the drafter is attached as it was when the run was planned."""
+        """Return whether the drafter still has the attachment that the run was planned with."""
         return self.drafter is None or self.drafter.attachment is self.attachment
 
     @property
     def is_open(self) -> bool:
-        """Whether the drafter is there, as far as can be seen at once."""
+        """Return whether the drafter's transport is open, as far as a quick check shows."""
         return self.attachment is None or self.attachment.transport.is_open()
 
     def shape(self, sequence: Sequence) -> Shape:
-        """Of the trees that a sequence wants."""
+        """Return the shape of the trees to request for a sequence."""
         return self._shapes.get(sequence.slot, NO_DRAFT)
 
     def tree(self, sequence: Sequence) -> DraftTree | None:
-        """For the run's first step."""
+        """Return a sequence's tree for the run's first step, or None."""
         draft = self._drafts.get(sequence.slot)
         return draft.tree if draft is not None else None
 
     def is_for(self, sequence: Sequence) -> bool:
-        """Whether a running sequence takes part in it, if with roots alone."""
+        """Return whether a running sequence is drafted for, even if only with roots."""
         return sequence.slot in self._shapes
 
     def begin(self, sequences: Seq[Sequence]) -> None:
-        """These are the run's seats."""
+        """Start the run with one seat for each of ``sequences``."""
         if self.attachment is None:
             return
         sent = [self.attachment.sent.length(sequence) for sequence in sequences]
@@ -100,8 +100,11 @@ class ResidentDrafting:
         ]
 
     def post(self, number: int, *, is_last: bool) -> None:
-        """Ask for the trees behind step ``number``, which was launched. Where the drafter is gone nothing happens: the
-        run is about to end. One that has attached anew meanwhile knows nothing of it."""
+        """Request the trees that follow step ``number``, which was launched.
+
+        Does nothing if the drafter has detached, because the run is about to end, or has attached
+        again, because it then does not know the run.
+        """
         if self.attachment is None or not self.is_current:
             return
         rows = []
@@ -113,9 +116,12 @@ class ResidentDrafting:
         self._has_begun = True
 
     def _blocks(self, sequence: Sequence, block_size: int) -> list[int]:
-        """Those that steps in flight may write to. More are in reserve, more than a request may name, and behind the
-        context's end there are no entries."""
-        # One that has ended needs no more, and one that is not drafted for none.
+        """Return the blocks that steps in flight may write to.
+
+        More blocks are reserved, but a request may not name all of them, and no KV entries lie
+        after the context's end.
+        """
+        # A sequence that has ended, or is not drafted for, needs no blocks.
         if sequence.table is None or not self.is_for(sequence):
             return []
         assert self.memory is not None
@@ -125,8 +131,10 @@ class ResidentDrafting:
     def observe(
         self, sequence: Sequence, num_nodes: int, num_matched: int, num_tokens: int
     ) -> tuple[DrafterShare, ...]:
-        """Learn from a step, before its tokens are appended: they count as sent, since the next request is about
-        them."""
+        """Record a step's acceptance before its tokens are appended; return the drafter's share.
+
+        The tokens count as sent, because the next request includes them.
+        """
         drafter = self.drafter
         if drafter is None or self.attachment is None or not self.is_for(sequence):
             return ()
