@@ -286,7 +286,7 @@ def error_from_rpc(error: grpc.RpcError) -> ForetokenError:
     pairs: Any = error.trailing_metadata() or ()
     metadata = {key: value for key, value in pairs}
     details = error.details() or status.name
-    # gRPC goes on with the address, twice, and a status of its own; the last words say why.
+    # gRPC repeats the address and adds its own status: only the text after the last ": " says why.
     if details.startswith("failed to connect to all addresses"):
         details = f"it cannot be reached ({details.rsplit(': ', 1)[-1]})"
     return error_from_code(int(status.value[0]), details, metadata.get(FIELD_METADATA_KEY, ""))

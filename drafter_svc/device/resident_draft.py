@@ -170,7 +170,7 @@ class ResidentDraft:
             )
         if (width and layout.hidden_width != width) or levels.model.num_depths > 1:
             raise PreconditionError(
-                f"hidden rows of {layout.hidden_width} values; the drafter wants {width}, for one module of "
+                f"hidden states of {layout.hidden_width} values; the drafter wants {width}, for one module of "
                 f"{levels.model.num_depths}"
             )
         if memory.stamp.device != torch.empty(0, device=levels.device).device:
@@ -191,10 +191,12 @@ class ResidentDraft:
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftBatch:
-        """Enqueue the draft behind a step whose results may not be there yet; wait for the last one of a run alone.
+        """Enqueue the draft after a step, whose results may not be there yet.
 
-        The trees of a run of which the first request is missing are roots. Raises ValueError for a request that no run
-        has.
+        Waits only for a run's last draft. If a run's first request is missing, its trees are roots.
+
+        Raises:
+            ValueError: no run can have such a request.
         """
         step = request.resident
         if step is None or request.num_rows > self._memory.layout.seats:
@@ -226,7 +228,7 @@ class ResidentDraft:
         self._stage, self._shape, self._seats = None, None, []
 
     def release(self, slots: Sequence[int]) -> None:
-        """Learn no more of these slots. A run of which nobody is left ends, and does not wait for the verifier."""
+        """Stop drafting for these slots. A run without seats ends without the verifier."""
         released = [seat for seat in self._seats if seat.slot in slots]
         for seat in released:
             seat.sequence, seat.is_drafted = None, False
@@ -280,7 +282,7 @@ class ResidentDraft:
             self._rows.claim_blocks(sequence, first, seat.num_blocks)
 
     def _drop(self, seat: _Seat) -> None:
-        """What is told of a sequence contradicts what is known of it. Its kernels find no blocks soon."""
+        """Drop a sequence that was sent contradictory data. Its kernels soon find no blocks."""
         self._rows.release(seat.slot)
         seat.sequence, seat.is_drafted = None, False
 

@@ -1,4 +1,4 @@
-"""What one drafter's trees came to so far. The engine's thread writes, any may read."""
+"""Count a drafter's drafted and accepted tokens. The engine thread writes; any may read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The waits of a drafter client's thread, each of which ends when the client closes or its circuit opens."""
+"""Wait in a drafter client's thread; each wait ends when the client closes or its circuit opens."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class WaitBudget:
         return self._left_s > 0.0
 
     def spend(self, waited_s: float, lost_s: float) -> None:
-        """Record a wait, of which ``lost_s`` were lost."""
+        """Record a wait of ``waited_s`` seconds; ``lost_s`` of them exceeded its worth."""
         self.wait_s += WAIT_SMOOTHING * (waited_s - self.wait_s)
         self._left_s -= lost_s
 

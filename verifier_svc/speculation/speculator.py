@@ -168,9 +168,11 @@ class Speculator:
         self.trees.choose(found, self._batch)
 
     def end_overlap(self, drafting: ResidentDrafting, number: int, num_steps: int, decoding: Seq[Sequence]) -> None:
-        """Get the next step's trees after a run of ``num_steps``, of which the last one, ``number``, was read.
+        """Get the next step's trees after a run of ``num_steps`` overlapped steps.
 
-        ``decoding``: the sequences that still run.
+        Args:
+            number: the number of the last step, which was read.
+            decoding: the sequences that still run.
         """
         self.trees.clear()
         # Answers to the step before the run: pauses for them were over within the run.

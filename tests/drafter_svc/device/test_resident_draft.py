@@ -418,7 +418,7 @@ def test_memory_that_does_not_fit_is_refused(head: Play, device: str) -> None:
     for fields in ({"seats": 99}, {"tokens": 9999}):
         with pytest.raises(PreconditionError, match="is more than the drafter's"):
             head.drafter.set_resident(memory(**fields), head.order)
-    with pytest.raises(PreconditionError, match="hidden rows of 7 values"):
+    with pytest.raises(PreconditionError, match="hidden states of 7 values"):
         head.drafter.set_resident(memory(width=7), head.order)
 
 
