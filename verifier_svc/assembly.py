@@ -26,7 +26,8 @@ class Target(NamedTuple):
 
     Attributes:
         shared_weights: weights that drafter processes can map. None: they read their own copies.
-        run_ahead: overlapped steps. None on a CPU, and on a GPU where they are switched off.
+        run_ahead: overlapped steps. None on a CPU, with FlashInfer for every pass, or if switched
+            off.
     """
 
     runner: LoadedTarget

@@ -188,8 +188,7 @@ class Lifecycle:
         Args:
             num_rows: rows of the target's pass.
             seconds: time since the previous step was read.
-            is_plain: whether the step verified no draft; then its time counts as a plain step's
-                cost.
+            is_plain: whether no drafter took part. Then the time counts as a plain step's cost.
         """
         self._counters.num_steps += 1
         self._counters.num_resident_steps += 1

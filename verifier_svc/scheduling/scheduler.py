@@ -76,7 +76,7 @@ class Scheduler:
         return len(sequence.block_ids) * self.blocks.block_size >= num_slots
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence, resumed ones before new ones. The caller checks ``is_full`` first."""
+        """Queue a sequence, resumed ones before new ones. The caller decides whether it fits."""
         index = len(self.waiting)
         if sequence.attempt:
             index = sum(waiting.attempt > 0 or waiting.started_at is not None for waiting in self.waiting)
@@ -186,7 +186,7 @@ class Scheduler:
         return None
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """Return whether a choice of the same request is in prefill, whose blocks it can use."""
+        """Return whether another choice of its request is in prefill: it can reuse its blocks."""
         return any(
             other.key[:2] == sequence.key[:2] and not other.is_decoding and other.num_output_tokens == 0
             for other in self.running
