@@ -1,4 +1,4 @@
-"""Logits that are NaN or infinite end their own request with an error: on the host, on a GPU, in runs of steps."""
+"""NaN or infinite logits end only their own request with an error: host, GPU, overlapped steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA_LOSS = ModelOutputError("").code
 
 
 class BrokenTarget(HashTarget):
-    """A row that sees ``poison``, a run of tokens, anywhere in its context has one logit that is ``fault``."""
+    """A target with one logit of ``fault`` in each row that sees the tokens ``poison``."""
 
     def __init__(self, poison: list[int], fault: float) -> None:
         super().__init__(VOCAB, 400, BLOCK)
@@ -83,7 +83,7 @@ def test_keys_and_values_of_a_broken_request_are_no_ones_prefix() -> None:
     target = BrokenTarget(request.prompt[-2:], np.nan)
     harness = harness_of(target)
     assert_broken(harness.run([request])[0], [])
-    # What was wrong with the hardware is over.
+    # The hardware's fault is over.
     target.poison = None
     (again, third) = (harness.run([request])[0] for _ in range(2))
     assert again.finished is not None and again.finished.num_cached_tokens == 0
@@ -94,8 +94,8 @@ def test_keys_and_values_of_a_broken_request_are_no_ones_prefix() -> None:
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [0, 7, 18])
-def test_prompt_logprobs_that_are_no_numbers_are_an_error(at: int, fault: float) -> None:
-    """Also where the row that is sampled is sound, and where the prompt is longer than a chunk."""
+def test_prompt_logprobs_that_are_not_numbers_are_an_error(at: int, fault: float) -> None:
+    """Also if the sampled row is sound, and if the prompt is longer than a chunk."""
 
     class OneRow(HashTarget):
         def _logits(self, batch: ForwardBatch, row: int) -> NDArray[np.float32]:
@@ -123,7 +123,7 @@ def test_a_request_that_breaks_leaves_a_run_that_goes_on(drafts: bool) -> None:
     assert_broken(results[2], expected[2].token_ids[:19])
     for other in (0, 1, 3):
         assert results[other].token_ids == expected[other].token_ids
-    # One run: none was begun for those that are left.
+    # One run: none was begun for the requests that are left.
     assert runs.num_ahead > 5 and sum(step.num_runs for step in runs.steps) == 1
     runs.harness.drain()
 
@@ -138,7 +138,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
 def test_a_broken_row_on_a_gpu(
     targets: Targets, overlap: bool, drafts: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The longer prompt's request breaks amid its text, in a run of steps too, and the other one writes on."""
+    """The longer prompt's request breaks in mid-text, in a run of steps too; the other goes on."""
     target = targets["llama"]
     requests = [Request(text(seed, length), greedy(0, 1, 9).sampling) for seed, length in ((1, 40), (2, 20))]
     expected = target.harness({}).run(requests)
@@ -157,7 +157,7 @@ def test_a_broken_row_on_a_gpu(
     sample_and_walk = DeviceWalker.sample_and_walk
 
     def spoil(self: DeviceWalker, stage: WalkStage, logits: torch.Tensor) -> None:
-        # Of steps that begin behind the fourth token.
+        # Steps that begin after the fourth token.
         asked = stage.asked.device
         at = asked["positions"][asked["row_seqs"].long().clamp(min=0)]
         is_broken = (asked["row_seqs"] >= 0) & (at >= 44)

@@ -1,4 +1,4 @@
-"""Speculative text = plain text on the real demo model with the real n-gram drafter: strict float32, no tolerance."""
+"""Speculative text = plain text: demo model, n-gram drafter, strict float32, no tolerance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verifier_svc.model.runner import ModelRunner
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 BLOCK = 16
 NUM_BLOCKS = 256
-# Repetitive on purpose: drafts are to be accepted, and refused where the text goes on in another way.
+# Repetitive on purpose: drafts are accepted, and refused where the text goes on differently.
 PROMPTS = (
     "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def __repr__(self):\n",
     "def test_add():\n    assert add(1, 2) == 3\n    assert add(2, 2) == 4\n    assert add(3, 2) == 5\n",

@@ -1,4 +1,4 @@
-"""What the engine answers where nothing is decoded: refusals, deadlines, aborts, statistics, a dead engine."""
+"""The engine apart from decoding: refusals, deadlines, aborts, statistics, a dead engine."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_an_abort_frees_the_pages_in_the_next_step_and_counts_the_kept_tokens() 
     assert run.blocks.num_free_blocks == run.blocks.num_blocks
     finished = run.results[key].finished
     assert finished is not None and finished.reason is FinishReason.ABORT
-    # The first token is prefill's; the decode steps up to the fourth token, the last one counted whole.
+    # The first token is prefill's; decode steps count up to the fourth token, the last one whole.
     assert 3 <= finished.speculation.num_decode_tokens < 12
 
 

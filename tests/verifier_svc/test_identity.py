@@ -1,6 +1,9 @@
-"""Speculative text = plain text, exactly: every sampling field, alone and in mixed batches, with preemption, prefix
-hits, aborts and drafter deaths forced. The target is a hash of what each row sees (tests/support/hash_target.py), the
-drafter replays the plain text with planted errors; every case asserts that drafts were accepted and refused in it.
+"""Speculative text = plain text, exactly, with every sampling field.
+
+Requests run alone and in mixed batches; preemption, prefix hits, aborts and drafter deaths are
+forced. The target is a hash of what each row sees (tests/support/hash_target.py). The drafter
+replays the plain text with planted errors. Every case asserts that drafts were accepted and
+refused in it.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def harness(drafter: ScriptedDrafter | None = None, *, num_blocks: int = 400, **
 
 
 def plain(requests: Sequence[Request]) -> list[Result]:
-    """Each request by itself, without drafter, prefix cache or company."""
+    """Run each request alone, without drafter or prefix cache."""
     results = []
     for request in requests:
         alone = harness(prefix_cache=False)
@@ -87,7 +90,7 @@ def assert_same(requests: Sequence[Request], expected: Sequence[Result], got: Se
 
 
 def assert_speculated(results: Sequence[Result]) -> None:
-    """From counters: a run of two or more drafted tokens was accepted, and one was refused."""
+    """Assert by counters that two drafted tokens in a row were accepted, and one refused."""
     stats = [result.finished.speculation for result in results if result.finished]
     longest = max(max((k for k, n in enumerate(s.acceptance_histogram) if n), default=0) for s in stats)
     assert longest >= 2, "no run of two drafted tokens was accepted"

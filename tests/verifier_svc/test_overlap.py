@@ -1,6 +1,6 @@
-"""Steps that run ahead of the host write what plain decode writes on the CPU. On a GPU, or in Triton's interpreter.
+"""Overlapped steps write what plain decode writes on the CPU. On a GPU, or Triton's interpreter.
 
-That steps on the GPU which wait for the host write the same is tests/gpu/test_same_text.py's.
+tests/gpu/test_same_text.py covers steps on the GPU that wait for the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def plain_on_cpu(target: Target, requests: list[Request]) -> list[Result]:
 
 
 def num_ahead(harness: SeenHarness) -> int:
-    """Steps that ran ahead."""
+    """Return the number of overlapped steps."""
     return harness.engine.counters.num_resident_steps
 
 
@@ -54,7 +54,7 @@ PARAMS = [
 
 @pytest.mark.slow
 def test_plain_decode(targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of several lengths that end at different times, in blocks that are given out meanwhile: one run."""
+    """One run serves sequences that end at different times and get new blocks meanwhile."""
     monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
     target = targets["llama"]
     requests = [Request(text(1, 20 + 3 * i), params) for i, params in enumerate(PARAMS)]
@@ -72,8 +72,10 @@ def drafted(
     spoil: Callable[[int], bool] = lambda number: False,
     look: Callable[[SeenHarness], None] = lambda harness: None,
 ) -> tuple[list[Result], SeenHarness, OracleDrafter]:
-    """The requests with a drafter that knows the texts, which are those of plain decode. ``look``: before each step's
-    events are handed out."""
+    """Run the requests with a drafter that knows plain decode's texts.
+
+    ``look`` is called before each step's events are handed out.
+    """
     target = targets["llama"]
     plain = plain_on_cpu(target, requests)
     texts = [[*request.prompt, *result.token_ids, 3] for request, result in zip(requests, plain, strict=True)]
@@ -104,8 +106,10 @@ def drafted(
 
 
 def test_trees(targets: Targets, device: str) -> None:
-    """Accepted and refused nodes, entries that move, sequences that end within a run; what the drafter is told of is
-    checked by itself."""
+    """Nodes are accepted and refused, KV entries move, and sequences end within a run.
+
+    The drafter checks what it is sent.
+    """
     requests = [Request(text(1, 20 + 3 * i), params) for i, params in enumerate(PARAMS)]
     results, harness, oracle = drafted(targets, device, requests)
     assert num_ahead(harness) > 1 and len(oracle.numbers) == num_ahead(harness)
@@ -120,7 +124,7 @@ def test_trees(targets: Targets, device: str) -> None:
 
 @pytest.mark.slow
 def test_trees_in_blocks_of_one_that_has_ended(targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its step that is in flight writes nowhere; the entries of who has its blocks now are those of its own text."""
+    """Its step in flight writes nowhere; the blocks hold the new owner's KV entries."""
     monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
     requests = [
         Request(text(5, 24), SamplingParams(temperature=0.0, max_tokens=7)),

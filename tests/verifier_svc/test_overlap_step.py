@@ -1,4 +1,4 @@
-"""Steps on the device by themselves: where their results come from."""
+"""A single step on the device takes its results from its own pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB, HIDDEN, BLOCK = 40, 32, 4
 
 
 def decoding(token: int) -> Sequence:
-    """A sequence whose only token is its root, in block 0."""
+    """Return a sequence whose only token is its root, in block 0."""
     options = SpeculationOptions()
     submit = Submit(SequenceKey(1, "r", 0), 0, (token,), (), SamplingParams(temperature=0.0), options, None, None)
     sequence = Sequence(submit, max_model_len=64, eos_ids=frozenset(), token_limit=VOCAB, now=0.0)
@@ -33,7 +33,7 @@ def decoding(token: int) -> Sequence:
 
 
 def test_hidden_states_are_those_of_the_pass_also_when_its_buffer_has_grown(tmp_path: Path, device: str) -> None:
-    """A drafter that wants more states comes and goes: the first one's are then in another buffer."""
+    """A drafter that wants more states comes and goes; the first one's buffer has changed."""
     backend = Backend("gpu", torch.device(device))
     folder = save_llama(tmp_path / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
     runner = DeviceRunner(folder, backend=backend, sizes=PassSizes(4, 4, 1, 8), block_size=BLOCK, num_blocks=2)

@@ -1,5 +1,7 @@
-"""What begins and ends runs of steps that run ahead, and what a drafter is told: over a target and steps that cost
-nothing."""
+"""What begins and ends runs of overlapped steps, and what a drafter is sent.
+
+The target and its steps cost nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,18 @@ def test_pages_are_reserved_for_many_steps_at_once(monkeypatch: pytest.MonkeyPat
     runs = Runs(on_launch=look)
     (result,) = runs.harness.run([greedy(1, 6, 100)])
     assert len(result.token_ids) == 100 and runs.num_ahead > 90
-    # The first step ran before the run, with pages for itself.
+    # The first step ran before the run, with blocks for itself.
     assert 2 <= len(sizes) <= 100 // (5 * BLOCK) + 2
 
 
 @pytest.mark.parametrize(("drafts", "logprobs"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_course_of_requests(seed: int, drafts: bool, logprobs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests come, are aborted and preempted at any time; texts are those of plain decode, and no page is lost.
+    """Requests come, are aborted and preempted at any time; no block is lost, no text changes.
 
-    ``logprobs``: some want them, so that many steps do not run ahead, and tell the drafter by device memory."""
+    ``logprobs``: some requests want them, so many steps do not overlap; these send to the drafter
+    by device memory.
+    """
     draw = random.Random(seed)
     monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", draw.choice([0, 5, 64]))
     requests = []
@@ -84,7 +88,7 @@ def test_any_course_of_requests(seed: int, drafts: bool, logprobs: bool, monkeyp
 
 
 class NumberedOrder(StreamOrder):
-    """Of one attachment's flag words: what was signalled once stays so."""
+    """The stream order of one attachment's flag words: what was signalled once stays so."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -109,7 +113,7 @@ def test_runs_of_two_drafters_in_turn_count_on() -> None:
         assert runs.harness.run([request])[0].token_ids == result.token_ids
     for oracle in oracles:
         assert len(oracle.numbers) > 3 and oracle.numbers == list(range(1, len(oracle.numbers) + 1))
-    # What is detached is let go of.
+    # A detached drafter's memory is freed.
     memory = weakref.ref(runs.steps[1])
     runs.harness.speculator.remove_source("one")
     del runs.steps[1]
@@ -118,8 +122,8 @@ def test_runs_of_two_drafters_in_turn_count_on() -> None:
     assert memory() is None
 
 
-def test_a_drafter_that_attaches_anew_within_a_run_has_been_told_nothing() -> None:
-    """All of a sequence is told again, and no request of the run goes to the new attachment."""
+def test_a_drafter_that_attaches_anew_within_a_run_was_sent_nothing() -> None:
+    """The whole sequence is sent again; no request of the run goes to the new attachment."""
     requests = [greedy(1, 6, 30)]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
@@ -130,13 +134,13 @@ def test_a_drafter_that_attaches_anew_within_a_run_has_been_told_nothing() -> No
 
     runs = Runs([oracle], on_launch=attach_anew)
     assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids
-    # It checks all that it is told.
+    # It checks everything that it is sent.
     assert oracle.num_attaches == 2 and not oracle.failures
     assert oracle.numbers and oracle.numbers[0] == 1
 
 
 def test_a_request_names_the_blocks_that_its_step_may_need_and_no_others() -> None:
-    """Any transport takes two blocks a slot; pages in reserve, and those of rows that nobody drafts for, are more."""
+    """Any transport takes two blocks a slot; reserves and rows without drafts would be more."""
     plain_row = greedy(0, 200, 40, speculation=SpeculationOptions(enabled=False))
     requests = [plain_row, *(greedy(i, 6, 30) for i in range(1, SEATS))]
     expected = plain(requests)
@@ -162,13 +166,13 @@ def test_steps_above_the_batch_limit_are_counted() -> None:
     expected = plain(requests)
     runs = Runs([oracle_of(requests, expected)], max_batch_size=2)
     assert [r.token_ids for r in runs.harness.run(requests)] == [r.token_ids for r in expected]
-    # The first token is the prompt's step's.
+    # The prompt's step makes the first token.
     assert runs.harness.speculator.num_plain_batch_steps == 19 and runs.num_ahead > 10
 
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_steps_below_the_batch_limit_are_not_counted(enabled: bool) -> None:
-    """Where nobody wants drafts the run goes on when an end takes the batch below the limit."""
+    """If nobody wants drafts, the run goes on when an end takes the batch below the limit."""
     options = SpeculationOptions(enabled=enabled)
     requests = [greedy(i, 6, length, speculation=options) for i, length in enumerate((10, 30, 30))]
     expected = plain(requests)
@@ -180,7 +184,7 @@ def test_steps_below_the_batch_limit_are_not_counted(enabled: bool) -> None:
 
 @pytest.mark.parametrize("first_late", [2, 5])
 def test_a_draft_that_is_late_ends_the_run_and_not_the_next(first_late: int) -> None:
-    """The step goes on without it, also where the drafter takes that back once or twice."""
+    """The step goes on without the draft, also if the drafter takes that back once or twice."""
     requests = [greedy(1, 6, 40)]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
@@ -209,7 +213,7 @@ def test_a_drafter_that_is_gone_lets_the_step_go_on_before_its_time_is_over() ->
 def test_a_drafter_that_still_writes_a_prompt_catches_up_before_a_run(
     num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does with ordinary requests alone: a sequence that is not drafted for as a run begins is not within it."""
+    """Ordinary requests let it catch up: a run excludes sequences that it cannot draft for yet."""
     requests = [greedy(1, 30, 40)]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)

@@ -1,4 +1,4 @@
-"""A span for each sequence, child of the caller's, with the times that the engine measured."""
+"""Each sequence gets a span, child of the caller's, with the times that the engine measured."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_sequences_are_children_of_their_callers_spans() -> None:
     assert (spans["late"].is_error, spans["late"].attributes["error.type"]) == (True, "deadline_exceeded")
     for name in ("dropped", "left"):
         assert (spans[name].is_error, spans[name].attributes["error.type"]) == (True, "cancelled")
-    # Without a context of the caller's, a trace of its own.
+    # Without the caller's context it gets a trace of its own.
     assert spans["left"].parent_id == "" and spans["left"].trace_id != TRACE
 
 
@@ -98,7 +98,7 @@ async def run_all(endpoint: str) -> None:
 
 
 def held(harness: Harness) -> threading.Event:
-    """While it is clear, the engine stops in its next forward pass."""
+    """Return an event; while it is clear, the engine stops in its next forward pass."""
     gate, forward = threading.Event(), harness.runner.forward
     gate.set()
 

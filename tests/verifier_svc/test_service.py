@@ -1,4 +1,4 @@
-"""The verifier's rim over real gRPC: sessions, errors as events with field, hostile values, slow and gone readers."""
+"""The verifier's service over real gRPC: sessions, error events, hostile values, slow readers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(scenario: Callable[[Stub, Harness], Awaitable[None]], **options: object)
 async def _run(scenario: Callable[[Stub, Harness], Awaitable[None]], options: dict[str, object]) -> None:
     async with served(options) as (stub, harness, _):
         await scenario(stub, harness)
-        # Whatever happened, every page comes back.
+        # Whatever happened, every block comes back.
         blocks = harness.blocks
         await until(lambda: harness.engine.is_idle and blocks.num_free_blocks == blocks.num_blocks)
     # The engine has stopped: it is in no step that could be half done.
@@ -221,7 +221,7 @@ def test_an_abort_and_a_vanished_session_free_everything() -> None:
         await call.write(
             verifier_pb2.SessionRequest(abort=verifier_pb2.Abort(request_id="a", choice_index=0, kept_tokens=1))
         )
-        # Its step goes on when the abort is there: it cannot come to its own end before.
+        # Its step goes on once the abort is there: the sequence cannot end by itself before.
         await until(lambda: len(harness.engine._inbox) == 1)
         target.go_on.set()
         reasons = []
@@ -249,7 +249,7 @@ def test_a_reader_that_is_behind_gets_merged_tokens() -> None:
         sampling = common_pb2.SamplingParams(temperature=0, max_tokens=50)
         for index in range(6):
             await call.write(submit(sequence(str(index), sampling=sampling)))
-        # Nothing is read until the engine is through; others are not held up by that.
+        # Nothing is read until the engine is done; others are not held up by that.
         await until(lambda: harness.engine.counters.num_generated_tokens >= 300)
         other = [event async for event in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence("x")))]
         assert other[-1].HasField("finished")
@@ -330,7 +330,7 @@ def test_a_drain_is_told_at_once_to_old_and_new_sessions_and_running_sequences_f
             assert messages[-1].errors[0].code == grpc.StatusCode.UNAVAILABLE.value[0] and messages[-1].draining
             late = stub.Session()
             assert (await late.read()).draining
-            # What the engine has put out comes before the end.
+            # The engine's events so far come before the end.
             harness.engine.stop()
             service.close()
             assert await call.read() is grpc.aio.EOF and await late.read() is grpc.aio.EOF
@@ -349,7 +349,7 @@ def test_the_room_in_the_queue_is_told_with_every_message() -> None:
         await asyncio.to_thread(target.began.wait)
         await call.write(submit(sequence("waiting")))
         await until(lambda: len(harness.engine._inbox) == 1)
-        # Heartbeats of before may be on their way.
+        # Earlier heartbeats may be on their way.
         while rooms[-1] != 1:
             rooms.append((await call.read()).queue_room)
         target.go_on.set()
@@ -374,7 +374,7 @@ def test_a_drain_without_events_is_told_before_the_next_heartbeat() -> None:
             service.drain()
             message = await call.read()
             while not message.draining:
-                # A heartbeat of before.
+                # An earlier heartbeat.
                 message = await call.read()
             assert not message.HasField("heartbeat")
             service.close()
@@ -383,14 +383,14 @@ def test_a_drain_without_events_is_told_before_the_next_heartbeat() -> None:
 
 
 class HeldTarget(HashTarget):
-    """A target whose step takes until it is let go."""
+    """A target whose step lasts until it is released."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB, 200, 4)
         self.began, self.go_on = threading.Event(), threading.Event()
 
     def hold(self) -> None:
-        """From the next step on."""
+        """Hold the target from the next step on."""
         self.began.clear()
         self.go_on.clear()
 

@@ -1,4 +1,7 @@
-"""Scores are believed at first and corrected by what comes of them; waits are a line over the depth."""
+"""Acceptance estimates start at the drafter's scores and follow what is accepted.
+
+Waits are fitted by a line over the depth.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def test_a_new_drafter_is_believed() -> None:
 
 @pytest.mark.parametrize("really", [0.1, 0.5, 0.9])
 def test_estimates_become_what_is_accepted(really: float) -> None:
-    """Whatever the drafter says of itself."""
+    """The drafter's own scores do not matter in the end."""
     estimates, rng = AcceptanceEstimates(), random.Random(1)
     score = math.log(0.75)
     for _ in range(2000):

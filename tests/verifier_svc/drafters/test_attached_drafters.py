@@ -1,4 +1,4 @@
-"""Drafters that come and go while sequences run: the text is that of plain decode, whoever drafts."""
+"""Drafters come and go while sequences run: the text stays that of plain decode."""
 
 from __future__ import annotations
 
@@ -127,14 +127,14 @@ def test_detached_in_the_middle_of_a_sequence_it_goes_on_root_only(temperature: 
 
     got = run_with(run, [one], {20: away})[0]
     assert_same(got, expected)
-    # Nothing of it was verified any more, not even the tree that was there, and it was asked nothing more.
+    # None of its trees was verified any more, not even the one at hand; it got no more requests.
     assert accepted_after(got, 0, 1) > 3
     assert drafter.num_requests == asked[0]
     finished = got.finished
     assert finished is not None
     assert accepted_after(got, 20 + TARGET.max_nodes, 1) == 0
     assert finished.speculation.fallback_steps >= len(got.token_ids) - 20 - TARGET.max_nodes
-    # One that names it later is served all the same.
+    # A request that names it later is served all the same.
     assert_same(run.run([one])[0], expected)
 
 
@@ -289,7 +289,7 @@ class Featured(ScriptedDrafter):
 
 
 def test_hidden_states_of_a_drafter_that_attaches_within_a_step() -> None:
-    """A bug once: the step had captured other states than it wants, and the engine died of it."""
+    """A bug once: the step had captured other states than the drafter wants; the engine died."""
     one = request(0.0, "merge")
     expected = plain(one)
     late = Featured(2)

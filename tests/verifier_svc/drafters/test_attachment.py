@@ -1,4 +1,4 @@
-"""What is true of one attachment is not true of the next."""
+"""A new attachment inherits nothing from the last one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCAB = 12
 
 
 def run_once() -> Harness:
-    """With one sequence in the middle of its output, whose drafter was asked in passing."""
+    """Return a harness with a sequence in mid-output and an unanswered scouting request."""
     run = Harness(
         HashTarget(VOCAB, 50, 4), vocab_size=VOCAB, num_blocks=50, block_size=4, drafters={"one": ScriptedDrafter({})}
     )
@@ -23,7 +23,7 @@ def run_once() -> Harness:
 
 
 def test_a_new_attachment_was_sent_nothing_and_answers_for_nothing() -> None:
-    """Nor is what the last attachment was asked in passing read from the new one."""
+    """The answer to the last attachment's scouting request is not read from the new one."""
     run = run_once()
     handle, source, (sequence,) = run.speculator.drafters[0], run.sources[0], run.scheduler.running
     old = handle.attachment

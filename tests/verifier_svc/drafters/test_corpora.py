@@ -1,4 +1,4 @@
-"""Corpora on their way through a verifier to real drafter services, and back to one that lost them by its death."""
+"""The verifier sends corpora to real drafter services, and again to one that lost them by dying."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.anyio
 
 @dataclass
 class Source:
-    """What is asked of a DraftSource here."""
+    """The part of a DraftSource that these tests use."""
 
     name: str
     algorithm: str = "NGRAM"
@@ -54,7 +54,7 @@ def ngram(max_tokens: int = 1000) -> NgramDrafter:
 
 @contextlib.asynccontextmanager
 async def serving(drafter: Drafter, path: Path) -> AsyncIterator[None]:
-    """A drafter process, but for the process."""
+    """Serve a drafter as a drafter process would, within this process."""
     thread = DrafterThread(lambda: drafter)
     server = rpc.async_server()
     rpc.bind(server, f"unix:{path}")
@@ -165,14 +165,14 @@ async def test_one_elsewhere_that_follows_a_drafter_in_this_process_gets_its_cor
         corpora.attach(cast("DraftSource", source), f"unix:{tmp_path}/d")
         source.num_attaches += 1
         keeping = asyncio.create_task(corpora.keep())
-        # Two texts, one behind the other.
+        # Two texts, one after the other.
         while follower.corpora.list() != (CorpusInfo("a", 3),):
             await asyncio.sleep(0.02)
         keeping.cancel()
 
 
 async def test_all_drafters_are_listed_unless_one_is_named(tmp_path: Path) -> None:
-    """One that was never attached may be of any kind, and is not waited for."""
+    """A drafter that was never attached may be of any kind; nobody waits for it."""
     inside, sources = ngram(), [Source("new", ""), Source("eagle", "EAGLE3"), Source("ngram"), Source("inside")]
     endpoints = [DrafterEndpoint(name=name, address=f"unix:{tmp_path / name}") for name in ("new", "eagle", "ngram")]
     corpora = DrafterCorpora(cast("list[DraftSource]", sources), endpoints, {"inside": inside})

@@ -1,4 +1,4 @@
-"""Ordinary steps that reach a drafter by device memory: when they do, and that all is as if the host had sent it."""
+"""Ordinary steps reach a drafter through device memory: when, and with the host's results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from verifier_svc.scheduling.sequence import Sequence as Running
 
 INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
 ORACLE = SpeculationOptions(drafter="oracle")
-# Each of them keeps its batch from running ahead of the host.
+# Each of these keeps its batch from overlapping with the host's work.
 ODD: dict[str, Callable[[Request], Request]] = {
     "logprobs": lambda request: replace(request, sampling=replace(request.sampling, logprobs=1)),
     "n-grams": lambda request: replace(request, speculation=SpeculationOptions(drafter="quick")),
@@ -48,7 +48,7 @@ def _no_runs_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def by_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From now on the host sends all."""
+    """Return a function that makes the host send everything from then on."""
     return lambda: monkeypatch.setattr(attachments, "can_feed", lambda rows, layout: False)
 
 
@@ -64,7 +64,7 @@ def facts(results: Sequence[Result]) -> list[object]:
 
 
 def run(requests: Sequence[Request], **options: Any) -> tuple[list[Result], OracleDrafter, Runs]:
-    """With a drafter that knows the texts and checks what it is sent, and one without a model."""
+    """Run with an oracle drafter, which checks what it is sent, and a drafter without a model."""
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
     sources: list[Any] = [oracle, TestSource("quick", ScriptedDrafter({}), INFO)]
@@ -77,14 +77,17 @@ def run(requests: Sequence[Request], **options: Any) -> tuple[list[Result], Orac
 
 
 def batch_with(odd: str) -> list[Request]:
-    """Four rows by the oracle that end one by one, in blocks that others get, and the odd one, which is the last."""
+    """Return four oracle rows and, last, the odd one.
+
+    The oracle's rows end one by one, and others get their blocks.
+    """
     made = [greedy(i, 5 + i, 14 + 9 * i, speculation=ORACLE) for i in range(4)]
     return [*made, ODD[odd](greedy(9, 7, 80, speculation=ORACLE))]
 
 
 @pytest.mark.parametrize("odd", list(ODD))
 def test_a_batch_that_cannot_run_ahead_is_sent_by_device_memory(odd: str, by_host: Callable[[], None]) -> None:
-    """With the same trees and hidden states as by the host. Final updates go there too."""
+    """Trees and hidden states are the host's; final updates go through device memory too."""
     requests = batch_with(odd)
     results, oracle, runs = run(requests)
     by_host()
@@ -93,16 +96,16 @@ def test_a_batch_that_cannot_run_ahead_is_sent_by_device_memory(odd: str, by_hos
     assert "fed" not in other.ways and other.hidden.keys() == oracle.hidden.keys()
     for place, row in oracle.hidden.items():
         assert (row == other.hidden[place]).all(), place
-    # The prompts are for the host to send, and final updates behind which nobody waits for a tree.
+    # The host sends the prompts, and final updates after which nobody waits for a tree.
     assert oracle.ways[0] == "host" and set(oracle.ways[1:-2]) == {"fed"}
     assert runs.num_ahead == 0
-    # One end after another, each forgotten once its final updates are sent.
+    # The rows end one after another; each is forgotten once its final update is sent.
     assert len(oracle.forgotten) >= 3
 
 
 @pytest.mark.parametrize("odd", list(ODD))
-def test_no_hidden_row_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those of the prompts, and a last one's."""
+def test_no_hidden_state_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the prompts' hidden states do, and the last sequence's."""
     fetched: list[int] = []
     requests = batch_with(odd)
     expected = plain(requests)
@@ -113,12 +116,15 @@ def test_no_hidden_row_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runner, "feature_rows", lambda rows: fetched.append(len(rows)) or fetch(rows))
     runs.harness.run(requests)
     assert fetched[0] == sum(len(request.prompt) for request in requests[: 5 - (odd == "n-grams")])
-    # What the last sequence ends with is sent while nobody waits for a tree.
+    # The last sequence's final update is sent while nobody waits for a tree.
     assert len(fetched) <= 3 and max(fetched[1:]) <= 4 and oracle.ways.count("fed") > 8
 
 
 def disturbances(runs: Runs, late: Sequence[Request], keys: list[SequenceKey]) -> Iterator[None]:
-    """A request each: now and then a request comes, or an abort of nobody's, which ends a run and nothing else."""
+    """Yield once for each request.
+
+    Now and then a request comes, or an abort of an unknown sequence, which only ends a run.
+    """
     for request in late:
         for _ in range(4):
             yield
@@ -130,9 +136,11 @@ def disturbances(runs: Runs, late: Sequence[Request], keys: list[SequenceKey]) -
         yield
 
 
-def test_changes_between_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs, steps by device memory and steps by the host in turn: each token is sent once, with its hidden state, and
-    trees are accepted as if there were one way."""
+def test_changes_between_all_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs, steps by device memory and steps by the host take turns.
+
+    Each token is sent once, with its hidden state; trees are accepted as with one transport.
+    """
     requests = [greedy(1, 6, 120, speculation=ORACLE), greedy(2, 9, 120, speculation=ORACLE)]
     late = [ODD["logprobs"](greedy(3 + i, 5, 14, speculation=ORACLE)) for i in range(3)]
     every = [*requests, *late]
@@ -176,7 +184,7 @@ def test_changes_between_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_whose_gate_is_shut_is_sent_beside_the_others() -> None:
-    """It wants no tree, and its hidden states are not fetched for later."""
+    """The row wants no tree, and its hidden states are not fetched for later."""
     requests = [
         ODD["logprobs"](greedy(1, 6, 60, speculation=ORACLE)),
         greedy(2, 6, 60, speculation=SpeculationOptions(drafter="oracle", max_draft_tokens=1)),
@@ -200,7 +208,7 @@ def test_a_step_that_says_more_than_a_seat_holds_goes_by_the_host(monkeypatch: p
     oracle = oracle_of(requests, expected)
 
     def tree(tokens: list[int]) -> tuple[list[int], list[int]]:
-        """As long a chain as may be: with what is sampled behind it, more than a memory's seat has room for."""
+        """Return the longest chain: with the bonus token, too much for a row of the memory."""
         chain = [tokens[-1], *text[len(tokens) : len(tokens) + NODES - 1]]
         return chain, list(range(-1, len(chain) - 1))
 
@@ -211,8 +219,10 @@ def test_a_step_that_says_more_than_a_seat_holds_goes_by_the_host(monkeypatch: p
 
 
 def test_a_drafter_that_has_not_answered_is_not_written_to(by_host: Callable[[], None]) -> None:
-    """Its stream may still read the memory of the step that it was late for. Once it has answered, the host sends it
-    what it missed, and then the device does again."""
+    """Its stream may still read the memory of the step that it was late for.
+
+    Once it has answered, the host sends it what it missed, and then the device sends again.
+    """
     requests = [ODD["logprobs"](greedy(1, 6, 60, speculation=ORACLE))]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
@@ -239,7 +249,7 @@ def test_a_drafter_that_has_not_answered_is_not_written_to(by_host: Callable[[],
     assert oracle.numbers == list(range(1, len(oracle.numbers) + 1))
 
 
-@pytest.mark.parametrize("when", ["before the request", "behind it"])
+@pytest.mark.parametrize("when", ["before the request", "after it"])
 def test_a_drafter_that_dies_in_a_step(when: str) -> None:
     requests = [ODD["logprobs"](greedy(i, 6, 40, speculation=ORACLE)) for i in range(2)]
     expected = plain(requests)
@@ -265,13 +275,13 @@ def test_a_drafter_that_dies_in_a_step(when: str) -> None:
         if number == 4:
             die()
 
-    if when == "behind it":
+    if when == "after it":
         oracle.answer = dies_and_says_nothing  # type: ignore[method-assign]
     else:
         attachment.order.signal_step = signal_and_die  # type: ignore[method-assign]
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    # The new attachment is sent all by the host, and goes on from there.
+    # The host sends everything to the new attachment, which goes on from there.
     after = oracle.ways[len(before) :]
     assert oracle.num_attaches == 2 and after[0] == "host" and after.count("fed") > 3
 
@@ -280,7 +290,7 @@ SEATS_OF_THREE = ResidentLayout(seats=4, tokens=3, nodes=4, hidden_width=3, hidd
 
 
 class SentRows:
-    """Rows of sequences that a drafter knows some tokens of."""
+    """Rows of sequences of which a drafter has some tokens."""
 
     def __init__(self, layout: ResidentLayout = SEATS_OF_THREE) -> None:
         self.layout = layout
@@ -315,7 +325,7 @@ def test_what_a_step_leaves_in_the_memory(device: str) -> None:
     for number in (1, 2):
         feed.place(rows, memory, number)
         assert memory.stamp.tolist() == [number]
-        # The last one's sequence has ended; nobody sits in the fourth seat.
+        # The last row's sequence has ended; the fourth batch row is empty.
         assert memory.counts.tolist() == [3, 1, 2, 0] and memory.num_left.tolist() == [5, 1, 0, 0]
         assert memory.lengths[:3].tolist() == [10, 8, 9]
         tokens = memory.new_tokens.tolist()
@@ -334,7 +344,7 @@ def test_what_a_memory_cannot_take() -> None:
     for bad in (
         sent.row(1, 9, [1, 2, 3, 4], [7, 8, 9, 3]),
         sent.row(1, 9, [], []),
-        # The first token of all: a prompt that nothing is known of.
+        # The first token of all: the drafter knows nothing of this prompt.
         sent.row(1, 2, [1, 2], [7, 8]),
         sent.row(1, 9, [1, 2], [7]),
         sent.row(0, 9, [1], [3]),
@@ -343,7 +353,7 @@ def test_what_a_memory_cannot_take() -> None:
     ):
         assert not can_feed([good, bad], sent.layout), bad
     assert not can_feed([sent.row(slot, 9, [1], [3]) for slot in range(5)], sent.layout)
-    # Without hidden states nothing says that the blocks of one that has ended are not others' by now.
+    # Without hidden states nothing says whether an ended sequence's blocks are still its own.
     bare = sent.layout._replace(hidden_width=0)
     ended = good._replace(hidden=[], generation=5)
     assert can_feed([good._replace(hidden=[])], bare) and not can_feed([ended], bare)
@@ -359,7 +369,10 @@ def test_a_request_names_the_blocks_that_are_not_known(sent: int, blocks: list[i
 
 
 def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: Path) -> None:
-    """Nobody waits longer than a draft may take, and the memory is left alone until all is answered."""
+    """Nobody waits longer than a draft may take.
+
+    The memory is left alone until everything is answered.
+    """
     address = f"unix:{tmp_path}/d.sock"
     sent = SentRows(LAYOUT)
     with client_of(address) as client, process_at(address) as process:
@@ -372,7 +385,7 @@ def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: P
         assert attachment is not None
 
         def post(place: int) -> tuple[bool, list[list[int]]]:
-            """Whether it went by device memory; the trees."""
+            """Return whether it went through device memory, and the trees."""
             rows = [sent.row(slot, 9, [7, 5 + slot], [0, place + slot]) for slot in range(3)]
             attachment.post(rows, may_feed=True)
             assert attachment._posted is not None

@@ -1,4 +1,4 @@
-"""Which attachments get device memory, in the process and out of it, and steps through it with a drafter's process."""
+"""Which attachments get device memory, in one process and across two, and steps through it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG_S = 600.0
 
 
 class Boastful(MirrorDrafter):
-    """Names the device, and takes no memory there."""
+    """A drafter that names the device and takes no memory there."""
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
         return DrafterNeeds(device=DEVICE, resident=True)
@@ -85,7 +85,10 @@ def attached(client: DrafterClient) -> DraftTransport:
 
 
 def commit(memory: ResidentMemory, number: int, seats: int) -> None:
-    """The results of a step: each seat's last token is ``100 * number + seat``, its hidden row two times the seat."""
+    """Write the results of a step.
+
+    Each row's last token is ``100 * number + seat``; its hidden state is two times the row.
+    """
     for seat in range(seats):
         count = 1 + (number + seat) % LAYOUT.tokens
         memory.counts[seat] = count
@@ -99,7 +102,7 @@ def expected_tree(number: int, seat: int) -> list[int]:
 
 
 def run_steps(transport: DraftTransport, first: int, count: int) -> None:
-    """A run over two seats, each request posted before its step's results are there."""
+    """Run over two batch rows; post each request before its step's results are there."""
     memory = transport.resident
     assert memory is not None and memory.layout == LAYOUT
     for number in range(first, first + count):
@@ -173,7 +176,7 @@ def test_a_killed_drafter_leaves_the_memory_to_those_who_use_it_and_lets_them_go
             process.wait()
             assert not transport.is_open()
         until(lambda: client.transport is None)
-        # The client's own thread has closed the transport, or is at it.
+        # The client's own thread has closed the transport, or is closing it.
         order.await_draft(3)
         commit(memory, 3, 2)
         assert int(memory.stamp) == 3 and int(memory.draft_stamp) == 2

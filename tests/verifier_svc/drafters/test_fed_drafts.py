@@ -1,7 +1,7 @@
-"""A batch with a model on the target's device, of which one row has a grammar and one logprobs.
+"""A batch drafted by a model on the target's device; one row has a grammar, one has logprobs.
 
-Hidden states never leave the device, and trees are those of a drafter that the host sends to. On a GPU, or in Triton's
-interpreter.
+Hidden states never leave the device. Trees equal those of a drafter that the host sends to. Runs
+on a GPU, or in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.oracle_drafter import way_of
 from verifier_svc.drafters import attachment as attachments
 from verifier_svc.sampling.grammar import compile_grammar
 
-# A row of a reply: tokens before the tree, tokens and parents of it.
+# A row of a reply: the tokens before the tree, the tree's tokens, and its parents.
 Tree = tuple[int, list[int], list[int]]
 
 
@@ -39,7 +39,7 @@ def requests_for(target: Target) -> list[Request]:
 
 
 def run(target: Target, kind: str, device: str) -> tuple[list[Result], list[str], list[list[Tree]], SeenHarness]:
-    """Results, how each request came, and the trees of all of them."""
+    """Return the results, how each request came, all trees, and the harness."""
     harness = on_device.harness(target, KINDS[kind][1], device, num_steps=2)
     ways: list[str] = []
     trees: list[list[Tree]] = []
@@ -79,7 +79,7 @@ def test_trees_are_those_of_a_drafter_that_the_host_tells(
         assert result.finished is not None and other.finished is not None
         assert result.finished.speculation == other.finished.speculation
     assert trees == other_trees
-    # The prompts, and what is sent while nobody waits, are the host's; a draft model's final updates too.
+    # The host sends prompts, requests that nobody waits for, and a draft model's final updates.
     assert ways.count("fed") >= 2 and "fed" not in other_ways
     assert ways[0] == "host" and ways[1:3] == ["fed", "fed"] and ways.count("host") <= 4
     assert sum(drafter.counters.num_accepted_tokens for drafter in harness.speculator.drafters) > 0

@@ -1,6 +1,6 @@
-"""A drafter inside the verifier's process: when it is attached, left alone, and asked for its figures.
+"""A drafter in the verifier's process: when it is attached, left alone, asked for its figures.
 
-What it has in common with drafters elsewhere is tested in test_drafter_client.py.
+test_remote.py tests what it has in common with drafters elsewhere.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_a_drafter_attaches_at_start_and_once() -> None:
 
 
 class Gauging(MirrorDrafter):
-    """Says how many requests it saw; raises where it is asked to."""
+    """A drafter that reports how many requests it saw, and raises where a test asks for it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Drafters that lie, stall and die, over every transport, under an engine: the text stays, each fault is counted, the
-circuit opens, and a drafter that behaves again is used again.
+"""Drafters lie, stall and die under an engine, over every transport.
+
+The text stays, each fault is counted, the circuit opens, and a drafter that behaves again is used
+again.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def source_of(bent: Bent, transport: str, folder: Path) -> Iterator[DraftSource]
 
 
 def wait_arrived(source: DraftSource) -> None:
-    """A stream's reply is on its way when it has been given; a real target's step outlasts the rest of its way."""
+    """Wait until a stream's reply has arrived, as it would have during a real target's step."""
     transport, deadline = source.transport, time.monotonic() + 0.02
     while isinstance(transport, StreamTransport) and transport._replies.empty() and time.monotonic() < deadline:
         time.sleep(0.0002)
@@ -100,12 +102,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def bent_columns(**changes: Callable[[DraftBatch], Any]) -> Lie:
-    """The honest reply with columns replaced."""
+    """Return a lie: the honest reply with columns replaced."""
     return lambda request, batch: replace(batch, **{name: change(batch) for name, change in changes.items()})
 
 
 def with_item(name: str, index: int, value: int) -> Lie:
-    """A chain of two below each root, in which item ``index`` of each row's ``name`` is ``value``."""
+    """Return a lie: two nodes below each root, and item ``index`` of ``name`` is ``value``."""
 
     def lie(request: DraftRequest, batch: DraftBatch) -> DraftBatch:
         return trees(request, batch, **{name: (index, value)})
@@ -169,7 +171,7 @@ ARENA_LIES: dict[str, Lie] = {
     "zeroes": lambda request, batch: b"\0",
     "all ones": lambda request, batch: b"\xff",
     "text": lambda request, batch: b"garbage ",
-    # The header of this reply over the trees of no reply.
+    # The header of this reply over trees that belong to no reply.
     "a torn reply": lambda request, batch: (
         np.array([batch.epoch, batch.step_id], "<u8").tobytes()
         + np.array([request.num_rows, 3 * request.num_rows], "<u4").tobytes()
@@ -193,7 +195,7 @@ def test_garbage_in_the_arena_costs_root_only_steps_and_a_counter(
 
 
 def assert_survives(lie: Lie, transport: str, expected: list[Result], folder: Path) -> None:
-    """The text is that of plain decode while it lies; the circuit opens; afterwards its drafts are accepted."""
+    """Assert plain decode's text during lies, an open circuit, and accepted drafts afterwards."""
     bent = Bent(scripted(expected), lie, 0)
     with source_of(bent, transport, folder) as source:
         run = harness(source, timeout_s=600.0)
@@ -204,7 +206,7 @@ def assert_survives(lie: Lie, transport: str, expected: list[Result], folder: Pa
             nonlocal began_to_lie
             if not began_to_lie and counters.num_accepted_tokens:
                 began_to_lie, bent.lies_left = True, NUM_LIES
-            # A drafter with time to answer between two steps, as a real target gives it.
+            # The drafter has time to answer between two steps, as a real target gives it.
             if transport != "in-process" and bent.handled.wait(0.02):
                 wait_arrived(source)
             bent.handled.clear()
@@ -216,7 +218,7 @@ def assert_survives(lie: Lie, transport: str, expected: list[Result], folder: Pa
             got = run.run(REQUESTS, every_step=next_reply)
             assert [result.token_ids for result in got] == [result.token_ids for result in expected]
             fallback_steps += sum(r.finished.speculation.fallback_steps for r in got if r.finished)
-            # Of requests that ran after the circuit had closed again.
+            # Counted for requests that ran after the circuit had closed again.
             num_accepted = counters.num_accepted_tokens - before if attached >= 2 and not bent.lies_left else 0
         run.drain()
         assert counters.num_rejected_drafts + source.num_rejected > 0
@@ -224,8 +226,8 @@ def assert_survives(lie: Lie, transport: str, expected: list[Result], folder: Pa
         assert source.state == "attached"
 
 
-def test_ids_that_are_never_sampled_are_only_never_accepted(expected: list[Result], tmp_path: Path) -> None:
-    """Beyond the tokenizer's ids the output head has padding: valid rows of the embedding, but of no token."""
+def test_padding_ids_are_legal_and_never_accepted(expected: list[Result], tmp_path: Path) -> None:
+    """The output head is padded beyond the tokenizer's ids: embedding rows without a token."""
     limit = VOCAB - 4
     plain = harness(token_limit=limit).run([request.plain() for request in REQUESTS])
     bent = Bent(scripted(plain), with_item("tokens", 1, VOCAB - 1), 10**6)
@@ -238,14 +240,14 @@ def test_ids_that_are_never_sampled_are_only_never_accepted(expected: list[Resul
 
 
 def test_only_scores_could_be_no_numbers() -> None:
-    """Those that are none are among the lies above."""
+    """Replies whose scores are not numbers are among the lies above."""
     fields = drafter_pb2.DraftResponse.DESCRIPTOR.fields
     floats = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_MESSAGE)
     assert [field.name for field in fields if field.cpp_type in floats] == ["scores"]
 
 
 class Clock:
-    """Time that passes only when somebody waits or a step runs."""
+    """A clock that moves only when somebody waits or a step runs."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -255,7 +257,10 @@ class Clock:
 
 
 class SlowSource:
-    """An in-process drafter to wait for: each awaited draft takes ``delay_s`` of the clock, scouted ones are late."""
+    """An in-process drafter to wait for.
+
+    Each awaited draft takes ``delay_s`` of the clock; scouted drafts are late.
+    """
 
     transport_name = "in-process"
     address = ""
@@ -294,7 +299,7 @@ TIMEOUT_S = 0.2
 
 
 def slow_run(drafter: ScriptedDrafter, **sizes: Any) -> tuple[Harness, SlowSource, Clock]:
-    """An engine whose plain step takes a millisecond of the clock."""
+    """Return an engine whose plain step takes a millisecond of the clock."""
     clock = Clock()
     source = SlowSource(drafter, clock, TIMEOUT_S)
     costs = {1: STEP_S, 256: STEP_S * 1.001}
@@ -311,7 +316,7 @@ def tick_fast(clock: Clock) -> Callable[[Harness], None]:
 
 @pytest.mark.parametrize("share_of_timeout", [0.05, 0.2, 0.9])
 def test_a_slow_drafter_is_hardly_waited_for_and_used_again_once_it_is_fast(share_of_timeout: float) -> None:
-    """Also one that never misses a time-out: what it costs is bounded, whatever is accepted."""
+    """The cost is also bounded for a drafter that never misses a time-out, whatever is accepted."""
     sizes: dict[str, Any] = {"max_model_len": 2048}
     long = replace(REQUESTS[0], sampling=replace(REQUESTS[0].sampling, max_tokens=1500))
     (plain,) = harness(**sizes).run([long.plain()])
@@ -327,7 +332,7 @@ def test_a_slow_drafter_is_hardly_waited_for_and_used_again_once_it_is_fast(shar
 
     (got,) = run.run([long], every_step=tick)
     assert got.token_ids == plain.token_ids
-    # The budget at hand, one wait that overdraws it, and the share of the time.
+    # The budget at hand, one wait that overdraws it, and the budget's share of the time.
     affordable_s = (AFFORDABLE_TIMEOUTS + 1) * TIMEOUT_S + AFFORDABLE_SHARE * (clock.now - began)
     worth_s = len(late) * (TARGET.max_nodes - 1) * STEP_S * 1.01
     assert late and sum(late) < affordable_s + worth_s
@@ -358,7 +363,7 @@ def test_a_drafter_that_stops_opens_the_circuit_within_the_first_time_outs(expec
             every_step=tick,
         )
         assert [result.token_ids[:60] for result in got] == [result.token_ids for result in expected]
-    # What the new attachment waited for is paid from what is left of the budget.
+    # Waits for the new attachment are paid from the rest of the budget.
     assert stopped_at and 0 < len(late) <= AFFORDABLE_TIMEOUTS + 1
     assert detached_at - stopped_at < 1.0
     run.drain()

@@ -1,4 +1,4 @@
-"""Drafters attached and detached over real gRPC, at a verifier that serves: real n-gram drafter services."""
+"""Real n-gram drafter services attach and detach over real gRPC while a verifier serves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from verifier_svc.service import VerifierService
 pytestmark = pytest.mark.anyio
 VOCAB = 40
 NUM_TOKENS = 150
-# As the harness has it.
+# As in the harness.
 EPOCH = 41
 TARGET = TargetInfo("test", VOCAB, max_model_len=256, max_slots=8, max_nodes=8, block_size=4, num_blocks=200)
 
@@ -49,7 +49,7 @@ def ngram() -> NgramDrafter:
 
 @contextlib.asynccontextmanager
 async def serving(drafter: Drafter, address: str) -> AsyncIterator[None]:
-    """A drafter process, but for the process."""
+    """Serve a drafter as a drafter process would, within this process."""
     thread = DrafterThread(lambda: drafter)
     server = rpc.async_server()
     rpc.bind(server, address)
@@ -92,7 +92,7 @@ class Verifier:
     async def generate(
         self, drafter: str = "auto", *, enabled: bool = True, **more: Any
     ) -> tuple[list[int], list[int]]:
-        """Output and sources."""
+        """Return the output and the token sources."""
         options = common_pb2.SpeculationOptions(drafter=drafter, enabled=enabled)
         sampling = common_pb2.SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
         message = verifier_pb2.Sequence(
@@ -158,7 +158,7 @@ async def test_attached_used_detached_and_attached_again(verifier: Verifier, tmp
         state = await verifier.attach("late", address, transport)
         assert (state.name, state.transport) == ("late", transport) and state.state in ("connecting", "attached")
         await verifier.until("late", "attached")
-        # What is drafted from is what it has learnt by then: the same text twice.
+        # The drafter drafts from what it has learnt by then: the same text twice.
         outputs = [await verifier.generate("late", prediction_token_ids=plain) for _ in range(2)]
         assert [ids for ids, _ in outputs] == [plain, plain]
         assert sum(outputs[0][1]) > 20 and set(outputs[1][1]) == {0, 1}
@@ -250,7 +250,7 @@ async def test_a_name_that_is_taken_and_one_that_is_not(verifier: Verifier, tmp_
 
 
 async def test_names_in_requests(verifier: Verifier) -> None:
-    """Unknown is a mistake, but not of a sequence that began where the name was known: it goes on."""
+    """An unknown name is refused; a sequence that began while the name was known goes on."""
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
         await verifier.generate("a")
     assert unknown.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -298,7 +298,7 @@ async def test_corpora_follow_a_name_to_its_next_drafter(verifier: Verifier, tmp
         with pytest.raises(grpc.aio.AioRpcError) as gone:
             await held("a")
         assert gone.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        # One that holds no corpora is sent none.
+        # A drafter that holds no corpora is sent none.
         await verifier.attach("a", other)
         await verifier.until("a", "attached", num_attaches=2)
         await verifier.detach("a")

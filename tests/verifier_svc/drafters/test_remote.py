@@ -1,4 +1,7 @@
-"""One suite over all transports: arena and stream against a drafter in a process of its own, and in-process."""
+"""One suite over all transports.
+
+Arena and stream run against a drafter in a process of its own; the third runs in this process.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ KINDS: tuple[Kind, ...] = (*PROCESS_KINDS, "in-process")
 TARGET = TargetInfo(model_fingerprint="m", vocab_size=1000, max_model_len=1024, max_slots=6, max_nodes=16)
 EPOCH = 11
 TOKEN_CAPACITY = 16
-# Nothing here waits so long: a test that hangs fails by the suite's time limit instead.
+# Nothing here waits so long: the suite's time limit ends a test that hangs.
 LONG_S = 600.0
 SHORT_S = 0.05
 
@@ -64,7 +67,7 @@ class DrafterProcess:
         self._process = subprocess.Popen(command, env=environment)
 
     def stop(self) -> None:
-        """Returns when every thread has stopped: a signal takes its time."""
+        """Stop the process; return when every thread has stopped, as a signal takes its time."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         threads = Path(f"/proc/{self._process.pid}/task")
@@ -88,7 +91,7 @@ class DrafterProcess:
 
 
 def _state(thread: Path) -> str:
-    """R, S, T, ... as the kernel names it; X, dead, also where it is gone."""
+    """Return the thread's state as the kernel names it: R, S, T, ...; X (dead) if it is gone."""
     try:
         return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -96,7 +99,7 @@ def _state(thread: Path) -> str:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread or process is about to do; the suite's time limit ends a wait in vain."""
+    """Wait for another thread or process; the suite's time limit ends a wait in vain."""
     while not condition():
         time.sleep(0.005)
 
@@ -163,7 +166,7 @@ def test_attached_source_says_what_it_is(source: DraftSource, request: pytest.Fi
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=draft_requests())
 def test_every_column_arrives_and_every_tree_comes_back(source: DraftSource, request: DraftRequest) -> None:
-    """Also of requests beyond the capacity, which arrive in parts."""
+    """Requests beyond the capacity arrive in parts."""
     request = with_epoch(request)
     transport = attached(source)
     transport.release(range(TARGET.max_slots))
@@ -282,7 +285,7 @@ def test_a_killed_drafter_is_noticed_at_once_and_attached_again(
         killer = threading.Timer(SHORT_S, process.kill)
         assert transport.is_open(), "it only stands still"
         killer.start()
-        # It is not the time-out that ends this.
+        # Something other than the time-out ends this.
         with pytest.raises(TransportClosedError):
             transport.receive(LONG_S)
         killer.join()
@@ -305,7 +308,7 @@ def test_a_killed_drafter_is_noticed_at_once_and_attached_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROCESS_KINDS)
 def test_a_drafter_that_is_restarted_in_a_loop_is_attached_in_the_end(kind: Kind, tmp_path: Path) -> None:
-    """It dies while it starts, while it is attached to, and in use."""
+    """It dies while it starts, while it is being attached, and in use."""
     process = DrafterProcess(tmp_path)
     with client_of(process.address, kind) as client:
         attached(client)
@@ -406,14 +409,14 @@ def test_nothing_stays_open_or_running(kind: Kind, process: DrafterProcess) -> N
     descriptors, threads = num_open()
     for _ in range(4):
         attach_once()
-    # gRPC closes its sockets and ends its threads behind a channel's close.
+    # gRPC closes its sockets and ends its threads after a channel has closed.
     until(lambda: num_open()[0] <= descriptors and num_open()[1] <= threads)
     folder = Path(process.address.removeprefix("unix:")).parent
     assert [path.name for path in folder.iterdir()] == ["d.sock"]
 
 
 class LyingDrafter(drafter_pb2_grpc.DrafterServiceServicer):
-    """Fails the verifier in the way that its test sets."""
+    """A service that fails the verifier in the way that its test sets."""
 
     def __init__(self) -> None:
         self.digest = b""
@@ -481,10 +484,10 @@ def test_a_drafter_that_fails_its_self_test_is_refused_loudly(
     assert len([text for text in warnings if reason in text and f"over {kind}" in text]) == 1
 
 
-def test_only_one_that_cannot_be_reached_is_looked_for_often(
+def test_only_an_unreachable_drafter_is_looked_for_often(
     liar: tuple[LyingDrafter, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not one that answers, and then is unavailable each time."""
+    """A drafter that answers and then is unavailable each time is not."""
     asked: list[bool] = []
     next_backoff_s = CircuitBreaker.next_backoff_s
 
@@ -563,7 +566,7 @@ def test_gauges_are_looked_at_in_the_background_and_gone_with_the_attachment(
     transport = attached(client)
     until(lambda: "requests" in client.gauges)
     process.stop()
-    # The drafter is silent. Whoever gives it up meanwhile is not kept waiting for its gauges.
+    # The drafter is silent. Giving it up meanwhile does not wait for its gauges.
     for _ in range(MAX_CONSECUTIVE_FAILURES):
         client.report_failure("late")
     until(lambda: client.gauges == {})

@@ -24,12 +24,12 @@ def row(shape: Shape, sampling: SamplingParams, new_tokens: int = 2) -> Row:
         (SamplingParams(temperature=0.7, top_k=3), True),
         (SamplingParams(temperature=0.7, top_p=0.9), True),
         (SamplingParams(temperature=0.7, min_p=0.1), True),
-        # What is greedy needs no cut.
+        # Greedy rows need no cut.
         (SamplingParams(temperature=0.0, top_k=3), False),
     ],
 )
 def test_trees_with_cuts_are_a_kind_of_their_own(sampling: SamplingParams, is_filtered: bool) -> None:
-    """Their graphs have other kernels."""
+    """Graphs of trees with cuts have other kernels."""
     plain = row(CHAIN, SamplingParams(temperature=0.0))
     for is_resident in (False, True):
         kind = RequestKind.of([plain, row(CHAIN, sampling)], is_resident=is_resident)

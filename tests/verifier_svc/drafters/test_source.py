@@ -25,8 +25,8 @@ def test_backoff_doubles_and_starts_over_after_a_success() -> None:
     assert [breaker.next_backoff_s() for _ in range(2)] == [FIRST_BACKOFF_S, 0.2]
 
 
-def test_one_that_is_not_there_is_looked_for_often() -> None:
-    """And its absence neither lengthens nor ends the backoff of its faults."""
+def test_an_absent_drafter_is_looked_for_often() -> None:
+    """Its absence neither lengthens nor ends the backoff of its faults."""
     breaker = CircuitBreaker()
     backoffs = [breaker.next_backoff_s(is_absent=True) for _ in range(6)]
     assert backoffs == [FIRST_BACKOFF_S, 0.2, 0.4, *[MAX_ABSENT_BACKOFF_S] * 3]

@@ -1,4 +1,4 @@
-"""``--attention-backend``: what is asked for is what runs, or the verifier says that it cannot."""
+"""``--attention-backend`` runs the backend asked for, or the verifier refuses to start."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def settings(folder: Path, *, chunk: int = BLOCK, **fields: Any) -> VerifierSett
 
 @pytest.fixture
 def _present(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer, in plain PyTorch and for any model."""
+    """Put a FlashInfer in plain PyTorch in place, for any model."""
     monkeypatch.setattr(attention_choice, "obstacle", lambda *_: None)
     monkeypatch.setitem(sys.modules, "flashinfer", plain_flashinfer)
 
@@ -104,7 +104,7 @@ def test_which_passes_it_takes(
     gpu: Backend,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """``auto`` says why where it does without."""
+    """``auto`` says why it does without FlashInfer."""
     caplog.set_level(logging.INFO)
     asked = settings(folder, chunk=chunk, attention_backend=wanted, numerics=numerics)
     assert flashinfer_passes(asked, config, torch.float32, gpu, announce=True) == expected
@@ -148,7 +148,7 @@ def test_where_it_does_not_compile_auto_does_without(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Another version may lack what this one has."""
+    """Another version may lack functions that foretoken calls."""
 
     def fail(*_: object) -> None:
         raise kind("much output" * 1000 + "Could not find nvcc")

@@ -1,4 +1,4 @@
-"""Step costs are measured within the context and the cache, however small."""
+"""Calibration measures step costs within the context and the cache, however small."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verifier_svc.model.calibration import measure_step_costs, row_counts
 
 
 class Recorder:
-    """Takes a batch's positions and slots down."""
+    """A target that records each batch's positions and KV slots."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -40,8 +40,8 @@ def test_no_position_outside_of_the_context(num_tokens: int) -> None:
     assert recorder.last_slot < num_tokens
 
 
-def test_what_disturbs_it_for_a_moment_is_not_taken_for_the_cost_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes take a second a row, and a hundred more for as long as three of each size take."""
+def test_a_short_disturbance_is_not_taken_for_the_cost_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes take a second a row, and a hundred more during the first three of each size."""
     clock, num_passes = 0.0, 0
 
     class Slow(Recorder):

@@ -1,4 +1,4 @@
-"""What a runner does at its start."""
+"""The device runner compiles at its start what it needs later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
 def attention_kernel(seqs: int, max_seq_rows: int, context: int, max_model_len: int) -> Hashable:
-    """What tells the kernel of such a batch from others."""
+    """Return the key of the attention kernel that such a batch needs."""
     most_keys = min(table_bucket(-(-context // BLOCK)) * BLOCK, max_model_len) + 64
     rows = 1 << (max_seq_rows - 1).bit_length()
     tile = attention._tile(seqs, rows, NUM_KV_HEADS, NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, False, most_keys)
@@ -33,7 +33,7 @@ def attention_kernel(seqs: int, max_seq_rows: int, context: int, max_model_len: 
 
 @pytest.mark.parametrize("max_model_len", [1024, 2048, 131072])
 def test_decode_finds_its_attention_compiled(max_model_len: int) -> None:
-    """Whatever the sequences, their trees and contexts."""
+    """The number of sequences, their trees and contexts do not matter."""
     compiled: set[Hashable] = set()
 
     def forward(batch: ForwardBatch) -> None:

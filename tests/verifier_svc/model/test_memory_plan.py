@@ -1,4 +1,4 @@
-"""The memory plan refuses what the start would: by flag, before anything is loaded."""
+"""The memory plan names the flag at fault before anything is loaded."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_progress_that_was_shown_is_shown_to_its_end(capsys: pytest.CaptureFixtu
     show(3, 3, "checking")
     show(1, 1, "loading")
     assert capsys.readouterr().err == "verifier: checking 66%\nverifier: checking 100%\n"
-    # Where nothing is known between beginning and end.
+    # Nothing is known between beginning and end.
     now = 2.0
     show(0, 1, "timing")
     show(1, 1, "timing")

@@ -1,4 +1,4 @@
-"""``--numerics``: what is asked for is what runs, or the verifier says that it cannot."""
+"""``--numerics`` runs the arithmetic asked for, or the verifier refuses to start."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def on_device(folder: Path, device: str, strict: bool) -> DeviceRunner:
 
 @pytest.mark.usefixtures("strict_products")
 def test_a_device_is_strict_where_that_is_wanted(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check is the CPU's, with trees: attention in another order is found. Fingerprints tell all of these apart."""
+    """The check is the CPU's, with trees: it finds attention in another order.
+
+    Fingerprints tell all of these apart.
+    """
     strict, fast = on_device(folder, device, True), on_device(folder, device, False)
     assert (strict.mode, fast.mode) == ("strict", "fast")
     on_cpu = ModelRunner(folder, threads=1, block_size=BLOCK, num_blocks=1)

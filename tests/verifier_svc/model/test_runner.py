@@ -106,7 +106,7 @@ def test_rows_that_depend_on_their_batch_mean_fast_mode_and_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A kernel that adds in another order from nine rows on, as a matrix library does, or in a tree."""
+    """Use a kernel that adds in another order in a tree, or, as libraries do, in nine rows."""
     runner = build(folder)
     strict_fingerprint = runner.fingerprint
     plain = runner._model.forward
@@ -125,7 +125,7 @@ def test_rows_that_depend_on_their_batch_mean_fast_mode_and_a_warning(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_committed_path_is_plain_text(folder: Path, dtype: str) -> None:
-    """After the commit of path 0-2-4 the next rows have the bits they have where no tree ever was."""
+    """After the commit of path 0-2-4 the next rows have the same bits as without any tree."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, 40)
     parents = np.array([-1, 0, 0, 1, 2], np.int32)
     nodes = np.array([tokens[20], 1, tokens[21], 2, tokens[22]])

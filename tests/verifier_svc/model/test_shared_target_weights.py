@@ -1,5 +1,7 @@
-"""Which drafters read the verifier's own embedding and head: drafters' processes of both kinds of kernels, attached by
-the verifier's client to targets of both."""
+"""Which drafters read the verifier's own embedding and head.
+
+The verifier's client attaches drafter processes with either kind of kernels to targets of either.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ TEXT = [int(token) for token in torch.randint(0, VOCAB, (9,), generator=torch.Ge
 
 
 class Trees(NamedTuple):
-    """What is drafted with the target's head, and with its negative."""
+    """Trees drafted with the target's head, and with its negative."""
 
     plain: list[int]
     negated: list[int]
@@ -52,7 +54,7 @@ class Trees(NamedTuple):
 
 @pytest.fixture(name="gpu", scope="module")
 def _gpu(device: str) -> Backend:
-    """Kernels of the GPU, or of the interpreter."""
+    """Return the backend with the GPU's kernels, or the interpreter's."""
     return Backend("gpu", torch.device("cuda", 0) if device == "cuda" else torch.device(device))
 
 
@@ -76,7 +78,7 @@ def request(slot: int) -> Row:
 
 @pytest.fixture(name="expected", scope="module")
 def _expected(folder: Path, target: TargetInfo) -> Trees:
-    """By a drafter on the CPU with weights of its own."""
+    """Return the trees of a drafter on the CPU with weights of its own."""
     weights = load_target_weights(folder / "target", load_config(folder / "target"))
     found = []
     for head in (weights.head, -weights.head):
@@ -135,7 +137,7 @@ def tree_of(client: DrafterClient | InProcessClient, slot: int) -> list[int]:
 
 
 def check(client: DrafterClient | InProcessClient, runner: TargetModel, expected: Trees, *, is_shared: bool) -> None:
-    """Whether the drafter's head is the runner's own: what is done to the one shows in the other's trees."""
+    """Assert whether the drafter's head is the runner's: changing one changes the other's trees."""
     assert tree_of(client, 0) == expected.plain
     runner.weights.head.neg_()
     assert tree_of(client, 1) == (expected.negated if is_shared else expected.plain)

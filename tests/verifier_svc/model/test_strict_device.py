@@ -1,4 +1,4 @@
-"""Strict numerics on a GPU (or in Triton's interpreter): speculation changes no bit of a text's logits."""
+"""Strict numerics on a GPU or in Triton's interpreter: speculation changes no bit of the logits."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> RandomTarget:
 def drafted(
     target: RandomTarget, texts: list[list[int]], requests: list[Request], device: str, *, dtype: str, overlap: bool
 ) -> tuple[list[Result], SeenHarness, OracleDrafter]:
-    """All requests at once, their prompts in chunks, with drafts of what comes beside what does not. The drafter holds
-    every hidden state that it is told twice to one value."""
+    """Run all requests at once, prompts in chunks, with right and wrong drafts.
+
+    The drafter checks that a hidden state that it is sent twice has one value.
+    """
     oracle = OracleDrafter(
         texts,
         device,
@@ -65,8 +67,11 @@ def strict_harness(target: RandomTarget, device: str, **options: Any) -> SeenHar
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_drafts_change_no_bit(target: RandomTarget, dtype: str, device: str) -> None:
-    """Against each text by itself in plain decode with its prompt as one chunk: logprobs of what steps write that wait
-    for the host, and hidden states of what those write that run ahead, which know no logprobs."""
+    """Compare with each text alone, in plain decode, its prompt as one chunk.
+
+    Steps that wait for the host are compared by logprobs. Overlapped steps have no logprobs, so
+    they are compared by hidden states.
+    """
     params = [
         SamplingParams(temperature=0.0, max_tokens=9, logprobs=3),
         SamplingParams(temperature=0.9, seed=5, max_tokens=7, presence_penalty=0.4, logprobs=3),
@@ -75,7 +80,7 @@ def test_drafts_change_no_bit(target: RandomTarget, dtype: str, device: str) -> 
     alone = strict_harness(target, device, dtype=dtype, overlap=False, prefix_cache=False)
     plain = [alone.run([request.plain()])[0] for request in requests]
     texts = [[*request.prompt, *result.token_ids, 3] for request, result in zip(requests, plain, strict=True)]
-    waited, harness, told = drafted(target, texts, requests, device, dtype=dtype, overlap=False)
+    waited, harness, drafter = drafted(target, texts, requests, device, dtype=dtype, overlap=False)
     for expected, got in zip(plain, waited, strict=True):
         assert_bits(expected, got)
         assert got.finished is not None and len(got.logprobs) == len(got.token_ids) > 6
@@ -83,11 +88,11 @@ def test_drafts_change_no_bit(target: RandomTarget, dtype: str, device: str) -> 
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert harness.engine.counters.num_resident_steps == 0
 
-    # By itself, so that its steps are of other sizes too.
+    # Alone, so that its steps have other sizes too.
     request = replace(requests[0], sampling=replace(params[0], logprobs=None))
     (got,), harness, again = drafted(target, texts, [request], device, dtype=dtype, overlap=True)
     assert got.token_ids == plain[0].token_ids
     assert harness.engine.counters.num_resident_steps > 0
     assert len(again.hidden) > len(request.prompt)
     for key, row in again.hidden.items():
-        assert np.array_equal(row, told.hidden[key]), key
+        assert np.array_equal(row, drafter.hidden[key]), key

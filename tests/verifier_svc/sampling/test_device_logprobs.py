@@ -1,4 +1,4 @@
-"""Logprobs from rows on a device against those of the host."""
+"""Logprobs computed on a device equal the host's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = 37
 
 
 def logits_of(vocab: int) -> np.ndarray:
-    """Few different values, so that ties are many; both zeros, what is forbidden, and what is far above the rest."""
+    """Return logits with many ties, both zeros, forbidden tokens, and values far above the rest."""
     random = np.random.default_rng(vocab)
     logits = (random.integers(-20, 20, (ROWS, vocab)) / 4).astype(np.float32)
     logits[random.random(logits.shape) < 0.1] = -np.inf

@@ -1,4 +1,4 @@
-"""The walk on a GPU (or in Triton's interpreter) gives what the host's walk gives, sequence by sequence."""
+"""The walk on a GPU (or in Triton's interpreter) gives the host's results, row by row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from verifier_svc.scheduling.sequence import Sequence
 
 VOCAB, LIMIT, EOS = 40, 36, 3
 MAX_SLOTS, MAX_NODES, MAX_ROWS = 4, 6, 32
-# Node 3 is a second child of the root with the first one's token; the tree has room for two tokens below a branch.
+# Node 3 is a second child of the root with the first one's token; a branch has room for two
+# tokens below it.
 PARENTS = [-1, 0, 0, 0, 1, 4]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=30, logprobs=2),
@@ -47,7 +48,7 @@ def walker(device: str) -> DeviceWalker:
 
 
 def tree_of(random: np.random.Generator, root: int, logits: np.ndarray) -> DraftTree:
-    """A tree that often holds what is sampled: the best tokens of the rows, and some others."""
+    """Return a tree that often holds the sampled token: the rows' best tokens and some others."""
     size = int(random.integers(1, MAX_NODES + 1))
     parents = PARENTS[:size]
     best = logits.argmax(1)
@@ -64,10 +65,10 @@ def assert_same(found: WalkResult, expected: WalkResult) -> None:
 
 
 def test_steps_of_a_batch_are_those_of_the_host(device: str) -> None:
-    """Step after step, with rows between the sequences' that nobody walks, until all have ended."""
+    """Walk step after step, with unused rows between the sequences, until all have ended."""
     random = np.random.default_rng(1)
     on_device, on_host = walker(device), HostWalker()
-    # As a runner has it: one buffer, whose first rows are a step's.
+    # As in a runner: one buffer, whose first rows belong to the step.
     buffer = torch.zeros((MAX_ROWS, VOCAB), device=device)
     pairs = {n: (sequence_of(n, params), sequence_of(n, params)) for n, params in enumerate(PARAMS)}
     num_accepted = 0
@@ -96,7 +97,7 @@ def test_steps_of_a_batch_are_those_of_the_host(device: str) -> None:
 
 
 def test_a_slot_is_taken_over(device: str) -> None:
-    """Neither rules nor counts of the sequence before stay."""
+    """No rules or counts of the sequence before remain."""
     on_device, on_host = walker(device), HostWalker()
     logits = torch.linspace(0, 1, VOCAB, device=device)[None].clone()
     for generation, params in enumerate((PARAMS[1], PARAMS[0], PARAMS[3], PARAMS[1])):
@@ -108,7 +109,7 @@ def test_a_slot_is_taken_over(device: str) -> None:
 
 
 def test_sequences_that_only_fill_up_have_no_rows(device: str) -> None:
-    """Three roots are a graph of three rows and four sequences: one of four sequences does not wait for another."""
+    """Three roots use a graph of three rows and four sequences: one graph serves both sizes."""
     on_device, on_host = walker(device), HostWalker()
     logits = torch.from_numpy(np.random.default_rng(5).standard_normal((4, VOCAB)).astype(np.float32)).to(device)
     for count in (3, 4):
@@ -124,7 +125,7 @@ def test_sequences_that_only_fill_up_have_no_rows(device: str) -> None:
 
 
 def test_rows_between_two_sequences_are_no_nodes(device: str) -> None:
-    """They hold what an earlier step left there: here the very token that is sampled."""
+    """Such rows hold leftovers of an earlier step: here the very token that is sampled."""
     on_device = walker(device)
     logits = torch.zeros((MAX_NODES + 1, VOCAB), device=device)
     logits[:, 8] = 5.0

@@ -1,4 +1,4 @@
-"""Grammars in the sampler: what may follow, where an output ends, and that every tree's text is plain decode's."""
+"""Grammars in the sampler: which tokens may follow, where an output ends, text with any tree."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def vocab(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 
 
 def peaks(*best: int) -> np.ndarray:
-    """float32 [rows, vocab]: one row for each given token, which is its best."""
+    """Return float32 [rows, vocab]: one row for each given token, which is its best."""
     return np.eye(VOCAB, dtype=np.float32)[list(best)]
 
 
@@ -73,7 +73,7 @@ def walk(
     max_new_tokens: int = 100,
     **fields: Any,
 ) -> WalkResult:
-    """One greedy step behind a prompt of one token."""
+    """Sample and walk one greedy step after a prompt of one token."""
     params = SamplingParams(temperature=0.0, max_tokens=100, grammar=grammar, **fields)
     matcher = compile_grammar(grammar, vocab)
     state = SamplingState(params, (1,), eos_ids=EOS, choice_index=0, vocab_limit=VOCAB, matcher=matcher)
@@ -196,7 +196,7 @@ def test_logprobs_are_of_the_raw_logits(vocab: Vocabulary) -> None:
 
 
 def fake_logits(tokens: tuple[int, ...]) -> np.ndarray:
-    """A model: float32 [VOCAB] that depends on every token before, and on nothing else; it likes to end."""
+    """Return float32 [VOCAB] that depends only on all tokens before; it likes to end."""
     rng = np.random.default_rng(zlib.crc32(bytes(tokens)))
     logits = (2.0 * rng.standard_normal(VOCAB)).astype(np.float32)
     logits[END] += 2.0
@@ -211,7 +211,7 @@ class Text:
 
 
 def plain_text(params: SamplingParams, vocab: Vocabulary, choice_index: int = 0) -> Text:
-    """Sequential decode by the reference sampler; what is allowed is asked of a matcher made anew for each token."""
+    """Decode token by token with the reference sampler and a new matcher for each token."""
     assert params.grammar is not None
     text = Text()
     while text.finish is None:
@@ -245,7 +245,7 @@ def plain_text(params: SamplingParams, vocab: Vocabulary, choice_index: int = 0)
 
 
 def draft(rng: np.random.Generator, known: list[int], right: list[int]) -> DraftTree:
-    """A tree of up to 7 drafted nodes: right tokens, wrong ones and siblings, in random places."""
+    """Return a tree of up to 7 drafted nodes: right tokens, wrong ones and siblings at random."""
     tokens, parents, rights = [known[-1]], [-1], [0]
     while len(tokens) < int(rng.integers(1, 9)):
         on_path = rng.random() < 0.7
@@ -268,7 +268,7 @@ def node_paths(tree: DraftTree) -> list[list[int]]:
 def drafted_text(
     params: SamplingParams, template: Matcher, right: list[int], seed: int, choice_index: int = 0, resumed: int = 0
 ) -> tuple[Text, int]:
-    """Decode with random trees, behind ``resumed`` tokens of ``right``; returns how many drafts were accepted too."""
+    """Decode with random trees after ``resumed`` tokens of ``right``; count accepted drafts."""
     rng = np.random.default_rng(seed)
     text, accepted = Text(right[:resumed]), 0
     matcher = template.anew()
@@ -343,7 +343,7 @@ def assert_whole(name: str, text: str) -> None:
         assert re.fullmatch(grammar.text, text)
     elif name == "schema":
         Record.model_validate_json(text)
-        # Nothing behind the value, white space neither.
+        # Nothing after the value, white space neither.
         assert text.endswith("}")
     else:
         values = json.loads(text)
@@ -354,7 +354,7 @@ def assert_whole(name: str, text: str) -> None:
 
 
 class FixedMatcher:
-    """Allows the same tokens for ever."""
+    """A matcher that allows the same tokens for ever."""
 
     def __init__(self, allowed: set[int], width: int) -> None:
         self.allowed = bits_of(frozenset(allowed), width)
@@ -383,7 +383,7 @@ def test_filters_see_only_what_the_grammar_allows() -> None:
     for params, kept in (
         (SamplingParams(top_k=1), {1}),
         (SamplingParams(top_k=2), {1, 2}),
-        # Of 0.3, 0.2 and 0.1 the first is half of the mass, and the last a third of the best.
+        # Chances 0.3, 0.2 and 0.1: the first is half of the mass, the last a third of the best.
         (SamplingParams(top_p=0.49), {1}),
         (SamplingParams(min_p=0.4), {1, 2}),
         (SamplingParams(logit_bias={0: 100.0}, temperature=0.0), {1}),
@@ -430,7 +430,7 @@ def test_ids_from_the_limit_on_are_never_allowed(tmp_path: Path, vocab: Vocabula
 
 
 def test_byte_fallback_tokens_are_bytes(tmp_path: Path) -> None:
-    """SentencePiece's way: U+2581 for spaces, and bytes by name for what has no token."""
+    """SentencePiece writes U+2581 for spaces, and byte names for text without a token."""
     pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁ab", "ab", "é"]
     backend = Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)

@@ -1,4 +1,4 @@
-"""Compiling grammars away from the engine: hostile ones are refused in bounded time, good ones are compiled once."""
+"""Grammars compile away from the engine: hostile ones are bounded, good ones compile once."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_used_is_refused_with_its_reason_and_the_field(make: Call
 def test_a_grammar_without_end_is_killed_and_the_next_one_is_served(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make(timeout_s=0.5, max_compile_bytes=8 << 30)
     assert "0.5 s" in refused(compiler, ENDLESS).message
-    # Nothing of it goes on.
+    # None of that work goes on.
     for process in psutil.Process().children():
         assert process.children() == []
     assert run(compiler.matcher(regex("[ab]+"))).allowed.any()
@@ -138,7 +138,7 @@ HOSTILE = [
 
 
 def test_hostile_grammars_are_refused_or_served_within_the_limits(make: Callable[..., GrammarCompiler]) -> None:
-    """Whatever comes of each, random tokens walk it to its end or to a limit, and no process is lost."""
+    """Random tokens walk each served grammar to its end or to a limit; no process is lost."""
     compiler = make()
     rng = np.random.default_rng(0)
     for grammar in HOSTILE:
@@ -155,7 +155,7 @@ def test_hostile_grammars_are_refused_or_served_within_the_limits(make: Callable
 
 
 def test_a_limit_that_one_output_hits_ends_no_other() -> None:
-    """With the demo model's tokens, which reach more of a lexer's states in one mask than the small vocabulary's do."""
+    """Use the demo model's tokens: one mask then reaches more lexer states."""
     compiler = GrammarCompiler(lambda: Vocabulary(DEMO, vocab_limit=8192, eos_ids=frozenset({0})))
     grammar = regex(".*[aeiou].{22}")
     try:
@@ -185,7 +185,7 @@ def test_waiting_for_one_grammar_holds_up_no_kept_one(make: Callable[..., Gramma
             await compiler.matcher(regex("[ab]+"))
             await asyncio.sleep(0)
             num_served += 1
-        # Had the first one waited for it, there would be no second.
+        # If the first one had waited for it, there would be no second.
         assert num_served > 1
         with pytest.raises(InvalidRequestError):
             await slow
@@ -297,7 +297,7 @@ def test_classes_of_characters_are_ascii(folder: Path) -> None:
 
 def test_white_space_is_bounded(make: Callable[..., GrammarCompiler]) -> None:
     matcher = run(make().matcher(Grammar("json_schema", json.dumps({"type": "array"}))))
-    # Behind a comma, where white space may stand with every version of llguidance.
+    # After a comma, where every version of llguidance allows white space.
     assert matcher.advance(ids_of("[", "1", ","))
     (space,) = ids_of(" ")
     for _ in range(32):

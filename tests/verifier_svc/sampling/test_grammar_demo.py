@@ -1,4 +1,4 @@
-"""Grammars on the real demo model with the real n-gram drafter: whole values, and the text of plain decode."""
+"""Grammars on the demo model with the n-gram drafter give whole values and plain decode's text."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_outputs_are_whole_and_the_same_with_and_without_drafts(
             names.append(name)
             requests.append(Request(tokenizer.encode(prompt).ids, params, choice_index=seed, matcher=matchers[name]))
     expected: list[Result] = run(harness(runner, drafter=False), requests)
-    # Pages for about three of the nine.
+    # Blocks for about three of the nine.
     drafted = harness(runner, drafter=True, num_blocks=28)
     got = run(drafted, requests)
     assert_same(requests, expected, got)

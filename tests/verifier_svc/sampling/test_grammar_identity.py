@@ -1,6 +1,7 @@
-"""Speculative text = plain text under grammars, in the engine: alone, mixed, preempted, after a prefix hit, resumed.
+"""Speculative text = plain text under grammars, in the engine.
 
-Every case asserts that drafts were accepted and refused in it. The target is the hash of tests/support/hash_target.py.
+Sequences run alone, mixed, preempted, after a prefix hit, and resumed. Every case asserts that
+drafts were accepted and refused in it. The target is tests/support/hash_target.py.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def request(vocab: Vocabulary, seed: int, temperature: float, *, length: int = 1
 
 
 def plain(requests: Sequence[Request]) -> list[Result]:
-    """Each request by itself, without drafter, prefix cache or company."""
+    """Run each request alone, without drafter or prefix cache."""
     results = []
     for item in requests:
         alone = harness(prefix_cache=False)
@@ -76,7 +77,7 @@ def plain(requests: Sequence[Request]) -> list[Result]:
 
 
 def assert_in_grammar(requests: Sequence[Request], results: Sequence[Result]) -> None:
-    """What ended by itself is a whole text of its grammar."""
+    """Assert that every text that ended by itself is a whole text of its grammar."""
     for item, result in zip(requests, results, strict=True):
         assert result.finished is not None
         grammar: Grammar | None = item.sampling.grammar
@@ -109,7 +110,7 @@ def test_mixed_batch_with_preemption(vocab: Vocabulary, temperature: float) -> N
     requests = [
         request(vocab, seed, temperature, length=5 + 3 * seed, **fields) for seed, fields in enumerate(FIELDS.values())
     ]
-    # One without a grammar beside them.
+    # A request without a grammar runs beside them.
     free = replace(requests[3].sampling, grammar=None, ignore_eos=True)
     requests[3] = replace(requests[3], sampling=free, matcher=None)
     expected = plain(requests)

@@ -1,4 +1,4 @@
-"""Sequences with grammars over real gRPC: compiled while others run, refused by field, aborted while they wait."""
+"""Sequences with grammars over real gRPC: compiled while others run, refused, and aborted."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def served(
         max_queue=16,
         speculative_max_batch_size=0,
     )
-    # Of both limits that of time is met first, however fast the machine.
+    # The time limit is met before the other limit, however fast the machine.
     compiler = GrammarCompiler(lambda: vocabulary(folder), timeout_s=timeout_s, max_compile_bytes=8 << 30)
     server = rpc.async_server()
     service = VerifierService(harness.engine, info, grammars=compiler if grammars else None)
@@ -104,7 +104,7 @@ def submit(message: verifier_pb2.Sequence) -> verifier_pb2.SessionRequest:
 
 
 async def outcomes(call: Any, num_ends: int) -> dict[str, Any]:
-    """By request: the text and how it ended, a Finished or a SequenceError; in the order of the ends."""
+    """Return by request its text and its Finished or SequenceError, in the order of the ends."""
     tokens: dict[str, list[int]] = {}
     ended: dict[str, Any] = {}
     while len(ended) < num_ends:
@@ -237,7 +237,7 @@ def test_a_resumed_output_goes_on_in_its_grammar(folder: Path, cut: int) -> None
         rest, again = await generate(stub, sequence(regex=pattern, output=tokens[:cut]))
         assert text_of(tokens[:cut]) + rest == whole
         assert again.num_output_tokens == finished.num_output_tokens == len(tokens)
-        # Its verifier died between the last token and its end: nothing is left but to say so.
+        # Its verifier died between the last token and its end: only the end remains to be sent.
         rest, again = await generate(stub, sequence(regex=pattern, output=tokens))
         assert rest == "" and again.reason == common_pb2.FINISH_REASON_STOP
 

@@ -1,4 +1,4 @@
-"""Walks of a given length, for benchmarks: how long they are, which nodes they take, and that the engine goes on."""
+"""Simulated walks for benchmarks: their length, their nodes, and how the engine goes on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TREE = DraftTree(np.array([9, 1, 2, 3, 4, 5, 6], np.int32), np.array([-1, 0, 0, 
 def walk(
     simulator: AcceptanceSimulator, tree: DraftTree = TREE, *, best: int = 7, max_new_tokens: int = 100
 ) -> WalkResult:
-    """What is committed where the target samples ``best`` everywhere, which no node holds."""
+    """Return the committed tokens if the target always samples ``best``, which no node holds."""
     state = SamplingState(GREEDY, (9,), eos_ids=frozenset({0}), choice_index=0)
     logits = np.eye(10, dtype=np.float32)[[best] * tree.num_nodes]
     sources = [0, *([3] * (tree.num_nodes - 1))]
@@ -94,7 +94,7 @@ def test_a_sequence_that_cannot_go_on_is_left_alone() -> None:
 
 
 class _WrongDrafter(ScriptedDrafter):
-    """The same tree of three levels for every row."""
+    """A drafter with the same tree of three levels for every row."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -105,8 +105,11 @@ class _WrongDrafter(ScriptedDrafter):
 
 @pytest.mark.parametrize(("mean", "least", "most"), [(1.0, 0, 0), (2.0, 1, 1), (2.5, 1.2, 1.5), (4.0, 2, 3)])
 def test_the_engine_commits_what_is_simulated(mean: float, least: float, most: float) -> None:
-    """``least`` to ``most`` drafted tokens are accepted a step, while the target checks on its own that a row sees
-    every entry at its place. Trees get small where the policy sees no worth in them, and at an output's end."""
+    """Each step accepts ``least`` to ``most`` drafted tokens.
+
+    The target itself checks that a row sees every KV entry at its place. Trees get small where the
+    policy finds them not worth their cost, and at an output's end.
+    """
     run = Harness(
         HashTarget(40, 200, 4),
         vocab_size=40,

@@ -1,4 +1,4 @@
-"""Sample, then walk: literal trees, and that every tree's text is plain decode's, whatever a request asks for."""
+"""Sample, then walk: literal trees; every tree's text is plain decode's, whatever the sampling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_EOS: frozenset[int] = frozenset()
 
 
 def peaks(*best: int, vocab_size: int = 8) -> np.ndarray:
-    """float32 [rows, vocab]: one row for each given token, which is its best."""
+    """Return float32 [rows, vocab]: one row for each given token, which is its best."""
     return np.eye(vocab_size, dtype=np.float32)[list(best)]
 
 
@@ -42,7 +42,7 @@ def walk(
     max_new_tokens: int = 100,
     source: int = 1,
 ) -> WalkResult:
-    """One step behind the prompt, whose one token is the root."""
+    """Sample and walk one step after the prompt, whose one token is the root."""
     prompt = (int(tree.tokens[0]),)
     state = SamplingState(params, prompt, eos_ids=eos_ids, choice_index=0)
     return sample_and_walk(logits, tree, state, 1, (), max_new_tokens, sources=[0] + [source] * (tree.num_nodes - 1))
@@ -118,7 +118,7 @@ def test_logprobs_of_a_broken_row_are_no_numbers():
 def test_a_stop_token_ends_the_output_and_is_not_in_it():
     for eos_ids, params in ((frozenset({6}), GREEDY), (NO_EOS, replace(GREEDY, stop_token_ids=(6,)))):
         result = walk(peaks(3, 6, 7, 1, 2, 1), TREE, params, eos_ids=eos_ids)
-        # Node 4 held the stop token: a good draft, but its entry is nobody's.
+        # Node 4 held the stop token: a good draft, but nobody needs its KV entry.
         assert result == WalkResult([3], [1], [1], FinishReason.STOP, 6, [], 2, [1, 4])
 
 
@@ -168,7 +168,8 @@ def test_min_tokens_counts_the_tokens_on_the_path():
     "penalty", [{"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"repetition_penalty": 2.0}], ids=str
 )
 def test_penalties_count_the_ancestors_in_the_tree(penalty):
-    # The same row everywhere: token 1 is best until it was sampled once. Node 1 holds it, so node 1's row is penalized.
+    # The same row everywhere: token 1 is best until it was sampled once. Node 1 holds it, so
+    # node 1's row is penalized.
     logits = np.tile(np.array([0, 2, 1.5, 0], np.float32), (3, 1))
     result = walk(logits, DraftTree.chain([0, 1, 1]), replace(GREEDY, **penalty))
     assert (result.tokens, result.accepted_nodes) == ([1, 2], [1])
@@ -319,7 +320,7 @@ EOS = 4
 
 @lru_cache(maxsize=200_000)
 def fake_logits(tokens: tuple[int, ...]) -> np.ndarray:
-    """A model: float32 [VOCAB] that depends on every token before, and on nothing else."""
+    """Return float32 [VOCAB] that depends on every token before, and on nothing else."""
     rng = np.random.default_rng(zlib.crc32(bytes(tokens)))
     logits = (2.0 * rng.standard_normal(VOCAB)).astype(np.float32)
     # A padded head: the last id is not the tokenizer's and would often win.
@@ -329,7 +330,7 @@ def fake_logits(tokens: tuple[int, ...]) -> np.ndarray:
 
 @dataclass
 class Text:
-    """What a client would get."""
+    """The text as a client would get it."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -338,7 +339,7 @@ class Text:
 
 
 def plain_text(params: SamplingParams, prompt: tuple[int, ...], choice_index: int, context: int) -> Text:
-    """Sequential decode by the reference sampler, with rules of its own for where the output ends."""
+    """Decode token by token with the reference sampler and separate rules for the output's end."""
     text = Text()
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     while text.finish is None:
@@ -364,7 +365,7 @@ def plain_text(params: SamplingParams, prompt: tuple[int, ...], choice_index: in
 
 
 def random_tree(rng: np.random.Generator, root: int, ahead: list[int]) -> DraftTree:
-    """A tree with planted right tokens, wrong ones, twins and stop tokens; ``ahead`` is what plain decode says."""
+    """Return a tree of right, wrong, doubled and stop tokens; ``ahead`` is plain decode's text."""
     tokens, parents, depth = [root], [-1], [0]
     for _ in range(int(rng.integers(0, 9))):
         parent = len(tokens) - 1 if rng.random() < 0.6 else int(rng.integers(0, len(tokens)))
@@ -376,7 +377,7 @@ def random_tree(rng: np.random.Generator, root: int, ahead: list[int]) -> DraftT
 
 
 def tree_logits(prefix: tuple[int, ...], tree: DraftTree) -> np.ndarray:
-    """float32 [num_nodes, VOCAB] of the fake model; ``prefix`` ends with the root."""
+    """Return the fake model's float32 [num_nodes, VOCAB]; ``prefix`` ends with the root."""
     paths = [prefix]
     for node in range(1, tree.num_nodes):
         paths.append((*paths[tree.parents[node]], int(tree.tokens[node])))

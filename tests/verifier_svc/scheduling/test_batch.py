@@ -13,7 +13,7 @@ from verifier_svc.scheduling.batch import Scheduled, build_batch, commit_slots
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.sequence import Sequence
 
-# Where rows write what nobody reads.
+# The KV slot for entries that nobody reads.
 SCRATCH = 40
 
 
@@ -25,7 +25,7 @@ class Table:
 
 
 def drafted(tree: DraftTree) -> Draft:
-    """A tree of the first drafter's."""
+    """Return a draft of the first drafter."""
     count = tree.num_nodes
     return Draft(tree, [0] + [1] * (count - 1), [0.0] * count, [1.0] * count)
 
@@ -114,6 +114,6 @@ def test_positions_that_run_again_see_their_entries_and_write_to_scratch() -> No
 def test_commit_moves_only_what_lies_wrong() -> None:
     owner = sequence([10, 11, 12], 2, 2, [7, 3])
     assert commit_slots(owner, [1, 2], 4) == ([], [])
-    # Node 3 at depth 2: logical slot 5 moves to 4.
+    # Node 3 at depth 2: logical KV slot 5 moves to 4.
     assert commit_slots(owner, [1, 3], 4) == ([13], [12])
     assert commit_slots(owner, [2, 4], 4) == ([12, 14], [31, 12])

@@ -15,7 +15,7 @@ TEN = list(range(10))
 
 
 def written(manager: BlockManager, tokens: list[int], salt: str | None = None) -> BlockTable:
-    """A table that holds these tokens, all of them computed."""
+    """Return a table that holds these tokens, all of them computed."""
     table = manager.match_prefix(tokens, salt)
     manager.reserve(table, len(tokens))
     manager.hash_full_blocks(table, tokens, len(tokens))
@@ -23,7 +23,7 @@ def written(manager: BlockManager, tokens: list[int], salt: str | None = None) -
 
 
 def num_found(manager: BlockManager, tokens: list[int], salt: str | None = None) -> int:
-    """Blocks that the cache has for these tokens, without keeping them."""
+    """Return how many blocks the cache has for these tokens, without keeping them."""
     table = manager.match_prefix(tokens, salt)
     found = len(table.block_ids)
     manager.free(table)
@@ -122,7 +122,7 @@ def test_a_block_that_grows_full_token_by_token_has_the_same_hash():
 
 
 def side_by_side(manager: BlockManager) -> tuple[BlockTable, BlockTable]:
-    """Two tables of the same ten tokens, neither of which found anything of the other."""
+    """Return two tables of the same ten tokens; neither found a block of the other."""
     tables = manager.match_prefix(TEN, None), manager.match_prefix(TEN, None)
     for table in tables:
         manager.reserve(table, 10)
@@ -187,7 +187,8 @@ def test_empty_blocks_go_first_then_the_longest_released_ends_first():
     for num_blocks in range(1, 7):
         manager.reserve(taker, 2 * num_blocks)
         found.append((num_found(manager, old), num_found(manager, young)))
-    # Looking releases again what it found, all of both at once: `young` is looked at last, so it stays the youngest.
+    # Looking releases the blocks that it found at once: `young` is looked at last, so it stays the
+    # youngest.
     assert found == [(2, 2), (2, 2), (1, 2), (0, 2), (0, 1), (0, 0)]
     manager.check_integrity()
 
@@ -270,7 +271,10 @@ class Owner:
 
 
 class BlockManagerHistory(RuleBasedStateMachine):
-    """Sequences come, share prefixes, grow, hash and go; the model knows the content of every findable block."""
+    """Sequences come, share prefixes, grow, hash and go.
+
+    The model knows the content of every findable block.
+    """
 
     owners = Bundle("owners")
     spent = Bundle("spent")
@@ -279,7 +283,7 @@ class BlockManagerHistory(RuleBasedStateMachine):
     def start(self) -> None:
         self.manager = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
         self.running: list[Owner] = []
-        # What each block holds: (salt, all tokens from the start to the block's end), for blocks once written in full.
+        # Contents of fully written blocks: (salt, all tokens from the start to the block's end).
         self.content: dict[int, tuple[str | None, tuple[int, ...]]] = {}
 
     @rule(target=owners, tokens=TOKENS, salt=SALTS)
@@ -342,7 +346,7 @@ class BlockManagerHistory(RuleBasedStateMachine):
             self.manager.free(owner.table)
 
     def _forget(self, block_ids: list[int]) -> None:
-        """Blocks handed out as new: they hold nothing, and nobody else has them."""
+        """Check blocks handed out as new: they hold nothing, and nobody else has them."""
         for block_id in block_ids:
             self.content.pop(block_id, None)
             assert self.manager.ref_count(block_id) == 1

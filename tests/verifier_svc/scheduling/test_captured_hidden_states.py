@@ -1,4 +1,4 @@
-"""What drafters with a head are sent: each token once, with the target's hidden states of the position before it."""
+"""Draft heads are sent each token once, with the target's hidden states of the position before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
 
 class HeadLike:
-    """Checks what a head is sent; drafts the tokens that followed the last one before, so that some are accepted."""
+    """A drafter that checks what a head is sent.
+
+    It drafts the tokens that followed the last token earlier, so that some are accepted.
+    """
 
     algorithm = "EAGLE3"
 
@@ -84,7 +87,7 @@ class HeadLike:
 
 
 def ask(prompt: list[int]) -> Request:
-    """Of the head by its name: what it is sent must not depend on what it is worth."""
+    """Return a request that names the head: what it is sent must not depend on its worth."""
     return Request(prompt, GREEDY, speculation=SpeculationOptions(drafter="head"))
 
 
@@ -137,7 +140,7 @@ def test_a_prefix_hit_has_the_features_of_its_last_position() -> None:
     run.drain()
     assert first.finished is not None and first.finished.num_cached_tokens == 20
     (key,) = [key for key, tokens in drafter.tokens.items() if tokens[:22] == [*prompt, 5, 6]]
-    # What the first sequence's entries hold is for the drafter to know; from the boundary on all is there.
+    # The drafter knows the first sequence's KV entries; from the boundary on everything is sent.
     assert drafter.known[key] == list(range(20, len(drafter.tokens[key])))
 
 
@@ -181,8 +184,8 @@ def test_a_drafter_that_comes_back_is_sent_all_tokens_and_the_hidden_states_from
     assert known[0] > 3 + at and known == list(range(known[0], len(tokens)))
 
 
-def test_a_drafter_that_is_away_while_a_pass_begins_gets_no_features_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is back before the pass is over, which has captured nothing."""
+def test_a_drafter_that_is_away_as_a_pass_begins_gets_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter is back before the pass ends, but the pass has captured nothing."""
 
     class Target(HashTarget):
         def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
@@ -229,7 +232,7 @@ def test_two_drafters_with_other_features_get_their_own_columns() -> None:
     run.drain()
     assert sorted(tokens[0] for tokens in heads["one"].tokens.values()) == [0, 2, 3, 4]
     assert sorted(tokens[0] for tokens in heads["two"].tokens.values()) == [1, 2]
-    # A bug once: a drafter without features beside one that has some ended the engine.
+    # A bug once: a drafter without hidden states beside one with some ended the engine.
     assert sorted(tokens[0] for tokens in heads["blind"].tokens.values()) == [2, 4]
     for head in (heads["one"], heads["two"]):
         for key, tokens in head.tokens.items():
@@ -238,7 +241,7 @@ def test_two_drafters_with_other_features_get_their_own_columns() -> None:
 
 
 def test_a_model_that_writes_a_prompts_entries_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows decode plainly until it has, and then it is sent what came meanwhile and asked for drafts."""
+    """Rows decode plainly until it is done; then it gets the missed tokens and drafts again."""
     looks = iter([False] * 5)
     monkeypatch.setattr(InProcessTransport, "is_idle", lambda _: next(looks, True))
     requests: list[DraftRequest] = []
@@ -273,7 +276,7 @@ def test_a_model_that_never_catches_up_is_reported(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_that_was_late_is_asked_again_once_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug once: three drafts in a row that waited for the same capture of graphs detached the drafter."""
+    """A bug once: three drafts in a row that waited for one graph capture detached the drafter."""
     received = InProcessTransport.receive
     num_receives, looks = 0, iter([False] * 4)
 

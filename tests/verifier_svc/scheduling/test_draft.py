@@ -1,4 +1,4 @@
-"""Trees with chances: what is kept of one, and what several become together."""
+"""Trees with chances: how one is cut, and how several are merged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = 7
 
 @st.composite
 def drafts(draw: st.DrawFn, number: int = 1, max_nodes: int = 10) -> Draft:
-    """Any tree, siblings of one token included; scores may contradict it."""
+    """Draw any tree, also with siblings of one token; scores may contradict it."""
     count = draw(st.integers(1, max_nodes))
     tokens = [ROOT, *draw(st.lists(st.integers(0, 3), min_size=count - 1, max_size=count - 1))]
     parents = [-1, *(draw(st.integers(0, node - 1)) for node in range(1, count))]
@@ -24,7 +24,7 @@ def drafts(draw: st.DrawFn, number: int = 1, max_nodes: int = 10) -> Draft:
 
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:
-    """The tokens from the root to each node."""
+    """Return the tokens from the root to each node."""
     found: list[tuple[int, ...]] = []
     for node, parent in enumerate(draft.tree.parents.tolist()):
         before = found[parent] if parent >= 0 else ()
@@ -40,7 +40,7 @@ def is_sound(draft: Draft) -> bool:
 def test_the_best_nodes_are_a_tree_of_the_likeliest(draft: Draft, count: int) -> None:
     best = draft.best(count)
     assert is_sound(best) and best.tree.num_nodes == min(count, draft.tree.num_nodes)
-    # What a node promises is never more than what its parent does.
+    # A node's chance is never above its parent's.
     bounded = draft.best(draft.tree.num_nodes - 1) if draft.tree.num_nodes > 1 else draft
     parents = bounded.tree.parents.tolist()
     assert all(bounded.chances[i] <= bounded.chances[parents[i]] for i in range(1, len(parents)))

@@ -1,4 +1,4 @@
-"""Hidden states of consecutive positions, kept until drafters were sent them."""
+"""Hidden states of consecutive positions are kept until they were sent to drafters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verifier_svc.scheduling.hidden_states import (
 
 
 def rows_of(start: int, count: int, width: int = 2) -> HiddenSlice:
-    """A row says which position it is of; the pass had another one before each, and one behind all."""
+    """Return rows that hold their own position; the pass had other rows between and after them."""
     places = list(range(1, 2 * count, 2))
     buffer = torch.full((2 * count + 1, width), -1.0)
     buffer[places] = torch.arange(start, start + count, dtype=torch.float32)[:, None]

@@ -1,4 +1,4 @@
-"""Sequences that end within a run of steps that run ahead: who goes on, in whose blocks, and what a drafter is sent."""
+"""Sequences end within a run of overlapped steps: who goes on, in which blocks, what is sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verifier_svc import overlap as run_ahead
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_run_goes_on_without_those_that_end(drafts: bool) -> None:
-    """Until the last one has: by its length or by a stop token, which no host looks for meanwhile."""
+    """It lasts until the last one ends, by length or by a stop token, which the host sees late."""
     requests = [greedy(i, 6, 8 * i + 9) for i in range(SEATS - 1)]
     stopped = greedy(SEATS - 1, 6, 60)
     text = plain([stopped])[0].token_ids
@@ -37,7 +37,7 @@ def facts(result: Result) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_blocks_of_one_that_ended_are_given_to_others_of_the_run(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache holds no more than that; what the prefix cache still has of it serves the next request."""
+    """The cache has no other blocks; those left in the prefix cache serve the next request."""
     monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
     short, long = greedy(1, 22, 10), greedy(2, 6, 70)
     expected = plain([short, long])
@@ -50,7 +50,7 @@ def test_blocks_of_one_that_ended_are_given_to_others_of_the_run(drafts: bool, m
             tables.setdefault(sequence.num_prompt_tokens, set()).update(sequence.block_ids)
 
     oracle = oracle_of([short, long, again], expected)
-    # 76 tokens are 19 blocks, with what steps in flight may need 21.
+    # 76 tokens are 19 blocks; steps in flight may need two more.
     runs = Runs([oracle] if drafts else [], num_blocks=25, on_launch=look)
     results = runs.harness.run([short, long])
     assert [r.token_ids for r in results] == [r.token_ids for r in expected[:2]]
@@ -63,8 +63,11 @@ def test_blocks_of_one_that_ended_are_given_to_others_of_the_run(drafts: bool, m
     runs.harness.drain()
 
 
-def test_a_drafter_must_forget_behind_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the slot's next owner is sent. It learnt all within the run: no row is about nothing."""
+def test_a_drafter_must_forget_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forgets before the slot's next owner is sent.
+
+    It learnt everything within the run, so no row is empty.
+    """
     requests = [greedy(1, 6, 8), greedy(2, 6, 40), greedy(3, 6, 20), greedy(4, 6, 20)]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
@@ -92,7 +95,7 @@ def test_a_drafter_must_forget_behind_the_run(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_run_ends_where_the_pass_of_a_smaller_batch_is_cheaper() -> None:
-    """What eight rows cost is a fifth more than what one does, so that two rows are cheaper by an eighth."""
+    """Eight rows cost a fifth more than one, so two rows are cheaper by an eighth."""
     requests = [greedy(i, 6, 8 * i + 9) for i in range(SEATS)]
     expected = plain(requests)
     runs = Runs(costs={1: 1.0, 8: 1.2})

@@ -1,4 +1,4 @@
-"""The server's own choice: a draft that costs nothing where there is one, a model's elsewhere."""
+"""The server chooses a free draft where there is one, and a model's draft elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL, QUICK = 1, 2
 
 
 class Knowing(ScriptedDrafter):
-    """Has the whole rest of the output, or nothing."""
+    """A drafter that drafts the whole rest of the output, or nothing."""
 
     def _tree(self, request: DraftRequest, row: int, known: list[int]) -> Nodes:
         output = self._outputs[tuple(PROMPT), 0]
@@ -64,7 +64,7 @@ def test_a_row_takes_the_quick_draft_where_there_is_one_and_the_models_elsewhere
     within, outside = result.sources[KNOWN.start + 5 : KNOWN.stop], result.sources[: KNOWN.start]
     assert within.count(QUICK) > len(within) // 2 and QUICK not in outside
     assert harness.speculator.counters["model"].num_drafts > 0, "nobody else knew the beginning"
-    # The model hears of all tokens with their features, those that it did not draft for included.
+    # The model is sent all tokens with their hidden states, also where it did not draft.
     (key,) = model.tokens
     assert model.tokens[key] == PROMPT + plain and model.known[key] == list(range(1, len(PROMPT) + NUM_TOKENS))
 
@@ -109,7 +109,7 @@ def test_merged_rows_have_both() -> None:
 def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
     num_steps: int, size: int, num_sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the flags say what trees must be like. Who names it has it."""
+    """Flags that fix the trees' shape override this; a request that names the model gets it."""
     monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth, num_rows: 1000.0)
     model = HeadLike()
     harness = new_harness(
@@ -125,8 +125,8 @@ def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
     assert len(model.tokens) == num_sent + 1
 
 
-def test_whether_a_model_pays_is_asked_of_the_batch_that_a_burst_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of the one that was there before it: nobody."""
+def test_a_model_is_judged_by_the_batch_that_a_burst_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch before the burst, which is empty, does not count."""
     monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth, num_rows: 0.0 if num_rows == 1 else 1000.0)
     sampling = SamplingParams(temperature=0.0, max_tokens=2 * SEND_BEHIND)
     auto = Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="auto"))

@@ -1,4 +1,4 @@
-"""Which nodes of a step's drafts are verified: those that make the most tokens a second, over all rows."""
+"""A step verifies the draft nodes that make the most tokens a second over all rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verifier_svc.speculation.costs import DraftCosts, StepCosts
 
 
 def chain(*chances: float) -> Draft:
-    """A chain whose nodes have these chances, behind the root."""
+    """Return a chain whose nodes after the root have these chances."""
     count = 1 + len(chances)
     tree = DraftTree(np.arange(count, dtype=np.int32), np.arange(-1, count - 1, dtype=np.int32))
     return Draft(tree, [0] + [1] * len(chances), [0.0] * count, [1.0, *chances])
@@ -30,7 +30,8 @@ def costs_of(measured: dict[int, float]) -> DraftCosts:
 
 
 def test_a_node_is_worth_what_it_costs_the_whole_batch() -> None:
-    # One more row always takes 1 s. A plain step of 8 rows makes 0.8 tokens a second, one of a single row half a token.
+    # One more row always takes 1 s. A plain step makes 0.8 tokens a second with 8 rows, and half a
+    # token with one.
     costs = costs_of({1: 2.0, 64: 65.0})
     assert costs.best_counts([chain(0.7, 0.6)], batch=8) == [1]
     assert costs.best_counts([chain(0.9, 0.7)], batch=8) == [2]
@@ -38,7 +39,7 @@ def test_a_node_is_worth_what_it_costs_the_whole_batch() -> None:
 
 
 def test_the_likeliest_nodes_are_taken_whosever_they_are() -> None:
-    # Three rows more are free, those behind them are not.
+    # The next three rows are free, later ones are not.
     costs = costs_of({1: 1.0, 2: 1.0, 5: 1.0, 6: 9.0})
     assert costs.best_counts([chain(0.5, 0.4), chain(0.9, 0.8, 0.3)], batch=2) == [2, 3]
 
@@ -54,7 +55,7 @@ def test_what_a_step_has_waited_makes_more_of_it_worthwhile() -> None:
 
 
 def test_no_node_is_likelier_than_its_parent() -> None:
-    """Whatever the drafter said of it: what is verified is the parent first, which hardly pays."""
+    """The drafter's score does not matter: the parent, which hardly pays, is verified first."""
     costs = costs_of({1: 2.0, 64: 65.0})
     assert costs.best_counts([chain(0.11, 0.6)], batch=1) == [1]
 
@@ -84,7 +85,7 @@ def test_no_other_choice_of_nodes_makes_more_tokens_a_second(
 
 def test_what_a_draft_promises_where_every_row_has_one_like_it() -> None:
     costs = costs_of({1: 2.0, 64: 65.0})
-    # Of two rows: plain 3 s a step; with one node each 5 s and 1.9 tokens a row.
+    # Two rows: plain 3 s a step; with one node each 5 s and 1.9 tokens a row.
     assert costs.best_rate(chain(0.9), 2) == pytest.approx(1.9 * 3 / 5)
     assert costs.best_rate(chain(0.1), 2) == 1.0
 

@@ -1,4 +1,4 @@
-"""What the first draft of a kind may take: a drafter on a GPU captures graphs and compiles kernels meanwhile."""
+"""How long the first draft of a kind may take: a GPU drafter compiles and captures graphs first."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ SLOW_S = 0.15
 
 
 class Drafter:
-    """A source, and a drafter. ``takes``: seconds of the clock for the next answers; what takes longer than it is
-    waited for comes once the clock has moved on."""
+    """A draft source and its drafter.
+
+    ``takes``: seconds of the clock for the next answers. An answer that takes longer than the wait
+    comes once the clock has moved on.
+    """
 
     name, address, algorithm, transport_name, reason = "gpu", "", "EAGLE3", "in-process", ""
     state = "attached"
@@ -110,13 +113,13 @@ def ask(handle: DrafterHandle, asked: Sequence[Row]) -> None:
 
 
 def left_s(handle: DrafterHandle, drafter: Drafter) -> float:
-    """Return what is left of the budget. Time that passes fills it, so little is waited for here."""
+    """Return what is left of the budget. Passing time fills it, so this waits only briefly."""
     handle.record.budget.has_some(drafter.now)
     return handle.record.budget._left_s
 
 
 FULL_S = AFFORDABLE_TIMEOUTS * TIMEOUT_S
-# What comes back meanwhile, at most: 2% of less than a second.
+# The budget gains at most this meanwhile: 2% of less than a second.
 FILLED_S = 0.02
 
 
@@ -124,7 +127,7 @@ def test_the_first_wait_of_a_kind_is_free_and_the_second_is_not() -> None:
     drafter = Drafter()
     handle = handle_of(drafter)
     drafter.takes = [SLOW_S] * 12
-    # Rows, their new tokens, the tokens of the longest, and trees: each needs graphs of its own.
+    # Rows, new tokens, the longest row's tokens, and trees: each needs graphs of its own.
     kinds = [rows(1), rows(2), rows(2, tokens=3), rows(2, shape=Shape(3, 2, 1)), rows(2, shape=Shape(4, 3, 2))]
     for kind in kinds:
         ask(handle, kind)
@@ -135,12 +138,12 @@ def test_the_first_wait_of_a_kind_is_free_and_the_second_is_not() -> None:
 
 
 def test_kinds_are_as_coarse_as_graphs() -> None:
-    """A drafter has one graph for five to eight sequences, and another for a new token more."""
+    """A drafter has one graph for five to eight sequences, and another for one more new token."""
     drafter = Drafter()
     handle = handle_of(drafter)
 
     def sent(*counts: int) -> list[Row]:
-        """Rows with so many new tokens; trees are wanted for the first two."""
+        """Return rows with so many new tokens; the first two want trees."""
         shapes = [CHAIN] * 2 + [Shape(1, 1, 1)] * (len(counts) - 2)
         return [
             row._replace(new_tokens=[TOKEN] * count, shape=shape)
@@ -176,7 +179,7 @@ def test_a_first_draft_that_was_too_late_is_free_once_another_is_in_time() -> No
 
 
 def test_a_drafter_that_is_always_late_pays_like_any_other() -> None:
-    """Its answers come, and it is attached anew after every third: that is no reason to wait for more of them."""
+    """It answers, and is attached anew after every third answer: no reason to wait more."""
     drafter = Drafter()
     handle = handle_of(drafter)
     kinds = [rows(1), rows(2), rows(2, tokens=3), rows(3), rows(3, tokens=2)]
@@ -203,7 +206,7 @@ def test_a_drafter_that_hangs_pays_and_is_detached_after_as_many_failures() -> N
         assert attachment_of(handle).is_catching_up()
         drafter.now += TIMEOUT_S / 2
     assert drafter.num_failures == MAX_CONSECUTIVE_FAILURES
-    # Attached again it has captured nothing, and owes what it never answered.
+    # After attaching again it has captured no graph, and still owes the missing answers.
     before_s = left_s(handle, drafter)
     drafter.now += 3600.0
     drafter.attach()
@@ -226,7 +229,7 @@ def test_without_a_gpu_there_is_nothing_to_capture(is_model: bool) -> None:
 
 
 def test_the_last_draft_of_a_run_is_a_kind_of_its_own() -> None:
-    """A run has graphs that ordinary requests have not."""
+    """A run needs graphs that ordinary requests do not need."""
     drafter = Drafter()
     handle = handle_of(drafter)
     ask(handle, rows(1))

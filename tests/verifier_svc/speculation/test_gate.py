@@ -1,4 +1,4 @@
-"""The per-row gate: opens for rows whose drafts are accepted, shuts for others, probes ever more rarely."""
+"""The row gate opens for rows with accepted drafts, shuts for others, probes ever more rarely."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_acceptance_counts_the_first_refused_token_as_a_trial() -> None:
 
 
 def asks(gate: Gate, steps: int) -> int:
-    """Asks in so many steps of a drafter that has nothing to propose."""
+    """Return how often the gate asks, in so many steps, a drafter that proposes nothing."""
     count = 0
     for _ in range(steps):
         if gate.num_tokens(7, CHEAP):
@@ -107,7 +107,7 @@ def test_a_drafter_with_nothing_to_propose_is_scouted_ever_more_rarely() -> None
 
 
 def test_pauses_and_probes_are_counted_in_steps() -> None:
-    """Whether it was asked to choose in each of them or not."""
+    """Steps in which the gate was not asked to choose count too."""
     gate = Gate()
     asks(gate, 50)
     while not gate.num_tokens(7, CHEAP):

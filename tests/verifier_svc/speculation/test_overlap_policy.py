@@ -34,7 +34,7 @@ def test_steps_that_overlap_are_not_counted() -> None:
     runs, _ = with_oracle()
     runs.harness.drain()
     assert runs.num_ahead > 5
-    # A run ends by the last sequence's end.
+    # A run ends with the last sequence.
     assert counts(runs) == {}
 
 

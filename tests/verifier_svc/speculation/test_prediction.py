@@ -1,4 +1,4 @@
-"""What a client predicts, through the engine and the real n-gram drafter: fewer steps, and never another text."""
+"""A client's prediction, with the engine and the n-gram drafter, saves steps and keeps the text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def accepted(result: Result) -> int:
 
 
 def edited(output: list[int]) -> list[int]:
-    """One token replaced, three deleted, two inserted: each is to be recovered from."""
+    """Return the output with one token replaced, three deleted and two inserted."""
     other = (output[8] + 1) % VOCAB
     return [*output[:8], other, *output[9:16], *output[19:26], 1, 2, *output[26:]]
 
@@ -87,7 +87,7 @@ def test_each_row_has_its_own() -> None:
     results = together.run([replace(r, prediction=o) for r, o in zip(requests, outputs, strict=True)])
     assert [result.token_ids for result in results] == outputs
     assert min(map(accepted, results)) > 0.7 * NUM_TOKENS
-    # And given to the others' rows it is of no use: what is private to a row is drafted for no other.
+    # Given to the others' rows it is of no use: a prediction drafts only for its own row.
     crossed = harness()
     results = crossed.run([requests[0], replace(requests[1], prediction=outputs[0])])
     assert [result.token_ids for result in results] == outputs[:2]

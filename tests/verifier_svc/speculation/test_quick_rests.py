@@ -1,5 +1,4 @@
-"""Steps run ahead of the host beside a drafter without a model, where the server chooses, as long as that finds
-nothing."""
+"""Steps overlap while a drafter without a model finds nothing, where the server chooses."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT
 from verifier_svc.speculation.overlap_policy import LOOKUP_RESTS
 
 NUM_TOKENS = 300
-# Steps from one request to the next: those of a run, and an ordinary one.
+# Steps from one request to the next: the run's steps, and an ordinary one.
 REST = LOOKUP_RESTS + MAX_IN_FLIGHT
 MODEL, QUICK = 1, 2
 INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
 
 
 class Knowing(ScriptedDrafter):
-    """Has the rest of the output from some places on, else nothing. ``asked``: the places."""
+    """A drafter that knows the output from some places on. ``asked``: the places asked for."""
 
     def __init__(self, known: Container[int], prompt: list[int], output: list[int]) -> None:
         super().__init__({})
@@ -45,7 +44,7 @@ def run(
     num_steps: int = 3,
     prediction: tuple[int, ...] = (),
 ) -> tuple[Runs, Knowing, Result]:
-    """``num_steps``: 0 where the server chooses the shapes of trees too."""
+    """Run with these drafters; ``num_steps`` of 0 lets the server choose the trees' shapes too."""
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     request = Request(prompt(1, 6), sampling, speculation=SpeculationOptions(drafter=drafter), prediction=prediction)
     expected = plain([request])
@@ -61,7 +60,7 @@ def run(
 @pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize("with_model", [True, False])
 def test_it_is_asked_again_after_some_steps(with_model: bool, num_steps: int) -> None:
-    """After many misses too: the steps of a run count in the pause that they cost it."""
+    """It is after many misses too: the steps of a run count towards its pause."""
     runs, quick, result = run(range(0), with_model=with_model, num_steps=num_steps)
     engine = runs.harness.engine.counters
     assert engine.num_resident_steps > 0.8 * engine.num_steps
@@ -75,7 +74,7 @@ def test_it_drafts_where_it_finds_something(num_steps: int) -> None:
     known = range(100, 220)
     runs, _, result = run(known, with_model=False, num_steps=num_steps)
     first = result.sources.index(1)
-    # Nobody waits for the answer to the first request behind so many misses.
+    # Nobody waits for the answer to the first request after so many misses.
     assert known.start <= first <= known.start + 2 * REST
     within = result.sources[first : known.stop]
     assert within.count(1) > 0.7 * len(within), "no step ran ahead here"
@@ -92,8 +91,10 @@ def test_who_names_it_has_it_at_each_step(drafter: str) -> None:
 @pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize("with_model", [False, True])
 def test_a_prediction_is_not_left_aside_for_a_few_misses(with_model: bool, num_steps: int) -> None:
-    """The client says what comes: where the output leaves that, it is found again as soon as it is back, and runs begin
-    once nothing has been found for longer."""
+    """The drafter finds the prediction again as soon as the output returns to it.
+
+    Runs begin once nothing has been found for longer.
+    """
     changed = range(50, 56)
     runs, quick, result = run([*range(50), *range(56, 200)], "auto", with_model, num_steps, prediction=(1,))
     assert result.sources[1] == (QUICK if with_model else 1)

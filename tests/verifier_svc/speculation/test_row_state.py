@@ -14,7 +14,7 @@ VOCAB = 12
 
 
 def harness() -> Harness:
-    """With blocks for one sequence and a half."""
+    """Return a harness with blocks for one and a half sequences."""
     return Harness(
         HashTarget(VOCAB, 12, 4), vocab_size=VOCAB, num_blocks=12, block_size=4, drafters={"one": ScriptedDrafter({})}
     )

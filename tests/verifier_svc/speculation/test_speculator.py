@@ -1,4 +1,4 @@
-"""The speculator's traffic with a drafter: what is asked, waited for, scouted, sent at the end and forgotten."""
+"""The speculator's traffic with a drafter: requests, waits, scouting, final updates, releases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ PROMPT = [1, 2, 3]
 
 
 class Notebook:
-    """A drafter that notes what it is sent, and drafts one fixed token from its ``first_find``-th request on."""
+    """A drafter that notes what it is sent.
+
+    It drafts one fixed token from its ``first_find``-th request on.
+    """
 
     algorithm = "NOTEBOOK"
 
@@ -117,7 +120,7 @@ def test_a_find_is_asked_for_in_earnest_in_the_next_step() -> None:
     counters = harness.speculator.counters["notebook"]
     assert counters.num_drafts >= 1
     lengths = [int(request.lengths[0]) for request in drafter.requests]
-    # Scouted with pauses; what the eighth request found is seen a step later, and asked for then.
+    # Scouted with pauses; the eighth request's find is seen a step later, and requested then.
     assert lengths[7] - lengths[6] > 2
     assert lengths[8] - lengths[7] == 1
 
@@ -153,13 +156,13 @@ def test_waits_are_counted_for_the_drafter_that_was_waited_for() -> None:
     harness = run(drafter)
     counters = harness.speculator.counters["notebook"]
     asked = [request for request in drafter.requests if request.max_nodes.max() > 1]
-    # The last tokens of a sequence and those of scouts are sent, and not waited for.
+    # A sequence's final update and scouting requests are sent, but nobody waits for them.
     assert 0 < counters.num_awaited <= len(asked)
     assert counters.wait_seconds > 0
 
 
 def test_a_slot_is_forgotten_before_its_next_owner_is_sent() -> None:
-    """A bug once: the release came behind the new owner's prompt, and wiped it."""
+    """A bug once: the release came after the new owner's prompt, and wiped it."""
 
     class Strict(Notebook):
         sent: set[int]
@@ -191,7 +194,7 @@ def test_a_slot_is_forgotten_before_its_next_owner_is_sent() -> None:
 
 
 def test_a_slot_that_changes_hands_within_a_step_is_sent_in_order() -> None:
-    """A bug once: an aborted owner's last tokens came behind the prompt of the next one, and wiped it."""
+    """A bug once: an aborted owner's final update came after the next prompt and wiped it."""
     drafter = Notebook(first_find=1)
     harness = Harness(
         HashTarget(VOCAB, 100, 4),
@@ -227,7 +230,7 @@ def test_a_slot_that_changes_hands_within_a_step_is_sent_in_order() -> None:
 
 
 def test_an_address_is_attached_once() -> None:
-    """A drafter serves one attachment: two names for one would take it from each other for ever."""
+    """A drafter serves one attachment: two names for it would take it from each other for ever."""
     harness = Harness(HashTarget(VOCAB, 50, 4), vocab_size=VOCAB, num_blocks=50, block_size=4)
 
     def source(name: str, address: str) -> TestSource:
