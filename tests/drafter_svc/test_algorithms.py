@@ -1,4 +1,4 @@
-"""The table of algorithms: what its rows name is there, and only what is used is imported."""
+"""The table of algorithms: its rows name existing code, and only the used code is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters with a cache behind a real engine: its blocks, its prefix hits, its preemptions, its lost drafters."""
+"""Drafters with a cache in a real engine: blocks, prefix hits, preemptions, lost drafters."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(tmp_path: Path, temper
         assert result.finished is not None and result.finished.speculation is not None
         figures = result.finished.speculation
         assert figures.num_draft_tokens > 20
-        # All but what the limit of the output cut off.
+        # Everything except the part that the output's limit cut off.
         assert figures.num_draft_tokens - figures.num_accepted_tokens <= 4
     assert drafter.gauges()["draft_window_rows"] == 0
     harness.drain()
@@ -112,12 +112,12 @@ def test_a_prefix_hit_is_no_window(deployment: Deployment) -> None:
     drafter = deployment.drafter()
     harness = deployment.harness(drafter, num_steps=3, branches=2, chunk_tokens=24)
     first, *_ = harness.run(requests(0.0)[1:2])
-    told = drafter.gauges()["draft_extend_tokens"]
+    sent = drafter.gauges()["draft_extend_tokens"]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     turn = [*PROMPTS[1], *first.token_ids, 5, 6, 7]
     harness.run([Request(turn, params)])
-    # 80 tokens of the first turn fill whole blocks, all but the last, whose features nobody needed.
-    assert drafter.gauges()["draft_extend_tokens"] - told <= len(turn) - 64 + 12
+    # 80 tokens of the first turn fill whole blocks; nobody needed the last one's hidden states.
+    assert drafter.gauges()["draft_extend_tokens"] - sent <= len(turn) - 64 + 12
     assert drafter.gauges()["draft_window_rows"] == 0
 
 
@@ -140,5 +140,5 @@ def test_a_drafter_that_comes_back_drafts_over_a_window(deployment: Deployment) 
     assert_same_text(expected, harness.run(requests(0.0, 60), every_step=every))
     gauges = drafter.gauges()
     assert gauges["draft_drafted_rows"] > 0
-    # A draft model is told all tokens again, and a head only the features of late.
+    # A draft model is sent all tokens again, and a head only recent hidden states.
     assert (gauges["draft_window_rows"] > 0) == (deployment.kind != "STANDALONE")

@@ -75,7 +75,7 @@ class Served:
         return info
 
     async def detached(self) -> drafter_pb2.GetInfoResponse:
-        """GetInfo once the drafter has noticed; the suite's time limit ends a wait in vain."""
+        """Return GetInfo once the drafter has noticed; the suite's time limit ends the wait."""
         while (info := await self.info()).attached:
             await asyncio.sleep(0.01)
         return info
@@ -259,7 +259,7 @@ def test_a_new_attachment_ends_the_one_before(tmp_path: Path) -> None:
 def test_another_verifier_is_refused_until_the_first_has_gone(tmp_path: Path, transport: str) -> None:
     async def scenario() -> None:
         async with served(tmp_path) as service:
-            # Nobody holds it before the stream is open: whoever attached may be dead.
+            # Nobody holds it before the stream is open: the attaching verifier may be dead.
             await service.attach(epoch=EPOCH + 2)
             arena = await service.attach_arena() if transport == "arena" else None
             if arena is None:
@@ -272,7 +272,7 @@ def test_another_verifier_is_refused_until_the_first_has_gone(tmp_path: Path, tr
             if arena is not None:
                 arena.post(draft_request([[5]], epoch=EPOCH))
                 assert await asyncio.to_thread(arena.receive, LONG_S) is not None
-                # Its end is known at once, whatever the drafter has heard of it by then.
+                # The client knows of the end at once, even if the drafter does not yet.
                 arena.close()
             else:
                 await call.write(proto([[5]], step_id=2))
@@ -339,7 +339,7 @@ def test_a_drafter_that_cannot_be_made_says_why() -> None:
 def test_the_process_serves_health_and_reflection_and_stops_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     async def scenario() -> None:
         path = tmp_path / "d.sock"
-        # What a killed drafter leaves behind.
+        # A socket file, as a killed drafter leaves it.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stale:
             stale.bind(str(path))
         process = await asyncio.create_subprocess_exec(
@@ -365,5 +365,5 @@ def test_the_process_serves_health_and_reflection_and_stops_cleanly(tmp_path: Pa
 
 
 def environment() -> dict[str, str]:
-    """The import path of this process, for a child."""
+    """Return an environment with this process's import path, for a child."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,4 +1,4 @@
-"""What a warm-up compiles is what drafts need: on a GPU each kernel more is a second that a verifier does not wait."""
+"""A warm-up compiles all kernels that drafts need: on a GPU each missing one costs a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.mark.parametrize(("depth", "branches"), [(5, 1), (4, 2), (5, 8)])
 def test_no_draft_waits_for_a_compiler(depth: int, branches: int, tmp_path: Path) -> None:
-    """Ordinary ones and those that run ahead, of any number of sequences, of trees of this depth and of less."""
+    """Ordinary and overlapped drafts, for any number of sequences, at this depth or less."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-m", "tests.support.compilations", str(tmp_path), str(depth), str(branches)]

@@ -28,13 +28,13 @@ def listener(parts: list[DraftRequest]) -> dict[int, dict[str, Any]]:
             hidden = part.hidden[slice(*part.hidden_starts[row : row + 2])].tolist()
             blocks = part.block_ids[slice(*part.block_starts[row : row + 2])].tolist()
             length = int(part.lengths[row])
-            told = length - len(tokens)
-            assert all(position not in state["tokens"] for position in range(told, length)), "told twice"
-            state["tokens"] |= dict(zip(range(told, length), tokens, strict=True))
+            sent = length - len(tokens)
+            assert all(position not in state["tokens"] for position in range(sent, length)), "sent twice"
+            state["tokens"] |= dict(zip(range(sent, length), tokens, strict=True))
             state["features"] |= dict(zip(range(length - len(hidden), length), hidden, strict=True))
             if tokens:
-                assert len(blocks) in (0, (length - 1) // BLOCK_SIZE - told // BLOCK_SIZE + 1)
-            for place, block in enumerate(blocks, start=told // BLOCK_SIZE):
+                assert len(blocks) in (0, (length - 1) // BLOCK_SIZE - sent // BLOCK_SIZE + 1)
+            for place, block in enumerate(blocks, start=sent // BLOCK_SIZE):
                 assert state["blocks"].setdefault(place, block) == block
             state["prediction"] += part.prediction[slice(*part.prediction_starts[row : row + 2])].tolist()
     return known

@@ -1,4 +1,4 @@
-"""Targets with random weights; the fitted ones are every folder's."""
+"""Targets with random weights; all folders share the fitted targets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The joint distribution of three tokens over many seeds is the model's own, with every drafter, by chi-square.
+"""With every drafter, three tokens over many seeds have the model's joint distribution (chi-square).
 
-The truth is enumerated from the logits of the same checkpoint in transformers. Seeds are fixed: a run is repeatable.
+The truth is enumerated from the same checkpoint's logits in transformers. Seeds are fixed: a run is
+repeatable.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from tests.support.engine_harness import Request
 VOCAB_SIZE = 5
 PROMPT = [1, 4, 2, 2, 0, 3, 1, 1, 4]
 NUM_SEEDS = 2500
-# The tokens looked at are drafted for: those before them let a drafter and its gate begin.
+# The compared tokens are drafted: the tokens before them let a drafter and its gate begin.
 SKIPPED, LOOKED_AT = 2, 3
 MAX_TOKENS = SKIPPED + LOOKED_AT + 2
 FEWEST_EXPECTED = 5.0
-# Two drafters merged are drafted from as each alone is.
+# Two merged drafters draft as each does alone.
 QUICK = "merge"
 
 
@@ -34,7 +35,7 @@ def small_targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
 
 
 def truth(target: Target, temperature: float) -> NDArray[np.float64]:
-    """float64 [5 ** 3]: chances of the tokens looked at, whatever came before them."""
+    """Return float64 [5 ** 3]: chances of the compared tokens, whatever came before them."""
     length = SKIPPED + LOOKED_AT
     paths = torch.tensor(list(itertools.product(range(VOCAB_SIZE), repeat=length)))
     ids = torch.cat([torch.tensor(PROMPT).expand(len(paths), -1), paths], 1)
@@ -46,7 +47,7 @@ def truth(target: Target, temperature: float) -> NDArray[np.float64]:
 
 
 def p_value(counts: NDArray[np.int64], chances: NDArray[np.float64]) -> float:
-    """Of chi-square; outcomes that are expected less than five times are one."""
+    """Return chi-square's p-value; outcomes expected less than five times count as one."""
     expected = chances * counts.sum()
     rare = expected < FEWEST_EXPECTED
     observed = np.append(counts[~rare], counts[rare].sum())

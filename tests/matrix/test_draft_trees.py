@@ -1,7 +1,8 @@
-"""Draft trees in a running engine are those of plain references of each head over the whole text: cold, after prefix
-hits, chunked prefill and preemption; and what a drafter that comes back drafts gets good again.
+"""Draft trees in a running engine equal those of plain references of each head over the whole text.
 
-The target's features come from transformers, the heads' arithmetic and the trees' growth from tests/references.
+This holds cold, after prefix hits, chunked prefill and preemption. A drafter that comes back drafts
+well again. The target's hidden states come from transformers, the heads' arithmetic and the trees'
+growth from tests/references.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from tests.support.recording_drafter import Drawn, RecordingDrafter
 from verifier_svc.drafters import sent_tokens
 
 WITH_MODELS = [kind for kind, (_, algorithms) in KINDS.items() if len(algorithms) == 1 and "NGRAM" not in algorithms]
-# A head and a draft model; the other heads differ from the first in their layers and inputs.
+# A head and a draft model; other heads differ only in their layers and inputs.
 QUICK = ("EAGLE3", "STANDALONE")
-# Of the log-probability of one token.
+# Tolerance of one token's log-probability.
 TOLERANCE = 1e-4
 
 
 @pytest.fixture(autouse=True)
 def _no_row_waits_for_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks, prefix hits and cold runs are compared step by step: none may begin a step later than another."""
+    """Chunks, prefix hits and cold runs are compared step by step: all must begin at the same step."""
     monkeypatch.setattr(sent_tokens, "CATCH_UP_TOKENS", 10_000)
 
 
@@ -38,7 +39,7 @@ def greedy(max_tokens: int = 40) -> SamplingParams:
 
 
 class Drafting:
-    """One drafter's deployment, and what its trees must be."""
+    """One drafter's deployment, and the reference for its trees."""
 
     def __init__(self, target: Target, algorithm: str) -> None:
         self.target = target
@@ -60,7 +61,7 @@ class Drafting:
         return head_tree(head, drawn.tokens, features, drawn.shape, num_depths=num_depths)
 
     def check(self, drawn: Sequence[Drawn]) -> None:
-        """All rows were drafted for, and the trees are the reference's."""
+        """Assert that all rows were drafted for, and that the trees are the reference's."""
         assert len(drawn) > 5
         for each in drawn:
             tree = self.expected(each)
@@ -81,7 +82,7 @@ def drafting(targets: Targets, kind: str) -> Drafting:
 
 
 def cold_walks(drafting: Drafting, request: Request, **options: object) -> tuple[Result, Walks]:
-    """What a drafter and a verifier that begin with this request come to."""
+    """Run this request on a fresh drafter and verifier; return its result and walks."""
     harness = drafting.harness(**options)
     (result,) = harness.run([request])
     (walks,) = harness.walks.values()
@@ -172,7 +173,7 @@ def test_a_drafter_that_comes_back_gets_good_again(drafting: Drafting) -> None:
     late = np.mean(walks.accepted[-12:-1])
     assert late >= 0.9 * np.mean(cold.accepted[-12:-1])
     if drafting.algorithm == "STANDALONE":
-        # It was told of everything again.
+        # It was sent everything again.
         drafting.check(drafting.drafter.drawn)
         assert drafting.drafter.gauges()["draft_window_rows"] == 0
     else:
@@ -181,7 +182,7 @@ def test_a_drafter_that_comes_back_gets_good_again(drafting: Drafting) -> None:
 
 
 def test_the_next_turn_after_a_restart_has_no_hole(drafting: Drafting) -> None:
-    """Blocks that were written before a drafter's restart are not taken for its own."""
+    """Blocks written before a drafter's restart do not count as its own."""
     harness = drafting.harness()
     first = Request(text(3, 45), greedy(60))
     (answer,) = harness.run([first])

@@ -1,6 +1,7 @@
-"""Random courses of a verifier with several drafters: requests that name any of them, come and go, resume, and share
-prefixes in caches of any size, while drafters die and return. The text stays plain decode's, and the trees stay the
-references' wherever a head has seen the whole text.
+"""Random courses of a verifier with several drafters keep plain decode's text.
+
+Requests name any drafter, come and go, resume, and share prefixes in caches of any size, while
+drafters die and return. Trees equal the references' wherever a head has seen the whole text.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ATTACHED = [
 
 
 class WholeTextRecorder(RecordingDrafter):
-    """Notes only what was drafted over whole texts."""
+    """A recorder that keeps only drafts over whole texts."""
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         windows, count = self._num_windows, len(self.drawn)
@@ -55,7 +56,7 @@ class WholeTextRecorder(RecordingDrafter):
 
 @dataclass
 class Sent:
-    """A request on its course. ``cut``: tokens of the output that it came with."""
+    """A running request. ``cut``: how many tokens of the output it came with."""
 
     field: str
     key: SequenceKey
@@ -98,7 +99,7 @@ class Course:
             die(self.harness)
 
     def submit(self, case: Case, expected: list[Result]) -> None:
-        """All choices of a case, each with its own drafter, prediction and resumed output."""
+        """Submit all choices of a case, each with its own drafter, prediction and resumed output."""
         pick, request_id = self.choose.choice, f"{case.field} {len(self.sent)}"
         for request, want in zip(case.requests, expected, strict=True):
             tokens = want.token_ids
@@ -145,7 +146,7 @@ class Course:
         self.harness.drain()
 
     def drawn(self) -> Iterator[tuple[str, Drawn]]:
-        """Some of what heads drafted over whole texts."""
+        """Yield some of the heads' drafts over whole texts."""
         for name, drafter in self.drafters.items():
             drafted = [each for each in drafter.drawn if each.is_drafted]
             if name not in ("ngram", "standalone"):

@@ -1,7 +1,8 @@
-"""The text is plain decode's, token for token, with every drafter, sampling field and way to run; logprobs bit for bit.
+"""The text is plain decode's, token for token, with every drafter and sampling field.
 
-Real models in strict float32 throughout: tiny targets fitted to a text that repeats, and heads fitted to those. Each
-case asserts that in it drafted tokens were accepted and refused.
+Logprobs are equal bit for bit. All models run in strict float32: tiny targets fitted to a repeating
+text, and heads fitted to the targets. Each case asserts that drafted tokens were accepted and
+refused.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def cases(target: Target, temperature: float, kind: str) -> list[Case]:
     for number, (field, fields) in enumerate(FIELDS.items()):
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=MAX_TOKENS, **fields)
         matcher = compile_grammar(fields["grammar"], vocabulary) if "grammar" in fields else None
-        # Salts keep what one case teaches the n-gram history from the others.
+        # Salts keep one case's n-gram history from the others.
         request = Request(
             # From here on the stop token's digit is some phrases away.
             text(number, 36 + number, digit=1 if field == "stop ids" else None),
@@ -82,7 +83,7 @@ def finish(harness: SeenHarness, keys: Sequence[SequenceKey]) -> list[Result]:
 
 
 class Plain:
-    """What plain decode writes for each request alone, without drafter, prefix cache or company."""
+    """Plain decode's text for each request alone, without drafter or prefix cache."""
 
     def __init__(self) -> None:
         self.results = cache(self._results)
@@ -144,7 +145,7 @@ def check(
         assert_same(case, plain[case.field], [harness.results[key] for key in keys])
         if kind != "none":
             assert_speculated(case, harness, keys)
-    # Each of merged drafters had a part, and none failed.
+    # Each of the merged drafters had a part, and none failed.
     for name, counters in harness.speculator.counters.items():
         assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens, name
     assert all(source.failures == [] for source in harness.sources)

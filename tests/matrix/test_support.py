@@ -1,6 +1,6 @@
 """Every kind of target with every kind of drafter, on the CPU and on a GPU: the README's support matrix.
 
-Weights are random, so few drafts are accepted; the text must be that of plain decode all the same.
+Weights are random, so few drafts are accepted; the text must still be plain decode's.
 """
 
 from __future__ import annotations

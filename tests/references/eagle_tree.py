@@ -1,8 +1,9 @@
-"""EAGLE-2's draft tree in plain PyTorch (arXiv 2406.16858, sections 4.1 and 4.2), without cache, paging or batching.
+"""EAGLE-2's draft tree in plain PyTorch (arXiv 2406.16858, 4.1 and 4.2), without cache or batching.
 
-Shares no code with foretoken. Expansion: of the newest level the ``branches`` nodes of the highest value, which is the
-product of the draft probabilities along the path, each get their ``branches`` most likely children. Reranking: of all
-nodes the ``num_nodes - 1`` of the highest value; of equal ones the earlier, which is the shallower.
+It shares no code with foretoken. A node's value is the product of the draft probabilities along its
+path. Expansion: the newest level's ``branches`` nodes of the highest value each get their
+``branches`` most likely children. Reranking: the ``num_nodes - 1`` nodes of the highest value stay;
+equal values prefer the earlier, shallower node.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.references.heads import Entries, ReferenceHead
 
 
 class Shape(NamedTuple):
-    """Nodes with the root, levels below it, and children of a node."""
+    """The number of nodes with the root, of levels below it, and of a node's children."""
 
     nodes: int
     steps: int
@@ -44,12 +45,13 @@ class Tree(NamedTuple):
     values: list[float]
 
 
-# Log probabilities [nodes, draft vocabulary] that follow the nodes given, all of one depth; without any: the root.
+# Log probabilities [nodes, draft vocabulary] after the given nodes, all of one depth; no nodes
+# stand for the root.
 Expand = Callable[[list[Node], list[Node]], torch.Tensor]
 
 
 def grow(root: int, shape: Shape, target_ids: torch.Tensor, expand: Expand) -> Tree:
-    """``expand`` is given all nodes and those whose children are wanted."""
+    """Grow a tree; ``expand`` gets all nodes, and the nodes whose children are wanted."""
     nodes: list[Node] = []
 
     def add_children(parent: int, log_probs: torch.Tensor) -> None:
@@ -87,16 +89,17 @@ def head_tree(
     num_depths: int = 1,
     first: int = 1,
 ) -> Tree:
-    """The tree of a head behind ``tokens``.
+    """Return a head's tree after ``tokens``.
 
     Args:
-        features: float64 [tokens, width]: the target's; the pair of token i is with those of i - 1.
-        num_depths: modules; module d is fed what module d - 1 gave one token earlier, and the last one goes on alone.
+        features: float64 [tokens, width]: the target's hidden states; token i is paired with i - 1's.
+        num_depths: modules; module d gets module d - 1's output of one token earlier, and the last
+            one goes on alone.
         first: the first token whose pair the head sees; 1 unless it joined late.
     """
     count = len(tokens) - first
     ids = torch.tensor(tokens)
-    # Of each module its entries, and of each node the state that its children are fed.
+    # Each module's entries, and the state that each node's children get.
     base: list[Entries] = []
     states = list(features[first - 1 : len(tokens) - 1])
     root_state = torch.empty(0)
@@ -148,7 +151,7 @@ def head_tree(
 
 
 def model_tree(model: PreTrainedModel, tokens: list[int], shape: Shape) -> Tree:
-    """The tree of a draft model that is fed tokens alone."""
+    """Return the tree of a draft model that gets only tokens."""
 
     def expand(nodes: list[Node], wanted: list[Node]) -> torch.Tensor:
         paths: Iterable[list[int]] = [[nodes[i].token for i in node.path] for node in wanted] or [[]]

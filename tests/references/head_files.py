@@ -1,4 +1,4 @@
-"""Tiny random targets and draft heads on disk, in the layouts that others write."""
+"""Tiny random targets and draft heads on disk, in other projects' layouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": KV_HEADS,
     "max_position_embeddings": 256,
 }
-# What a head's config.json says of its layers.
+# A head's layers as its config.json has them.
 HEAD_CONFIG: dict[str, Any] = {
     **SIZES,
     "model_type": "llama",
@@ -45,7 +45,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def random_target(folder: Path, kind: str = "llama", tied: bool = False, vocab_size: int = VOCAB) -> PreTrainedModel:
-    """A target of 8 layers with random norms and biases, saved to ``folder``."""
+    """Save a target of 8 layers with random norms and biases to ``folder``."""
     torch.manual_seed(11)
     sizes = SIZES | {"tie_word_embeddings": tied, "vocab_size": vocab_size}
     model: PreTrainedModel
@@ -65,7 +65,7 @@ def random_target(folder: Path, kind: str = "llama", tied: bool = False, vocab_s
 
 
 def fill(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Random values in place: norms around one, the rest small."""
+    """Fill a tensor with random values: norms around one, the rest small."""
     if "norm" in name:
         return tensor.uniform_(0.5, 1.5)
     return tensor.normal_(std=0.4 if name.endswith("bias") else 0.12)
@@ -74,7 +74,7 @@ def fill(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def shape_layer(
     prefix: str, width: int, *, bias: bool = False, head_norm: bool = False, hidden: int = HIDDEN
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one layer but for its norms at the entry; ``width`` is what q, k and v take."""
+    """Return one layer's names and shapes without its entry norms; q, k and v take ``width``."""
     attention = f"{prefix}.self_attn"
     shapes: dict[str, tuple[int, ...]] = {}
     for name, out in (("q", HEADS * DIM), ("k", KV_HEADS * DIM), ("v", KV_HEADS * DIM)):
@@ -104,7 +104,7 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path
 
 
 def eagle_files(bias: bool = True, qkv_bias: bool = False, num_layers: int = 1) -> tuple[dict[str, Any], Tensors]:
-    """An EAGLE head as many are found: called a plain Llama, with embedding and head in the file that mean nothing."""
+    """Return a common EAGLE head: called a plain Llama, with unused embedding and head in the file."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
     if bias:
         shapes["fc.bias"] = (HIDDEN,)
@@ -133,7 +133,7 @@ def eagle3_files(  # noqa: PLR0913 - layouts that others write
     embedding: bool = False,
     **config: Any,
 ) -> tuple[dict[str, Any], Tensors]:
-    """An EAGLE-3 head; ``extra`` names norms over the features, ``config`` adds fields."""
+    """Return an EAGLE-3 head; ``extra`` names norms over hidden states, ``config`` adds fields."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 3 * HIDDEN), "norm.weight": (hidden,)}
     if fc_bias:
         shapes["fc.bias"] = (hidden,)
@@ -164,7 +164,7 @@ def eagle3_files(  # noqa: PLR0913 - layouts that others write
 
 
 def speculators_config(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """The same head described in vLLM's dialect: the layer's own fields one level down."""
+    """Return the head's config in vLLM's dialect: the layer's own fields one level down."""
     layer = {name: config[name] for name in (*HEAD_CONFIG, "head_dim")}
     return {
         "architectures": ["Eagle3Speculator"],
@@ -188,7 +188,7 @@ def add_tensors(folder: Path, tensors: Tensors, **config: Any) -> None:
 
 
 def mimo_target(folder: Path, num_depths: int = 1, vocab_size: int = VOCAB) -> PreTrainedModel:
-    """Qwen2's body under MiMo's name, with its MTP layers."""
+    """Save Qwen2's body under MiMo's name, with its MTP layers."""
     model = random_target(folder, "qwen2", vocab_size=vocab_size)
     shapes: dict[str, tuple[int, ...]] = {}
     for depth in range(num_depths):
@@ -212,7 +212,7 @@ def mimo_target(folder: Path, num_depths: int = 1, vocab_size: int = VOCAB) -> P
 
 
 def qwen3_mtp_target(folder: Path, num_depths: int = 1, tied: bool = False, vocab_size: int = VOCAB) -> PreTrainedModel:
-    """A Qwen3 target with MTP layers in Qwen3-Next's names."""
+    """Save a Qwen3 target with MTP layers in Qwen3-Next's names."""
     model = random_target(folder, "qwen3", tied, vocab_size)
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     shapes: dict[str, tuple[int, ...]] = {f"mtp.{name}.weight": (HIDDEN,) for name in norms}

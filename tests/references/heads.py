@@ -1,8 +1,9 @@
 """Draft heads in plain PyTorch, float64, with dense attention: written from the formats' descriptions alone.
 
-Shares no code with foretoken. A head is run over a list of entries at once: pairs of a token and the hidden state
-before it, each with its position and the entries that it sees. A step of recurrent drafting is one more run with more
-entries, so a whole draft tree can be compared. Positions are those of training: the pair of token i is at i - 1.
+It shares no code with foretoken. A head runs over a list of entries at once: pairs of a token and the
+hidden state before it, each with its position and the entries that it sees. A step of recurrent
+drafting is one more run with more entries, so tests can compare a whole draft tree. Positions are
+those of training: the pair of token i is at i - 1.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Entries:
-    """What a head is run over.
+    """The inputs that a head runs over.
 
     Attributes:
         tokens: int64 [n].
-        states: one float64 vector for each entry: the target's features, or what the head gave for the parent.
-        from_target: which of the two.
-        positions: int64 [n]; of the pair, so one less than the token's.
-        sees: bool [n, n]; row i is true where entry i attends to, itself among them.
+        states: one float64 vector for each entry: the target's, or the head's own for the parent.
+        from_target: whether the state is the target's.
+        positions: int64 [n]: the pair's, so one less than the token's.
+        sees: bool [n, n]: row i is true for each entry that entry i attends to, itself included.
     """
 
     tokens: torch.Tensor
@@ -50,7 +51,7 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """x [n, heads, dim]: complex rotation of (x[i], x[i + dim / 2])."""
+    """Return x [n, heads, dim] with each (x[i], x[i + dim / 2]) rotated as a complex number."""
     half = x.shape[-1] // 2
     angle = positions[:, None].double() * theta ** -(torch.arange(half).double() / half)
     pairs = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
@@ -119,7 +120,7 @@ class ReferenceHead:
         raise NotImplementedError
 
     def run(self, entries: Entries, depth: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """float64 logits [n, draft vocabulary] and hidden states [n, hidden] for the next step."""
+        """Return float64 logits [n, draft vocabulary] and hidden states [n, hidden] for the next step."""
         raise NotImplementedError
 
 
@@ -138,7 +139,7 @@ class ReferenceEagle(ReferenceHead):
         return hidden @ self.head.T, hidden
 
     def entering(self, layer: Layer, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What a layer's attention is given: the first one has no norm."""
+        """Return the input of a layer's attention: the first layer has no norm."""
         return hidden if index == 0 else layer.norm("input_layernorm", hidden)
 
 

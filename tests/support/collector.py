@@ -31,7 +31,7 @@ class ReceivedSpan:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps every span."""
+    """A trace service that keeps every span."""
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -49,7 +49,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def spans(self, count: int) -> list[ReceivedSpan]:
-        """All spans so far, once there are ``count``."""
+        """Return all spans so far, once there are ``count``."""
         with self._arrived:
             self._arrived.wait_for(lambda: len(self._spans) >= count)
             return list(self._spans)
@@ -57,7 +57,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector that listens at ``endpoint``."""
+    """Run a collector that listens at ``endpoint``."""
     collector = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(1))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)

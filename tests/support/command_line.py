@@ -1,4 +1,4 @@
-"""The command line in tests: in a process of its own or in this one, and the words of what it starts."""
+"""Runs the command line in tests, in a child process or in this one, and reads what it starts."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def invoke(*arguments: str) -> None:
 
 
 def serve(folder: str, *arguments: str) -> None:
-    """``foretoken serve`` on a folder with the files of a checkpoint, by their names at least."""
+    """Run ``foretoken serve`` on a folder with a checkpoint's files, at least by their names."""
     for name in ("config.json", "tokenizer.json"):
         (Path(folder) / name).touch()
     invoke("serve", folder, *arguments, "--port", free_port(), "--grpc-port", free_port())
 
 
 def words(service: Service) -> tuple[str, ...]:
-    """What follows ``python -P -m foretoken``."""
+    """Return the words after ``python -P -m foretoken``."""
     return service.command[service.command.index("foretoken") + 1 :]
 
 
 def loaded_by(code: str) -> set[str]:
-    """The top-level modules that are loaded after ``code``."""
+    """Return the top-level modules that are loaded after ``code``."""
     script = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     result = subprocess.run(
         [sys.executable, "-P", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=True

@@ -1,8 +1,8 @@
-"""Prints the kernels that Triton would compile for a drafter's drafts, without a GPU: a launch notes what it would be
-compiled for, and does nothing.
+"""Prints the kernels that Triton would compile for a drafter's drafts, without a GPU.
 
-Run with the folder to work in, the levels of the trees and their branches, and without TRITON_INTERPRET. Each line is
-the phase and the kernel.
+A launch notes the kernel's specialization and does nothing. Run it without TRITON_INTERPRET; the
+arguments are a folder to work in, the trees' levels and their branches. Each line is the phase
+and the kernel.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Compilations:
 
 
 def _specialized(name: str, value: Any, kernel: Any) -> Hashable:
-    """What Triton tells of an argument that is no constant."""
+    """Return Triton's specialization of an argument that is not a constant."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.data_ptr() % 16 == 0
     if isinstance(value, tuple):
@@ -69,17 +69,17 @@ def main(folder: Path, depth: int, branches: int) -> None:
     placement = ModelPlacement(Backend("gpu", torch.device("cpu")), torch.float32, graphs=False, warm=True)
     drafter, target, width = test_resident_draft.make("EAGLE3", folder, placement)
     found.phase = "attach"
-    # Room for a table as wide as those of long contexts are.
+    # Room for a block table as wide as long contexts need.
     drafter.attach(replace(target, max_model_len=1200), None)
     play = resident_play.Play(drafter, "cpu", vocab=target.vocab_size, width=width)
     found.phase = "drafts"
-    # Where sequences end trees have fewer levels.
+    # Trees have fewer levels where sequences end.
     for levels in range(depth, 0, -1):
         shape = {"max_depth": levels, "max_branches": branches, "max_nodes": nodes}
         for count in (1, 2, 3, 6, 12, SEATS):
             play.begin([resident_play.Text(5, (1, 2), number, options=shape) for number in range(count)], count)
             play.prompts()
-            play.tell(0)
+            play.send(0)
             drafter.draft(play.request(1, begins=True, is_last=False))
             play.order.calls.clear()
 

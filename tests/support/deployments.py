@@ -1,4 +1,4 @@
-"""Every drafter there is, beside a fitted target on disk that it drafts for, in an engine that is stepped by hand."""
+"""Every drafter with a fitted target on disk, in an engine that tests step by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from verifier_svc.scheduling.sequence import Sequence
 BLOCK = 8
 FINAL_STATE = (-1,)
 EAGLE3_LAYERS = (2, head_files.NUM_LAYERS // 2, head_files.NUM_LAYERS - 3)
-# Ids that the EAGLE-3 head can draft: of the text's tokens all but one.
+# Ids that the EAGLE-3 head can draft: all of the text's tokens except one.
 DRAFT_IDS = sorted({*range(head_files.DRAFT_VOCAB + 3)} - set(ids_of("7", "[", "}")))
 # Bodies without MTP layers.
 WITHOUT_MTP = ("llama", "mistral", "qwen2")
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass
 class Walks:
-    """What one sequence's verified trees came to: levels accepted and levels that there were, a step each."""
+    """One sequence's verified trees: accepted levels and levels in all, one entry a step."""
 
     accepted: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -64,12 +64,15 @@ class Walks:
 
     @property
     def num_refused(self) -> int:
-        """Steps whose walk left the tree before its end."""
+        """Return the number of steps whose walk left the tree before its end."""
         return sum(a < d for a, d in zip(self.accepted, self.depths, strict=True))
 
 
 class Target:
-    """One body with its heads. Fitted unless ``steps`` is 0; made once a test session, as it takes seconds."""
+    """One target with its heads, fitted unless ``steps`` is 0.
+
+    It is made once a test session, as that takes seconds.
+    """
 
     def __init__(
         self, folder: Path, name: str, *, steps: int = TARGET_STEPS, vocab_size: int = head_files.VOCAB
@@ -98,7 +101,7 @@ class Target:
         return head_files.mimo_target(self.folder, self.num_depths, vocab_size=vocab_size)
 
     def _write_tokenizer(self, folder: Path) -> None:
-        """That of the grammars where the vocabulary is large enough."""
+        """Write the grammars' tokenizer if the vocabulary is large enough."""
         vocab_size = self.model.config.vocab_size
         if vocab_size >= VOCAB:
             write_tokenizer(folder)
@@ -139,7 +142,7 @@ class Target:
         return HeadDrafter(algorithm, folder, placement=placement)  # type: ignore[arg-type]
 
     def runner(self, num_blocks: int) -> ModelRunner:
-        """One for each size of the cache; what an earlier test left in it is no one's."""
+        """Return one runner for each size of the cache; no test uses an earlier one's entries."""
         if num_blocks not in self._runners:
             runner = ModelRunner(self.folder, threads=1, num_blocks=num_blocks, block_size=BLOCK)
             runner.warm_up()
@@ -155,7 +158,7 @@ class Target:
         runner: TargetRunner | None = None,
         **options: Any,
     ) -> SeenHarness:
-        """``runner``: of this target, elsewhere than on the CPU."""
+        """Return an engine; ``runner``: this target elsewhere than on the CPU."""
         settings: dict[str, Any] = {
             "vocab_size": self.config.vocab_size,
             "token_limit": VOCAB,
@@ -178,7 +181,7 @@ class Target:
 
 
 class SeenHarness(Harness):
-    """A harness that keeps what the walks through the trees of each sequence came to."""
+    """A harness that keeps the results of the walks through each sequence's trees."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -198,7 +201,7 @@ class Targets:
     """Targets by name, each made when it is first asked for."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        """``options``: of every target."""
+        """Keep ``options`` for every target."""
         self._folder = folder
         self._options = options
         self._made: dict[str, Target] = {}
@@ -209,7 +212,7 @@ class Targets:
         return self._made[name]
 
     def of_kind(self, kind: str) -> tuple[Target, dict[str, Drafter]]:
-        """A target with fresh drafters, by their names."""
+        """Return a target with fresh drafters, by their names."""
         target_name, algorithms = KINDS[kind]
         target = self[target_name]
         return target, {algorithm.lower(): target.drafter(algorithm) for algorithm in algorithms}

@@ -25,9 +25,10 @@ def draft_request(
     resident: DeviceStep | None = None,
     **columns: Sequence[Any],
 ) -> DraftRequest:
-    """One row for each list of new tokens, in slots 0, 1, ...; other columns as given, or plain defaults.
+    """Return a request with one row for each list of new tokens, in slots 0, 1, ...
 
-    ``hidden``: per row its hidden rows, each of ``hidden_width`` numbers.
+    Other columns are as given, or plain defaults. ``hidden``: hidden states per row, each of
+    ``hidden_width`` numbers.
     """
     rows = len(new_tokens)
     lengths = [max(len(tokens), 1) for tokens in new_tokens]
@@ -73,7 +74,7 @@ def draft_requests(
     hidden_width: int = 0,
     block_size: int = 0,
 ) -> DraftRequest:
-    """Any values that fit the columns, each row in its own slot. ``block_size`` of 0: no block ids."""
+    """Draw values that fit the columns, a slot for each row; no blocks if ``block_size`` is 0."""
     rows = draw(st.integers(1, max_rows))
 
     def column(values: st.SearchStrategy[Any]) -> list[Any]:
@@ -101,7 +102,7 @@ def draft_requests(
         min_ps=column(st.floats(0, 1, width=32)),
         prediction=column(st.lists(INT31, max_size=max_tokens)),
         hidden_width=hidden_width,
-        hidden=[_hidden_rows(draw, len(tokens), hidden_width) for tokens in new_tokens],
+        hidden=[_hidden_states(draw, len(tokens), hidden_width) for tokens in new_tokens],
         block_ids=[
             draw(st.lists(INT31, min_size=count, max_size=count))
             for count in map(_num_blocks, lengths, map(len, new_tokens), [block_size] * rows)
@@ -109,21 +110,21 @@ def draft_requests(
     )
 
 
-def _hidden_rows(draw: st.DrawFn, most: int, width: int) -> list[list[int]]:
-    """Features of some of the last tokens, none where ``width`` is 0."""
+def _hidden_states(draw: st.DrawFn, most: int, width: int) -> list[list[int]]:
+    """Draw hidden states of some of the last tokens, none if ``width`` is 0."""
     count = draw(st.integers(0, most)) if width else 0
     return [draw(st.lists(st.integers(-99, 99), min_size=width, max_size=width)) for _ in range(count)]
 
 
 def _num_blocks(length: int, new_tokens: int, block_size: int) -> int:
-    """Blocks that hold the last ``new_tokens`` of ``length`` positions."""
+    """Return how many blocks hold the last ``new_tokens`` of ``length`` positions."""
     if not block_size or not new_tokens:
         return 0
     return (length - 1) // block_size - (length - new_tokens) // block_size + 1
 
 
 def assert_same_request(got: DraftRequest, expected: DraftRequest) -> None:
-    """All columns, their types and the stamps."""
+    """Compare all columns, their types and the stamps."""
     assert (got.epoch, got.step_id, got.resident) == (expected.epoch, expected.step_id, expected.resident)
     for name in ("rows", "starts", *RAGGED_COLUMNS):
         ours, theirs = getattr(got, name), getattr(expected, name)
@@ -134,6 +135,6 @@ def assert_same_request(got: DraftRequest, expected: DraftRequest) -> None:
 def draft_batch(
     epoch: int, step_id: int, node_starts: Int32, tokens: Int32, parents: Int32, scores: Float32 | None = None
 ) -> DraftBatch:
-    """A reply; without ``scores`` one whose drafter is sure of every node."""
+    """Return a reply; without ``scores`` its drafter is sure of every node."""
     scores = np.zeros(len(tokens), np.float32) if scores is None else scores
     return DraftBatch(epoch, step_id, node_starts, tokens, parents, scores)

@@ -1,4 +1,4 @@
-"""An EAGLE drafter as a process of its own, also of GPU kernels on a CPU.
+"""An EAGLE drafter as a process of its own, also with GPU kernels on a CPU.
 
 Arguments: address, folders of target and head, kernels, device.
 """

@@ -1,4 +1,4 @@
-"""An engine over a target and a drafter in one thread, stepped by hand: what identity tests run on."""
+"""An engine with a target and drafters in one thread, stepped by hand: identity tests run on it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from verifier_svc.speculation.costs import StepCosts
 from verifier_svc.speculation.speculator import Speculator
 
 EPOCH = 41
-# A node costs next to nothing here: the gate stays open, so that walks are exercised.
+# A node costs almost nothing here: the gate stays open, so that walks are exercised.
 FLAT_COSTS = {1: 1.0, 256: 1.001}
 
 
@@ -77,12 +77,16 @@ class TestSource:
         self.num_attaches += 1
 
     def kill(self) -> None:
-        """As after a SIGKILL: the engine finds out at its next call."""
+        """Die as after a SIGKILL: the engine finds out at its next call."""
         assert self.transport is not None
         self.transport.close()
 
     def dies_and_returns(self, *, every: int, dies_at: int, returns_at: int) -> Callable[[Harness], None]:
-        """For ``Harness.run``: killed in step ``dies_at`` of each ``every`` steps, and back in step ``returns_at``."""
+        """Return a hook for ``Harness.run``.
+
+        In each ``every`` steps it kills the drafter in step ``dies_at`` and brings it back in step
+        ``returns_at``.
+        """
 
         def each_step(at: Harness) -> None:
             if at.num_steps % every == dies_at and self.transport is not None:
@@ -106,7 +110,7 @@ class TestSource:
 
 @dataclass(slots=True)
 class Result:
-    """All that one sequence's events said."""
+    """Everything that one sequence's events said."""
 
     token_ids: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
@@ -122,7 +126,7 @@ class Result:
 
 @dataclass(slots=True)
 class Request:
-    """One sequence to run, in short."""
+    """One sequence to run, in short form."""
 
     prompt: Sequence[int]
     sampling: SamplingParams
@@ -132,17 +136,17 @@ class Request:
     output: Sequence[int] = ()
     deadline: float | None = None
     attempt: int = 0
-    # Of the sampling's grammar, at its beginning; every run makes its own of it.
+    # The matcher of the sampling's grammar, at its beginning; every run copies it.
     matcher: Matcher | None = None
     prediction: Sequence[int] = ()
 
     def plain(self) -> Request:
-        """The same without speculation."""
+        """Return the same request without speculation."""
         return replace(self, speculation=SpeculationOptions(enabled=False))
 
 
 class Harness:
-    """Steps an engine. ``drafters`` by name; ``source`` gives access to one."""
+    """Steps an engine. ``drafters`` are given by name; ``source`` returns one."""
 
     def __init__(  # noqa: PLR0913 - an engine's settings
         self,
@@ -175,9 +179,10 @@ class Harness:
         run_ahead: RunAhead | None = None,
         offer: ResidentOffer | None = None,
     ) -> None:
-        """``sources``: beside ``drafters``, already started; ``clock``: by which waits for drafts are measured.
+        """Make an engine.
 
-        ``num_steps``, ``branches``: of draft models' trees; ``hidden_size`` and what follows: of the target.
+        ``sources``: started ones beside ``drafters``; ``clock``: measures waits for drafts;
+        ``num_steps``, ``branches``: draft models' trees; ``hidden_size`` and later: the target.
         """
         target = TargetInfo(
             "test",
@@ -203,7 +208,7 @@ class Harness:
             TreeBounds(max_nodes, num_steps, branches),
             max_batch_size=max_batch_size,
         )
-        # Steps of a test take microseconds or milliseconds as the machine pleases: what the gate decides must not.
+        # Steps take micro- or milliseconds, as the machine likes; the gate must not depend on that.
         self.speculator.costs.observe_step = lambda num_rows, seconds: None  # type: ignore[method-assign]
         self.runner = runner
         self.engine = Engine(
@@ -221,7 +226,7 @@ class Harness:
         self._num_submitted = 0
 
     def submit(self, request: Request, request_id: str | None = None) -> SequenceKey:
-        """Queue a request; its key."""
+        """Queue a request; return its key."""
         self._num_submitted += 1
         key = SequenceKey(self.session, request_id or f"r{self._num_submitted}", request.choice_index)
         self.results[key] = Result()
@@ -247,7 +252,7 @@ class Harness:
         self.engine.send(Abort(key, kept_tokens))
 
     def step(self) -> None:
-        """One step, its events taken into ``results``; offsets are checked to leave no gap."""
+        """Run one step, take its events into ``results``, and check that offsets leave no gap."""
         self.engine.run_step()
         self.num_steps += 1
         for event in self.outbox.take():
@@ -285,7 +290,7 @@ class Harness:
 
 
 def assert_bits(expected: Result, got: Result, case: str = "") -> None:
-    """One text with one reason for its end, and logprobs without any tolerance."""
+    """Assert the same text and finish reason, and equal logprobs without tolerance."""
     assert got.error is None and got.finished is not None and expected.finished is not None, case
     assert got.token_ids == expected.token_ids, case
     assert got.finished.reason == expected.finished.reason, case

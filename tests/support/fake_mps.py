@@ -1,7 +1,7 @@
-"""A stand-in for ``nvidia-cuda-mps-control``, put on PATH: it keeps a journal, and a process that plays the daemon.
+"""A stand-in for ``nvidia-cuda-mps-control`` on PATH: it keeps a journal and plays the daemon.
 
-``mode``: works; fails (the daemon does not start); serverless (no server comes up); hangs (nothing is answered);
-deaf (all but ``quit`` is obeyed).
+``mode``: works; fails (the daemon does not start); serverless (no server comes up); hangs (it never
+answers); deaf (it obeys everything except ``quit``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ done
 
 
 def write(folder: Path, mode: str = "works") -> Path:
-    """Write the program into ``folder``; returns its journal, a line for each start and each command."""
+    """Write the program into ``folder``; return its journal, a line for each start and command."""
     journal = folder / "journal"
     program = folder / "nvidia-cuda-mps-control"
     program.write_text(_SCRIPT.format(journal=journal, mode=mode, server=SERVER_PID))

@@ -1,6 +1,7 @@
-"""Tiny targets and draft heads fitted in seconds to a text that repeats, so that drafts come true often, not always.
+"""Tiny targets and draft heads fitted in seconds to a repeating text: drafts are often right.
 
-Heads are fitted through the plain references of tests/references/heads.py: no code of foretoken has a part in them.
+Heads are fitted through the plain references of tests/references/heads.py, without foretoken's
+code.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from transformers import PreTrainedModel
 from tests.references.heads import Entries, ReferenceHead
 from tests.support.grammars import ids_of
 
-# Phrases around a digit that grows by one from phrase to phrase: n-grams meet it wrongly, and all else rightly.
+# Phrases around a digit that grows by one from phrase to phrase: n-grams guess it wrongly, and
+# everything else rightly.
 DIGITS = ids_of(*"0123456789")
 PHRASES = [
     (ids_of("ab"), ids_of("cd", "x")),
@@ -29,7 +31,10 @@ LENGTH = 48
 
 
 def text(seed: int, length: int, *, switch: float = 0.25, digit: int | None = None) -> list[int]:
-    """Phrases around ``digit`` and its successors; after each the next is another one with the chance ``switch``."""
+    """Return phrases around ``digit`` and its successors.
+
+    After each phrase another kind follows with the chance ``switch``.
+    """
     random = np.random.default_rng(seed)
     tokens: list[int] = []
     number = int(random.integers(10)) if digit is None else digit
@@ -44,7 +49,7 @@ def text(seed: int, length: int, *, switch: float = 0.25, digit: int | None = No
 
 
 def fit_target(model: PreTrainedModel, folder: Path, *, steps: int = TARGET_STEPS, seed: int = 0) -> None:
-    """Fit to ``text`` and store the weights in the target's folder, beside what else is there."""
+    """Fit the target to ``text`` and store the weights in its folder, beside its other files."""
     torch.manual_seed(seed)
     model.train()
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
@@ -59,7 +64,7 @@ def fit_target(model: PreTrainedModel, folder: Path, *, steps: int = TARGET_STEP
 
 
 def perturb(folder: Path, share: float) -> None:
-    """Noise on all matrices, by a share of their deviation."""
+    """Add noise to all matrices, by a share of their deviation."""
     torch.manual_seed(1)
     tensors = load_file(folder / "model.safetensors")
     noisy = {name: t + share * t.std() * torch.randn_like(t) for name, t in tensors.items() if t.dim() == 2}
@@ -67,7 +72,7 @@ def perturb(folder: Path, share: float) -> None:
 
 
 def features_of(model: PreTrainedModel, ids: list[int], layers: Iterable[int]) -> torch.Tensor:
-    """float64 [tokens, features]: what enters the layers named; -1 is what leaves the last norm."""
+    """Return float64 [tokens, features]: the named layers' inputs; -1 is the last norm's output."""
     with torch.no_grad():
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer][0] for layer in layers], 1).double()
@@ -76,7 +81,7 @@ def features_of(model: PreTrainedModel, ids: list[int], layers: Iterable[int]) -
 def fit_head(
     reference: ReferenceHead, folder: Path, model: PreTrainedModel, layers: Iterable[int], *, num_depths: int = 1
 ) -> None:
-    """Fit a head to the target's own next tokens, over the target's features and over its own states once more."""
+    """Fit a head to the target's own next tokens, over the target's hidden states and its own."""
     mine = [n for n in load_file(folder / "model.safetensors") if not n.startswith(("model.embed", "model.layers.0."))]
     names = [n for n in mine if n in reference.tensors and _is_heads(n, folder == reference.target)]
     for name in names:
@@ -105,7 +110,7 @@ def _is_heads(name: str, is_mtp: bool) -> bool:
 def _both_steps(
     reference: ReferenceHead, ids: list[int], features: torch.Tensor, num_depths: int
 ) -> Iterable[torch.Tensor]:
-    """Logits after each pair from the target's features, and after each pair from the head's own states."""
+    """Return the logits after the target's hidden states, and after the head's own."""
     count = len(ids) - 2
     pairs = torch.tensor(ids[1:-1])
     positions = torch.arange(count)
@@ -118,7 +123,7 @@ def _both_steps(
         later = Entries(pairs[1:], own, [False] * len(own), positions[1:], causal[1:, 1:])
         yield reference.run(later, 1)[0]
         return
-    # An own state's entry sees the target's entries before it, and itself.
+    # An entry with the head's own state sees itself and the target's entries before it.
     sees = torch.zeros(2 * count - 1, 2 * count - 1).bool()
     sees[:count, :count] = causal
     sees[count:, :count] = causal[:-1]

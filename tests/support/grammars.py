@@ -1,4 +1,4 @@
-"""A vocabulary of 54 tokens that can spell small JSON values, as a tokenizer.json, and grammars over it."""
+"""A vocabulary of 54 tokens that spells small JSON values, its tokenizer.json, and grammars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB = len(_TEXTS)
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """``folder`` with a byte-level tokenizer.json of these tokens."""
+    """Write a byte-level tokenizer.json of these tokens; return ``folder``."""
     alphabet = {chr(byte): chr(byte) for byte in range(33, 127)} | {" ": "Ġ", "\n": "Ċ"}
     vocab = {
         "<end>" if text is None else "".join(alphabet[char] for char in text): number

@@ -1,7 +1,8 @@
-"""A target "model" whose logits are a hash of exactly the cache entries that a row can see.
+"""A target "model" whose logits are a hash of exactly the KV entries that a row can see.
 
-It keeps token and position in a cache by slot, as a real model keeps keys and values: a wrong slot, mask, position,
-shared block or skipped compaction changes the hash and with it the text. It takes microseconds a row.
+It keeps token and position in a cache by KV slot, as a real model keeps keys and values. A wrong
+slot, mask, position, shared block or skipped compaction changes the hash and with it the text. It
+takes microseconds a row.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ HIDDEN_SIZE = 4
 
 
 class HashTarget:
-    """Implements verifier_svc.model.target_runner.TargetRunner. Logits are spread so that sampling has choices."""
+    """Implements verifier_svc.model.target_runner.TargetRunner.
+
+    Logits are spread so that sampling has choices.
+    """
 
     def __init__(self, vocab_size: int, num_blocks: int, block_size: int, *, spread: float = 4.0) -> None:
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._spread = spread
-        # One block more: scratch.
+        # One more block: scratch.
         self._num_slots = num_blocks * block_size
         self._tokens = np.full(self._num_slots + block_size, UNWRITTEN, np.int64)
         self._positions = np.full(self._num_slots + block_size, UNWRITTEN, np.int64)
         self._kept = np.empty((0, 0), np.float32)
-        # Of each pass: its rows, and the hidden states that it captured.
+        # For each pass: its rows, and the hidden states that it captured.
         self.num_rows: list[int] = []
         self.captured: list[tuple[int, ...]] = []
 
@@ -64,7 +68,7 @@ class HashTarget:
         return self._kept[rows]
 
     def _features(self, batch: ForwardBatch, row: int, features: tuple[int, ...]) -> list[int]:
-        """HIDDEN_SIZE numbers for each hidden state asked for; see ``feature_of``."""
+        """Return HIDDEN_SIZE numbers for each hidden state asked for; see ``feature_of``."""
         return [value for state in features for value in feature_of(self._path(batch, row).tolist(), state)]
 
     def _logits(self, batch: ForwardBatch, row: int) -> NDArray[np.float32]:
@@ -78,7 +82,7 @@ class HashTarget:
         )
 
     def _path(self, batch: ForwardBatch, row: int) -> NDArray[np.int64]:
-        """int64: the tokens of the entries that a row sees, in order."""
+        """Return int64: the tokens of the KV entries that a row sees, in order."""
         seq = batch.row_seqs[row]
         logical = list(range(batch.context_lens[row]))
         for word, bits in enumerate(batch.masks[row]):
@@ -91,7 +95,9 @@ class HashTarget:
 
 
 def feature_of(path: list[int], state: int) -> list[int]:
-    """What HashTarget captures as hidden state ``state`` of a row that sees the tokens ``path``: HIDDEN_SIZE numbers
-    that float32 holds exactly."""
+    """Return HashTarget's hidden state ``state`` of a row that sees the tokens ``path``.
+
+    It is HIDDEN_SIZE numbers that float32 holds exactly.
+    """
     digest = zlib.crc32(np.array([*path, state], np.int64).tobytes())
     return [len(path), digest & 0xFFFF, digest >> 16, path[-1]]

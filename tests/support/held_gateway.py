@@ -1,6 +1,8 @@
-"""A gateway whose event loop a test can hold up: ``python -m tests.support.held_gateway SETTINGS_JSON FILE``.
+"""A gateway whose event loop a test can hold up.
 
-SIGUSR1 holds the loop for as long as FILE is there.
+    python -m tests.support.held_gateway SETTINGS_JSON FILE
+
+SIGUSR1 holds the loop while FILE is there.
 """
 
 from __future__ import annotations
@@ -27,6 +29,6 @@ async def main(settings: GatewaySettings, held: Path) -> None:
     await server.serve(settings)
 
 
-# As often as tests ask.
+# Tests ask as often.
 liveness.TURN_S = 0.02
 uvloop.run(main(GatewaySettings.model_validate_json(sys.argv[1]), Path(sys.argv[2])))

@@ -1,6 +1,6 @@
-"""Steps that run ahead of the engine over a HashTarget: verifier_svc.overlap_step's work, done on the host at once.
+"""Overlapped steps over a HashTarget: the host does verifier_svc.overlap_step's work at once.
 
-Runs can so be driven through thousands of steps, with everything around a step being the real thing.
+Tests can drive runs through thousands of steps, and everything around a step is real.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ NOTHING = WalkResult([], [], [], None, None, [], 0, [])
 
 
 class HostStep:
-    """What RunAhead asks of a ResidentStep. Results are there at once, and still read one step late.
+    """The part of ResidentStep that RunAhead uses. Results are there at once, but read a step late.
 
-    ``on_launch``: called with the number of each step, before it is made. ``is_stuck``: whether the oldest step in
-    flight, by its number, still waits for its trees, ``num_releases`` after it was first let go on without.
+    ``on_launch``: called with each step's number before it is made. ``is_stuck``: whether the
+    oldest step in flight, by its number, still waits for its trees, ``num_releases`` releases after
+    the first.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class HostStep:
         return True
 
     def send_tables(self) -> None:
-        """A block that is given out later is not known to a step."""
+        """Send the block tables; a step does not know blocks that are given out later."""
         self._tables = [list(s.sequence.block_ids) if s.sequence.table else [] for s in self._seats]
 
     def launch(self, *, is_drafted: bool) -> None:
@@ -128,14 +129,14 @@ class HostStep:
             return None
         assert sequence.table is not None
         known = self._tables[index]
-        assert known and known == sequence.table.block_ids[: len(known)], "pages were taken from a launched step"
+        assert known and known == sequence.table.block_ids[: len(known)], "blocks were taken from a launched step"
         tree = self._tree(index, sequence) if is_drafted else seat.tree
         part = Scheduled(sequence, 1, seat.width)
         if tree is not None and tree.num_nodes > 1:
             number = tree.num_nodes
             part.draft = Draft(tree, [0] + [seat.number] * (number - 1), [0.0] * number, [0.0] * number)
         most = sequence.num_computed + part.num_rows
-        assert most <= len(known) * self._block_size, "a step without pages"
+        assert most <= len(known) * self._block_size, "a step without blocks"
         return part
 
     def _tree(self, index: int, sequence: Running) -> DraftTree | None:

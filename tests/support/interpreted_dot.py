@@ -1,7 +1,7 @@
-"""Products of tiles in Triton's interpreter as a GPU makes them: a row's bits do not depend on its place in the tile.
+"""Products of tiles in Triton's interpreter as on a GPU: a row's place in the tile changes no bit.
 
-The interpreter calls NumPy, whose BLAS cuts a tile into blocks of rows. With AVX2 those left over behind the last whole
-block are summed in another order than the others.
+The interpreter calls NumPy, whose BLAS cuts a tile into blocks of rows. With AVX2 it sums the rows
+after the last whole block in another order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import numpy as np
 
 
 def dot(_builder: Any, a: Any, b: Any, d: Any, _input_precision: Any, _max_num_imprecise_acc: Any) -> Any:
-    """``a @ b + d``: each element summed by itself, over ascending k. In place of ``InterpreterBuilder.create_dot``."""
+    """Return ``a @ b + d``, each element summed over ascending k.
+
+    Replaces ``InterpreterBuilder.create_dot``.
+    """
     from triton.runtime.interpreter import TensorHandle
 
     left, right = (operand.data.astype(d.data.dtype, copy=False) for operand in (a, b))

@@ -1,7 +1,8 @@
 """Prepares Triton's language for the interpreter faster than Triton does.
 
-Triton replaces the builtins of its language at each call of a device function, and looks for them among all members of
-each module anew, though the launch has replaced them already. That was a quarter of the interpreter's time.
+Triton replaces the builtins of its language at each call of a device function, and searches all
+members of each module again, though the launch has replaced them already. That was a quarter of the
+interpreter's time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _builtins: dict[Any, list[str]] = {}
 
 
 def patch_builtins(module: Any, *context: Any) -> None:
-    """In place of ``interpreter._patch_builtin``: nothing is left to do where one builtin has been replaced."""
+    """Replace ``interpreter._patch_builtin``: once one builtin is replaced, all are."""
     if module not in _builtins:
         _builtins[module] = [name for name, member in inspect.getmembers(module) if tl.core.is_builtin(member)]
     names = _builtins[module]

@@ -1,4 +1,4 @@
-"""A pytest plugin (``-p tests.support.kernel_launches``): says at the end which of the GPU kernels were launched."""
+"""A pytest plugin (``-p tests.support.kernel_launches``) that lists the launched GPU kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _launched: set[str] = set()
 
 
 def _kinds() -> tuple[Any, ...]:
-    """Of what Triton compiles. Imported late: tests/conftest.py says first whether it is to be interpreted."""
+    """Return the types that Triton compiles.
+
+    Triton is imported late: tests/conftest.py decides first whether it interprets.
+    """
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -24,7 +27,7 @@ def _kinds() -> tuple[Any, ...]:
 
 
 def all_kernels() -> set[str]:
-    """Names of what Triton compiles and no other function calls: the rest are device functions."""
+    """Return the names of Triton functions that no other calls: the rest are device functions."""
     kinds = _kinds()
     compiled: dict[str, str] = {}
     called: set[str] = set()
@@ -58,6 +61,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def launched(output: str) -> set[str]:
-    """What a run with this plugin has said."""
+    """Return the kernels that a run with this plugin has listed."""
     lines = [line for line in output.splitlines() if line.startswith(LINE)]
     return set(lines[-1].removeprefix(LINE).split()) if lines else set()

@@ -1,4 +1,4 @@
-"""A drafter over any transport whose replies are bent on their way: none of the drafter's own checks is in between."""
+"""A drafter over any transport whose replies are changed after the drafter's own checks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from foretoken.transports.draft_wire import request_from_proto, target_from_prot
 from foretoken.transports.transport import ROWS_PER_SLOT, TransportClosedError, answer
 from protos import drafter_pb2, drafter_pb2_grpc
 
-# The reply that takes the place of the honest one; None: no reply at all; bytes: what the arena's buffer holds then.
+# The reply in place of the honest one; None: no reply; bytes: the arena buffer's content.
 Lie = Callable[[DraftRequest, DraftBatch], DraftBatch | bytes | None]
 
 
 class Bent:
-    """A drafter whose first ``num_lies`` drafts are lies. Also used as it is, in process."""
+    """A drafter whose first ``num_lies`` drafts are lies; also used directly, in process."""
 
     def __init__(self, drafter: Drafter, lie: Lie, num_lies: int) -> None:
         self._drafter = drafter
         self._lie = lie
         self.lies_left = num_lies
-        # Set by each reply, or refusal to reply.
+        # Set by each reply, and each refusal to reply.
         self.handled = threading.Event()
         self.algorithm = "LIAR"
 
@@ -140,7 +140,7 @@ class LyingServer(drafter_pb2_grpc.DrafterServiceServicer):
 
 
 def _to_wire(batch: DraftBatch) -> drafter_pb2.DraftResponse:
-    """As a client in C would write it: what is negative becomes large, and nothing complains."""
+    """Encode a batch as a C client would: negative numbers become large without a complaint."""
     return drafter_pb2.DraftResponse(
         epoch=batch.epoch,
         step_id=batch.step_id,

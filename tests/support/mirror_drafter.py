@@ -1,4 +1,7 @@
-"""A drafter whose replies show all that reached it, to test transports with; also runnable as a process of its own."""
+"""A drafter whose replies show everything that reached it, to test transports.
+
+It can also run as a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from tests.support.draft_requests import draft_batch
 INT31 = 2**31 - 1
 # A row with this salt makes the drafter raise.
 POISON_SALT = 0xDEAD
-# Nodes that show a row's columns; a row with fewer shows as many of them as it has nodes.
+# Nodes that show a row's columns; a row with fewer nodes shows fewer columns.
 NUM_SHOWN = 12
 
 
 class MirrorDrafter:
-    """Node 1 + k of a row's chain holds column k of its request; the root is the last token known of its slot."""
+    """Node 1 + k of a row's chain holds column k of its request; the root is its last token."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[int, list[int]]] = {}
@@ -80,7 +83,7 @@ class MirrorDrafter:
 
 
 def shown(request: DraftRequest, row: int, tokens: list[int]) -> list[int]:
-    """The chain of a row whose slot knows ``tokens``, before it is cut to the nodes wanted."""
+    """Return the chain of a row whose slot has ``tokens``, before it is cut to the wanted size."""
     salt, seed = int(request.salts[row]), int(request.seeds[row])
     return [
         tokens[-1] if tokens else 0,

@@ -41,10 +41,13 @@ def harness(  # noqa: PLR0913 - an engine's settings
     flashinfer: FlashInferPasses = "none",
     **options: Any,
 ) -> SeenHarness:
-    """``algorithms``: of the drafters, which run on the device too, but for n-grams. ``overlap``: whether steps run
-    ahead of the host where they can. ``num_steps``: of trees of a fixed shape; 0: of what pays. ``simulated``: as
-    ResidentStep; ``strict``: whether a row of the target has the same bits in any batch.
-    ``flashinfer``: as DeviceRunner."""
+    """Return an engine on the device.
+
+    ``algorithms``: the drafters, on the device too, except n-grams. ``overlap``: whether steps
+    overlap where they can. ``num_steps``: levels of a fixed tree shape; 0: shapes that pay.
+    ``simulated``: as in ResidentStep. ``strict``: whether a row of the target has the same bits in
+    any batch. ``flashinfer``: as in DeviceRunner.
+    """
     backend = Backend("gpu", torch.device(device))
     rows = 64 + MAX_RUNNING * (max_nodes + 4)
     sizes = PassSizes(rows, rows, MAX_RUNNING, MAX_LEN // BLOCK + 16, graphs=graphs)

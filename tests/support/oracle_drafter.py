@@ -1,4 +1,4 @@
-"""A drafter that knows the texts: it drafts what comes, beside what does not, and checks all that it is told."""
+"""A drafter that knows the texts: it drafts right and wrong tokens and checks what it is sent."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
     Args:
         texts: whole texts, prompts included, no two with the same first tokens.
         spoil: called with the number of each step; whether its trees are to be left out.
-        width: of the target's hidden rows.
-        tolerance: of one position's hidden row in another step's.
+        width: the width of the target's hidden states.
+        tolerance: how far one position's hidden state may differ from step to step.
     """
 
     name = "oracle"
@@ -62,7 +62,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         self.resident = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
         self.failures: list[str] = []
         self.tokens: dict[tuple[int, int], list[int]] = {}
-        # Hidden rows by text and position.
+        # Hidden states by text and position.
         self.hidden: dict[tuple[int, int], np.ndarray] = {}
         self.blocks: dict[tuple[int, int], list[int]] = {}
         self._keys: list[tuple[int, int]] = []
@@ -70,14 +70,14 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         self.is_closed = False
         self.num_attaches = 1
         self._attachment = _Attachment(self)
-        # Of the resident requests of this attachment: their steps, and how many blocks each named.
+        # The overlapped requests of this attachment: their steps, and how many blocks each named.
         self.numbers: list[int] = []
         self.num_named: list[int] = []
         # How each request came: within a run, as a run of one step, or by the host.
         self.ways: list[Way] = []
-        # Whether it has answered all: as the verifier sees it.
+        # Whether it has answered everything, as the verifier sees it.
         self.is_idle = True
-        # Sequences that it was told to forget.
+        # Sequences that it was asked to forget.
         self.forgotten: list[tuple[int, int]] = []
 
     @property
@@ -90,7 +90,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         return
 
     def attach_anew(self) -> None:
-        """With memory of its own, and nothing known."""
+        """Attach again, with new memory and nothing known."""
         layout, device = self.resident.layout, self.resident.stamp.device
         self.resident = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
         self.num_attaches += 1
@@ -107,7 +107,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         return
 
     def answer(self) -> DraftBatch | None:
-        """To the last request."""
+        """Return the answer to the last request."""
         batch, self._batch = self._batch, None
         return batch
 
@@ -147,12 +147,12 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         new = request.new_tokens[slice(*request.new_token_starts[row : row + 2])].tolist()
         hidden = request.hidden[slice(*request.hidden_starts[row : row + 2])]
         self._append(key, new, hidden)
-        assert len(self.tokens[key]) == request.lengths[row], "a token was told twice, or never"
-        told = len(self.tokens[key]) - len(new)
+        assert len(self.tokens[key]) == request.lengths[row], "a token was sent twice, or never"
+        sent = len(self.tokens[key]) - len(new)
         blocks = request.block_ids[slice(*request.block_starts[row : row + 2])].tolist()
         known = self.blocks.setdefault(key, [])
         if blocks:
-            known[told // self._block_size :] = blocks
+            known[sent // self._block_size :] = blocks
 
     def _learn_resident(self, request: DraftRequest) -> None:
         memory, step = self.resident, request.resident
@@ -182,7 +182,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         tokens = self.tokens.setdefault(key, [])
         tokens += new
         text = self._text(tokens)
-        assert tokens == self._texts[text][: len(tokens)], "told of other tokens than the text's"
+        assert tokens == self._texts[text][: len(tokens)], "was sent other tokens than the text's"
         for position, row in enumerate(hidden, start=len(tokens) - len(hidden) - 1):
             known = self.hidden.setdefault((text, position), row.copy())
             message = f"another hidden state at position {position}"
@@ -192,7 +192,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         return next(i for i, text in enumerate(self._texts) if text[: len(tokens)] == tokens)
 
     def _tree(self, tokens: list[int]) -> tuple[list[int], list[int]]:
-        """What comes, two tokens deep, and a wrong third; a wrong first child with a child."""
+        """Return two right tokens and a wrong third, and a wrong first child with a child."""
         text = self._texts[self._text(tokens)]
         coming = [*text[len(tokens) : len(tokens) + 3], 1, 1, 1][:3]
         wrong = (coming[0] + 1) % 20

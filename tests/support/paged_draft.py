@@ -1,7 +1,7 @@
-"""A draft model that is a digest of what it sees, a verifier's side that tells of sequences, and plain references.
+"""A draft model that digests what it sees, the verifier's side of requests, and plain references.
 
-The model's output at a row is a random function of all entries that the row may attend to, so a wrong slot, position,
-mask, feature or valid range gives another tree.
+The model's output at a row is a random function of all KV entries that the row may attend to. A
+wrong slot, position, mask, hidden state or valid range gives another tree.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def target_info(**changes: object) -> TargetInfo:
 
 
 def feature(tokens: Sequence[int], width: int = WIDTH) -> np.ndarray:
-    """float32 [width]: the target's features at the last of these tokens."""
+    """Return float32 [width]: the target's hidden states at the last of these tokens."""
     return _random(repr(list(map(int, tokens))).encode()).normal(size=width).astype(np.float32)
 
 
 def outputs(entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
-    """Logits float32 [VOCAB] and hidden float32 [HIDDEN] of a row that attends to these entries."""
+    """Return float32 logits [VOCAB] and hidden states [HIDDEN] of a row that sees these entries."""
     random = _random(repr(list(entries)).encode())
     return (3 * random.normal(size=VOCAB)).astype(np.float32), random.normal(size=HIDDEN).astype(np.float32)
 
@@ -68,7 +68,7 @@ class _Output(NamedTuple):
 
 
 class DigestModel:
-    """A drafter_svc.trees.passes.DraftModel. A slot that was never written must not be looked at."""
+    """A drafter_svc.trees.passes.DraftModel that must not read a KV slot that was never written."""
 
     def __init__(self, num_depths: int = 1, *, features: bool = True, target_ids: np.ndarray | None = None) -> None:
         self.num_depths = num_depths
@@ -79,13 +79,13 @@ class DigestModel:
         self.caches: list[dict[int, Entry]] = [{} for _ in range(num_depths)]
         self.pass_sizes: list[int] = []
         self.num_entry_passes = 0
-        # What it claims to have room for, and to know: None, all that is asked for.
+        # The room and vocabulary that it claims to have; None: as much as asked for.
         self.max_level_rows: int | None = None
         self.vocab_limit = VOCAB
         self._args = np.zeros(decoder.NUM_FIELDS, np.int64)
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._run_level)
         self._buffers: dict[int, np.ndarray] = {}
-        # Of each row of the last request, the first position that it saw.
+        # The first position that each row of the last request saw.
         self.starts: dict[int, int] = {}
 
     def forward(self, batch: ForwardBatch, hidden: np.ndarray, *, from_target: bool, depth: int = 0) -> _Output:
@@ -119,7 +119,7 @@ class DigestModel:
 
     @property
     def write_entries(self) -> Callable[[ForwardBatch, np.ndarray], None] | None:
-        """An entry of its only module is what it is fed."""
+        """Return a function that writes the inputs as the only module's KV entries."""
         return self._write_entries if self.num_depths == 1 and self.feature_width else None
 
     def _write_entries(self, batch: ForwardBatch, features: np.ndarray) -> None:
@@ -128,7 +128,7 @@ class DigestModel:
         self.forward(batch, features, from_target=True)
 
     def level_pass(self, num_rows: int, longest: int) -> LevelPass:
-        """Its passes as compiled code calls them: a callback that finds its batch in the table."""
+        """Return its passes for compiled code: a callback that finds its batch in the table."""
         args = self._args
         self._buffers = {
             decoder.LOGITS: np.zeros((num_rows, self.draft_vocab_size), np.float32),
@@ -140,7 +140,7 @@ class DigestModel:
         address = ctypes.cast(self._callback, ctypes.c_void_p).value
         assert address is not None
         limits = (self.vocab_limit, 1 << 20, 1 << 20, BLOCK)
-        # In place of a program's address its module.
+        # The module in place of a program's address.
         programs = np.array([(module, 1) for module in range(self.num_depths)], np.int64)
         return LevelPass(
             args, programs, address, 1, decoder.OUTPUT, self.hidden_size, self.max_level_rows or num_rows, limits
@@ -180,7 +180,7 @@ class DigestModel:
 
 @dataclass
 class Row:
-    """One row of a request as the verifier tells it; ``hidden``: features of the last so many new tokens."""
+    """One row of a request. ``hidden``: how many of the last new tokens come with hidden states."""
 
     tokens: list[int]
     new: int
@@ -201,7 +201,7 @@ class Row:
     width: int = WIDTH
 
     def features(self) -> list[np.ndarray]:
-        """By default of all new tokens but the first of the sequence."""
+        """Return the hidden states, by default of all new tokens except the sequence's first."""
         length, count = len(self.tokens), self.new if self.hidden is None else self.hidden
         return [feature(self.tokens[:i], self.width) for i in range(max(length - count, 1), length)]
 
@@ -257,7 +257,7 @@ class _Node:
     depth: int
     score: float
     order: int
-    # Entries of its own branch by module, and the output that offered it.
+    # KV entries of its own branch by module, and the output that offered it.
     path: list[tuple[int, Entry]] = field(default_factory=list)
     fed: bytes = b""
 
@@ -272,11 +272,11 @@ def reference_tree(
     target_ids: np.ndarray | None = None,
     model: Callable[[int, Sequence[Entry]], tuple[np.ndarray, np.ndarray]] = lambda module, entries: outputs(entries),
 ) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, parents and scores of EAGLE-2's tree, plainly: every beam is run, and nothing is paged.
+    """Return tokens, parents and scores of EAGLE-2's tree: every beam is run, and nothing is paged.
 
     Args:
         scale: 0 without the sampler's noise.
-        model: logits and hidden of the last entry, which sees all others.
+        model: returns logits and hidden of the last entry, which sees all others.
     """
     tokens, length = row.tokens, len(row.tokens)
     memo: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}

@@ -1,7 +1,8 @@
-"""What foretoken uses of FlashInfer 0.6.12, in plain PyTorch on any device: the same arguments, read the same way.
+"""The part of FlashInfer 0.6.12 that foretoken uses, in plain PyTorch on any device.
 
-``plan`` counts a packed mask's starts in bits and ``run`` reads them as bytes, as there. A slot that is read and holds
-NaN makes NaN of every row of its sequence, whether or not the row sees it, as a product of matrices would.
+It reads the same arguments the same way: ``plan`` counts a packed mask's starts in bits and ``run``
+reads them as bytes. A KV slot that is read and holds NaN turns every row of its sequence to NaN,
+seen or not, as a matrix product would.
 """
 
 from __future__ import annotations

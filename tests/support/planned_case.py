@@ -1,4 +1,7 @@
-"""FlashInferAttention with the arguments of the GPU's attention kernels (tests/kernels/attention_cases.py)."""
+"""FlashInferAttention with the arguments of the GPU's attention kernels.
+
+See tests/kernels/attention_cases.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tests.support.tiny_checkpoint import save_llama
 
 
 def forward_batch(case: Case) -> ForwardBatch:
-    """A case's rows, whose tokens and slots are of no interest."""
+    """Return a case's rows; their tokens and slots do not matter."""
     counts = case.row_starts.cpu().diff().numpy()
     nothing = np.zeros(int(counts.sum()), np.int32)
     return ForwardBatch(
@@ -41,7 +44,7 @@ def config_of(heads: Heads, folder: Path) -> ModelConfig:
 
 
 def attend(case: Case, config: ModelConfig) -> torch.Tensor:
-    """[rows, num_heads, head_dim]: as Case.attend."""
+    """Return [rows, num_heads, head_dim], as Case.attend does."""
     num_blocks = len(case.keys) // case.block_size
     cache = KVCache(
         2,

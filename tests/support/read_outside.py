@@ -1,4 +1,7 @@
-"""python -m tests.support.read_outside INDEX: read an element of a tensor of 1000 on a GPU, whether there or not."""
+"""Read an element of a tensor of 1000 on a GPU, inside or outside of it.
+
+python -m tests.support.read_outside INDEX
+"""
 
 from __future__ import annotations
 

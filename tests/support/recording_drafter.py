@@ -1,4 +1,4 @@
-"""A drafter that notes what another one is asked and answers."""
+"""A drafter that records another drafter's requests and answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.references.eagle_tree import Shape
 
 
 class Drawn(NamedTuple):
-    """One row that was to be drafted for. ``tokens``: all that is committed, where the drafter was told of all."""
+    """One row that wanted a draft. ``tokens``: its committed tokens, all of which were sent."""
 
     tokens: list[int]
     shape: Shape
@@ -31,12 +31,12 @@ class RecordingDrafter:
     """A ``foretoken.drafter.Drafter`` around another.
 
     Attributes:
-        drawn: rows that wanted a draft, in order; of sequences that were told from their first token on.
+        drawn: rows that wanted a draft, in order, of sequences sent from the first token on.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._told: dict[tuple[int, int], list[int]] = {}
+        self._sent: dict[tuple[int, int], list[int]] = {}
         self.drawn: list[Drawn] = []
 
     @property
@@ -47,21 +47,21 @@ class RecordingDrafter:
         return self._drafter.needs(target)
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
-        self._told.clear()
+        self._sent.clear()
         self._drafter.attach(target, weights)
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         batch = self._drafter.draft(request)
         for row in range(request.num_rows):
             key = (int(request.slots[row]), int(request.generations[row]))
-            told = self._told.setdefault(key, [])
-            told += request.new_tokens[request.new_token_starts[row] : request.new_token_starts[row + 1]].tolist()
-            if request.max_nodes[row] > 1 and len(told) == request.lengths[row]:
+            sent = self._sent.setdefault(key, [])
+            sent += request.new_tokens[request.new_token_starts[row] : request.new_token_starts[row + 1]].tolist()
+            if request.max_nodes[row] > 1 and len(sent) == request.lengths[row]:
                 tree = batch.tree(row)
                 columns = (request.max_nodes, request.max_depths, request.max_branches)
                 shape = Shape(*(int(column[row]) for column in columns))
                 scores = np.asarray(batch.row_scores(row), np.float64).tolist()
-                self.drawn.append(Drawn(list(told), shape, tree.tokens.tolist(), tree.parents.tolist(), scores))
+                self.drawn.append(Drawn(list(sent), shape, tree.tokens.tolist(), tree.parents.tolist(), scores))
         return batch
 
     def release(self, slots: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
-"""A drafter that drafts from device memory, by arithmetic; also runnable as a process of its own.
+"""A drafter that drafts from device memory by arithmetic; it can also run as its own process.
 
-Its ``device`` is that of GPU kernels on a CPU, so the memory is host memory and an ``await`` holds its thread up.
+Its ``device`` runs GPU kernels on a CPU: the memory is host memory, and an ``await`` blocks its
+thread.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from tests.support.draft_requests import draft_batch
 from tests.support.mirror_drafter import MirrorDrafter
 
 DEVICE = "cpu"
-# The tree of a seat: a root, and this many nodes in a chain.
+# A batch row's tree: a root, and this many nodes in a chain.
 NUM_DRAFTED = 3
 
 
 class ResidentDrafter(MirrorDrafter):
-    """Node ``k`` of a seat's chain is the seat's last new token, plus ``k`` times the sum of its hidden row."""
+    """Node ``k`` of a chain is the row's last new token plus ``k`` times its hidden state's sum."""
 
     def __init__(self, device: str = DEVICE) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class ResidentDrafter(MirrorDrafter):
         self.memory, self.order = None, StreamOrder()
 
     def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
-        assert self.attached, "behind attach"
+        assert self.attached, "before attach"
         self.memory, self.order = memory, order
 
     def draft(self, request: DraftRequest) -> DraftBatch:
@@ -64,7 +65,7 @@ class ResidentDrafter(MirrorDrafter):
 
 
 def draft_into(memory: ResidentMemory, number: int, seats: int) -> None:
-    """Grow the trees of step ``number``; those of another step are of no use to it."""
+    """Grow the trees of step ``number``; it cannot use another step's trees."""
     if int(memory.stamp) != number:
         return
     for seat in range(seats):
@@ -78,7 +79,7 @@ def draft_into(memory: ResidentMemory, number: int, seats: int) -> None:
 
 
 def trees(memory: ResidentMemory, request: DraftRequest) -> DraftBatch:
-    """What ``draft_into`` left, as a reply."""
+    """Return the trees that ``draft_into`` left, as a reply."""
     rows, nodes = request.num_rows, 1 + NUM_DRAFTED
     return draft_batch(
         request.epoch,

@@ -1,4 +1,4 @@
-"""The same committed tokens told to a drafter in ordinary requests, and through device memory: what comes of both."""
+"""Sends the same committed tokens to a drafter in ordinary requests and through device memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tree = tuple[list[int], list[int], list[float]]
 
 
 class RecordingOrder(StreamOrder):
-    """One stream, and what was asked for in it."""
+    """One stream, and the calls made in it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -40,19 +40,19 @@ class RecordingOrder(StreamOrder):
 
 @dataclass
 class Text:
-    """A sequence and how it is committed: its prompt, then so many tokens in each step.
+    """A sequence and how it is committed: its prompt, then a number of tokens in each step.
 
     Attributes:
-        left: of each step: tokens that it may still emit behind it; beyond the last one, many.
-        told: of the prompt; less than all of it: the drafter did not see the rest.
-        hidden: features that come with the prompt's last tokens; None: all.
+        left: for each step, how many tokens may follow it; after the last step, many.
+        sent: how much of the prompt is sent; the drafter does not see the rest. None: all.
+        hidden: how many of the prompt's last tokens come with hidden states; None: all.
     """
 
     prompt: int
     counts: Sequence[int]
     seed: int
     left: Sequence[int] = ()
-    told: int | None = None
+    sent: int | None = None
     hidden: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class Play:
         self._generation = 0
 
     def begin(self, texts: Sequence[Text], seed: int) -> None:
-        """New sequences of these texts, in blocks that were not theirs before."""
+        """Start new sequences of these texts, in blocks that were not theirs before."""
         self.drafter.release(range(SEATS + 2))
         self.texts = texts
         self.all_tokens = [text.tokens(self.vocab) for text in texts]
@@ -91,7 +91,7 @@ class Play:
         self.named = [-(-text.prompt // BLOCK) for text in texts]
 
     def row(self, index: int, new: int, **options: Any) -> Row:
-        """The last ``new`` tokens of a text as it stands."""
+        """Return a row with the last ``new`` tokens of a text as it stands."""
         tokens = self.all_tokens[index][: self.lengths[index]]
         shape = {"max_nodes": NODES, "max_depth": 2, "max_branches": 2, "seed": 7 + index, "choice": index}
         fields = shape | self.texts[index].options | options
@@ -107,14 +107,14 @@ class Play:
     def prompts(self) -> list[Tree]:
         rows = []
         for index, text in enumerate(self.texts):
-            told = text.prompt if text.told is None else text.told
-            self.lengths[index] = told
-            rows.append(self.row(index, told, hidden=text.hidden))
+            sent = text.prompt if text.sent is None else text.sent
+            self.lengths[index] = sent
+            rows.append(self.row(index, sent, hidden=text.hidden))
             self.lengths[index] = text.prompt
         return self.ask(rows)
 
-    def tell(self, step: int) -> list[Tree]:
-        """A step in an ordinary request; a text without new tokens has an empty tree."""
+    def send(self, step: int) -> list[Tree]:
+        """Send a step in an ordinary request; a text without new tokens has an empty tree."""
         rows, indices = [], []
         for index, text in enumerate(self.texts):
             if text.counts[step]:
@@ -129,7 +129,7 @@ class Play:
         return found
 
     def fill(self, step: int, *, stamp: int | None = None, lengths: Sequence[int] | None = None) -> None:
-        """What the verifier's kernels leave. Everything that does not count is garbage."""
+        """Write the results of the verifier's kernels, and garbage everywhere else."""
         memory = self.memory
         counts = np.zeros(SEATS, np.int32)
         all_lengths, left = np.full(SEATS, 10**9, np.int32), np.full(SEATS, -5, np.int32)
@@ -155,16 +155,16 @@ class Play:
             part.copy_(torch.from_numpy(values))
 
     def request(self, step: int, *, begins: bool, is_last: bool) -> DraftRequest:
-        """Of a step whose results the memory is about to hold; names blocks for all that it may commit."""
+        """Return the request of the next step, with blocks for all tokens that it may commit."""
         self._number += 1
         self._step_id += 1
         if begins:
-            self._told = list(self.lengths)
+            self._sent = list(self.lengths)
             self.named = [-(-length // BLOCK) for length in self.lengths]
         rows, blocks = [], []
         for index in range(len(self.texts)):
             row = self.row(index, 0)
-            row.tokens = row.tokens[: self._told[index]]
+            row.tokens = row.tokens[: self._sent[index]]
             rows.append(row)
             need = -(-(self.lengths[index] + TOKENS) // BLOCK)
             blocks.append(self.blocks[index][self.named[index] : need])
@@ -180,7 +180,7 @@ class Play:
         )
 
     def post(self, step: int, *, begins: bool = False, is_last: bool = False, **fill: Any) -> list[Tree]:
-        """A step of a run; its trees as the memory holds them."""
+        """Post a step of a run; return its trees as the memory holds them."""
         request = self.request(step, begins=begins, is_last=is_last)
         self.fill(step, **fill)
         reply = self.drafter.draft(request)
@@ -201,7 +201,7 @@ class Play:
         return [(tokens[i][:n], parents[i][:n], scores[i][:n]) for i, n in enumerate(sizes[: len(self.texts)])]
 
     def finale(self) -> list[Tree]:
-        """Two ordinary requests behind it all: each text goes on, and another begins with the blocks of the first."""
+        """Send two final ordinary requests: texts go on, and one begins with the first's blocks."""
         for index in range(len(self.texts)):
             self.lengths[index] += 2
         trees = self.ask([self.row(index, 2) for index in range(len(self.texts))])

@@ -1,4 +1,4 @@
-"""An engine over a target that costs nothing, whose steps run ahead of it, and a drafter that knows the texts."""
+"""An engine with overlapped steps, a free target, and a drafter that knows the texts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def oracle_of(requests: Sequence[Request], results: Sequence[Result], **options:
 
 
 class Runs:
-    """An engine whose steps run ahead. ``steps``: those that were made for a drafter's memory."""
+    """An engine with overlapped steps. ``steps``: the steps made for a drafter's memory."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Runs:
                 block_size=BLOCK,
                 num_blocks=num_blocks,
                 on_launch=on_launch,
-                # The first one made is of plain decode, which waits for nobody.
+                # The first one made is for plain decode, which waits for nobody.
                 **({"is_stuck": is_stuck} if self.steps else {}),
             )
             self.steps.append(step)
@@ -103,5 +103,5 @@ class Runs:
 
     @property
     def num_ordinary(self) -> int:
-        """Steps that did not run ahead."""
+        """Return the number of steps that did not overlap."""
         return self.harness.engine.counters.num_steps - self.num_ahead

@@ -1,10 +1,10 @@
-"""The ranges of a request's numbers as the documentation has them, in figures: foretoken.limits is held to these."""
+"""The documented ranges of a request's numbers: foretoken.limits must match them."""
 
 from __future__ import annotations
 
 from protos import common_pb2
 
-# Lowest and highest value that is taken, by the field of SamplingParams; and one beyond each end.
+# By field of SamplingParams: the lowest and highest allowed value, and one beyond each end.
 NUMBERS: dict[str, tuple[float, float, float, float]] = {
     "temperature": (0.0, 2.0, -0.01, 2.01),
     "top_p": (0.01, 1.0, 0.0, 1.01),
@@ -22,7 +22,7 @@ NUMBERS: dict[str, tuple[float, float, float, float]] = {
 
 
 def beyond_on_the_wire() -> list[tuple[str, common_pb2.SamplingParams]]:
-    """Each field with each value beyond an end that protobuf can hold."""
+    """Return each field with each value beyond its range that protobuf can hold."""
     found = []
     for name, (*_, below, above) in NUMBERS.items():
         for value in (below, above):
@@ -34,7 +34,7 @@ def beyond_on_the_wire() -> list[tuple[str, common_pb2.SamplingParams]]:
 
 
 def at_the_ends_on_the_wire() -> list[common_pb2.SamplingParams]:
-    """Each field at each of its ends, beside what it needs."""
+    """Return each field at each of its ends, with the fields that it needs."""
     found = []
     for name, (low, high, *_) in NUMBERS.items():
         room = {"max_tokens": 1_000_000} if name == "min_tokens" else {}

@@ -1,8 +1,8 @@
-"""A drafter that knows the plain text and lies about it in planned ways, so that every walk is exercised.
+"""A drafter that knows the plain text and errs in planned ways, so that every walk is exercised.
 
-For each row it plants, in turn: a right chain, a chain with a wrong token, a wrong sibling before the right one with
-nodes below both, a right branch behind a wrong subtree (so that entries must be compacted), an early end, no draft,
-and nothing but wrong tokens.
+For each row it plants, in turn: a right chain, a chain with a wrong token, a wrong sibling before
+the right one with nodes below both, a right branch after a wrong subtree (so that KV entries must
+be compacted), an early end, no draft, and only wrong tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ScriptedDrafter:
         low, high = request.new_token_starts[row], request.new_token_starts[row + 1]
         known = self._tokens.setdefault(key, [])
         first = int(request.lengths[row]) - int(high - low)
-        assert first <= len(known), "tokens that this drafter was never told of"
+        assert first <= len(known), "tokens that this drafter was never sent"
         del known[first:]
         known.extend(request.new_tokens[low:high].tolist())
         return known

@@ -1,12 +1,15 @@
-"""A process that supervises commands given as JSON, for tests: supervision changes the whole process it runs in.
+"""Supervises commands given as JSON, in a process of its own: supervision changes its process.
 
-    {"services": [{"name", "command", "probe", "missed_file", and as they are in Service: "stop_grace_s", "required",
-                   "environment", "before_kill", "shares_faults", "max_stall_s"}],
-     "optional_ready_s", "slow_start_s", "heartbeat_s", "max_silence_s", "before_kill_s", "stops_together"}
+    {"services": [{"name", "command", "probe", "missed_file", and as they are in Service:
+                   "stop_grace_s", "required", "environment", "before_kill", "shares_faults",
+                   "max_stall_s"}],
+     "optional_ready_s", "slow_start_s", "heartbeat_s", "max_silence_s", "before_kill_s",
+     "stops_together"}
 
-"probe" is {"ready_file", "alive_socket"}, or a gateway's {"host", "port", "liveness_socket"}. "missed_file" gets a
-byte for each question that shows no turn of the child's event loop. Each announcement is a line on stdout; READY stands
-for ``on_ready``. The exit status is the supervisor's.
+"probe" is {"ready_file", "alive_socket"}, or a gateway's {"host", "port", "liveness_socket"}.
+"missed_file" gets a byte for each question that shows no turn of the child's event loop. Each
+announcement is a line on stdout; READY stands for ``on_ready``. The exit status is the
+supervisor's.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 from foretoken import supervisor
 from foretoken.probes import GatewayProbe
 
-# Far above what a busy machine takes to answer, so that nobody is taken for dead who is not.
+# Far above a busy machine's time to answer, so that no live process is taken for dead.
 PROBE_TIMEOUT_S = 1.0
 
 
@@ -51,7 +54,7 @@ class FileProbe:
 
 
 class NotingProbe:
-    """Notes in a file each question that shows no turn of the child's event loop."""
+    """Notes each question that shows no turn of the child's event loop in a file."""
 
     def __init__(self, probe: supervisor.Probe, missed_file: Path) -> None:
         self._probe = probe
@@ -101,7 +104,7 @@ def main() -> int:
     supervisor.OPTIONAL_READY_S, supervisor.SLOW_START_S = spec["optional_ready_s"], spec["slow_start_s"]
     supervisor.HEARTBEAT_S, supervisor.MAX_SILENCE_S = spec["heartbeat_s"], spec["max_silence_s"]
     supervisor.BEFORE_KILL_S = spec["before_kill_s"]
-    # No life here is so long that the next start would not wait, whatever stands still meanwhile.
+    # No process lives so long here that its next start would not wait.
     supervisor.STABLE_AFTER_S = math.inf
     services = [service(item) for item in spec["services"]]
     together = spec["stops_together"]

@@ -9,12 +9,12 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 
-# For httpx, which says nothing of a body that is given as bytes.
+# httpx sends no content type for a body given as bytes.
 JSON_TYPE = {"content-type": "application/json"}
 
 
 def raw_post(path: str, body: dict[str, object] | bytes, *headers: str) -> bytes:
-    """The bytes of one request."""
+    """Return the bytes of one request."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
     if not any(header.startswith("content-length") for header in headers):
@@ -23,7 +23,7 @@ def raw_post(path: str, body: dict[str, object] | bytes, *headers: str) -> bytes
 
 
 def chunked_post(path: str) -> bytes:
-    """The head of a request whose body comes in chunks."""
+    """Return the head of a request whose body comes in chunks."""
     lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", "transfer-encoding: chunked"]
     return "\r\n".join([*lines, "", ""]).encode()
 
@@ -40,7 +40,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 
 async def connect_slow(port: int) -> socket.socket:
-    """A connection whose receive buffer is small, so that little is taken from the server that is not read."""
+    """Open a connection with a small receive buffer: it takes little that nobody reads."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.setblocking(False)
@@ -49,9 +49,9 @@ async def connect_slow(port: int) -> socket.socket:
 
 
 async def read_until_cut(connection: socket.socket) -> bytes:
-    """What comes on a connection that the server ends."""
+    """Read a connection until the server ends it."""
     loop, data = asyncio.get_running_loop(), bytearray()
-    # What was on its way at the cut may be lost: then it shows as a reset.
+    # Bytes on their way at the cut may be lost: that shows as a reset.
     with contextlib.suppress(ConnectionResetError):
         while part := await loop.sock_recv(connection, 1 << 20):
             data += part
@@ -96,7 +96,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @contextlib.asynccontextmanager
 async def relay(port: int) -> AsyncIterator[Relay]:
-    """A relay in front of ``127.0.0.1:port``."""
+    """Run a relay in front of ``127.0.0.1:port``."""
     running = Relay(port)
     server = await asyncio.start_server(running.accept, "127.0.0.1", 0)
     running.port = server.sockets[0].getsockname()[1]

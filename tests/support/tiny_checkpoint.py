@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def save_llama(folder: Path, *, seed: int = 0, vocab_size: int = 64, std: float = 0.2, **changes: Any) -> Path:
-    """A Llama of two layers with a tokenizer of ``vocab_size`` words."""
+    """Write a Llama of two layers with a tokenizer of ``vocab_size`` words."""
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": vocab_size,

@@ -14,7 +14,7 @@ VOCAB_SIZE = 320
 
 
 def write_tiny_target(folder: Path, num_layers: int = 4) -> None:
-    """A Llama of hidden size 32 and a byte-level tokenizer of the same vocabulary."""
+    """Write a Llama of hidden size 32 and a byte-level tokenizer of the same vocabulary."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -45,6 +45,6 @@ def write_tiny_target(folder: Path, num_layers: int = 4) -> None:
 
 
 def repeating_tokens(count: int = 4000) -> NDArray[np.uint16]:
-    """Ids of a text that repeats: three cycles of different length, by turns."""
+    """Return ids of a text that repeats: three cycles of different length, by turns."""
     cycles = [np.arange(5, 5 + length) for length in (7, 11, 13)]
     return np.concatenate([np.tile(cycle, 10) for cycle in cycles] * (count // 310 + 1))[:count].astype(np.uint16)

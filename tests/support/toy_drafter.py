@@ -1,4 +1,4 @@
-"""A drafter that the project does not know: one file, this one, and one row in the table of algorithms.
+"""A drafter that the project does not know: this file, and one row in the table of algorithms.
 
 The row is in toy_foretoken.py.
 """
@@ -60,7 +60,7 @@ class ToyDrafter:
         return {"toy_reach": float(self._reach)}
 
     def _chain(self, request: DraftRequest, row: int) -> list[int]:
-        """The row's tree: its root and, in a chain, what is drafted."""
+        """Return the row's tree: its root, and the drafted tokens in a chain."""
         slot, generation = int(request.slots[row]), int(request.generations[row])
         known, text = self._texts.get(slot, (generation, []))
         new = request.new_tokens[request.new_token_starts[row] : request.new_token_starts[row + 1]].tolist()

@@ -1,4 +1,7 @@
-"""``foretoken`` with one more row in its table of algorithms: ``python -m tests.support.toy_foretoken COMMAND ...``."""
+"""``foretoken`` with one more row in its table of algorithms.
+
+python -m tests.support.toy_foretoken COMMAND ...
+"""
 
 from __future__ import annotations
 

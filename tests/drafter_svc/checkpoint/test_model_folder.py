@@ -1,4 +1,4 @@
-"""What is known of a drafter's folder before a weight is read, on the demo's checkpoints and small changes of them."""
+"""A drafter's folder is checked before a weight is read: the demo's, and changed copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN_MAP = DEMO / "token_map.safetensors"
 
 
 def changed(source: Path, folder: Path, **fields: Any) -> Path:
-    """A copy of a checkpoint with other fields in its config.json."""
+    """Return a copy of a checkpoint with changed fields in its config.json."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps(config))

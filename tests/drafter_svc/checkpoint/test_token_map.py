@@ -1,4 +1,4 @@
-"""FR-Spec token maps: what is read, and what is refused by name."""
+"""FR-Spec token maps: which files are read, and which are refused by name."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_an_id_beyond_the_vocabulary() -> None:
 
 
 def test_a_file_of_another_kind_of_tensors_is_refused_by_name(tmp_path: Path) -> None:
-    """Types that numpy does not know among them: a head given in place of its map."""
+    """A head given in place of its map has element types that numpy does not know."""
     path = tmp_path / "model.safetensors"
     save_torch_file({"a": torch.zeros(4, dtype=torch.bfloat16), "b": torch.zeros(2)}, path)
     with pytest.raises(ConfigError, match="expected one tensor, there are 2"):

@@ -1,4 +1,4 @@
-"""Drafts from device memory: the trees of a run, and all that comes after it, are those of ordinary requests."""
+"""Drafts from device memory: the trees of a run, and after it, equal those of ordinary requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TEMPERATURE = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
 
 
 def make(kind: str, folder: Path, placement: ModelPlacement) -> tuple[HeadDrafter | StandaloneDrafter, TargetInfo, int]:
-    """A drafter, its target, and the width of its features."""
+    """Return a drafter, its target, and the width of its hidden states."""
     target = folder / "target"
     sizes: dict[str, Any] = {"max_slots": SEATS + 2, "max_nodes": NODES, "num_blocks": NUM_BLOCKS}
     sizes |= {"checkpoint": str(target), "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS}
@@ -61,7 +61,7 @@ def make(kind: str, folder: Path, placement: ModelPlacement) -> tuple[HeadDrafte
 
 
 def on(device: str) -> ModelPlacement:
-    """In the interpreter there is nothing to compile."""
+    """Return the placement; the interpreter needs no compilation."""
     return ModelPlacement(
         Backend("gpu", torch.device(device)), torch.float32, graphs=device == "cuda", warm=device == "cuda"
     )
@@ -69,7 +69,7 @@ def on(device: str) -> ModelPlacement:
 
 @pytest.fixture(scope="module")
 def plays(tmp_path_factory: pytest.TempPathFactory, device: str) -> Callable[[str], Play]:
-    """By kind; each is attached once."""
+    """Return a function that gives the play of a kind; each drafter is attached once."""
 
     @cache
     def attached(kind: str) -> Play:
@@ -82,7 +82,7 @@ def plays(tmp_path_factory: pytest.TempPathFactory, device: str) -> Callable[[st
 
 @pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.slow) for kind in ("EAGLE3", "STANDALONE")])
 def play(request: pytest.FixtureRequest, plays: Callable[[str], Play]) -> Play:
-    """What may differ between a head and a draft model."""
+    """Run a test with a head and with a draft model, which may differ in it."""
     return plays(request.param)
 
 
@@ -91,8 +91,11 @@ def head(plays: Callable[[str], Play]) -> Play:
     return plays("EAGLE3")
 
 
-def told(play: Play, texts: Sequence[Text], seed: int, lost: Sequence[int] = ()) -> tuple[list[list[Tree]], list[Tree]]:
-    """The trees of all steps, and those behind them, of ordinary requests; those of the steps ``lost`` never came."""
+def sent(play: Play, texts: Sequence[Text], seed: int, lost: Sequence[int] = ()) -> tuple[list[list[Tree]], list[Tree]]:
+    """Return the trees of all steps, and of the finale, by ordinary requests.
+
+    The requests of the steps ``lost`` never arrive.
+    """
     play.begin(texts, seed)
     play.prompts()
     steps: list[list[Tree]] = []
@@ -101,7 +104,7 @@ def told(play: Play, texts: Sequence[Text], seed: int, lost: Sequence[int] = ())
             play.lengths = [n + text.counts[step] for n, text in zip(play.lengths, texts, strict=True)]
             steps.append([])
         else:
-            steps.append(play.tell(step))
+            steps.append(play.send(step))
     return steps, play.finale()
 
 
@@ -110,8 +113,8 @@ def is_root(tree: Tree) -> bool:
 
 
 def check_run(play: Play, texts: Sequence[Text]) -> list[list[Tree]]:
-    """A run of all steps against ordinary requests."""
-    expected, expected_finale = told(play, texts, 1)
+    """Compare one run of all steps with ordinary requests."""
+    expected, expected_finale = sent(play, texts, 1)
     play.begin(texts, 2)
     play.prompts()
     last = len(texts[0].counts) - 1
@@ -128,7 +131,7 @@ def check_run(play: Play, texts: Sequence[Text]) -> list[list[Tree]]:
 
 @pytest.mark.parametrize("kind", [k if k == "EAGLE3" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_two_texts(kind: str, plays: Callable[[str], Play]) -> None:
-    """Of different lengths, over bounds of blocks."""
+    """The texts have different lengths and cross block boundaries."""
     deep = {"max_depth": 3}
     texts = [Text(5, (1, 3, 2), 11, options=deep), Text(12, (2, 1, 3), 12, options=deep)]
     run = check_run(plays(kind), texts)
@@ -145,7 +148,7 @@ def test_three_texts_at_a_temperature(play: Play) -> None:
 
 
 def test_trees_of_more_levels_than_beams(device: str, tmp_path: Path) -> None:
-    """A tree runs 64 beams, eight levels of eight: what is deeper is not there, on no device."""
+    """A tree runs 64 beams, eight levels of eight; it has no deeper levels on any device."""
     shape = {"max_nodes": 64, "max_depth": 12, "max_branches": 8}
     found = []
     for name, placement in (("cpu", ON_CPU), ("device", on(device))):
@@ -158,7 +161,7 @@ def test_trees_of_more_levels_than_beams(device: str, tmp_path: Path) -> None:
 
 
 def test_three_texts_and_four_have_one_graph(play: Play) -> None:
-    """Of ordinary requests and of runs: a text that comes or ends does not wait for a capture."""
+    """This holds for requests and runs: a text that comes or ends does not wait for a capture."""
     texts = [Text(5 + n, (1, 2), 24 + n) for n in range(4)]
     for count in (3, 4):
         check_run(play, texts[:count])
@@ -170,7 +173,7 @@ def test_three_texts_and_four_have_one_graph(play: Play) -> None:
 
 
 def test_a_text_ends_within_a_run(play: Play) -> None:
-    """Its last tokens are learnt, and nothing is drafted; near its end trees are small."""
+    """The drafter learns its last tokens and drafts nothing; near its end trees are small."""
     texts = [Text(5, (3, 2, 0, 0), 31, left=(3, 0, 0, 0)), Text(7, (1, 2, 3, 1), 32, left=(99, 9, 2, 1))]
     run = check_run(play, texts)
     assert [len(trees[0][0]) for trees in run] == [3, 1, 1, 1]
@@ -179,11 +182,11 @@ def test_a_text_ends_within_a_run(play: Play) -> None:
 
 
 def test_blocks_of_a_text_that_ended_are_given_to_another(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last tokens are read late, behind the word of the new owner, whose entries stand in them."""
+    """The ended text's last tokens are read after the new owner has filled its blocks."""
     texts = [Text(5, (3, 2, 0, 0, 0), 36, left=(3, 0, 0, 0, 0)), Text(7, (1, 2, 3, 1, 3), 37)]
-    expected, finale = told(play, texts, 1)
+    expected, finale = sent(play, texts, 1)
     play.begin(texts, 2)
-    # What the one has up to its end is what the other needs from its third step on.
+    # The other text needs the first one's blocks from its third step on.
     play.blocks[1][3:6] = reversed(play.blocks[0][:3])
     monkeypatch.setattr(ResidentDraft, "_read_ready", lambda self: None)
     play.prompts()
@@ -195,7 +198,7 @@ def test_blocks_of_a_text_that_ended_are_given_to_another(play: Play, monkeypatc
 
 
 def test_a_text_that_ended_is_not_counted_as_drafted_for(head: Play) -> None:
-    """Once its step without tokens is read."""
+    """It stops counting once its step without tokens is read."""
     assert head.drafter._passes is not None
     figures = head.drafter._passes.figures
     head.begin([Text(5, (3, 2, 0, 0, 0), 38, left=(3, 0, 0, 0, 0)), Text(7, (1, 2, 3, 1, 3), 39)], 1)
@@ -217,9 +220,9 @@ def test_the_order_of_the_streams(head: Play) -> None:
     assert head.order.calls == expected
 
 
-def test_a_text_that_the_drafter_does_not_know(play: Play) -> None:
-    """It has missed tokens before the run, so that it does not draft in it; behind it there is a gap."""
-    texts = [Text(9, (1, 3), 51, told=8), Text(6, (2, 1), 52)]
+def test_a_text_that_the_drafter_has_missed_tokens_of(play: Play) -> None:
+    """The drafter missed tokens, so it does not draft in the run; a gap remains after it."""
+    texts = [Text(9, (1, 3), 51, sent=8), Text(6, (2, 1), 52)]
     play.begin(texts, 1)
     play.prompts()
     expected = []
@@ -238,7 +241,7 @@ def test_a_text_that_the_drafter_does_not_know(play: Play) -> None:
 
 
 def test_a_text_that_waits_for_its_entries_is_learnt(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head lacks the features of its last tokens, a draft model has not caught up: it does behind the run."""
+    """A head lacks hidden states, or a draft model is behind: both catch up after the run."""
     texts = [Text(11, (1, 3, 1), 61, hidden=0), Text(5, (2, 1, 3), 62)]
     passes = play.drafter._passes
     assert passes is not None
@@ -252,13 +255,13 @@ def test_a_text_that_waits_for_its_entries_is_learnt(play: Play, monkeypatch: py
             steps = []
             for step in range(3):
                 if seed == 1 and not play.width:
-                    # What catches up now is what the drafter learns alone in the run.
+                    # The drafter learns only these tokens within the run.
                     play.lengths[0] += texts[0].counts[step]
                     play.lengths[1] += texts[1].counts[step]
                     waiting = play.row(0, texts[0].counts[step], max_nodes=1)
                     steps.append(play.ask([waiting, play.row(1, texts[1].counts[step])])[1])
                 elif seed == 1:
-                    steps.append(play.tell(step)[1])
+                    steps.append(play.send(step)[1])
                 else:
                     found = play.post(step, begins=step == 0, is_last=step == 2)
                     assert is_root(found[0]) and found[0][0] == [play.all_tokens[0][play.lengths[0] - 1]]
@@ -272,7 +275,7 @@ def test_a_text_that_waits_for_its_entries_is_learnt(play: Play, monkeypatch: py
 
 def test_a_step_of_another_number_leaves_a_gap(play: Play) -> None:
     texts = [Text(5, (1, 3, 2), 71), Text(6, (2, 2, 1), 72)]
-    expected, _ = told(play, texts, 1)
+    expected, _ = sent(play, texts, 1)
     play.begin(texts, 2)
     play.prompts()
     assert_same(play.post(0, begins=True), expected[0])
@@ -284,12 +287,12 @@ def test_a_step_of_another_number_leaves_a_gap(play: Play) -> None:
     assert [tree[0][0] for tree in found] == [play.all_tokens[i][play.lengths[i] - 1] for i in range(2)]
     finale = play.finale()
     # As if the steps had been lost on their way.
-    assert_same(finale, told(play, texts, 3, lost=(1, 2))[1])
+    assert_same(finale, sent(play, texts, 3, lost=(1, 2))[1])
 
 
 def test_a_length_that_does_not_follow_releases_the_text(head: Play) -> None:
     texts = [Text(5, (1, 3, 2), 81), Text(6, (2, 2, 1), 82)]
-    expected, _ = told(head, texts, 1)
+    expected, _ = sent(head, texts, 1)
     head.begin(texts, 2)
     head.prompts()
     head.post(0, begins=True)
@@ -304,29 +307,31 @@ def test_a_length_that_does_not_follow_releases_the_text(head: Play) -> None:
 
 
 def test_runs_follow_each_other(play: Play) -> None:
-    """The second one names blocks again that the first one had in reserve."""
+    """The second run names blocks again that the first one had in reserve."""
     texts = [Text(5, (1, 1, 3, 1, 2), 91), Text(7, (2, 2, 1, 3, 1), 92)]
-    expected, expected_finale = told(play, texts, 1)
+    expected, expected_finale = sent(play, texts, 1)
     play.begin(texts, 2)
     play.prompts()
     assert_same(play.post(0, begins=True, is_last=True), expected[0])
     assert_same(play.post(1, begins=True), expected[1])
     # This one was left open.
-    assert_same(play.tell(2), expected[2])
+    assert_same(play.send(2), expected[2])
     assert_same(play.post(3, begins=True), expected[3])
     assert_same(play.post(4, begins=True, is_last=True), expected[4])
     assert_same(play.finale(), expected_finale)
 
 
 def test_runs_of_one_step_each(play: Play) -> None:
-    """As ordinary steps of the verifier are; now and then one is told by the host. A text that ends is learnt to its
-    end."""
+    """Runs of one step are the verifier's ordinary steps; the host sends one now and then.
+
+    A text that ends is learnt to its end.
+    """
     texts = [Text(5, (1, 3, 3, 2, 1), 93), Text(7, (2, 2, 1, 3, 1), 94, left=(99, 99, 99, 0))]
-    expected, expected_finale = told(play, texts, 1)
+    expected, expected_finale = sent(play, texts, 1)
     play.begin(texts, 2)
     play.prompts()
     for step in range(5):
-        found = play.tell(step) if step == 2 else play.post(step, begins=True, is_last=True)
+        found = play.send(step) if step == 2 else play.post(step, begins=True, is_last=True)
         if step == 3:
             assert is_root(found[1]) and found[1][0] == [play.all_tokens[1][play.lengths[1] - 1]]
             found[1] = expected[3][1]
@@ -343,7 +348,7 @@ def test_a_run_goes_on_with_wider_tables(head: Play, monkeypatch: pytest.MonkeyP
 
 def test_a_release_within_a_run(head: Play) -> None:
     texts = [Text(5, (1, 3, 2), 111), Text(6, (2, 2, 1), 112)]
-    expected, _ = told(head, texts, 1)
+    expected, _ = sent(head, texts, 1)
     head.begin(texts, 2)
     head.prompts()
     head.post(0, begins=True)
@@ -352,7 +357,7 @@ def test_a_release_within_a_run(head: Play) -> None:
     head.order.calls.clear()
     head.drafter.release([1])
     assert [name for name, _ in head.order.calls] == ["release"]
-    # The run is over: what comes of it is answered, and nothing is drafted.
+    # The run is over: its late requests are answered, and nothing is drafted.
     request = head.request(2, begins=False, is_last=True)
     reply = head.drafter.draft(request)
     assert reply.parents.tolist() == [-1, -1]
@@ -362,9 +367,9 @@ def test_a_release_within_a_run(head: Play) -> None:
 
 
 def test_steps_that_do_not_come_are_given_up(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that waits for the verifier goes on once it is told to; all that was on its way is learnt then."""
+    """A device that waits for the verifier goes on when released, and learns everything sent."""
     texts = [Text(5, (1, 3, 2), 141)]
-    expected, expected_finale = told(head, texts, 1)
+    expected, expected_finale = sent(head, texts, 1)
     monkeypatch.setattr(resident_draft, "_PATIENCE_S", 0.0)
     head.begin(texts, 2)
     head.prompts()
@@ -376,14 +381,14 @@ def test_steps_that_do_not_come_are_given_up(head: Play, monkeypatch: pytest.Mon
     for step in range(3):
         assert_same(head.post(step, begins=step == 0, is_last=step == 2), expected[step])
     names = [name for name, _ in head.order.calls]
-    # Without patience it is told so again until the device has got there, for which a capture waits too.
+    # Without a wait it is released again until the device has arrived; so is a capture.
     assert [name for name in names if name != "release"] == ["await", "signal"] * 3 and names[-1] == "release"
     assert_same(head.finale(), expected_finale)
 
 
 def test_blocks_that_cannot_be_release_the_text(head: Play) -> None:
     texts = [Text(8, (1, 3), 121), Text(8, (2, 2), 122)]
-    expected, _ = told(head, texts, 1)
+    expected, _ = sent(head, texts, 1)
     head.begin(texts, 2)
     head.prompts()
     request = head.request(0, begins=True, is_last=True)
@@ -396,7 +401,7 @@ def test_blocks_that_cannot_be_release_the_text(head: Play) -> None:
 
 def test_a_step_with_too_few_blocks_releases_the_text(head: Play) -> None:
     texts = [Text(8, (1, 3), 131), Text(8, (2, 2), 132)]
-    expected, _ = told(head, texts, 1)
+    expected, _ = sent(head, texts, 1)
     head.begin(texts, 2)
     head.prompts()
     request = head.request(0, begins=True, is_last=True)
@@ -442,7 +447,7 @@ def test_a_drafter_on_the_cpu_refuses(tmp_path: Path) -> None:
 def test_a_warm_up_reads_no_entry_that_nobody_wrote(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure once in a while: what memory happens to hold overflowed in the passes that compile kernels."""
+    """A rare failure once: leftovers in memory overflowed in the passes that compile kernels."""
     made = KVCache.__init__
 
     def garbage(cache: KVCache, *args: Any, **options: Any) -> None:
@@ -452,5 +457,5 @@ def test_a_warm_up_reads_no_entry_that_nobody_wrote(
     monkeypatch.setattr(KVCache, "__init__", garbage)
     drafter, target, width = make("STANDALONE", tmp_path, on(device)._replace(warm=True))
     drafter.attach(target, None)
-    # That of steps that run ahead too.
+    # The warm-up of overlapped steps too.
     Play(drafter, device, vocab=target.vocab_size, width=width)

@@ -1,4 +1,4 @@
-"""EAGLE, EAGLE-3 and MTP drafters over real files: the trees are those of an independent reference of each head."""
+"""EAGLE, EAGLE-3 and MTP drafters over real files draft the trees of independent references."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def info(folder: Path | str, **changes: object) -> TargetInfo:
 
 
 class Case:
-    """A target and a head on disk, the drafter of it, and its reference."""
+    """A target and a head on disk, their drafter, and the head's reference."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.target = folder / "target"
@@ -75,7 +75,7 @@ class Case:
                 tokens=torch.tensor([token for token, _, _ in entries]),
                 states=states,
                 from_target=[len(state) == self.width for state in states],
-                # A pair's place in training is one before its token's.
+                # A pair's position in training is one before its token's.
                 positions=torch.tensor([position - 1 for _, position, _ in entries]),
                 sees=torch.ones(len(entries), len(entries)).tril().bool(),
             ),

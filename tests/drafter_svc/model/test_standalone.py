@@ -1,4 +1,4 @@
-"""STANDALONE: its refusals, and that a draft model that is the target is right in all it drafts."""
+"""STANDALONE: its refusals; a draft model that is the target itself drafts only right tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Target:
         self._llama = HostLlama(config, weights, cache, 256, 1)
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """float32 [vocab]: after all tokens."""
+        """Return float32 [vocab] after all tokens."""
         positions = np.arange(len(tokens), dtype=np.int32)
         batch = ForwardBatch(
             token_ids=np.array(tokens, np.int32),
@@ -99,7 +99,7 @@ def test_what_the_target_itself_drafts_is_always_accepted(folder: Path, params: 
         rows = [
             Row(
                 [*prompt, *text[:count]],
-                told,
+                sent,
                 table,
                 slot=slot,
                 choice=slot,
@@ -112,7 +112,7 @@ def test_what_the_target_itself_drafts_is_always_accepted(folder: Path, params: 
                 min_p=params.min_p,
                 seed=params.seed,
             )
-            for slot, (prompt, text, table, count, told) in enumerate(
+            for slot, (prompt, text, table, count, sent) in enumerate(
                 zip(prompts, texts, tables, done, new, strict=True)
             )
         ]
@@ -122,7 +122,7 @@ def test_what_the_target_itself_drafts_is_always_accepted(folder: Path, params: 
             assert tree.parents.tolist() == list(range(-1, tree.num_nodes - 1))
             assert tree.tokens[1:].tolist() == text[done[slot] : done[slot] + 3 + slot]
             accepted += 3 + slot
-            # The bonus token too, but for a step in which the verifier drops the draft.
+            # The bonus token too, except in a step in which the verifier drops the draft.
             new[slot] = 1 if step == 2 else tree.num_nodes
             done[slot] += new[slot]
     assert accepted == 5 * 7

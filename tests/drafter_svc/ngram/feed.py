@@ -27,7 +27,10 @@ def make_drafter(**changes: Any) -> NgramDrafter:
 def ngram_request(
     new_tokens: Sequence[Sequence[int]], predictions: Sequence[Sequence[int]] | None = None, **columns: Sequence[int]
 ) -> DraftRequest:
-    """One row for each list of new tokens, in slots 0, 1, ...; without a limit to depth and branches by default."""
+    """Return a request with one row for each list of new tokens, in slots 0, 1, ...
+
+    By default depth and branches have no limit.
+    """
     rows = len(new_tokens)
     lengths = [max(len(tokens), 1) for tokens in new_tokens]
     values: dict[str, Any] = {
@@ -57,7 +60,10 @@ def trees_of(batch: DraftBatch) -> list[Tree]:
 
 
 class Feed:
-    """Sends one row at a time and counts its length. All tokens are prompt unless ``prompt_length`` says otherwise."""
+    """Sends one row at a time and counts its length.
+
+    All tokens belong to the prompt unless ``prompt_length`` says otherwise.
+    """
 
     def __init__(self, drafter: NgramDrafter) -> None:
         self.drafter = drafter
@@ -85,7 +91,7 @@ class Feed:
         return trees_of(self.batch(slot, tokens, **more))[0]
 
     def history(self, *sequences: list[int], salt: int = 7) -> None:
-        """Finished sequences, one after another in slot 3."""
+        """Send finished sequences, one after another, in slot 3."""
         for tokens in sequences:
             generation = 1 + max((g for slot, g in self.lengths if slot == 3), default=0)
             self(3, tokens, generation=generation, salt=salt, max_nodes=1)

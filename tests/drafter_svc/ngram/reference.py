@@ -1,4 +1,4 @@
-"""The n-gram drafter's rule in plain Python: dictionaries of windows, no eviction. For comparison in tests."""
+"""The n-gram drafter's rule in plain Python: dictionaries of windows, no eviction."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Window = tuple[int, ...]
 
 @dataclass
 class Sequence:
-    """``own`` holds None where tokens were missed; ``run`` what has come since the last of these.
+    """A sequence: ``own`` has None for missed tokens; ``run`` has the tokens since the last None.
 
-    The output goes on at ``cursor`` in ``predicted``, whose last ``hits`` tokens came true one after another.
+    The output goes on at ``cursor`` in ``predicted``; its last ``hits`` tokens came true in a row.
     """
 
     generation: int
@@ -40,7 +40,7 @@ class Sequence:
             self.hits = 0
 
     def align(self) -> None:
-        """Go on behind the longest match of at least two tokens; of equal ones behind the nearest, or the later."""
+        """Go on after the longest match of two tokens or more: the nearest, then the later."""
         if self.hits >= SURE_RUN or not self.predicted:
             return
 
@@ -57,7 +57,7 @@ class Sequence:
 
 @dataclass
 class TreeNode:
-    """``window``: context in the history, or None; ``own``: index into the own text, or None."""
+    """A node. ``window``: context in the history, if any; ``own``: index in the own text, if any."""
 
     token: int
     parent: int
@@ -159,7 +159,7 @@ class ReferenceNgram:
     def _context(
         self, salt: int, window: Window, level: int, weight: float, offered: Container[int]
     ) -> list[tuple[int, float]]:
-        """Children of one context with their weights, without those offered before."""
+        """Return one context's children with their weights, without children offered before."""
         siblings = self.following.get((salt, window), [])
         by_frequency = self.settings.order == "frequency"
         count = {token: self.counts[salt, (*window, token)] for token in siblings}
@@ -178,7 +178,7 @@ class ReferenceNgram:
     def draft(  # noqa: C901 - the definition, in one piece
         self, slot: int, max_nodes: int, max_depth: int, max_branch: int
     ) -> tuple[list[int], list[int], list[float]]:
-        """(tokens, parents, weights)."""
+        """Return (tokens, parents, weights)."""
         sequence = self.sequences[slot]
         if max_nodes > 1:
             sequence.align()

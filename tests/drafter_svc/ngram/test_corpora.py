@@ -1,4 +1,4 @@
-"""Corpora: exact matches, ranks, bounds, and nothing left of them once they are removed."""
+"""Corpora: exact matches, ranks, bounds, and removal without a trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ids(*tokens: int) -> np.ndarray:
 
 
 def drafted(feed: Feed, *probes: list[int]) -> list[list[int]]:
-    """What is drafted behind each probe, for a tenant that has no history."""
+    """Return the draft after each probe, for a tenant without history."""
     trees = []
     for probe in probes:
         new = 100 + len(feed.lengths)

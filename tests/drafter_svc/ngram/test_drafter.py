@@ -86,7 +86,7 @@ def test_own_text_ranks_before_later_history() -> None:
 def test_a_longer_match_ranks_before_a_shorter_one() -> None:
     feed = Feed(make_drafter())
     feed.history([1, 2, 3, 4], [9, 3, 5])
-    # (1, 2, 3) -> 4 with 0.6, though (3,) -> 5 is later; 5 is left with 0.4 x 0.45 x ... and falls away.
+    # (1, 2, 3) -> 4 with 0.6, though (3,) -> 5 is later; 5 gets 0.4 x 0.45 x ... and falls away.
     assert feed(0, [1, 2, 3]) == ([3, 4], [-1, 0])
 
 
@@ -180,7 +180,7 @@ def test_release_forgets_the_own_text() -> None:
 def test_missed_tokens_are_not_linked_across() -> None:
     feed = Feed(make_drafter())
     feed(0, [1, 2, 3])
-    # The own text goes on after (1, 2) with 3, and there it ends.
+    # The own text goes on with 3 after (1, 2), and ends there.
     assert feed(0, [1, 2], missed=5) == ([2, 3], [-1, 0])
     assert feed(1, [2, 3]) == ([3], ROOT)
 
@@ -271,10 +271,10 @@ NGRAM_SETTINGS = st.builds(
 
 
 def random_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
-    """Columns of one row after another, over few enough tokens that most windows come again.
+    """Yield the columns of one row after another, over so few tokens that most windows come again.
 
-    Now and then a sequence ends, tokens are missed, or one is outside of the vocabulary of 8. Some sequences have a
-    prediction, told in one piece or more.
+    Now and then a sequence ends, tokens are missed, or a token is outside the vocabulary of 8. Some
+    sequences have a prediction, sent in one piece or more.
     """
     random = np.random.default_rng(seed)
     alphabet = int(random.integers(2, 8))

@@ -1,4 +1,4 @@
-"""What the client predicts is drafted first, is found again after it failed, and is nobody else's."""
+"""A client's prediction is drafted first, found again after a miss, and private to its sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREDICTION = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 
 
 def start(prediction: list[int] = PREDICTION, *, output: list[int] | None = None, slot: int = 0) -> Feed:
-    """A sequence in ``slot`` that has a prompt, a prediction and perhaps an output."""
+    """Return a feed with a sequence in ``slot``: its prompt, prediction and perhaps output."""
     feed = Feed(make_drafter())
     feed(slot, PROMPT, prompt_lengths=2, prediction=prediction, max_nodes=1)
     if output:
@@ -20,7 +20,7 @@ def start(prediction: list[int] = PREDICTION, *, output: list[int] | None = None
 
 
 def drafted(feed: Feed, tokens: list[int], *, slot: int = 0, max_nodes: int = 5) -> list[int]:
-    """The chain drafted behind ``tokens`` of the output."""
+    """Return the chain drafted after the output's ``tokens``."""
     tree, parents = feed(slot, tokens, prompt_lengths=2, max_nodes=max_nodes)
     assert parents == list(range(-1, len(tree) - 1))
     return tree[1:]
@@ -108,8 +108,8 @@ def test_a_released_slot_has_no_prediction() -> None:
     assert feed(0, [], prompt_lengths=2)[1] == ROOT
 
 
-def test_told_again_from_the_start_it_is_the_same() -> None:
-    # A preempted, resumed or newly attached sequence: prompt, output and prediction come at once.
+def test_sent_again_from_the_start_it_is_the_same() -> None:
+    # A preempted, resumed or newly attached sequence sends prompt, output and prediction at once.
     expected = drafted(start(output=[10, 11, 50]), [13, 14])
     again = Feed(make_drafter())
     tree, _ = again(0, [*PROMPT, 10, 11, 50, 13, 14], prompt_lengths=2, prediction=PREDICTION, max_nodes=5)

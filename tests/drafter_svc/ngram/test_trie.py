@@ -1,4 +1,4 @@
-"""The trie's arrays against the set of windows that must be in them, at capacities where eviction never rests."""
+"""The trie's arrays hold exactly the windows they must, at capacities that evict all the time."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Key = tuple[int, tuple[int, ...]]
 
 @dataclass
 class Harness:
-    """A trie of any capacity, fed through the compiled batch, and the text of each path that was started."""
+    """A trie of any capacity, fed through the compiled batch, and the text of each started path."""
 
     capacity: int
     window: int
     first_stamp: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
     texts: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    # Stamp of a path to (slot's text, place in it).
+    # Maps a path's stamp to (slot's text, place in it).
     paths: list[tuple[int, list[int], int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Harness:
         self.options = np.array([VOCAB_SIZE, 1, self.window, 1, 4, 0], np.int64)
 
     def feed(self, slot: int, generation: int, salt: int, tokens: list[int]) -> list[int]:
-        """The tokens of the tree drafted after ``tokens``."""
+        """Return the tokens of the tree drafted after ``tokens``."""
         if self.texts.get(slot, (0, []))[0] != generation:
             self.texts[slot], self.lengths[slot] = (generation, []), 0
         text = self.texts[slot][1]
@@ -84,7 +84,7 @@ class Harness:
         return [int(token) for token in drafted.tokens[: drafted.node_starts[1]]]
 
     def expected(self) -> set[Key]:
-        """All beginnings of the paths that have not been popped, the roots included."""
+        """Return all beginnings of the paths that have not been popped, roots included."""
         alive = self.paths[int(self.trie.counters[OLDEST_STAMP]) - self.first_stamp :]
         return {
             (salt, tuple(text[start : start + size]))
@@ -93,7 +93,7 @@ class Harness:
         }
 
     def nodes(self) -> dict[int, Key]:
-        """All nodes that the hash table reaches, with the windows that their parents spell."""
+        """Return the nodes that the hash table reaches, with the windows of their parents."""
         nodes = self.trie.nodes
         found = []
         for node in self.trie.buckets[: self.trie.counters[NUM_BUCKETS]].tolist():

@@ -26,7 +26,7 @@ from tests.support.paged_draft import (
 
 
 class Drafting:
-    """A digest model behind the passes, and the verifier's side of the requests."""
+    """Passes over a digest model, and the verifier's side of the requests."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Drafting:
         np.testing.assert_allclose(batch.scores[low:high], expected[2], rtol=1e-4, atol=1e-4)
 
     def check(self, valid_start: int, row: Row) -> None:
-        """Draft for one row; the tree must be that over the valid range from ``valid_start`` on."""
+        """Draft for one row; the tree must fit the valid range that begins at ``valid_start``."""
         self.expect_tree(self.draft(row), 0, row, valid_start)
 
     def check_undrafted(self, row: Row) -> None:
@@ -134,7 +134,7 @@ def test_a_beam_without_a_chance_is_not_run() -> None:
     drafting.check(1, Row(some_tokens(10), 10, BLOCKS, max_nodes=2, max_depth=1, max_branches=8))
     assert len(drafting.model.pass_sizes) == 1
     drafting.check(1, Row(some_tokens(11), 1, BLOCKS, max_nodes=4, max_depth=3, max_branches=15))
-    # 1 new entry, then at most 3 beams at each of two depths.
+    # 1 new KV entry, then at most 3 beams at each of two depths.
     assert sum(drafting.model.pass_sizes) <= 10 + 1 + 6
 
 
@@ -153,7 +153,7 @@ def test_a_long_prompt_takes_passes_of_bounded_size(kind: dict[str, Any], monkey
 
 
 def test_entries_of_a_long_prompt_are_written_without_the_rest() -> None:
-    """One pass for all rows but the last of each, one for those."""
+    """One pass takes all rows except each sequence's last; another takes the last rows."""
     drafting = Drafting()
     first = Row(some_tokens(37), 37, list(range(10)), max_depth=1)
     second = Row(some_tokens(30, 1), 30, list(range(10, 18)), slot=1, max_nodes=1)
@@ -162,7 +162,7 @@ def test_entries_of_a_long_prompt_are_written_without_the_rest() -> None:
     assert drafting.model.num_entry_passes == 1 and drafting.model.pass_sizes[:2] == [36 + 29 + 8 - 2, 2]
     drafting.expect_tree(batch, 0, first, 1)
     drafting.expect_tree(batch, 2, third, 1)
-    # What was written that way is what a later tree stands on; few rows go in one pass.
+    # A later tree uses the KV entries written that way; few rows go in one pass.
     drafting.check(1, Row([*second.tokens, 5], 1, second.blocks, slot=1))
     assert drafting.model.num_entry_passes == 1
 
@@ -193,7 +193,7 @@ def test_a_prefix_that_the_cache_holds_is_gone_on_from(kind: dict[str, Any]) -> 
     drafting = Drafting(**kind)
     first = some_tokens(11)
     drafting.check(int(drafting.features), Row(first, 11, [5, 2, 9]))
-    # The verifier computes from position 8 on, and gives the features from there.
+    # The verifier computes from position 8 on, and sends hidden states from there.
     second = [*first[:8], *some_tokens(5, 1)]
     before = drafting.passes.figures.extend_tokens
     drafting.check(int(drafting.features), Row(second, 13, [5, 2, 4, 6], slot=1, hidden=5))
@@ -201,7 +201,7 @@ def test_a_prefix_that_the_cache_holds_is_gone_on_from(kind: dict[str, Any]) -> 
 
 
 @ALL_KINDS
-def test_a_prefix_that_is_told_in_two_parts(kind: dict[str, Any]) -> None:
+def test_a_prefix_that_is_sent_in_two_parts(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
     tokens = some_tokens(20)
     drafting.check(int(drafting.features), Row(tokens, 20, BLOCKS))
@@ -239,7 +239,7 @@ def test_a_block_that_is_half_overwritten_is_nobodys_prefix(kind: dict[str, Any]
     if drafting.num_depths == 1:
         drafting.check(8 if drafting.features else 0, row)
     else:
-        # Not even the carried output: modules behind the first start later.
+        # Not even the carried output: modules after the first start later.
         drafting.check(8, row)
 
 
@@ -257,7 +257,7 @@ def test_a_gap_starts_a_window() -> None:
     drafting = Drafting()
     tokens = some_tokens(30)
     drafting.check(1, Row(tokens[:9], 9, BLOCKS))
-    # Tokens 9 and 10 were told in a request that was lost.
+    # Tokens 9 and 10 were sent in a request that was lost.
     drafting.check(11, Row(tokens[:13], 2, BLOCKS))
     drafting.check(11, Row(tokens[:14], 1, BLOCKS))
     # A sequence that is known only from here on makes no prefix for others.
@@ -300,7 +300,7 @@ def test_a_new_generation_and_a_shorter_length_start_anew(kind: dict[str, Any]) 
 
 
 @ALL_KINDS
-def test_last_words_are_written_before_the_new_owner_of_slot_and_blocks(kind: dict[str, Any]) -> None:
+def test_final_updates_are_written_before_the_new_owner_of_slot_and_blocks(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
     start = int(drafting.features)
     old = some_tokens(11)
@@ -315,17 +315,17 @@ def test_last_words_are_written_before_the_new_owner_of_slot_and_blocks(kind: di
 
 
 @ALL_KINDS
-def test_last_words_that_come_in_parts_between_those_of_the_new_owner(kind: dict[str, Any]) -> None:
+def test_final_updates_that_come_in_parts_between_the_new_owners_tokens(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
     start = int(drafting.features)
     old, new = some_tokens(11), some_tokens(10, 1)
     drafting.check(start, Row(old[:8], 8, [5, 2]))
     drafting.draft(Row(old[:10], 2, [5, 2, 9], max_nodes=1), Row(new[:9], 9, [9, 5, 4], generation=2, max_nodes=1))
-    # The old sequence's last block is the new one's by now, and is left alone.
+    # The old sequence's last block belongs to the new one by now, and is left alone.
     owner = Row(new, 1, [9, 5, 4], generation=2)
     batch = drafting.draft(Row(old, 1, [5, 2, 9], max_nodes=1), owner)
     drafting.expect_tree(batch, 1, owner, start)
-    # What is older still is not listened to.
+    # Still older tokens are ignored.
     drafting.check_undrafted(Row(old, 3, [5, 2, 9], generation=0))
     longer = Row([*new, 7], 1, [9, 5, 4], generation=2)
     drafting.check(start, longer)
@@ -341,7 +341,7 @@ def test_a_row_without_any_token_forgets_nothing() -> None:
 
 
 @ALL_KINDS
-def test_last_words_make_a_prefix_for_a_row_of_the_same_request(kind: dict[str, Any]) -> None:
+def test_a_final_update_makes_a_prefix_for_a_row_of_the_same_request(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
     start = int(drafting.features)
     old = some_tokens(9)

@@ -1,4 +1,4 @@
-"""Any course of sequences over shared and recycled blocks: drafts are right for the range that is said to hold."""
+"""Random courses of sequences over shared and reused blocks: drafts fit their valid range."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS.append([*TEXTS[0][:10], *TEXTS[1][:30]])
 
 @dataclass
 class Running:
-    """A sequence of the verifier: ``told`` tokens were told, features are there for tokens from ``featured`` on."""
+    """A sequence of the verifier: tokens sent so far, with hidden states from ``featured`` on."""
 
     tokens: list[int]
     blocks: list[int]
@@ -31,22 +31,22 @@ class Running:
     slot: int
     generation: int
     featured: int
-    told: int = 0
+    sent: int = 0
 
 
 @dataclass
 class Verifier:
-    """A block allocator with a prefix cache, told through requests that may be lost."""
+    """A block allocator with a prefix cache, whose requests may be lost."""
 
     features: bool
     random: random.Random
     cached: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     running: dict[int, Running] = field(default_factory=dict)
-    last_words: list[Row] = field(default_factory=list)
+    final_updates: list[Row] = field(default_factory=list)
     num_generations: int = 0
 
     def free_block(self) -> int | None:
-        """One that no running sequence has, cached or not."""
+        """Return a block that no running sequence has, cached or not."""
         held = {block for sequence in self.running.values() for block in sequence.blocks}
         free = [block for block in range(NUM_BLOCKS) if block not in held]
         if not free:
@@ -57,7 +57,7 @@ class Verifier:
 
     def start(self, text: int, length: int, salt: int) -> None:
         """Start a sequence, if a slot is free: a request has at most two rows a slot."""
-        ended = [row.slot for row in self.last_words]
+        ended = [row.slot for row in self.final_updates]
         free = [slot for slot in range(NUM_SLOTS) if slot not in self.running and ended.count(slot) < 2]
         if not free:
             return
@@ -93,13 +93,13 @@ class Verifier:
         sequence = self.running.pop(slot)
         held = len(sequence.blocks) * BLOCK
         sequence.tokens = sequence.tokens[:held]
-        self.last_words.append(self.row(sequence, max_nodes=1))
+        self.final_updates.append(self.row(sequence, max_nodes=1))
         for count in range(1, len(sequence.tokens) // BLOCK + 1):
             self.cached.setdefault((sequence.salt, tuple(sequence.tokens[: count * BLOCK])), sequence.blocks[count - 1])
 
     def row(self, sequence: Running, max_nodes: int) -> Row:
         length = len(sequence.tokens)
-        new = length - sequence.told
+        new = length - sequence.sent
         row = Row(
             list(sequence.tokens),
             new,
@@ -112,13 +112,13 @@ class Verifier:
             max_depth=3,
             max_branches=2,
         )
-        sequence.told = length
+        sequence.sent = length
         return row
 
     def request(self) -> list[Row]:
         rows = [self.row(sequence, self.random.choice((1, 6, 6))) for sequence in self.running.values()]
-        last_words, self.last_words = self.last_words, []
-        return last_words + [row for row in rows if row.new]
+        final_updates, self.final_updates = self.final_updates, []
+        return final_updates + [row for row in rows if row.new]
 
 
 ACTIONS = st.one_of(
@@ -154,10 +154,10 @@ def test_trees_are_right(
             verifier.finish(values[0])
         elif name == "lose" and loses:
             verifier.request()
-        elif name == "post" and (told := verifier.request()):
+        elif name == "post" and (sent := verifier.request()):
             model.starts = {}
-            batch = passes.draft(request_of(told, with_features=features))
-            for index, row in enumerate(told):
+            batch = passes.draft(request_of(sent, with_features=features))
+            for index, row in enumerate(sent):
                 tree = batch.tree(index)
                 assert tree.tokens[0] == row.tokens[-1] or (row.new == 0 and tree.tokens.tolist() == [0])
                 drafted = index in model.starts and row.max_nodes > 1
