@@ -1,4 +1,4 @@
-"""What the commands would start, recorded instead."""
+"""Records what the commands would start, instead of starting it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foretoken.supervisor import Service
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
-    """The arguments that each service's ``run`` was called with, by service; nothing is started."""
+    """Return the arguments of each service's ``run`` calls, by service; nothing is started."""
     seen: dict[str, tuple[Any, ...]] = {}
 
     def record(name: str) -> Callable[..., None]:
@@ -33,7 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
 
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
-    """The services that ``serve`` hands to its supervisor, by name; nothing is started."""
+    """Return the services that ``serve`` hands to its supervisor, by name; nothing is started."""
     seen: dict[str, Service] = {}
 
     class Recorder:
@@ -44,6 +44,6 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
             return 0
 
     monkeypatch.setattr("foretoken.supervisor.Supervisor", Recorder)
-    # The tests' folders have the names of a checkpoint's files, nothing more.
+    # The tests' folders have only the names of a checkpoint's files.
     monkeypatch.setattr(Algorithm, "check_files", lambda algorithm, path, target: None)
     return seen

@@ -1,4 +1,4 @@
-"""Addresses are refused where they are given, with what is wrong with them."""
+"""Bad addresses are refused where they are given, with the reason."""
 
 from __future__ import annotations
 

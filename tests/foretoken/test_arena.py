@@ -41,7 +41,7 @@ LAYOUT = ArenaLayout.of_target(TARGET, token_capacity=16)
 CHALLENGE = bytes(range(32))
 EPOCH = 7
 NOW = 0.0
-# Nothing here waits so long: a test that hangs fails by the suite's time limit instead.
+# Nothing here waits so long: the suite's time limit ends a test that hangs.
 LONG_S = 600.0
 
 
@@ -56,7 +56,7 @@ class Ends:
         self.seen: list[DraftRequest | tuple[int, ...]] = []
 
     def serve(self) -> None:
-        """Answer what has come, as a drafter does."""
+        """Answer the requests that have come, as a drafter does."""
         for request in self.peer.requests():
             self.seen.append(request)
             if isinstance(request, tuple):
@@ -69,7 +69,7 @@ class Ends:
 def connect(
     transport: ArenaTransport, listener: ArenaListener, *, epoch: int = EPOCH, target: TargetInfo = TARGET
 ) -> ArenaPeer:
-    """Hand an arena over to a peer, which needs a thread while it fetches it."""
+    """Hand an arena over to a peer; the peer needs a thread to fetch it."""
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(ArenaPeer, listener.path, epoch, target)
         assert Waiter((listener.fileno(),)).wait(None)
@@ -119,7 +119,7 @@ def _pair() -> Iterator[Ends]:
 
 @pytest.fixture(name="served", scope="module")
 def _served() -> Iterator[Ends]:
-    """One arena for many random requests: what is left in its buffers must not show."""
+    """Serve one arena for many random requests: leftovers in its buffers must not show."""
     with ends() as pair, serving(pair):
         yield pair
 
@@ -302,7 +302,7 @@ def test_a_closed_transport_says_so(pair: Ends) -> None:
 
 
 def test_a_drafter_cannot_write_requests_nor_shrink_memory() -> None:
-    """Checked on the descriptors that a drafter gets."""
+    """The descriptors that a drafter gets refuse it."""
     transport = ArenaTransport(LAYOUT, EPOCH, CHALLENGE, TransportCounters())
     requests, replies = os.dup(transport._memory.request_fd), os.dup(transport._memory.reply_fd)
     try:
@@ -404,7 +404,7 @@ def test_nothing_stays_open() -> None:
             pair.transport.post(draft_request([[5]]))
             pair.serve()
             assert pair.transport.receive(LONG_S) is not None
-    # Less, where something of earlier tests has gone meanwhile.
+    # Fewer, if objects of earlier tests have gone meanwhile.
     assert open_descriptors() <= before[0] and threading.active_count() <= before[1]
 
 

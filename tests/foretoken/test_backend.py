@@ -1,4 +1,4 @@
-"""Where models run: chosen, or refused with the reason."""
+"""The device that models run on is chosen, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from foretoken.models.backend import (
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a driver, as far as files say so."""
+    """Let files say that the machine has a driver."""
     monkeypatch.setattr(backend.os.path, "exists", lambda path: path == "/dev/nvidiactl")
 
 
@@ -33,7 +33,7 @@ def test_the_cpu_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever PyTorch is there."""
+    """The build of PyTorch does not matter."""
     monkeypatch.setattr(backend.os.path, "exists", lambda path: False)
     with pytest.raises(ConfigError, match="--device cuda: there is no NVIDIA GPU here, or no driver for it"):
         choose_backend("cuda")

@@ -1,4 +1,4 @@
-"""The command line: help and usage, refusals of words, no import too many."""
+"""The command line: help, usage, refused words, and few imports."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_help_loads_no_service_and_nothing_heavy() -> None:
 
 
 def test_the_settings_of_all_services_load_nothing_heavy() -> None:
-    """A gateway's image has no torch, no numba and no llguidance."""
+    """A gateway's image has no torch, numba or llguidance."""
     loaded = loaded_by("import foretoken.commands.service_settings")
     assert loaded & {"torch", "transformers", "numba", "llguidance", "numpy", "fastapi"} == set()
 

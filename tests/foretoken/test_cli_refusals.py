@@ -1,4 +1,4 @@
-"""What commands refuse before anything starts, in one line that names the flag; a dry run refuses the same."""
+"""Commands refuse bad flags by name, in one line, before anything starts; so does a dry run."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
 @pytest.mark.parametrize(
     "given", ["--max-model-len=9", "--gpu-memory-utilization", "--max-num-seqs", "--enforce-eager"]
 )
-def test_names_of_vllm_are_told_as_ours(given: str) -> None:
-    """Which are flags of ``serve``."""
+def test_names_of_vllm_are_answered_with_ours(given: str) -> None:
+    """The names given in return are flags of ``serve``."""
     result = foretoken("serve", str(DEMO / "target"), given, "7")
     name = given.partition("=")[0]
     assert (result.returncode, result.stdout) == (2, "")
@@ -97,7 +97,7 @@ def test_dry_run_refuses_a_checkpoint_without_a_tokenizer(tmp_path: Path, served
 
 
 def test_dry_run_refuses_what_the_gateway_could_not_read(tmp_path: Path, served: dict[str, tuple[Any, ...]]) -> None:
-    """Which a start hears of from the gateway."""
+    """A start would find these faults in the gateway."""
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}\n{% if %}")
     result = CliRunner().invoke(app, ["serve", str(DEMO / "target"), "--dry-run", "--chat-template", str(template)])
@@ -267,7 +267,7 @@ def test_a_drafter_whose_files_cannot_do_is_refused_before_anything_starts(
 
 
 def test_what_a_drafter_is_checked_by_loads_no_torch() -> None:
-    """It is the supervisor's process, which lives as long as the server."""
+    """The checks run in the supervisor's process, which lives as long as the server."""
     check = f"ALGORITHMS['EAGLE3'].check_files(Path('{DEMO}/eagle3'), Path('{DEMO}/target'))"
     loaded = loaded_by(f"from pathlib import Path\nfrom drafter_svc.algorithms import ALGORITHMS\n{check}")
     assert loaded & {"torch", "transformers", "numba"} == set()

@@ -1,4 +1,4 @@
-"""What ``foretoken serve`` starts: services with their flags, drafters in their places, the clients of MPS."""
+"""``foretoken serve`` starts services with their flags, drafters in their places, MPS clients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
     supervised: dict[str, Service],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # As far as can be seen there is a GPU: some of the flags are for nothing else.
+    # The machine seems to have a GPU, as some of the flags need one.
     monkeypatch.setattr("foretoken.mps.DRIVER", tmp_path)
     serve(str(tmp_path), *ONE_OF_EACH, *NGRAM)
     assert list(supervised) == ["drafter ngram", "verifier", "gateway"]
@@ -108,7 +108,7 @@ def test_telemetry_and_workers_reach_their_services(
     # A worker is a gateway like any other.
     invoke(*words(supervised["gateway"]), "--worker-socket", "/run/x/worker-0.sock")
     assert served["gateway"][0] == rim.model_copy(update={"worker_socket": Path("/run/x/worker-0.sock")})
-    # OpenTelemetry's own variable does as well as the flag.
+    # OpenTelemetry's own variable works like the flag.
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://elsewhere:4317")
     invoke("gateway", str(tmp_path), "--verifier", "unix:/v")
     assert served["gateway"][0].otlp_traces_endpoint == "http://elsewhere:4317"
@@ -157,7 +157,7 @@ def test_without_an_algorithm_there_is_no_drafter(
 def test_an_algorithm_may_be_in_any_case(
     tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service], word: str, algorithm: str
 ) -> None:
-    """Wherever one is named, and by SGLang's names too; of them one is handed on."""
+    """This holds for every flag, and for SGLang's names too; our name is handed on."""
     model = () if algorithm == "MTP" else ("--speculative-draft-model-path", str(tmp_path))
     serve(str(tmp_path), "--speculative-algorithm", word, *model)
     own = supervised[f"drafter {algorithm.lower()}"]
@@ -204,7 +204,7 @@ HEAD = ("--drafter", "name=head,algorithm=EAGLE3,model=.", "--drafter", "name=ng
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A driver, and a control program of MPS on PATH; the program's journal."""
+    """Provide a driver and MPS's control program on PATH; return the program's journal."""
     monkeypatch.setattr("foretoken.mps.DRIVER", tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv(PIPES, raising=False)
@@ -242,7 +242,7 @@ def test_there_is_no_mps_daemon_where_it_is_of_no_use(
 
 @pytest.mark.parametrize("plan", [(), ("--dry-run",)])
 def test_mps_on_is_refused_where_models_run_on_the_cpu(tmp_path: Path, journal: Path, plan: tuple[str, ...]) -> None:
-    """By what only prints the plan, too."""
+    """A run that only prints the plan refuses it too."""
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).touch()
     ports = ("--port", free_port(), "--grpc-port", free_port())

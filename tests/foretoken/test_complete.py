@@ -1,4 +1,4 @@
-"""``foretoken complete`` against a scripted REST server: what it asks, shows, colours and says at the end."""
+"""``foretoken complete`` against a scripted REST server: requests, output, colours, figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHUNKS = [chunk(["def", " f"], [0, 1]), chunk(["(", ")", ":\n"], [0, 2, 2]), LAS
 
 
 class Server(ThreadingHTTPServer):
-    """Lists one model, streams ``events`` and keeps the bodies that it was sent."""
+    """A server that lists one model, streams ``events`` and keeps the bodies that it was sent."""
 
     daemon_threads = True
 
@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        """Write no log."""
 
     def do_GET(self) -> None:
         assert self.path == "/v1/models"
@@ -86,7 +86,7 @@ def server() -> Iterator[Server]:
 
 
 def run(server: Server, *, colour: bool = False, **options: Any) -> tuple[str, str]:
-    """The text that was written and the line of figures."""
+    """Return the written text and the line of figures."""
     written: list[str] = []
     figures = complete(server.url, CompletionOptions("def", **options), write=written.append, colour=colour)
     return "".join(written), figures

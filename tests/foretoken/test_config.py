@@ -1,4 +1,4 @@
-"""Settings from flags and back, and what a user reads after a mistake."""
+"""Settings convert to flags and back; mistakes get readable messages."""
 
 from __future__ import annotations
 

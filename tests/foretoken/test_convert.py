@@ -1,4 +1,4 @@
-"""`foretoken convert`: what becomes of pickles, and what is refused without ever running code from one."""
+"""`foretoken convert` converts pickles, and refuses others without running code from them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_refusal_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 class Malicious:
-    """Unpickled naively, it makes a file."""
+    """An object that makes a file when it is unpickled naively."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

@@ -1,4 +1,4 @@
-"""foretoken.descendants, each in a process of its own: a subreaper collects whatever falls to it."""
+"""foretoken.descendants, each test in its own process: a subreaper collects every orphan."""
 
 from __future__ import annotations
 

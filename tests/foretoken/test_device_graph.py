@@ -8,7 +8,7 @@ from foretoken.models.device_graph import DeviceGraphs
 
 @pytest.mark.gpu
 def test_all_captures_of_one_owner_share_a_workspace(device: str) -> None:
-    """Matmuls of more shapes take no more memory: cuBLAS keeps a workspace for each stream that is new to it."""
+    """More matmul shapes take no more memory: cuBLAS keeps one workspace for each new stream."""
     weights = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     rows = torch.randn(64, 4096, device=device, dtype=torch.bfloat16)
     results = torch.zeros(64, 4096, device=device, dtype=torch.bfloat16)

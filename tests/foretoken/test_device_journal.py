@@ -1,4 +1,4 @@
-"""What kernels leave again and again is read later, oldest first."""
+"""A device journal keeps the kernels' repeated results, which are read later, oldest first."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_records_are_read_in_their_order(device: str) -> None:
 
 
 def test_arrays_are_aligned(device: str) -> None:
-    """Whatever their sizes: kernels are compiled anew for one that is not."""
+    """Arrays of any size are aligned: Triton compiles another kernel for an unaligned one."""
     journal = DeviceJournal({"first": (3,), "second": (5, 2), "third": (1,)}, 1, torch.device(device))
     assert [array.data_ptr() % 16 for array in journal.device.values()] == [0, 0, 0]

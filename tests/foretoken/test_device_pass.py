@@ -1,4 +1,4 @@
-"""A model's pass on a GPU (or in Triton's interpreter) against the CPU's own."""
+"""A model's pass on a GPU (or in Triton's interpreter) equals the CPU's."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def prompt(tokens: list[int], seq_blocks: list[int], first: int = 0) -> dict[str
 
 
 def tree(tokens: list[int], parents: list[int], seq_blocks: list[int], root: int) -> dict[str, np.ndarray]:
-    """The rows of a tree whose root is at position ``root``."""
+    """Return the rows of a tree whose root is at position ``root``."""
     table = np.array(seq_blocks, np.int32)
     logical = root + np.arange(len(tokens), dtype=np.int32)
     parent_ids = np.array(parents, np.int32)
@@ -105,7 +105,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def run_both(
     folder: Path, device: str, strict: bool, planned: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Logits and features of a prompt, of chunks, and of a mixed batch with trees; from the CPU and from the device."""
+    """Return logits and hidden states of a prompt, chunks, and a mixed batch with trees.
+
+    The CPU's come first, then the device's.
+    """
     found = []
     backend = Backend("gpu", torch.device(device))
     for model in (host_llama(folder), llama(folder, backend, SIZES, strict=strict, planned=planned)):
@@ -148,8 +151,11 @@ def test_the_device_computes_what_the_cpu_computes(folder: Path, strict: bool, d
 
 @pytest.mark.usefixtures("strict_products")
 def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, device: str) -> None:
-    """A text's tokens one by one, as a prompt beside another sequence, and as the nodes of a tree whose other nodes are
-    no part of it: logits and hidden states."""
+    """A text's logits and hidden states are the same in three batches.
+
+    Its tokens come one by one, as a prompt beside another sequence, and as nodes of a tree that has
+    other nodes too.
+    """
     model = llama(folder, Backend("gpu", torch.device(device)), SIZES, torch.bfloat16, strict=True)
     text = [int(token) for token in np.arange(1, 8) * 5 % 30]
     first, second, third = [3, 7, 1], [2, 9, 5], [6, 8]
@@ -178,7 +184,7 @@ def test_buckets_hold_what_they_are_asked_to() -> None:
 
 
 def test_few_numbers_of_sequences_have_graphs_of_their_own(folder: Path, device: str) -> None:
-    """A batch that grows or shrinks by one sequence would else wait for a capture at each step of it."""
+    """Otherwise each sequence that joins or leaves a batch would wait for a capture."""
     assert {seq_bucket(count) for count in range(1, 17)} == {1, 2, 4, 8, 16}
     assert all(count <= seq_bucket(count) < 2 * count for count in range(1, 700))
     model = llama(folder, Backend("gpu", torch.device(device)), SIZES._replace(seqs=7))

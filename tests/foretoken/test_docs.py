@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Written by the demo model, which makes up what it names.
+# The demo model wrote this and invented the names.
 NOT_OURS = {Path("models/demo/samples.md")}
 FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
-# A module or its path: `gate.py`, `verifier_svc/speculation/gate.py`. Not `*.py`, and nothing in a user's home.
+# A module or its path: `gate.py`, `verifier_svc/speculation/gate.py`; not `*.py`, nor a path in
+# a user's home.
 MODULE = re.compile(r"(?<![\w/.*~-])(?:[\w.-]+/)*[\w-]+\.(?:py|proto)\b")
 
 
@@ -40,7 +41,7 @@ def anchors(text: str) -> set[str]:
 
 
 def faults(root: Path, page: Path, files: set[Path]) -> list[str]:
-    """Return the links of one page that lead nowhere and the modules that it names and that do not exist."""
+    """Return a page's links that lead nowhere, and its modules that do not exist."""
     text = (root / page).read_text(encoding="utf-8")
     found = []
     for target in LINK.findall(FENCE.sub("", text)):

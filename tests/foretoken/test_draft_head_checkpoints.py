@@ -1,4 +1,4 @@
-"""Loading draft heads: what is shared with the target, token maps, element types, and what is refused by name."""
+"""Loading draft heads: weights shared with the target, token maps, element types, refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENS = np.arange(20) * 7 % VOCAB
 
 
 def extended(head: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and hidden states of 19 entries with random features."""
+    """Return logits and hidden states of 19 entries with random inputs."""
     features = torch.randn(19, head.feature_width, generator=torch.Generator().manual_seed(4))
     return PagedHead(head).extend(TOKENS[1:], 1, features, from_target=True)
 
@@ -117,7 +117,7 @@ def test_a_token_map_beside_d2t_is_refused(target: Path, eagle3: Path) -> None:
 
 @pytest.mark.parametrize("which", ["head", "target", "both"])
 def test_bfloat16_files_give_the_bits_of_their_wide_copies(target: Path, eagle3: Path, which: str) -> None:
-    """Head and target each in a type of its own."""
+    """Head and target have different element types."""
     narrow = {"head": [eagle3], "target": [target], "both": [eagle3, target]}[which]
     for folder in narrow:
         rewrite(folder, lambda t: t.update({k: v.bfloat16() for k, v in t.items() if v.is_floating_point()}))
@@ -228,7 +228,7 @@ def test_configs_that_are_refused(target: Path, eagle3: Path, fields: dict[str, 
 
 
 def test_other_heads_of_speculators_are_refused_by_name(target: Path, eagle: Path) -> None:
-    """Theirs of EAGLE's first kind has its layer's fields one level down, and norms that ours does not."""
+    """Their EAGLE-1 head has its layer's fields one level down, and norms that ours lacks."""
     reconfigure(eagle, speculators_model_type="eagle", auto_map={"": "eagle.EagleSpeculatorConfig"})
     with pytest.raises(ConfigError, match="speculators_model_type 'eagle' is not supported"):
         load(eagle, target)

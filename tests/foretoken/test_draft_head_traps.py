@@ -1,6 +1,6 @@
-"""The traps of the formats: beside a reference that falls into one, our head must be found to differ.
+"""The formats' traps: our head must differ from a reference that falls into one.
 
-Each case is one that raises no error anywhere, and only costs acceptance.
+A trap raises no error anywhere, and only costs acceptance.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def eagle3_case(
 
 
 def must_differ(case: Case) -> None:
-    """The comparison that holds without the trap fails with it, by figures and not by shapes."""
+    """Assert that the comparison fails with the trap, by figures and not by shapes."""
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         check_tree(case)
 
 
 def swap_halves(name: str) -> Fall:
-    """Both inputs of a joint matrix in the other order."""
+    """Return a trap that swaps both inputs of a joint matrix."""
 
     def fall(reference: ReferenceHead) -> None:
         reference.tensors[name] = torch.cat(reference.tensors[name].chunk(2, dim=1)[::-1], dim=1)
@@ -81,7 +81,7 @@ def test_eagle_takes_the_embedding_first(tmp_path: Path) -> None:
 
 
 class EagleFromUnnormed(ReferenceEagle):
-    """The target's state before its last norm: divided by what that norm multiplies with, up to the row's length."""
+    """Takes the target's state before its last norm: divided by its weights, up to length."""
 
     def run(self, entries: Entries, depth: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         weight = self.target_norm
@@ -174,7 +174,7 @@ class AlwaysJoined(ReferenceEagle3):
 
 
 def test_eagle3_applies_fc_to_features_alone_though_the_widths_are_equal(tmp_path: Path) -> None:
-    """With a single feature, what comes back is as wide as what the target gives."""
+    """With a single hidden state, fc's output is as wide as the target's state."""
     config, tensors = head_files.eagle3_files(eagle_config={"eagle_aux_hidden_state_layer_ids": [4]})
     tensors["fc.weight"] = tensors["fc.weight"][:, : head_files.HIDDEN].contiguous()
     check_tree(eagle3_case(tmp_path / "right", (config, tensors), (5,)))
@@ -196,7 +196,7 @@ IDS = [2, 9, 17]
     ids=["none", "outputs", "outputs at the top", "the last layer's under either number", "the embedding's"],
 )
 def test_the_layers_of_eagle3(tmp_path: Path, config: dict[str, Any], expected: tuple[int, ...]) -> None:
-    """Ids name outputs, which enter the layer after; without ids the entries of layers 2, N / 2 and N - 3."""
+    """Ids name layers' outputs; the defaults are the inputs of layers 2, N / 2 and N - 3."""
     head = head_config(write_folder(tmp_path, *head_files.eagle3_files(**config)))
     assert head_features(head, 32) == expected
 
@@ -217,7 +217,7 @@ def test_layers_that_the_target_does_not_have(tmp_path: Path, ids: list[int] | N
 
 
 class MimoWithFirstEmbedding(ReferenceMimo):
-    """The first pair's embedding not zeroed: as if it were one further on; positions count by distance alone."""
+    """Keeps the first pair's embedding, as if it were one further on; only distances count."""
 
     def run(self, entries: Entries, depth: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         return super().run(replace(entries, positions=entries.positions + 1), depth)

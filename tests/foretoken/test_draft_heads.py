@@ -1,4 +1,4 @@
-"""Draft heads against an independent reference: each family, dialect and spelling, over a prompt and a tree."""
+"""Draft heads equal independent references: families, dialects, spellings; prompts and trees."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load(folder: Path, target: Path, num_threads: int = 1, **options: Any) -> Ho
 
 
 class PagedHead:
-    """Our head over shuffled blocks of one sequence: the entry of token i in slot i."""
+    """Our head over shuffled blocks of one sequence: token i's entry is in KV slot i."""
 
     def __init__(self, head: HostDraftHead) -> None:
         self.head = head
@@ -67,7 +67,7 @@ class PagedHead:
         self, tokens: np.ndarray, slots: np.ndarray, contexts: np.ndarray, masks: np.ndarray, *,
         positions: np.ndarray | None = None, tree_start: int = 0, start: int = 1, wanted: int | None = None,
     ) -> ForwardBatch:  # fmt: skip
-        """``wanted``: logits of the last so many rows; by default of all."""
+        """Return a batch. ``wanted``: how many last rows want logits; by default all."""
         rows = len(tokens)
         return ForwardBatch(
             token_ids=tokens.astype(np.int32),
@@ -86,7 +86,7 @@ class PagedHead:
         self, tokens: np.ndarray, first: int, states: torch.Tensor, *,
         start: int = 1, from_target: bool, depth: int = 0, wanted: int | None = None,
     ) -> HeadOutput:  # fmt: skip
-        """Entries of ``tokens`` from slot ``first`` on."""
+        """Write the entries of ``tokens`` from KV slot ``first`` on."""
         slots = np.arange(first, first + len(tokens))
         masks = np.zeros((len(tokens), 1), np.uint64)
         options = {"start": start, "depth": depth, "wanted": wanted}
@@ -120,14 +120,14 @@ def causal(size: int) -> torch.Tensor:
 
 
 def prompt_entries(case: Case) -> Entries:
-    """Pairs of tokens 1 to the last with the state before each."""
+    """Return pairs of each token from the second on with the state before it."""
     size = PROMPT - 1
     states = list(case.states[:-1].double())
     return Entries(torch.from_numpy(case.tokens[1:]), states, [True] * size, torch.arange(size), causal(size))
 
 
 def check_tree(case: Case) -> None:
-    """A prompt in two chunks, then recurrent steps over a tree with branches, each fed what the step before gave."""
+    """Compare a prompt in two chunks, then recurrent steps over a tree, each fed by the last."""
     entries, ours = prompt_entries(case), case.ours
     parts = [
         ours.extend(case.tokens[a:b], a, case.states[a - 1 : b - 1], from_target=True)
@@ -161,7 +161,7 @@ def check_tree(case: Case) -> None:
 
 
 def check_entries(case: Case, *, has_several_layers: bool = False) -> None:
-    """Entries that are written alone are those of a whole pass, bit for bit."""
+    """Assert that entries written alone equal those of a whole pass, bit for bit."""
     head, ours = case.ours.head, case.ours
     head.cache.data.zero_()
     ours.extend(case.tokens[1:], 1, case.states[:-1], from_target=True)
@@ -185,7 +185,7 @@ def grown(
     ancestors: list[list[int]],
     states: dict[int, torch.Tensor],
 ) -> Entries:
-    """The entries with a further step of tree nodes behind them."""
+    """Return the entries followed by another step of tree nodes."""
     old, total = len(entries.tokens), len(entries.tokens) + len(parents)
     sees = torch.zeros(total, total, dtype=torch.bool)
     sees[:old, :old] = entries.sees
@@ -226,11 +226,11 @@ def test_eagle(tmp_path: Path, name: str, tied: bool) -> None:
 def test_passes_that_grow_by_less_than_a_tile_of_rows(
     tmp_path: Path, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head of which the first pass had few rows, as after an attachment in the middle of a text."""
+    """The head's first pass has few rows, as after an attachment in the middle of a text."""
     arange = torch.arange
 
     def followed_by_zeros(*args: Any, **options: Any) -> torch.Tensor:
-        """Who reads past the end finds something definite."""
+        """Let reads past the end find definite values."""
         found = arange(*args, **options)
         return torch.cat([found, torch.zeros(64, dtype=found.dtype)])[: len(found)]
 
@@ -341,7 +341,7 @@ def test_mtp_applied_recurrently(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MTP)
 def test_mtp_of_several_layers(tmp_path: Path, name: str) -> None:
-    """Layer d takes what layer d - 1 gave one position before; its first entry is that of token d + 1."""
+    """Layer d takes layer d - 1's output of one position before; token d + 1 is its first entry."""
     build, kind = MTP[name]
     model = build(tmp_path, num_depths=3)
     ours = PagedHead(load(tmp_path, tmp_path))

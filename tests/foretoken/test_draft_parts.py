@@ -1,4 +1,4 @@
-"""A request in parts says what the whole says."""
+"""A request in parts says the same as the whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPACITIES = st.integers(6, 40)
 
 
 def listener(parts: list[DraftRequest]) -> dict[int, dict[str, Any]]:
-    """What a drafter knows of each slot after the parts: tokens, features and blocks by place, and its prediction."""
+    """Return each slot's tokens, hidden states, blocks and prediction after all parts."""
     known: dict[int, dict[str, Any]] = {}
     for part in parts:
         for row, slot in enumerate(part.slots.tolist()):

@@ -1,4 +1,4 @@
-"""Plans for FlashInfer, evaluated in plain PyTorch: the attention that they describe is the definition's.
+"""Plans for FlashInfer, evaluated in plain PyTorch, describe the defined attention.
 
 FlashInfer itself: tests/gpu/test_flashinfer.py.
 """
@@ -44,7 +44,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ragged(seed: int) -> list[Rows]:
-    """Prompts' chunks, roots, chains and trees, some behind nothing, in random order."""
+    """Return prompt chunks, roots, chains and trees, some without context, in random order."""
     generator = np.random.default_rng(seed)
     lengths = generator.integers(0, 90, 9).tolist()
     chain = Rows([(lengths[0] + 1, (1 << i) - 1 & ~1) for i in range(1, 7)], lengths[0])
@@ -58,11 +58,11 @@ def ragged(seed: int) -> list[Rows]:
         tree(0, 5, generator),
         rooted(tree(lengths[5], 8, generator)),
         rooted(tree(lengths[6], 100, generator)),
-        # Rows that are run again, a chunk, and a tree behind it.
+        # Rows that are run again, a chunk, and a tree after it.
         Rows([*prefill(lengths[7], 4).rows, *rooted(tree(lengths[7] + 3, 20, generator)).rows[1:]], lengths[7] + 3),
-        # Stretches that do not grow slot by slot.
+        # Stretches that do not grow by one KV slot at a time.
         Rows([(lengths[8] + 1, 0), (lengths[8] + 4, 0), (lengths[8] + 4, 0)]),
-        # Bits that go on where the context ends, and bits behind a gap.
+        # Bits that go on where the context ends, and bits after a gap.
         Rows([(lengths[8] + 4, 48), (lengths[8] + 4, 32), (lengths[8] + 6, 64)], lengths[8]),
     ]
     return [made[i] for i in generator.permutation(len(made))]
@@ -96,12 +96,12 @@ def test_long_stretches_are_planned_apart_and_without_masks(device: str) -> None
     assert nodes.masks is not None and prompts.masks is None and few.masks is None
     assert prompts.lengths.tolist() == [16384, 65] and few.lengths.tolist() == [69, 39]
     assert prompts.block_starts.tolist() == [0, 1024, 1029] and prompts.last_block_lens.tolist() == [16, 1]
-    # The root alone has no mask of its own, but one plan has them for all.
+    # A root alone needs no mask, but one plan has masks for all.
     assert len(nodes.masks.bits) == -(-8 * 28 // 8) + -(-41 // 8) and nodes.masks.bits[-6:].tolist() == [255] * 6
 
 
 def test_prompts_and_others_in_turns_are_one_plan(device: str) -> None:
-    """A plan takes memory of its own, so there are no more than were counted on."""
+    """Each plan takes memory, so there are no more plans than expected."""
     some_tree = rooted(tree(20, 8, np.random.default_rng(0)))
     seqs = [prefill(0, 65), prefill(32, 1), prefill(7, 66), some_tree, prefill(0, 70)]
     batch = forward_batch(case(seqs, HEADS, 4, device))
@@ -146,7 +146,7 @@ def test_long_prompts_alone_are_planned_and_their_passes_are_the_cpus(tmp_path: 
             weights = load_decoder_weights(config, checkpoint, torch.float32, lambda *_: None, backend)
         heads = config.num_kv_heads, config.head_dim
         cache = KVCache(config.num_layers, 40, 4, *heads, torch.float32, backend.device)
-        # As on a GPU that was used before: what is not written holds anything.
+        # As on a used GPU: unwritten memory holds anything.
         cache.data.fill_(torch.nan)
         model: HostLlama | DeviceLlama
         if sizes is None:

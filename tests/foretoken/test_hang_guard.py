@@ -38,7 +38,7 @@ def test_hangs():
 def test_fails_and_hangs_afterwards(hanging_fixture):
     raise AssertionError
 """
-# Far above a second's timeout, and below this suite's own.
+# Far above a timeout of one second, and below this suite's own.
 PATIENCE_S = 120.0
 
 

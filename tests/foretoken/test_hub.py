@@ -1,4 +1,4 @@
-"""MODEL: a folder, or what a fake hub on this machine gives for an id."""
+"""MODEL is a folder, or an id that a fake hub on this machine serves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from foretoken.hub import default_name, resolve
 ROOT = Path(__file__).parents[2]
 COMMIT = "1" * 40
 BRANCH_COMMIT = "2" * 40
-# Wanted and not.
+# Wanted files and others.
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "model.safetensors": b"weights",
@@ -50,7 +50,7 @@ except ConfigError as error:
 
 
 class FakeHub(ThreadingHTTPServer):
-    """The part of the hub's HTTP interface that a snapshot download uses, for the repository ``org/model``."""
+    """The hub's HTTP interface for a snapshot download of the repository ``org/model``."""
 
     daemon_threads = True
 
@@ -117,7 +117,10 @@ def etag(data: bytes) -> str:
 
 @dataclass
 class Hub:
-    """The fake hub and a client with a cache of its own, which reads its environment once: a process a call."""
+    """The fake hub and a client with its own cache.
+
+    The client reads its environment once, so each call is a process.
+    """
 
     server: FakeHub
     cache: Path
@@ -238,6 +241,6 @@ def test_the_demo_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert default_name("demo") == "foretoken-demo"
     with pytest.raises(ConfigError, match="--revision has no meaning for the demo model"):
         resolve("demo", "main")
-    # A folder that is there is what it always was.
+    # An existing folder still means itself.
     (tmp_path / "demo").mkdir()
     assert (resolve("demo"), default_name("demo")) == (Path("demo"), "demo")

@@ -1,4 +1,4 @@
-"""The limits table: every field under, at and over its range, and whatever is not a number of its kind."""
+"""The limits table: every field under, at and over its range, and values of wrong types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_NUMBERS = [float("nan"), float("inf"), float("-inf"), True, "1", None, [1], 
 
 
 def field_at_fault(check, *arguments) -> str:
-    """The field that the check's error names; empty if it raises none."""
+    """Return the field that the check's error names; empty if it raises none."""
     try:
         check(*arguments)
     except InvalidRequestError as error:

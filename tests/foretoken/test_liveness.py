@@ -1,4 +1,4 @@
-"""When a loop last turned, asked while it turns, while it is held up, and where nobody answers."""
+"""Liveness says when a loop last turned: while it turns, while it is held up, with no answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from foretoken import liveness
 
-# Ends a test that would wait for ever; no answer takes so long.
+# Ends a test that hangs; no answer takes so long.
 PATIENCE_S = 600.0
 
 

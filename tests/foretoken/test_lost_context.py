@@ -1,6 +1,6 @@
-"""A process whose GPU context is lost ends with a status of its own; any other failure leaves it as it is.
+"""A process that loses its GPU context ends with a special status; other failures do not end it.
 
-Without a GPU, PyTorch's calls are replaced: what they raise is what they raise there.
+Without a GPU, PyTorch's calls are replaced and raise the same errors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."
 ASSERTION = "CUDA error: device-side assert triggered\nCUDA kernel errors might be ..."
 
-# A context in which the calls of ``errors`` fail, one after the other, and the last of them for ever.
+# A context whose calls raise ``errors`` one after the other, and the last one for ever.
 CONTEXT = """
 import torch
 torch.cuda.is_initialized = lambda: True
@@ -91,7 +91,7 @@ def test_the_process_ends_with_a_status_that_tells_the_fault(error: str, status:
 @pytest.mark.parametrize(
     "before",
     [
-        # Memory that was not to be had is reported once.
+        # Memory that could not be allocated is reported once.
         f"{CONTEXT}errors[:] = ['CUDA error: out of memory', '']",
         CONTEXT,
         # CUDA is there, and not in use.

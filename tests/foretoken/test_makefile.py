@@ -1,4 +1,4 @@
-"""The Makefile's decisions, with an interpreter that only writes down what it was asked to do."""
+"""The Makefile's decisions, with an interpreter that only records what it was asked to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Suitable, makes "virtual environments" of copies of itself, and notes every other call.
+# A suitable Python: it makes "virtual environments" of copies of itself and notes other calls.
 PYTHON = """#!/bin/sh
 case "$*" in
   "--version") echo "Python 3.12.0"; exit 0 ;;
@@ -33,7 +33,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass
 class Checkout:
-    """A folder with the Makefile and what its rules depend on."""
+    """A folder with the Makefile and the files that its rules depend on."""
 
     folder: Path
 
@@ -45,7 +45,7 @@ class Checkout:
         )
 
     def calls(self) -> list[str]:
-        """What was called since the last time one asked."""
+        """Return the calls since the last time."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def test_tests_are_quick_ones_all_or_those_that_are_named(checkout: Checkout) ->
         (["test-all", "ARGS=-x"], f"{parallel} -x"),
     ):
         checkout.make(*arguments, "WORKERS=3")
-        # make leaves no space behind the last word.
+        # make leaves no space after the last word.
         assert checkout.calls()[-1].rstrip() == call
 
 
@@ -177,7 +177,7 @@ def test_an_empty_index_means_pips_own(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("driver", [True, False])
 def test_an_index_that_is_given_is_taken_as_it_is(checkout: Checkout, driver: bool) -> None:
-    """The build of an older CUDA, say: no other one will do, whatever is there or does not answer."""
+    """An index given by the user, say of an older CUDA, is never replaced by another."""
     executable(checkout.folder / "bin" / "nvidia-smi", f"#!/bin/sh\nexit {0 if driver else 9}\n")
     index = INDEX.replace("cpu", "cu126")
     checkout.make("serve", f"TORCH_INDEX={index}", NO_INDEX="1")

@@ -1,4 +1,4 @@
-"""What a start times is what passes ask for: a matmul under another name would have no choice, and nobody would see."""
+"""A start times exactly the matmuls that passes use: others would silently have no choice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS, BLOCKS = [3, 1, 4], [2, 5]
 
 
 class Timings:
-    """Stands for the clock: keeps how many matrices of each shape would be timed, and chooses PyTorch's matmul."""
+    """Replaces the clock: counts the matrices of each shape, and chooses PyTorch's matmul."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.timed: dict[MatmulShape, int] = {}
@@ -56,7 +56,7 @@ def test_a_target_asks_for_what_was_timed(
     model = llama(tmp_path, Backend("gpu", torch.device(device)), SIZES, torch.bfloat16)
     timings = Timings(monkeypatch)
     model.tune(None)
-    # Each shape with all layers' matrices, so that calls that take turns on them find none in the cache.
+    # Each shape with all layers' matrices, so that calls in turn find none in the cache.
     of_layers = [shape for shape in timings.timed if shape.mode != STORE]
     assert {shape.mode for shape in of_layers} == {QKV, ADD, GATE_UP}
     assert all(timings.timed[shape] == head_files.NUM_LAYERS for shape in of_layers)

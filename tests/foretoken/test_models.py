@@ -1,4 +1,4 @@
-"""Logits of the decoder against transformers, and the bits of a row across batches."""
+"""The decoder's logits equal transformers', and a row has the same bits in all batches."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def random_model(name: str) -> PreTrainedModel:
-    """Norms and biases are random too: at their initial ones and zeros they would hide mistakes."""
+    """Return a random model with random norms and biases too: ones and zeros hide mistakes."""
     torch.manual_seed(len(name))
     model = MODELS[name]().eval()
     with torch.no_grad():
@@ -114,7 +114,7 @@ def llama_folder(tmp_path: Path) -> Path:
 
 
 def oracle(model: PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:
-    """float32 [len(tokens), vocab]."""
+    """Return transformers' logits, float32 [len(tokens), vocab]."""
     with torch.inference_mode():
         return model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
 
@@ -172,7 +172,7 @@ class Paged:
 
 
 def merged(*batches: ForwardBatch) -> ForwardBatch:
-    """Batches of different sequences as one; all logits wanted."""
+    """Return batches of different sequences as one; all logits are wanted."""
     rows = sum(batch.num_rows for batch in batches)
     words = max(batch.masks.shape[1] for batch in batches)
     join = {
@@ -229,7 +229,7 @@ def test_tree_nodes_equal_transformers_on_their_paths(pair: tuple[PreTrainedMode
 
 
 def test_a_mixed_batch_equals_transformers(pair: tuple[PreTrainedModel, HostLlama]) -> None:
-    """A prefill chunk, a tree and a decode row of three sequences in one pass."""
+    """One pass has a prefill chunk, a tree and a decode row of three sequences."""
     model, ours = pair
     texts, nodes, paged = [some_tokens(50, seed) for seed in (4, 5, 6)], some_tokens(len(PARENTS), 7), Paged(3, seed=3)
     ours.forward(
@@ -249,7 +249,7 @@ def test_a_mixed_batch_equals_transformers(pair: tuple[PreTrainedModel, HostLlam
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_every_batch(llama_folder: Path, dtype: torch.dtype) -> None:
-    """Token by token, as chunks of many sizes, as nodes of a tree, beside others, on two threads, in other blocks."""
+    """Rows run token by token, in chunks, as tree nodes, beside others, on two threads."""
     ours, tokens = load(llama_folder, dtype), some_tokens(150, 8)
     plain = Paged(1)
     expected = torch.cat([ours.forward(plain.prefill(0, tokens, i, i + 1)).clone() for i in range(150)])
@@ -268,7 +268,7 @@ def test_a_row_has_the_same_bits_in_every_batch(llama_folder: Path, dtype: torch
     nodes[path] = tokens[100:104]
     found = model.forward(merged(beside.prefill(0, some_tokens(40), 9, 40), beside.tree(2, nodes, PARENTS, 100)))
     assert torch.equal(found[31:][path], expected[100:104])
-    # The rest of the text, after another tree was written over this one's slots.
+    # The rest of the text, after another tree was written over this one's KV slots.
     model.forward(beside.tree(2, some_tokens(20, 10), np.arange(-1, 19, dtype=np.int32), 100))
     assert torch.equal(model.forward(beside.prefill(2, tokens, 100, 150)), expected[100:])
 

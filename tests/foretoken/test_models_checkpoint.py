@@ -1,4 +1,4 @@
-"""Checkpoints and configs that cannot be served: each error names the file and the tensor, or the feature."""
+"""Unusable checkpoints and configs: each error names the file and the tensor, or the feature."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 def shard(folder: Path) -> list[Path]:
-    """Split into two shards with an index; returns the shards."""
+    """Split the weights into two shards with an index; return the shards."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -315,7 +315,7 @@ def test_numbers_whose_sum_is_none_are_weights_all_the_same(folder: Path) -> Non
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_on_a_device_are_checked_as_they_are_served(folder: Path, value: float) -> None:
-    """As rows of a GPU, and 1e30 is more than float16 holds."""
+    """The weights are checked in the GPU's type: 1e30 is more than float16 holds."""
     layout = RowLayout(torch.device("cpu"), torch.float16)
     with Checkpoint(folder) as checkpoint:
         reader = TensorReader(checkpoint, layout)

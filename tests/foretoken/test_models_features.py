@@ -1,4 +1,4 @@
-"""Hidden states that a target keeps for draft heads: which ones, of which rows; keeping them changes no bit."""
+"""A target keeps hidden states for draft heads: which ones, which rows, without changing a bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["pair"]
 
 
 def hidden_states(model: PreTrainedModel, tokens: np.ndarray) -> dict[int, torch.Tensor]:
-    """By feature: what enters each layer, what leaves the last one, and the same after the norm."""
+    """Return each layer's input, the last one's output, and that after the norm, by number."""
     leaving: list[torch.Tensor] = []
     hook = model.model.norm.register_forward_pre_hook(lambda _module, inputs: leaving.append(inputs[0]))
     with torch.inference_mode():
@@ -41,7 +41,7 @@ def test_features_equal_transformers(pair: tuple[PreTrainedModel, HostLlama]) ->
     assert found.shape[0] == 50
     for i, feature in enumerate(asked):
         torch.testing.assert_close(found[:, i], expected[feature], rtol=0, atol=1e-4)
-    # Neighbours differ, so that one taken for another would be seen.
+    # Neighbours differ, so that a mix-up shows.
     assert min((expected[i] - expected[i + 1]).abs().max() for i in range(len(expected) - 2)) > 0.01
 
 
@@ -85,7 +85,7 @@ def test_the_set_may_change_between_passes_and_none_is_empty(llama: HostLlama) -
 
 
 def test_rows_stay_independent_with_features(llama: HostLlama) -> None:
-    """Logits and features of a row, side by side, in every batch."""
+    """A row has the same logits and hidden states in every batch."""
     asked = (0, 1, llama.config.num_layers, FINAL_NORM)
     num_passes = 0
 
@@ -135,7 +135,7 @@ def test_arrays_with_gaps_are_refused(llama: HostLlama) -> None:
 
 
 def test_batches_that_outgrow_the_buffers_in_one_way_at_a_time(llama: HostLlama) -> None:
-    """More rows, a longer path and more logits, in every order, with and without features."""
+    """More rows, a longer path and more logits, in every order, with and without hidden states."""
     tokens, paged = some_tokens(200), Paged(1)
     expected = llama.forward(paged.prefill(0, tokens, 0, 200)).clone()
     fresh = HostLlama(llama.config, llama._weights, llama._executor._cache, 256, 1)

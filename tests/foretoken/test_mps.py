@@ -1,4 +1,4 @@
-"""The MPS daemon of a stack: started, joined, ended in every case, and what is said where there is none."""
+"""A stack's MPS daemon is started, joined and always ended; without one the log says so."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Install = Callable[..., Path]
 
 @pytest.fixture(name="install")
 def _install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts a control program on PATH, before anything else there; returns its journal."""
+    """Return a function that puts a control program first on PATH and returns its journal."""
     monkeypatch.delenv(PIPES, raising=False)
 
     def install(mode: str = "works") -> Path:
@@ -125,7 +125,7 @@ def test_sigkill_of_the_owner_ends_the_daemon_too(mode: str, install: Install) -
 
 
 def test_an_impatient_ctrl_c_leaves_no_daemon(install: Install) -> None:
-    """To the whole group, as a terminal sends it, while the daemon is told to quit."""
+    """The signal goes to the whole group, as from a terminal, while the daemon is asked to quit."""
     journal = install("deaf")
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
@@ -205,7 +205,7 @@ def test_without_a_daemon_auto_goes_on_and_says_what_it_costs(
         monkeypatch.setattr("shutil.which", lambda name: None)
     else:
         install(fault)
-    # Short only where they pass: a slow start is no hanging one.
+    # Short only where it must pass: a slow start does not hang.
     if fault == "hangs":
         monkeypatch.setattr(mps, "ASK_TIMEOUT_S", 0.3)
     if fault in ("hangs", "serverless"):
@@ -262,8 +262,8 @@ def test_the_command_before_a_kill_names_the_client_to_its_server(install: Insta
     assert lines[-2:] == [f"get_server_list in {pipes}", f"terminate_client {fake_mps.SERVER_PID} 77 in {pipes}"]
 
 
-def test_a_stopped_client_goes_on_before_its_server_is_told_to_let_go_of_it(install: Install, said: Said) -> None:
-    """The server would wait for it, and all other clients with the server."""
+def test_a_stopped_client_goes_on_before_its_server_releases_it(install: Install, said: Said) -> None:
+    """Otherwise the server would wait for it, and all other clients with the server."""
     install()
     client = subprocess.Popen(["sleep", "600"])
     try:

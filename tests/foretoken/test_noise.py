@@ -1,4 +1,4 @@
-"""The keyed noise: published vectors of Philox, literal vectors of ours, and that nothing else enters the key."""
+"""The keyed noise: Philox's published vectors, our literal vectors, and nothing else in the key."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KNOWN_ANSWERS = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
-# Word, uniform, and the bits of its float32 noise (computed with 200 bits). The fourth is next to exp(-1), where
-# the inner logarithm is close to 1 and float32 alone would lose half of the digits.
+# Word, uniform, and the bits of its float32 noise (computed with 200 bits). The fourth is next to
+# exp(-1), where the inner logarithm is close to 1 and float32 would lose half of the digits.
 LITERAL_NOISE = [
     (0x00000000, 2.0**-24, 0xC033F049),
     (0xFFFFFFFF, 1 - 2.0**-24, 0x41851592),

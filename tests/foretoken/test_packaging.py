@@ -1,4 +1,4 @@
-"""What is installed: packages, entry point, versions, and no CUDA where there is no driver."""
+"""The installation: packages, entry point, versions, and no CUDA without a driver."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_requirement_has_its_version_and_gpu_packages_have_none() -> None:
     needed = (
         names(PROJECT["project"]["dependencies"]) | names(extras["dev"]) | names(PROJECT["build-system"]["requires"])
     )
-    # Which triton goes with a build of PyTorch, that build says.
+    # A build of PyTorch requires its own triton.
     assert needed - set(CONSTRAINTS) == {"triton"}
     cuda = {name for name in CONSTRAINTS if re.match(r"nvidia|cuda|cupy|triton|flashinfer", name)}
     assert cuda == set()
@@ -88,7 +88,8 @@ def test_a_wheel_holds_the_packages_at_top_level(tmp_path: Path) -> None:
 
 
 def test_no_requirement_has_an_upper_bound() -> None:
-    # One that foretoken would need breaks the environments of other packages; it stands here with its reason.
+    # An upper bound breaks the environments of other packages; one that is needed stands here with
+    # its reason.
     extras = {name: needed for name, needed in PROJECT["project"]["optional-dependencies"].items() if name != "dev"}
     needed = [*PROJECT["project"]["dependencies"], *(one for some in extras.values() for one in some)]
     assert [one for one in needed if not re.fullmatch(r"[\w-]+>=[\w.]+", one)] == ["flashinfer-python>=0.6.12,<0.7"]
@@ -105,7 +106,7 @@ def test_the_stubs_import_with_the_lowest_grpcio_and_protobuf() -> None:
 
 
 def parts(version: str) -> list[int]:
-    """For comparisons: 1.76 is 1.76.0."""
+    """Return a version's parts to compare: 1.76 is 1.76.0."""
     numbers = [int(number) for number in version.split(".")]
     return numbers + [0] * (3 - len(numbers))
 

@@ -1,4 +1,4 @@
-"""`foretoken probe`: the status of grpc.health.v1 as an exit status, for health checks of containers."""
+"""`foretoken probe` turns grpc.health.v1's status into an exit status, for container checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVICE = "foretoken.verifier.v1.VerifierService"
 
 
 async def probe(*arguments: str) -> tuple[int | None, str]:
-    """The exit status of ``foretoken probe`` and what it wrote."""
+    """Return the exit status of ``foretoken probe`` and its output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "foretoken", "probe", *arguments),
         env=ENVIRONMENT,

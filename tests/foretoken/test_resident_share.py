@@ -1,7 +1,7 @@
-"""Device memory in the arena's hand-over: its layout, its descriptors, its self-test, and how long it lives.
+"""Device memory in the arena's hand-over: layout, descriptors, self-test and lifetime.
 
-GPU kernels on a CPU are what it is for here: the device memory is host memory, and a stream is the thread itself. On a
-GPU: tests/gpu/test_resident_memory.py.
+Here GPU kernels run on a CPU: the device memory is host memory, and a stream is the thread itself.
+On a GPU: tests/gpu/test_resident_memory.py.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_a_resident_step_comes_out_of_the_head_as_it_went_in(
     got = buffer.read()
     assert not isinstance(got, tuple)
     assert_same_request(got, replace(request, hidden=np.zeros((0, LAYOUT.hidden_width), np.float32)))
-    # What is left of it in the buffer says nothing of the next one.
+    # Leftovers in the buffer say nothing about the next one.
     buffer.write(draft_request([[5]]))
     following = buffer.read()
     assert not isinstance(following, tuple) and following.resident is None
@@ -172,7 +172,7 @@ def test_another_number_of_descriptors_is_refused(num_sent: int) -> None:
     """The layout says six: requests, replies, two doorbells, device memory and flag words."""
     transport = new_transport()
     listener = ArenaListener()
-    # What earlier tests' tracebacks held must not be collected in between.
+    # Objects that earlier tests' tracebacks hold must not be collected in between.
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(1) as pool:
@@ -236,7 +236,7 @@ def test_who_waits_goes_on_when_either_side_closes_and_keeps_the_memory(closing:
         (transport if closing == "verifier" else peer).close()
         for wait in waiting:
             wait.result()
-        # What is queued may still read and write it.
+        # Queued work may still read and write it.
         ours.stamp.fill_(9)
         assert int(theirs.stamp) == 9
         transport.order.release_draft(6)
@@ -285,12 +285,12 @@ def test_nothing_stays_open() -> None:
         with ends() as (transport, peer):
             memories(transport, peer)
     del transport, peer
-    # Less, where something of earlier tests has gone meanwhile.
+    # Fewer, if objects of earlier tests have gone meanwhile.
     after = len(os.listdir("/proc/self/fd")), num_mapped(), threading.active_count()
     assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
-def test_the_device_is_told_when_a_drafter_is_prepared() -> None:
+def test_the_device_is_informed_when_a_drafter_is_prepared() -> None:
     assert needs_from_proto(needs_to_proto("EAGLE3", NEEDS), TARGET) == NEEDS
     plain = replace(NEEDS, device="", resident=False)
     assert needs_from_proto(needs_to_proto("EAGLE3", plain), TARGET) == plain

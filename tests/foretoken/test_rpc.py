@@ -24,7 +24,7 @@ PINGS = 5
 
 
 def hurried(options: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
-    """The same options with pings and their limits so many times closer together."""
+    """Return the options with pings and their limits closer together by a factor."""
     return [
         (name, value // FASTER if name.endswith(("keepalive_time_ms", "without_data_ms")) else value)
         for name, value in options
@@ -32,10 +32,10 @@ def hurried(options: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
 
 
 async def test_a_call_may_be_silent_for_as_long_as_it_likes() -> None:
-    """A server that finds its clients' keep-alive pings too many ends the connection, and every call on it."""
+    """A server that gets too many keep-alive pings ends the connection, and every call on it."""
 
     async def wait(request: bytes, context: object) -> bytes:
-        # The silence is what is tested.
+        # This silence is tested.
         await asyncio.sleep(PINGS * rpc.KEEPALIVE_TIME_MS / FASTER / 1e3)
         return b"still here"
 
@@ -52,8 +52,8 @@ async def test_a_call_may_be_silent_for_as_long_as_it_likes() -> None:
         await server.stop(None)
 
 
-async def test_what_grpc_has_left_of_another_loop_is_no_failure_of_this_one() -> None:
-    """The loops of the tests themselves: a call that is open when its loop ends comes to its own end later."""
+async def test_grpcs_leftovers_of_another_loop_are_no_failure_of_this_one() -> None:
+    """The tests' own loops: a call that is open when its loop ends finishes later."""
     server = rpc.async_server()
     await rpc.Health(server, ["a.Service"]).mark(True)
     port = rpc.bind(server, "127.0.0.1:0")
@@ -73,8 +73,8 @@ async def test_what_grpc_has_left_of_another_loop_is_no_failure_of_this_one() ->
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-async def test_who_cannot_be_reached_is_said_in_few_words(is_there: bool, tmp_path: Path) -> None:
-    """Nothing at its path, or a socket that nobody listens at."""
+async def test_an_unreachable_peer_is_reported_in_few_words(is_there: bool, tmp_path: Path) -> None:
+    """Nothing is at its path, or a socket without a listener."""
     path = tmp_path / "s"
     if is_there:
         with socket.socket(socket.AF_UNIX) as unheard:
@@ -88,7 +88,7 @@ async def test_who_cannot_be_reached_is_said_in_few_words(is_there: bool, tmp_pa
 
 
 class Echo(gateway_pb2_grpc.GatewayServiceServicer):
-    """One call of one request, and one of an answer in parts."""
+    """A service with a unary call and a call that streams its answer."""
 
     async def GetModel(self, request: Any, context: Any) -> Any:
         return gateway_pb2.GetModelResponse(model="echo")
@@ -98,7 +98,7 @@ class Echo(gateway_pb2_grpc.GatewayServiceServicer):
 
 
 class Session(verifier_pb2_grpc.VerifierServiceServicer):
-    """A call of many requests."""
+    """A service with a call that streams its requests."""
 
     async def Session(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for _ in request_iterator:
@@ -114,7 +114,7 @@ class Session(verifier_pb2_grpc.VerifierServiceServicer):
     ],
 )
 async def test_bytes_that_are_no_message_are_the_callers_mistake(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Of every service, in each form of a call; the server goes on."""
+    """This holds for every service and each form of call; the server goes on."""
     server = rpc.async_server()
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(Echo(), server)
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Session(), server)

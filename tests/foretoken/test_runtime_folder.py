@@ -1,4 +1,4 @@
-"""The folder of a stack's sockets goes with its owner."""
+"""The folder of a stack's sockets is removed with its owner."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The logit operations and their order: literal rows, the compiled sampler against the reference and against chance.
+"""The logit operations and their order: literal rows; the compiled sampler equals the reference.
 
-Every distribution is compared with probabilities enumerated here by hand formulas, not with the code under test.
+Every distribution is compared with probabilities enumerated here by hand formulas, not with the
+code under test.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def sample(
     choice_index: int = 0,
     vocab_limit: int | None = None,
 ) -> int:
-    """The compiled sampler, with the arguments of the reference."""
+    """Run the compiled sampler with the reference's arguments."""
     state = SamplingState(
         params, prompt_ids, output_ids, eos_ids=eos_ids, choice_index=choice_index, vocab_limit=vocab_limit
     )
@@ -140,7 +141,7 @@ def test_greedy_takes_the_lowest_id_of_the_best(logits, token):
     ],
 )
 def test_a_row_with_nan_or_infinity_or_nothing_else_gives_no_token(logits, is_broken, options, bias):
-    # A bias that forbids the token does not hide what its logit is; ids beyond the tokenizer's are not looked at.
+    # A bias that forbids the token does not hide its logit; ids beyond the tokenizer's do not count.
     params = SamplingParams(logit_bias=bias, **options)
     token = sample(logits, params, vocab_limit=3)
     assert token == ops.sample_reference(logits, params, prompt_ids=(0,), output_ids=(), vocab_limit=3)
@@ -161,7 +162,7 @@ Operation = Callable[[np.ndarray], np.ndarray]
 
 
 def operations(params: SamplingParams, output_ids: tuple[int, ...], eos_ids: frozenset[int]) -> dict[str, Operation]:
-    """Every operation of one row, in order, each from the reference."""
+    """Return every operation of one row, in order, each from the reference."""
     position = 1 + len(output_ids)
     return {
         "bias": lambda r: ops.add_logit_bias(r, params.logit_bias),
@@ -230,14 +231,14 @@ NUM_DRAWS = 4000
 
 
 def only(probs: np.ndarray, *kept: int) -> np.ndarray:
-    """The distribution with nothing but these tokens."""
+    """Return the distribution with only these tokens."""
     out = np.zeros_like(probs)
     out[list(kept)] = probs[list(kept)]
     return out / out.sum()
 
 
 def scaled(probs: np.ndarray, factors: dict[int, float]) -> np.ndarray:
-    """The distribution with some odds multiplied."""
+    """Return the distribution with some odds multiplied."""
     out = probs.copy()
     for token, factor in factors.items():
         out[token] *= factor

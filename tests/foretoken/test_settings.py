@@ -1,4 +1,4 @@
-"""Each setting as flag, environment variable, key of a config file, line of help and row of the docs' table."""
+"""Each setting is a flag, environment variable, config file key, line of help and docs row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TEXTS = {
 
 
 def given(command: str, *words: str) -> Given:
-    """What a command takes from its words."""
+    """Return the settings that a command takes from its words."""
     found = app.commands[command]
     assert isinstance(found, SettingsCommand)
     return found.given(found.make_context(command, list(words)))
@@ -53,7 +53,7 @@ def value_of(values: Any, setting: Setting) -> Any:
 
 
 def another(setting: Setting) -> Any:
-    """A value that the setting may have, other than its default."""
+    """Return an allowed value other than the setting's default."""
     kind = setting.type
     if kind is bool:
         return True
@@ -71,7 +71,7 @@ def words_of(setting: Setting, value: Any) -> tuple[str, ...]:
 
 
 def just_outside(setting: Setting) -> list[float]:
-    """Values beyond each end of a setting's range."""
+    """Return values beyond each end of a setting's range."""
     found = []
     for bound in setting.field.metadata:
         for name, step in (("ge", -1), ("gt", 0), ("le", 1), ("lt", 0)):

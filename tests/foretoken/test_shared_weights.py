@@ -1,6 +1,6 @@
-"""One copy of a target's embedding and head for all drafters of a host, or of a GPU.
+"""All drafters of a host, or of a GPU, share one copy of a target's embedding and head.
 
-GPU kernels on a CPU are what it is for here: the device memory is host memory. On a GPU:
+Here GPU kernels run on a CPU: the device memory is host memory. On a GPU:
 tests/gpu/test_shared_device_weights.py.
 """
 
@@ -34,7 +34,7 @@ GPU = Backend("gpu", torch.device("cpu"))
 DEVICE = "cpu"
 ROWS, SIZE = 40, 16
 TARGET = TargetInfo("m", ROWS, 1024, max_slots=6, max_nodes=16, hidden_size=SIZE, num_layers=4)
-# Layout and element type: how a backend has them.
+# Layout and element type, as a backend has them.
 KINDS = {
     "panels": (CPU, torch.float32),
     "panels of bfloat16": (CPU, torch.bfloat16),
@@ -84,7 +84,7 @@ def test_what_is_mapped_is_what_was_shared(kind: str, tied: bool) -> None:
     assert same(shared.weights, original) and same(mapped, original)
     if kind.startswith("rows"):
         assert mapped.layout == original.layout
-    # The owner's pages are what the drafter reads.
+    # The drafter reads the owner's memory pages.
     shared.weights.head[-1] = 7
     assert torch.equal(mapped.head.float(), shared.weights.head.float()) and not same(mapped, original)
     shared.weights.head.copy_(original.head)
@@ -96,7 +96,7 @@ def test_what_is_mapped_is_what_was_shared(kind: str, tied: bool) -> None:
 def test_nobody_else_can_write_or_resize(kind: str) -> None:
     shared = shared_of(kind)
     mapped = map_weights(shared.filenos(), shared.device)
-    # A drafter that writes writes to pages of its own.
+    # A drafter that writes gets memory pages of its own.
     mapped.head.fill_(0)
     assert same(shared.weights, weights(kind))
     for fd in shared.filenos():
@@ -122,7 +122,7 @@ def test_rows_of_a_token_map_are_a_copy_of_the_shared_heads(kind: str) -> None:
 
 
 def changed(index: int, value: int | bytes) -> Callable[[bytes], bytes]:
-    """A change of a description's field."""
+    """Return a function that changes a description's field."""
 
     def change(data: bytes) -> bytes:
         layout = struct.Struct("<8sI5I4Q64s")
@@ -217,11 +217,11 @@ def test_nothing_stays_open() -> None:
 
     before = num_held()
     for kind in ("panels", "rows"):
-        # Not closed: nobody refers to it any more.
+        # Nobody closes it, but nobody refers to it any more.
         shared = shared_of(kind)
         transport, peer = attached(shared, DrafterNeeds(weights=True, device=shared.device))
         peer.close()
         transport.close()
         del shared, transport, peer
-    # Less, where something of earlier tests has gone meanwhile.
+    # Fewer, if objects of earlier tests have gone meanwhile.
     assert all(now <= then for now, then in zip(num_held(), before, strict=True))

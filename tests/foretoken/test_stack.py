@@ -23,7 +23,7 @@ def test_ps_shows_the_words_of_each_service() -> None:
     command = stack.command("drafter", settings, ("--log-level", "info"))
     assert command[0] == sys.executable
     assert "foretoken drafter --name ngram --address unix:/d --log-level info" in " ".join(command)
-    # Where the user stands is not on the import path.
+    # The user's current folder is not on the import path.
     assert "-P" in command[: command.index("foretoken")]
 
 
@@ -47,7 +47,7 @@ def test_a_port_in_use_is_one_line_that_says_what_to_do(reuse_port: bool) -> Non
 
 
 def test_one_address_of_a_host_that_can_be_listened_on_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with localhost in a container without IPv6: the second address is for documents, and no machine's."""
+    """As localhost in a container without IPv6: no machine has the second address."""
     here = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))
     nowhere = (socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("2001:db8::1", 0, 0, 0))
     found = [here, nowhere]
@@ -110,13 +110,13 @@ def test_ready_text_holds_requests_to_copy() -> None:
 
 @pytest.fixture(name="patient")
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that comes late on a slow machine is an answer."""
+    """Let probes wait for late answers of a slow machine."""
     monkeypatch.setattr(probes, "PROBE_TIMEOUT_S", 600.0)
 
 
 @pytest.mark.usefixtures("patient")
 def test_grpc_probe_follows_readiness_and_liveness(tmp_path: Path) -> None:
-    """Liveness from the first answer to the last; readiness between the marks."""
+    """It is live from the first answer to the last, and ready between the marks."""
     address = f"unix:{tmp_path}/health.sock"
 
     async def scenario() -> list[tuple[bool, bool]]:
@@ -169,7 +169,7 @@ def test_a_grpc_probe_that_gets_answers_keeps_its_connection(tmp_path: Path) -> 
         return before, after
 
     before, after = asyncio.run(scenario())
-    # Less, where something of earlier tests has gone meanwhile.
+    # Fewer, if objects of earlier tests have gone meanwhile.
     assert after <= before
 
 

@@ -22,8 +22,8 @@ from foretoken.supervisor import MAX_SILENCE_S, MIN_MISSED_HEARTBEATS, Heartbeat
 
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests" / "support" / "supervised.py"
-# Ready when its file is there, alive while its socket tells a time; notes in the log each signal that it gets.
-# Ends with the status that it finds in NAME.status, and notes at its start who of the first generation still lives.
+# A child: ready when its file is there, alive while its socket gives a time; logs each signal. It
+# ends with the status in NAME.status, and logs at its start which first-generation children live.
 CHILD = """
 import contextlib, os, pathlib, signal, socket, sys, threading, time
 name, folder, mode = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
@@ -97,14 +97,14 @@ while True:
 
 @dataclass
 class Driver:
-    """A supervisor in a process (group) of its own."""
+    """A supervisor in its own process group."""
 
     process: subprocess.Popen[str]
     folder: Path
     lines: list[str] = field(default_factory=list)
 
     def read_until(self, text: str) -> str:
-        """The next line that contains ``text``."""
+        """Return the next line that contains ``text``."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
@@ -118,7 +118,7 @@ class Driver:
             time.sleep(0.01)
 
     def wait_for_missed(self, name: str, count: int) -> None:
-        """Until so many more questions have shown no turn of the child's loop. The child must live on."""
+        """Wait until ``count`` more questions showed no turn of the loop; the child must live."""
         missed, child = self.folder / f"{name}.missed", self.child(name)
         size = missed.stat().st_size if missed.exists() else 0
         while not missed.exists() or missed.stat().st_size < size + count:
@@ -166,7 +166,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 "command": [program, "-c", CHILD, name, str(tmp_path), mode],
                 "probe": {"ready_file": str(tmp_path / name), "alive_socket": str(tmp_path / f"{name}.sock")},
                 "missed_file": str(tmp_path / f"{name}.missed"),
-                # Who obeys has all the time that it needs.
+                # A child that obeys has all the time that it needs.
                 "stop_grace_s": grace_s if mode == "stubborn" else 600.0,
                 "required": name != optional,
                 "environment": {"OF_SERVICE": name},
@@ -179,7 +179,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         spec = {"services": services, "optional_ready_s": 0.1, "slow_start_s": slow_start_s}
         spec |= {"heartbeat_s": heartbeat_s, "max_silence_s": max_silence_s, "stops_together": stops_together}
         spec |= {"before_kill_s": before_kill_s}
-        # Whoever runs the tests may have said nohup, which would be handed on.
+        # The tests may run under nohup, which children would inherit.
         hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         process = subprocess.Popen(
             [*launcher, sys.executable, str(DRIVER), json.dumps(spec)],
@@ -214,11 +214,11 @@ def test_stops_in_reverse_order_of_start(start: Start) -> None:
     assert_gone(*children)
 
 
-def test_stops_all_at_once_where_it_is_told_to(start: Start) -> None:
+def test_stops_all_at_once_if_asked_to(start: Start) -> None:
     driver = start(("first", "obeys"), ("second", "stubborn"), grace_s=3600.0, stops_together=True)
     driver.read_until("READY")
     driver.process.send_signal(signal.SIGTERM)
-    # The second one, which came last, does not hold the first one's signal up.
+    # The second child, which came last, does not delay the first one's signal.
     driver.wait_for_file("log")
     while "first SIGTERM" not in driver.log:
         assert driver.process.poll() is None
@@ -244,7 +244,7 @@ def test_a_second_sigterm_changes_nothing(start: Start) -> None:
     driver.process.send_signal(signal.SIGTERM)
     driver.wait_for_file("log")
     second = driver.child("second")
-    # Had the second signal been taken for impatience, nothing would be left of it to end by itself.
+    # If the second signal had counted as impatience, nothing would be left to end by itself.
     end_with(driver, "second", 0)
     assert driver.wait() == 0
     assert driver.log == ["second SIGTERM", "first SIGTERM"]
@@ -325,7 +325,7 @@ def test_a_stopped_child_is_killed_and_started_again_and_the_others_stay(start: 
     assert driver.child("first") != first and driver.child("second") == second
     driver.process.send_signal(signal.SIGTERM)
     assert driver.wait() == 0
-    # One line for the silence, none for the end that it brought.
+    # One line for the silence, none for the end that followed.
     assert not any("ended" in line for line in driver.lines)
 
 
@@ -340,13 +340,13 @@ def test_a_hung_child_is_killed_and_started_again(start: Start) -> None:
     assert driver.wait() == 0
 
 
-# Far longer than a silence may last where the child is stopped: that many questions are at least 1 s.
+# Far longer than the allowed silence of a stopped child: that many questions take at least 1 s.
 NUM_MISSED_WHILE_BUSY = 20
 
 
 @pytest.mark.parametrize("how", ["busy", "stuck"])
 def test_a_busy_child_is_left_alone(start: Start, how: str) -> None:
-    """``busy``: nobody answers at all, as where a call holds the GIL. ``stuck``: its thread answers for its loop."""
+    """``busy``: nobody answers, as if a call held the GIL. ``stuck``: its thread answers."""
     driver = start(("only", "obeys"), max_stall_s=600.0, **QUICK)
     driver.read_until("READY")
     child = driver.child("only")
@@ -397,8 +397,8 @@ def test_a_child_stopped_during_its_start_is_found_and_a_slow_start_is_not(start
     assert not any(line.startswith("slow did not answer") for line in driver.lines)
 
 
-def test_a_stop_signal_stops_also_where_nobody_hears_of_it(start: Start) -> None:
-    """As when the terminal is gone, which is what SIGHUP says."""
+def test_a_stop_signal_works_without_a_terminal(start: Start) -> None:
+    """SIGHUP says that the terminal is gone, so nobody can read the announcement."""
     driver = start(("only", "obeys"))
     driver.read_until("READY")
     assert driver.process.stdout is not None
@@ -489,7 +489,7 @@ def test_restarts_go_on_for_ever_once_a_service_was_ready(start: Start) -> None:
 
 
 def end_with(driver: Driver, name: str, status: int) -> None:
-    """Have a child end by itself."""
+    """Make a child end by itself."""
     (driver.folder / name).unlink()
     (driver.folder / "status.tmp").write_text(str(status))
     os.rename(driver.folder / "status.tmp", driver.folder / f"{name}.status")
@@ -502,7 +502,7 @@ def test_a_lost_context_ends_all_who_share_it_before_any_of_them_starts_again(st
     )
     driver.read_until("READY")
     gateway, other = driver.child("gateway"), {"drafter": "verifier", "verifier": "drafter"}[faulty]
-    # What a stubborn one of before has left there would pass for the next one's readiness.
+    # An earlier child's leftovers there would pass for the next one's readiness.
     (driver.folder / other).unlink()
     end_with(driver, faulty, CONTEXT_LOST_STATUS)
     for _ in range(2):
@@ -573,7 +573,7 @@ def test_a_command_goes_before_a_kill(start: Start, tmp_path: Path) -> None:
     second = driver.child("only")
     driver.process.send_signal(signal.SIGTERM)
     assert driver.wait() == 0
-    # It still lives: asleep, or on its way there.
+    # It still lives: asleep, or about to sleep.
     (notice,) = (driver.folder / "notices").read_text().splitlines()[1:]
     assert notice in {f"only State:\t{state} {second.pid}" for state in ("S (sleeping)", "R (running)")}
 
@@ -600,7 +600,7 @@ def test_heartbeats_missed_in_a_row_and_for_long_enough_mean_silence() -> None:
 
 def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_dead() -> None:
     heartbeats = Heartbeats(MAX_SILENCE_S)
-    # Asked before the stop and noticed an hour later; then the child has a few questions' time to answer.
+    # Asked before the stop and noticed an hour later; then the child has time for a few questions.
     assert not heartbeats.observe(False, 0.0, 3600.0)
     assert not any(heartbeats.observe(False, 3600.0 + at, 3600.1 + at) for at in range(MIN_MISSED_HEARTBEATS - 2))
     assert not heartbeats.observe(True, 3605.0, 3605.1)
@@ -609,7 +609,7 @@ def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_dead() -> None:
 def seconds_until_killed(
     pulse: Pulse, last_turn: Callable[[float], float | None], *, is_stopped: bool = False
 ) -> tuple[float, str]:
-    """Ask once a second, for at most a minute."""
+    """Ask once a second, for at most a minute; return when the child is killed."""
     for second in range(60):
         if reason := pulse.judge(last_turn(second), is_stopped, float(second), second + 0.5):
             return float(second), reason
@@ -618,7 +618,7 @@ def seconds_until_killed(
 
 def test_a_loop_that_does_not_turn_is_given_as_long_as_its_service_allows() -> None:
     assert seconds_until_killed(Pulse(30.0), lambda _: 7.0) == (31.0, "did not turn its event loop for 30.5 s")
-    # It turns now and then, whatever a turn costs.
+    # The loop turns now and then, however long a turn takes.
     assert seconds_until_killed(Pulse(30.0), lambda at: at // 20) == (math.inf, "")
 
 

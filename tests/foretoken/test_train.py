@@ -1,4 +1,4 @@
-"""`foretoken train`: runs on a tiny target, their files, resuming, options that are refused."""
+"""`foretoken train`: runs on a tiny target, their files, resuming, refused options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = ("--batch-size", "4", "--context-length", "16", "--held-out-sequences", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, and tokens for it in `train.npy` and `held_out.npy`."""
+    """Return a folder with a target, and its tokens in `train.npy` and `held_out.npy`."""
     folder = tmp_path_factory.mktemp("train")
     write_tiny_target(folder / "target")
     np.save(folder / "train.npy", repeating_tokens())
@@ -85,7 +85,7 @@ def test_self_text_is_prompts_and_what_the_target_writes_and_says_what_it_does(
     first, *others = capsys.readouterr().out.splitlines()
     assert first == f"loading {folder / 'target'}"
     assert others == ["writing 48 tokens, 32 at a time, on cpu", "32 of 48 tokens", "48 of 48 tokens"]
-    # The first line is there before what takes long has begun.
+    # The first line is there before the long work begins.
     with pytest.raises(CheckpointError):
         run(["self-text", str(tmp_path), *words, "--output", str(file)], "foretoken train")
     assert capsys.readouterr().out == f"loading {tmp_path}\n"
@@ -120,7 +120,8 @@ def test_an_eagle3_head_has_the_public_names_shapes_and_config(folder: Path, tmp
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["draft_vocab_size"], config["vocab_size"]) == (24, VOCAB_SIZE)
     assert (config["num_hidden_layers"], config["intermediate_size"], config["rope_theta"]) == (1, 48, 5000.0)
-    # Explicit ids would mean outputs, so one layer further on; and this key makes EAGLE's code look for an embedding.
+    # Explicit ids would mean outputs, one layer further on; and this key makes EAGLE's code look
+    # for an embedding.
     assert "eagle_config" not in config and "target_hidden_size" not in config
 
 

@@ -1,4 +1,4 @@
-"""Chains of draft steps in training against drafting one entry at a time with a KV cache, written plainly here."""
+"""Chains of draft steps in training equal drafting entry by entry with a plain KV cache."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def rms_norm(row: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(heads: Tensor, position: int) -> Tensor:
-    """``heads`` [num_heads, head_dim] with rotary position ``position``: pairs (i, i + head_dim / 2)."""
+    """Rotate ``heads`` [num_heads, head_dim] to ``position``: pairs (i, i + head_dim / 2)."""
     angles = position / THETA ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     first, second = heads[:, : HEAD_DIM // 2], heads[:, HEAD_DIM // 2 :]
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
 
 
 class PlainHead:
-    """One sequence, one entry after the other, keys and values in lists: as a server drafts."""
+    """Drafts one sequence as a server does: entry by entry, keys and values in lists."""
 
     def __init__(self, recipe: EagleRecipe) -> None:
         self.weights = {
@@ -82,7 +82,7 @@ class PlainHead:
         return self.weights[name]
 
     def enter(self, token: int, position: int, feature: Tensor, *, from_target: bool) -> Tensor:
-        """Add one entry; returns its hidden row."""
+        """Add one entry; return its hidden state."""
         embed = self.embedding[token]
         if self.wide:
             hidden = linear(feature, self.of("fc.weight")) if from_target else feature
@@ -106,7 +106,7 @@ class PlainHead:
 
 
 def target_features(recipe: EagleRecipe, tokens: Tensor) -> Tensor:
-    """[length, feature_size] of one sequence, from transformers' own output."""
+    """Return [length, feature_size] of one sequence, from transformers' own output."""
     output = recipe.target.model.model(tokens[None], output_hidden_states=True)
     if isinstance(recipe, Eagle2Recipe):
         final: Tensor = output.last_hidden_state[0]
@@ -139,7 +139,7 @@ def test_unrolled_depths_are_what_drafting_entry_by_entry_gives(target: FrozenTa
 def test_acceptance_is_that_of_drafting_with_the_heads_own_tokens(
     target: FrozenTarget, algorithm: str, draft_vocab_size: int
 ) -> None:
-    """The measurement reads the target's text only; a server feeds the head its own drafts. Both count alike."""
+    """Measuring reads the target's text, serving feeds the head its drafts: both count alike."""
     recipe = make_recipe(target, algorithm, draft_vocab_size)
     texts = held_out_texts(target, torch.from_numpy(repeating_tokens(300).astype("int32")), 6, ROWS + DEPTHS + 1, 4)
     fitted = recipe.module
@@ -164,7 +164,7 @@ def test_acceptance_is_that_of_drafting_with_the_heads_own_tokens(
 
 
 def count_accepted(recipe: EagleRecipe, text: Tensor, features: Tensor, row: int) -> int:
-    """Draft a chain greedily from the root at ``row + 1``; how many tokens the text goes on with."""
+    """Draft a greedy chain from the root at ``row + 1``; return how many tokens are right."""
     head = PlainHead(recipe)
     for entry in range(1, row + 2):
         hidden = head.enter(int(text[entry]), entry, features[entry - 1], from_target=True)

@@ -27,7 +27,7 @@ BLOCK_SIZE = 4
 
 
 def batch(step_id: int, *trees: list[int], epoch: int = 1) -> DraftBatch:
-    """Chains of these tokens."""
+    """Return a batch with chains of these tokens."""
     return draft_batch(
         epoch,
         step_id,

@@ -66,7 +66,7 @@ def test_roots_and_chains():
         ([4], [-1], False),  # another root
         ([5], [0], False),  # a root with a parent
         ([5, 1], [-1, 1], False),  # its own parent
-        ([5, 1, 2], [-1, 2, 0], False),  # a parent behind it
+        ([5, 1, 2], [-1, 2, 0], False),  # a parent after it
         ([5, 1], [-1, -1], False),  # two roots
         ([5, 10], [-1, 0], False),  # no token of the model
         ([5, -1], [-1, 0], False),
