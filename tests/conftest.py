@@ -1,7 +1,7 @@
-"""Tests marked `gpu` are skipped where there is no GPU; nothing else is ever skipped for lack of one: GPU kernels run
-in Triton's interpreter then.
+"""Skips, hang guard and shared fixtures of all tests.
 
-Tests marked `compose` build images and run them, so they are skipped unless --compose asks for it.
+Without a GPU only tests marked `gpu` are skipped: other tests run GPU kernels in Triton's
+interpreter. Tests marked `compose` build and run images, so only --compose runs them.
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ from foretoken.telemetry import JsonFormatter
 if TYPE_CHECKING:
     from tests.support.deployments import Targets
 
-# Read when a kernel is defined, so it comes before any import of one. PyTorch would take seconds to ask.
+# Triton reads this when a kernel is defined, so it precedes all imports. Asking PyTorch takes
+# seconds.
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Read when PyTorch is loaded. Its threads would spin for milliseconds after each piece of work, which takes the cores
-# from everything else that runs: on a busy machine the same test took 2.5 times the processor's time. Services say
-# themselves how long theirs spin.
+# PyTorch reads this when it loads. Its threads would spin for milliseconds after each piece of work
+# and take the cores from everything else: on a busy machine the same test took 2.5 times the CPU
+# time. Services set for themselves how long their threads spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# No test asserts a time.
+# Disables deadlines: no test asserts a time.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# A test may overrun its timeout by this factor before the whole run ends: time enough for its own traceback.
+# A test may overrun its timeout by this factor before the run ends: enough for its own traceback.
 HANG_FACTOR = 1.1
 TIMEOUT_S = pytest.StashKey[float]()
 STDERR = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the stderr that pytest was started with: what it captures is lost when the process ends."""
+    """Keep the stderr that pytest was started with: captured text is lost when the process ends."""
     config.stash[STDERR] = os.dup(2)
 
 
 def end_run_on_hang(item: pytest.Item) -> None:
     """End the process, with every thread's traceback, if the test is not over in time.
 
-    pytest-timeout interrupts Python code only. A loop in compiled code never returns to the interpreter and may hold
-    its lock; faulthandler's own thread needs neither.
+    pytest-timeout interrupts only Python code. A loop in compiled code never returns to the
+    interpreter and may hold its lock; faulthandler's own thread needs neither.
     """
     faulthandler.dump_traceback_later(item.stash[TIMEOUT_S] * HANG_FACTOR, exit=True, file=item.config.stash[STDERR])
 
@@ -69,14 +70,14 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> Generator[None, object, ob
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """A failure has stopped all timers by now; what follows it may hang as well."""
+    """Start a new timer: a failure has stopped all of them, and the teardown may hang as well."""
     if TIMEOUT_S in item.stash:
         end_run_on_hang(item)
 
 
 @pytest.fixture(autouse=True)
 def _logs_as_before() -> Iterator[None]:
-    """A command that runs in the test's process leaves a handler behind, which writes to a stderr that is closed."""
+    """Restore logging: a command run in this process leaves a handler with a closed stderr."""
     root = logging.getLogger()
     level = root.level
     yield
@@ -86,9 +87,9 @@ def _logs_as_before() -> Iterator[None]:
 
 
 class TestLoop(asyncio.SelectorEventLoop):
-    """A loop that inherits: gRPC hands it what came too late for an earlier test's, which takes nothing any more.
+    """An event loop that ignores late events of an earlier test's loop, which gRPC hands to it.
 
-    That is no failure of the test that runs here.
+    They are no failure of the running test.
     """
 
     __test__ = False
@@ -106,7 +107,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where tests of GPU kernels have their tensors."""
+    """Return the device on which tests of GPU kernels have their tensors."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.support import interpreted_language
 
@@ -116,7 +117,7 @@ def device() -> str:
 
 @pytest.fixture(scope="session")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    """Fitted targets with their drafters; each is made when it is first asked for, in some seconds."""
+    """Return fitted targets with their drafters; each is made on first use, in some seconds."""
     from tests.support.deployments import Targets
 
     return Targets(tmp_path_factory.mktemp("targets"))
@@ -124,7 +125,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
 
 @pytest.fixture
 def strict_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of strict numerics: what they take for granted of a GPU's tiles holds in the interpreter too."""
+    """Make the interpreter's tile products as strict as a GPU's, for tests of strict numerics."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         from triton.runtime.interpreter import InterpreterBuilder
 

@@ -1,4 +1,4 @@
-"""Containers for real: built, started and stopped with the Compose that is here. Only with --compose."""
+"""Real containers, built, started and stopped with the installed Compose. Only with --compose."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from benchmarks.stack import free_ports
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "verifier", "drafter")
-# A bound on waiting that only something broken reaches.
+# Bounds every wait; only a broken container reaches it.
 HANG_S = 240.0
 
 
 def compose_command() -> list[str]:
-    """Compose 2 if docker has it, else the program of version 1; skips the test where neither is."""
+    """Return Compose 2 if docker has it, else version 1's program; skip the test without both."""
     if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):
@@ -33,7 +33,7 @@ def compose_command() -> list[str]:
 
 
 def check_engine() -> None:
-    """Skips the test, with the engine's own words, where none answers."""
+    """Skip the test, with docker's own words, if no container engine answers."""
     if shutil.which("docker") is None:
         pytest.skip("needs a container engine: no docker here")
     answer = subprocess.run(["docker", "version", "--format", "{{.Server.Version}}"], capture_output=True, text=True)
@@ -49,14 +49,14 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def docker(*arguments: str, stderr: int = subprocess.PIPE) -> str:
-    """What it writes to standard output; with ``stderr`` as ``subprocess.STDOUT``, to both."""
+    """Run docker; return its standard output, with standard error if ``subprocess.STDOUT``."""
     command = ["docker", *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=stderr, text=True).stdout.strip()
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A project of its own: `docker compose` with no flag, at the repository root or in docker/."""
+    """A Compose project: `docker compose` without flags, at the repository root or in docker/."""
 
     command: list[str]
     environment: dict[str, str]
@@ -70,7 +70,7 @@ class Deployment:
         return self.environment["COMPOSE_PROJECT_NAME"]
 
     def compose(self, *arguments: str, folder: Path = ROOT) -> str:
-        """Its standard output. A failure shows all that it wrote."""
+        """Run Compose; return its standard output. A failure shows everything that it wrote."""
         result = subprocess.run(
             [*self.command, *arguments], cwd=folder, env=self.environment, capture_output=True, text=True
         )
@@ -78,7 +78,7 @@ class Deployment:
         return result.stdout
 
     def container(self, service: str) -> str:
-        """Its id, whether it runs or not: the two versions of `compose ps` differ there."""
+        """Return the container's id, running or not, where versions of `compose ps` differ."""
         return docker(
             *("ps", "-a", "-q", "--no-trunc", "--filter", f"label=com.docker.compose.project={self.project}"),
             *("--filter", f"label=com.docker.compose.service={service}"),
@@ -95,17 +95,17 @@ class Deployment:
             wait_until(lambda name=service: self.is_healthy(name), f"{service} is healthy")
 
     def kill(self, service: str) -> None:
-        """SIGKILL for the container. An engine takes it for the user's wish: the restart policy does not apply."""
+        """Kill the container. The engine thinks that the user wants that: no restart follows."""
         docker("kill", "-s", "KILL", self.container(service))
 
     def crash(self, service: str) -> None:
-        """SIGKILL for every process in the container but its init, which ends with them."""
+        """Kill every process in the container except its init, which ends with them."""
         subprocess.run(
             ["docker", "exec", self.container(service), "sh", "-c", "kill -9 -1"], check=False, capture_output=True
         )
 
     def ready(self) -> dict[str, Any]:
-        """The answer of /ready, empty while nothing listens."""
+        """Return the answer of /ready, empty while nothing listens."""
         try:
             answer: dict[str, Any] = httpx.get(f"{self.url}/ready", timeout=HANG_S, trust_env=False).json()
         except httpx.TransportError:
@@ -113,13 +113,13 @@ class Deployment:
         return answer
 
     def num_requests(self) -> int:
-        """Requests in the gateway now."""
+        """Return the number of requests in the gateway now."""
         lines = httpx.get(f"{self.url}/metrics", timeout=HANG_S, trust_env=False).text.splitlines()
         (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith("foretoken_gateway_num_requests{")]
         return int(float(value))
 
     def num_resumes(self, request_id: str) -> int:
-        """As the gateway's log says at the request's end, which comes soon after the stream's."""
+        """Return the number from the gateway's log line, written soon after the stream's end."""
         resumes: list[int] = []
 
         def logged() -> bool:
@@ -132,7 +132,7 @@ class Deployment:
         return resumes[0]
 
     def drafter(self) -> dict[str, Any]:
-        """What /ready says of the one drafter; empty while there is no verifier."""
+        """Return /ready's entry of the one drafter; empty while there is no verifier."""
         verifiers: list[dict[str, Any]] = self.ready().get("verifiers", [])
         drafters = [drafter for verifier in verifiers for drafter in verifier["drafters"]]
         return drafters[0] if drafters else {}
@@ -147,7 +147,7 @@ class Deployment:
 
 @pytest.fixture(scope="session")
 def deployment() -> Iterator[Deployment]:
-    """Images built, nothing started; whatever is left at the end goes."""
+    """Build the images, start nothing, and remove everything at the end."""
     check_engine()
     environment = dict(os.environ)
     environment |= {"COMPOSE_PROJECT_NAME": f"foretoken-test-{os.getpid()}"}

@@ -1,4 +1,4 @@
-"""`docker compose up` for real: streams through the published port while containers die, and a clean `down`."""
+"""A real `docker compose up`: streams survive while containers die, and `down` is clean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.compose.conftest import ROOT, SERVICES, Deployment, docker, wait_unti
 
 # Building the images is part of it.
 pytestmark = [pytest.mark.compose, pytest.mark.slow, pytest.mark.timeout(2400)]
-# Choices of nearly the demo's whole context: the stream outlives what happens to it.
+# Choices of nearly the demo's whole context: the stream outlasts the faults.
 LONG: dict[str, Any] = {
     "model": "foretoken-demo",
     "prompt": "def read_json(path):\n",
@@ -29,7 +29,7 @@ LONG: dict[str, Any] = {
     "stream_options": {"include_usage": True},
 }
 EVENTS_BEFORE = 20
-# About so long takes the stream that a stop lets finish; the services drain for twenty seconds.
+# The stream that a stop lets finish takes about so long; the services drain for twenty seconds.
 STOPPED_STREAM_S = 8.0
 
 
@@ -57,7 +57,7 @@ def stream(
     *,
     max_tokens: int = LONG["max_tokens"],
 ) -> Answer:
-    """LONG's answer. ``interrupt`` is called once, after some events. ``salt``: nothing that is cached is used."""
+    """Return LONG's answer; call ``interrupt`` once, after some events; ``salt`` avoids caches."""
     body = LONG | {"cache_salt": salt, "max_tokens": max_tokens}
     texts, usage, count = [""] * LONG["n"], None, 0
     url = f"{deployment.url}/v1/completions"
@@ -75,7 +75,7 @@ def stream(
             count += 1
             if count == EVENTS_BEFORE and interrupt is not None:
                 interrupt()
-                # Else it came too late to prove anything.
+                # Otherwise the interruption was too late to prove anything.
                 assert deployment.num_requests() == 1
     assert usage is not None and usage["completion_tokens"] == LONG["n"] * max_tokens
     return Answer(tuple(texts), deployment.num_resumes(message["id"]))
@@ -169,7 +169,7 @@ def test_a_stop_lets_a_running_stream_finish(up: Deployment, undisturbed: tuple[
     up.wait_healthy()
     began = time.monotonic()
     assert stream(up, "timed").texts == undisturbed
-    # As long as leaves a drain much time on this machine, as busy as it is, and a stop does not miss.
+    # Short enough to leave a drain much time on a busy machine, long enough for a stop to meet it.
     max_tokens = min(round(LONG["max_tokens"] * STOPPED_STREAM_S / (time.monotonic() - began)), LONG["max_tokens"])
     expected = stream(up, "shorter", max_tokens=max_tokens)
     stops: list[subprocess.Popen[bytes]] = []

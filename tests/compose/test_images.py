@@ -1,4 +1,4 @@
-"""What the images are built from, as far as it can be checked without a container engine."""
+"""The images' sources, as far as they can be checked without a container engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tries foretoken as it is installed: every module, every command's help, completions of the demo model.
+"""Tries the installed foretoken: every module, every command's help, the demo model's completions.
 
-Run by an interpreter that has foretoken from a wheel, in a folder away from the sources. Needs Python's own library
-only. Ends with status 1 and the reason at the first thing that fails.
+An interpreter that has foretoken from a wheel runs it in a folder away from the sources. It needs
+only Python's own library. It ends with status 1 and the reason at the first failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 PACKAGES = ("foretoken", "gateway", "verifier_svc", "drafter_svc", "protos", "foretoken_kernels")
-# Extras, which are not installed: the modules that run on a GPU alone may want them.
+# Extras, which are not installed: only modules that run on a GPU may want them.
 EXTRAS = {"triton", "cuda", "flashinfer"}
 COMMANDS = {
     "": ("serve", "gateway", "verifier", "drafter", "train", "convert", "probe", "complete", "corpus", "drafters"),
@@ -56,7 +56,7 @@ def import_everything(sources: Path) -> int:
 
 
 def _raise(name: str) -> None:
-    """An error of a package as it is walked, but for a missing extra."""
+    """Raise the error of a walked package, unless an extra is missing."""
     error = sys.exc_info()[1]
     if not (isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in EXTRAS):
         raise RuntimeError(f"cannot import {name}") from error
@@ -70,7 +70,7 @@ def ask_for_help() -> int:
         for command in commands:
             if not re.search(rf"\b{command}\b", listed):
                 sys.exit(f"foretoken {group} --help does not list {command}")
-            # Which options a library takes for a command's own shows where they are listed.
+            # The help must list the options: a library may have taken some for its own.
             if "--help" not in _foretoken(*before, command, "--help"):
                 sys.exit(f"foretoken {group} {command} has no help")
             count += 1
@@ -84,7 +84,7 @@ def ask_for_help() -> int:
 
 
 def complete_with_the_demo() -> str:
-    """The demo's text, which each drafter and plain decode must write alike."""
+    """Return the demo's text, which each drafter and plain decode must write alike."""
     port, grpc_port = _free_ports()
     command = (*FORETOKEN, "serve", "demo", "--port", str(port), "--grpc-port", str(grpc_port))
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -115,7 +115,7 @@ def complete_with_the_demo() -> str:
 
 
 def _foretoken(*arguments: str) -> str:
-    """What a command wrote on stdout. Exits with its stderr if it fails."""
+    """Return a command's stdout. Exit with its stderr if it fails."""
     run = subprocess.run((*FORETOKEN, *arguments), capture_output=True, text=True, timeout=ANSWER_S)
     if run.returncode != 0:
         sys.exit(f"foretoken {' '.join(arguments)} ended with status {run.returncode}: {run.stderr}")

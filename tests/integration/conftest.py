@@ -14,7 +14,7 @@ END_OF_TEXT = "<|end|>"
 
 
 def build_checkpoint(folder: Path) -> Path:
-    """A Hugging Face folder: 2 layers of 64, 260 and some tokens of bytes, context 4,096, always the same weights."""
+    """Build a Hugging Face folder: 2 layers of 64, some 260 byte tokens, context 4,096."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

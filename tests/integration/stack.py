@@ -1,4 +1,4 @@
-"""``foretoken serve`` as a user starts it, on a tiny checkpoint, in a process group of its own."""
+"""Runs ``foretoken serve`` as a user does, on a tiny checkpoint, in its own process group."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.lower(
     "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"
 }
 SERVICES = ("gateway", "verifier", "drafter")
-# What the supervisor calls them, where that differs.
+# The supervisor's names where they differ.
 ANNOUNCED = {"drafter": "drafter ngram"}
-# A stream long enough to outlive its drafter's death and return: the loop of text makes n-grams hit.
+# A stream that outlasts its drafter's death and return: its repeating text makes n-grams hit.
 LONG = {"prompt": "for i in range(10):\n", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 @dataclass
 class Stack:
-    """One ``foretoken serve`` in a process group of its own."""
+    """One ``foretoken serve`` in its own process group."""
 
     process: subprocess.Popen[str]
     port: int
@@ -56,14 +56,14 @@ class Stack:
         raise AssertionError(f"it ended before it was ready:\n{self.log.read_text()}")
 
     def service(self, name: str) -> psutil.Process:
-        """The one descendant whose command line holds ``foretoken <name>``, once it is there."""
+        """Return the one descendant with ``foretoken <name>`` on its command line, once there."""
         while len(found := [child for child in self.children() if f"foretoken {name} " in _words(child)]) != 1:
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.02)
         return found[0]
 
     def children(self) -> list[psutil.Process]:
-        """All descendants."""
+        """Return all descendants."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def runtime_folder(self) -> Path:
@@ -81,7 +81,7 @@ class Stack:
 
 
 def _words(process: psutil.Process) -> str:
-    """Its command line; empty if it has just ended."""
+    """Return the process's command line; empty if it has just ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -113,7 +113,7 @@ def start(
 
 @contextlib.contextmanager
 def running(checkpoint: Path, log: Path, *flags: str, environment: Mapping[str, str] = ENVIRONMENT) -> Iterator[Stack]:
-    """A stack that is ready; killed on leaving, if it is still there."""
+    """Run a stack from when it is ready; kill it on leaving, if it is still there."""
     stack = start(checkpoint, log, *flags, environment=environment)
     try:
         stack.wait_ready()
@@ -139,7 +139,7 @@ def assert_all_gone(stack: Stack, folder: Path) -> None:
 
 
 def stream(url: str, **fields: Any) -> Iterator[dict[str, Any]]:
-    """The chunks of a completion."""
+    """Yield the chunks of a completion."""
     body = LONG | {"model": "tiny", "stream_options": {"include_usage": True}} | fields
     with (
         httpx.Client(trust_env=False, timeout=None) as client,

@@ -1,4 +1,4 @@
-"""Clients that misbehave against the whole stack: what they held is free again, and the others get their text."""
+"""Clients misbehave against the whole stack: their resources are freed, others get their text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def until_verifier(stack: Stack, condition: Callable[[verifier_pb2.GetInfo
 
 
 async def assert_free(stack: Stack) -> None:
-    """Every page is back and nothing runs or waits, at the verifier or in the gateway."""
+    """Assert that every block is free and nothing runs or waits, in verifier and gateway."""
     await until_verifier(
         stack, lambda now: (now.num_running, now.num_waiting, now.num_free_blocks) == (0, 0, now.num_blocks)
     )
@@ -124,7 +124,7 @@ async def test_a_grpc_caller_that_leaves_frees_its_pages(stack: Stack, how: str)
 
 
 async def test_a_silent_reader_goes_on_or_is_cut(stack: Stack) -> None:
-    """Several choices with logprobs are more than the buffers on the way hold."""
+    """Several choices with logprobs exceed the buffers on the way."""
     fields = body(1000, n=8, logprobs=20, stream=True)
     with await connect_slow(stack.port) as silent:
         await asyncio.get_running_loop().sock_sendall(silent, raw_post(URL, fields))
@@ -158,13 +158,13 @@ async def test_two_hundred_at_once_over_a_queue_of_32(stack: Stack) -> None:
         else:
             assert answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "queue_full"
-    # The first burst has made what such a burst needs.
+    # The first burst has allocated what such a burst needs.
     assert grown < 16 << 20
     await assert_free(stack)
 
 
 def test_every_request_has_left_one_line(stack: Stack) -> None:
-    """The last test of this stack."""
+    """This is the last test of this stack."""
     lines = [json.loads(line) for line in stack.log.read_text().splitlines() if line.startswith("{")]
     requests = [line for line in lines if line.get("message", line.get("event")) == "request" and "request_id" in line]
     ids = Counter(line["request_id"] for line in requests)

@@ -1,4 +1,4 @@
-"""A drafter of the operator's own beside those of ``foretoken serve``: attached, restarted and detached by commands."""
+"""The operator attaches, restarts and detaches a drafter beside those of ``foretoken serve``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 class Drafter:
-    """A drafter process that nobody but the test starts again."""
+    """A drafter process that only the test starts again."""
 
     def __init__(self, address: str, log: Path) -> None:
         self.address, self._log = address, log
@@ -70,7 +70,7 @@ def is_attached(stack: Stack, num_attaches: int) -> bool:
 
 
 def ask(stack: Stack, drafter: str, **more: Any) -> dict[str, Any]:
-    """A completion, drafted by ``drafter``; plain where that is empty."""
+    """Return a completion drafted by ``drafter``; plain if that is empty."""
     speculative = {"drafter": drafter} if drafter else {"enabled": False}
     body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "speculative": speculative}
     answer = httpx.post(f"{stack.url}/v1/completions", json=body | more, timeout=None, trust_env=False)
@@ -92,7 +92,7 @@ def test_a_drafter_comes_dies_comes_back_and_goes(stack: Stack, drafter: Drafter
     wait_until(lambda: is_attached(stack, 1), stack)
 
     def is_of_use() -> bool:
-        """A drafter that has just come is trusted little by little."""
+        """Return whether it drafts; a new drafter is trusted little by little."""
         answer = ask(stack, "second", prediction={"type": "content", "content": plain})
         assert text(answer) == plain
         usage: int = answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
@@ -121,7 +121,7 @@ def test_a_drafter_comes_dies_comes_back_and_goes(stack: Stack, drafter: Drafter
     assert drafters(stack)["second"]["state"] == "detached" and drafters(stack)["ngram"]["state"] == "attached"
     assert f"second: detached, NGRAM over shared-memory at {drafter.address} for" in operate(stack, "list")
 
-    # The drafter is free for whoever wants it: here, the same verifier under another name.
+    # The drafter is free for anybody: here, the same verifier under another name.
     operate(stack, "attach", "third", drafter.address, "--transport", "grpc")
     wait_until(lambda: drafters(stack)["third"]["state"] == "attached", stack)
     assert text(ask(stack, "merge")) == plain
@@ -132,7 +132,7 @@ def test_own_drafters_too(stack: Stack) -> None:
     operate(stack, "detach", "ngram")
     own = stack.service("drafter")
     assert text(ask(stack, "ngram")) == plain
-    # It is kept running by the stack, and may be attached again where it listens.
+    # The stack keeps it running; it may be attached again at its address.
     words = own.cmdline()
     address = words[words.index("--address") + 1]
     num_attaches = drafters(stack)["ngram"]["num_attaches"]

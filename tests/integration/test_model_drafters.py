@@ -1,6 +1,6 @@
-"""Several drafters with models behind real services: whoever drafts, the text is plain decode's, and figures name them.
+"""Several drafters with models in real services: the text is plain decode's; figures name drafters.
 
-The target and its drafters are those of tests/support/deployments.py, fitted to a text that repeats.
+The target and its drafters come from tests/support/deployments.py, fitted to a repeating text.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def stack(targets: Targets, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @contextlib.contextmanager
 def served(target: Path, folders: pytest.TempPathFactory, *specs: str, flags: Sequence[str] = ()) -> Iterator[Stack]:
-    """A stack whose drafters are all attached, but for those in the verifier: the first request attaches them."""
+    """Run a stack whose drafters are attached; the first request attaches those in the verifier."""
     drafters = [word for spec in specs for word in ("--drafter", spec)]
     names = {spec.removeprefix("name=").split(",")[0] for spec in specs}
     shape = ("--speculative-num-draft-tokens", "6")
@@ -87,7 +87,7 @@ _TENANTS = itertools.count()
 
 
 def body(drafter: str | None, seed: int = 3, **fields: Any) -> dict[str, Any]:
-    """A request of a tenant of its own: nobody's history has its text. ``drafter`` of None: plain decode."""
+    """Return a request of a new tenant, without history. ``drafter`` of None: plain decode."""
     speculative: dict[str, Any] = {"enabled": False} if drafter is None else {"drafter": drafter}
     if fields.pop("few", False) and drafter:
         speculative["max_draft_tokens"] = 2
@@ -123,21 +123,21 @@ def figures(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class Tally:
-    """What drafters came to over several answers."""
+    """The drafters' sums over several answers."""
 
     def __init__(self) -> None:
         self.drafted: Counter[str] = Counter()
         self.accepted: Counter[str] = Counter()
 
     def add(self, answer: dict[str, Any]) -> None:
-        """Answers of several choices have no figures."""
+        """Add an answer's figures; answers of several choices have none."""
         for name, each in figures(answer).items() if "metrics" in answer else ():
             assert sum(each["accepted_per_position"]) == each["num_accepted_draft_tokens"]
             self.drafted[name] += each["num_draft_tokens"]
             self.accepted[name] += each["num_accepted_draft_tokens"]
 
     def wait(self, stack: Stack, name: str, **fields: Any) -> None:
-        """Until tokens of a drafter were accepted and refused: when it drafts is a matter of what it costs here."""
+        """Ask until a drafter's tokens were accepted and refused; costs decide when it drafts."""
         expected = outputs(ask(stack, None, **fields))
 
         def has_both() -> bool:
@@ -170,7 +170,7 @@ def test_the_text_is_plain_decodes_whoever_drafts(stack: Stack) -> None:
 
 
 def test_all_at_once(stack: Stack) -> None:
-    """Rows of one step that ask different drafters."""
+    """Rows of one step ask different drafters."""
     asked = [(drafter, seed) for seed in range(4) for drafter in CHOICES]
 
     async def answers() -> list[dict[str, Any]]:
@@ -198,7 +198,7 @@ def test_a_killed_drafter_comes_back_and_drafts(stack: Stack, name: str) -> None
 
 
 def drafter_processes(stack: Stack, name: str) -> list[psutil.Process]:
-    """Those that live; a killed one may still be there for a moment."""
+    """Return the live drafter processes; a killed one may still be there for a moment."""
     children = stack.children()
     return [child for child in children if any(word.endswith(f"/{name}.sock") for word in drafter_words(child))]
 
@@ -235,7 +235,7 @@ def test_mtp_layers_of_the_target(
 
 
 def test_the_demo_model(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The demo target with n-grams and all drafters that lie beside it."""
+    """The demo target runs with n-grams and all drafters in its folder."""
     names = ["ngram"]
     specs = ["name=ngram,algorithm=NGRAM"]
     for name, algorithm in DEMO_DRAFTERS.items():

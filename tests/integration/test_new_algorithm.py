@@ -1,4 +1,4 @@
-"""A new drafter is one file, tests/support/toy_drafter.py, and one row, in toy_foretoken.py there: it is served."""
+"""A new drafter needs one file, tests/support/toy_drafter.py, and one row, in toy_foretoken.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def foretoken(*words: str, module: str = TOY_FORETOKEN) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server whose verifier runs one toy inside, and another one in a process of its own."""
+    """Run a server with one toy drafter in its verifier, and one in its own process."""
     folder = tmp_path_factory.mktemp("toy")
     port, grpc_port = (str(free) for free in free_ports(2))
     model, reach = str(checkpoint), ("--speculative-toy-reach", REACH)
@@ -88,7 +88,7 @@ def test_its_flag_reaches_it(url: str) -> None:
 
 
 def gauges(url: str) -> dict[str, float]:
-    """``toy_reach`` of each drafter."""
+    """Return ``toy_reach`` of each drafter."""
     text = httpx.get(f"{url}/metrics", timeout=None, trust_env=False).text
     lines = re.findall(r'^foretoken_drafter_toy_reach\{.*drafter="(\w+)".*\} (\S+)$', text, re.MULTILINE)
     return {name: float(value) for name, value in lines}

@@ -1,4 +1,4 @@
-"""Predictions and corpora through the whole stack: drafts from both are accepted, also after the drafter's death."""
+"""The whole stack accepts drafts from predictions and corpora, also after the drafter's death."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def ask(stack: Stack, tenant: str, **more: Any) -> dict[str, Any]:
-    """Text that hardly repeats itself, for a tenant that has no history."""
+    """Ask for text that hardly repeats itself, for a tenant without history."""
     sampling = {"max_new_tokens": NUM_TOKENS, "temperature": 1.0, "sampling_seed": 7, "ignore_eos": True}
     body = {"text": PROMPT, "sampling_params": sampling, "cache_salt": tenant, **more}
     answer = httpx.post(f"{stack.url}/generate", json=body, timeout=None, trust_env=False)
@@ -39,7 +39,7 @@ def ask(stack: Stack, tenant: str, **more: Any) -> dict[str, Any]:
 
 
 def accepted(answer: dict[str, Any]) -> int:
-    """Drafted tokens that were output. How wide a row drafts depends on what steps cost: nothing is exact here."""
+    """Return the accepted tokens; as drafts' sizes depend on step costs, nothing is exact here."""
     count: int = answer["meta_info"]["spec_accept_token_num"]
     return count
 
@@ -56,7 +56,7 @@ def test_a_prediction_is_drafted_from(stack: Stack) -> None:
     tenants = itertools.count()
 
     def is_drafted_from(prediction: list[int], least: int, num_accepted: int) -> bool:
-        """How much of it is drafted depends on what steps and waits cost on this machine now."""
+        """Return whether it is; how much is drafted depends on this machine's costs now."""
         answer = ask(stack, f"predicted {next(tenants)}", prediction=prediction)
         assert answer["output_ids"] == output
         assert answer["meta_info"]["accepted_prediction_tokens"] >= num_accepted
@@ -77,7 +77,7 @@ def test_corpora_are_drafted_from_until_they_are_removed(stack: Stack) -> None:
     tenants = itertools.count()
 
     def is_drafted_from() -> bool:
-        """How wide a row drafts depends on what steps cost on this machine now."""
+        """Return whether it is; a draft's size depends on this machine's step costs now."""
         answer = ask(stack, f"tenant {next(tenants)}")
         assert answer["output_ids"] == output
         return accepted(answer) > without + 20

@@ -1,4 +1,4 @@
-"""Real verifiers die under real streams: the answers are those of an undisturbed stack, bit for bit."""
+"""Real verifiers die under real streams: the answers equal an undisturbed stack's, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.integration.stack import ENVIRONMENT, Stack, running
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 PROMPT = "for i in range(10):\n    print(i)\n"
-# A random model ends and stops as the dice fall: a stop string counts only after so many tokens.
+# A random model stops at random: a stop string counts only after so many tokens.
 LEAST = 500
 REST: dict[str, dict[str, Any]] = {
     "greedy, streamed": {"temperature": 0, "max_tokens": 900, "ignore_eos": True, "stream": True},
@@ -65,7 +65,7 @@ REST: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Answer:
-    """What a client was told, chunk borders aside."""
+    """The answer sent to a client, without its chunk borders."""
 
     texts: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Clients:
         return {name: task.result() for name, task in tasks.items()}
 
     async def until_streaming(self, num_chunks: int) -> None:
-        """Return once so many chunks have come, some of them by gRPC: the rest of that answer is to be counted."""
+        """Return after ``num_chunks`` chunks, some by gRPC: the rest of that answer is counted."""
         async with self._news:
             await self._news.wait_for(lambda: self.num_chunks >= num_chunks and self._num_grpc_chunks > 1)
 
@@ -113,7 +113,7 @@ class Clients:
             self._news.notify_all()
 
     async def _rest(self, http: httpx.AsyncClient, fields: dict[str, Any]) -> Answer:
-        # A tenant of its own: what is cached does not depend on who came first.
+        # A tenant of its own: the cache does not depend on who came first.
         body = {"prompt": PROMPT, "cache_salt": json.dumps(fields), **fields}
         answer = Answer()
         if not body.get("stream"):
@@ -137,7 +137,7 @@ class Clients:
                 yield line.removeprefix("data: ")
 
     async def _generate(self) -> dict[str, Any]:
-        """Plain decode: a step a token."""
+        """Return an answer by plain decode: a step a token."""
         sampling = common_pb2.SamplingParams(temperature=0.9, seed=9, max_tokens=800, ignore_eos=True, logprobs=1)
         request = gateway_pb2.GenerateRequest(
             text=PROMPT,
@@ -170,16 +170,16 @@ class Clients:
 
 
 async def disturbed(clients: Clients, disturb: Callable[[], Awaitable[None]]) -> dict[str, Any]:
-    """All answers, disturbed while they stream."""
+    """Return all answers, disturbed while they stream."""
     asked = asyncio.create_task(clients.ask_all())
-    # Few: on a busy machine these clients fall behind, and what has been computed to its end cannot be disturbed.
+    # Few: on a busy machine these clients fall behind, and finished answers cannot be disturbed.
     await clients.until_streaming(100)
     await disturb()
     return await asked
 
 
 def assert_same(answers: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Nothing changed, lost or doubled; and the rest was decoded, not the whole again."""
+    """Assert that no token changed, and that only the rest was decoded, not the whole again."""
     steps, all_steps = answers["grpc"].pop("steps"), expected["grpc"].pop("steps")
     for name, answer in expected.items():
         assert answers[name] == answer, name
@@ -214,7 +214,7 @@ async def test_a_verifier_that_dies_or_stops_is_replaced_and_every_answer_is_the
     answers = await disturbed(Clients(stack.port, stack.grpc_port), disturb)
     assert_same(answers, expected)
     assert stack.service("verifier").pid != verifier.pid
-    # The drafter has attached to the new one by itself.
+    # The drafter was attached by the new verifier.
     while not await accepted_tokens(stack):
         assert stack.process.poll() is None
 
@@ -227,7 +227,7 @@ async def accepted_tokens(stack: Stack) -> int:
 
 
 class Pair:
-    """Two verifiers and one gateway, each started by hand, without a supervisor."""
+    """Two verifiers and one gateway, started by hand, without a supervisor."""
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
         self.port, self.grpc_port = free_ports(2)
@@ -268,7 +268,7 @@ class Pair:
 async def test_streams_go_on_at_the_other_verifier(
     checkpoint: Path, tmp_path: Path, expected: dict[str, Any], number: signal.Signals
 ) -> None:
-    """By SIGTERM a verifier ends well: what it cannot finish in its drain is handed over."""
+    """After SIGTERM a verifier hands over the streams that it cannot finish in its drain."""
     pair = Pair(checkpoint, tmp_path)
     try:
         await pair.wait_up(2)
@@ -291,7 +291,7 @@ async def test_streams_go_on_at_the_other_verifier(
 
 
 async def test_a_gateway_that_is_killed_leaves_no_sequence_behind(stack: Stack, expected: dict[str, Any]) -> None:
-    """The last test of this stack: its clients lose their connections."""
+    """This is the last test of this stack: its clients lose their connections."""
     clients = Clients(stack.port, stack.grpc_port)
     asked = asyncio.create_task(clients.ask_all())
     await clients.until_streaming(100)

@@ -1,4 +1,4 @@
-"""The whole stack as a user starts it: `foretoken serve` on a tiny checkpoint, its words, deaths and stops."""
+"""`foretoken serve` on a tiny checkpoint, as a user starts it: output, deaths and stops."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_complete_streams_and_tells_what_was_accepted(stack: Stack) -> None:
     assert "draft tokens accepted" in figures
 
 
-def test_a_second_stack_on_the_port_is_told_so_and_the_first_lives(
+def test_a_second_stack_on_the_port_is_refused_and_the_first_lives(
     stack: Stack, checkpoint: Path, tmp_path: Path
 ) -> None:
     second = start(checkpoint, tmp_path / "log", port=stack.port)
@@ -95,7 +95,7 @@ def test_a_drafter_killed_in_mid_stream_is_started_again_and_changes_no_text(sta
     plain = list(stream(stack.url, speculative={"enabled": False}))
 
     def kill_in_mid_stream() -> bool:
-        """Whether drafts were accepted in the stream: on a machine that is very busy, plain decode may win."""
+        """Return whether drafts were accepted; on a busy machine plain decode may win."""
         nonlocal killed
         chunks: list[dict[str, Any]] = []
         killed = stack.service("drafter")
@@ -123,7 +123,7 @@ def drafted_tokens(stack: Stack) -> int:
 
 
 def test_sigterm_lets_a_running_stream_finish_and_leaves_nothing(stack: Stack) -> None:
-    """The last test of this stack."""
+    """This is the last test of this stack."""
     fields: dict[str, Any] = {"speculative": {"enabled": False}, "max_tokens": 400}
     expected = text_of(list(stream(stack.url, **fields)))
     folder = stack.runtime_folder()

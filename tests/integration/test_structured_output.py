@@ -1,4 +1,4 @@
-"""Structured output through the whole stack, by the clients that ask for it: a random model cannot but follow."""
+"""Structured output through the whole stack, with real clients: a random model must follow."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_streams_and_choices_are_whole_with_and_without_speculation(client
 
 
 async def test_json_mode_gives_objects(client: openai.AsyncOpenAI) -> None:
-    """A random model goes on and on: what is cut is at least the beginning of an object."""
+    """A random model goes on and on: a cut answer is at least the beginning of an object."""
     answer = await client.chat.completions.create(
         model="tiny", messages=MESSAGES, response_format={"type": "json_object"}, seed=1, max_tokens=100, n=4
     )
@@ -128,7 +128,7 @@ async def test_a_hostile_schema_is_a_400_and_holds_nobody_up(client: openai.Asyn
     with pytest.raises(openai.BadRequestError) as caught:
         await hostile
     assert caught.value.param == "guided_json" and "to compile" in caught.value.message
-    # Had the first one waited for it, there would be no second.
+    # If the first one had waited for it, there would be no second.
     assert num_served > 1
 
 

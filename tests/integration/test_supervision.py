@@ -1,4 +1,4 @@
-"""A real stack whose processes are stopped and killed: each is found, started again, and leaves nothing behind."""
+"""A real stack's stopped and killed processes are found and restarted, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_stopped_service_is_found_killed_and_started_again(stack: Stack, name:
     wait_until(lambda: any(f"{called} is ready again after" in line for line in lines(stack)[num_lines:]), stack)
     wait_until(lambda: is_ready(stack), stack)
     assert not victim.is_running()
-    # Nobody else was taken for dead, and the supervisor said no more than this.
+    # No other process was taken for dead, and the supervisor said no more than this.
     said = [line for line in lines(stack)[num_lines:] if line.startswith("foretoken: ")]
     assert len(said) == 2, said
     assert text_of(list(stream(stack.url, max_tokens=50))) == expected
@@ -104,7 +104,7 @@ def test_a_stopped_service_is_found_killed_and_started_again(stack: Stack, name:
 
 def test_a_drafters_death_is_one_line_of_the_supervisor_and_one_of_the_verifier(stack: Stack) -> None:
     folder = stack.runtime_folder()
-    # The outage of the test before is over, and all is said of it.
+    # The last test's outage is over, and the log has all its lines.
     wait_until(lambda: drafter_state(folder).state == "attached", stack)
     num_lines = len(lines(stack))
     attaches = drafter_state(folder).num_attaches
@@ -126,7 +126,7 @@ def drafter_state(folder: Path) -> Any:
 
 
 def test_sigkill_of_serve_leaves_no_memory(stack: Stack) -> None:
-    """The last test of this stack. Memory without a name lives as long as its holders; none is left."""
+    """This is the last test of this stack. Nameless memory lives as long as its holders."""
     stack.descendants = stack.children()
     folder = stack.runtime_folder()
     wait_until(lambda: drafter_state(folder).state == "attached", stack)
@@ -142,7 +142,7 @@ def test_sigkill_of_serve_leaves_no_memory(stack: Stack) -> None:
 
 
 def maps(process: psutil.Process) -> list[str]:
-    """The mapped files of a process."""
+    """Return the mapped files of a process."""
     text = Path(f"/proc/{process.pid}/maps").read_text().replace(" (deleted)", "")
     return [line for line in text.splitlines() if "/" in line]
 

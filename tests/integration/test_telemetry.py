@@ -1,4 +1,4 @@
-"""A request through the whole stack, as the collector, the log and /metrics of two gateway workers tell of it."""
+"""A request through the whole stack shows in the collector, the log and two workers' /metrics."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TRACE, PARENT = "a" * 32, "b" * 16
 PROMPT, SALT = "for prompt_words in range(10):\n", "tenant-word"
 
 
-def test_one_request_is_one_trace_and_no_text_is_told(checkpoint: Path, tmp_path: Path) -> None:
+def test_one_request_is_one_trace_without_text(checkpoint: Path, tmp_path: Path) -> None:
     with collecting() as collector, contextlib.ExitStack() as cleanup:
         flags = ("--otlp-traces-endpoint", collector.endpoint, "--gateway-workers", "2", "--vllm-metric-names")
         stack = start(checkpoint, tmp_path / "log", *flags, "--log-level", "debug")
         cleanup.callback(stack.close)
         stack.wait_ready()
         body = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "n": 2, "cache_salt": SALT, "ignore_eos": True}
-        # With one, drafts are asked for in earnest from the first token on, whatever steps cost now.
+        # With one, drafts are requested from the first token on, whatever steps cost now.
         body |= {"prediction": {"type": "content", "content": PROMPT}}
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
         with httpx.Client(base_url=stack.url, trust_env=False, timeout=None) as client:
@@ -35,8 +35,8 @@ def test_one_request_is_one_trace_and_no_text_is_told(checkpoint: Path, tmp_path
             assert refused.status_code == 400
         spans = collector.spans(4)
 
-        def are_told() -> bool:
-            """A worker that does not answer within a second is told of as it was, and a verifier not at all."""
+        def are_shown() -> bool:
+            """Return whether they are; a late worker shows old figures, a late verifier none."""
             families = parse(httpx.get(f"{stack.url}/metrics", timeout=None, trust_env=False).text)
             totals = {s.name: s.value for family in families for s in family.samples}
             names = ("vllm:generation_tokens_total", "foretoken_generation_tokens_total", "vllm:num_requests_running")
@@ -44,7 +44,7 @@ def test_one_request_is_one_trace_and_no_text_is_told(checkpoint: Path, tmp_path
             return [totals.get(name) for name in names] == [600, 600, 0] and all(totals.get(n, 0) > 0 for n in awaited)
 
         for _ in range(6):
-            wait_until(are_told, stack)
+            wait_until(are_shown, stack)
         stack.process.send_signal(signal.SIGTERM)
         assert stack.process.wait() == 0, stack.log.read_text()
     (server,) = [span for span in spans if span.attributes.get("foretoken.client_request_id") == "mine"]

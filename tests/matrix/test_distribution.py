@@ -1,4 +1,4 @@
-"""With every drafter, three tokens over many seeds have the model's joint distribution (chi-square).
+"""Three tokens over many seeds have the model's joint distribution with every drafter (chi-square).
 
 The truth is enumerated from the same checkpoint's logits in transformers. Seeds are fixed: a run is
 repeatable.

@@ -99,7 +99,7 @@ class Course:
             die(self.harness)
 
     def submit(self, case: Case, expected: list[Result]) -> None:
-        """Submit all choices of a case, each with its own drafter, prediction and resumed output."""
+        """Submit a case's choices, each with its own drafter, prediction and resumed output."""
         pick, request_id = self.choose.choice, f"{case.field} {len(self.sent)}"
         for request, want in zip(case.requests, expected, strict=True):
             tokens = want.token_ids

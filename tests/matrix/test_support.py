@@ -1,4 +1,4 @@
-"""Every kind of target with every kind of drafter, on the CPU and on a GPU: the README's support matrix.
+"""The README's support matrix: each kind of target with each kind of drafter, on CPU and GPU.
 
 Weights are random, so few drafts are accepted; the text must still be plain decode's.
 """
@@ -17,7 +17,8 @@ from tests.support.engine_harness import Harness, Request, assert_bits
 
 ROOT = Path(__file__).parents[2]
 DRAFTERS = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "MTP")
-# By the README's name of a target: the body in tests/references/head_files.py, and whether it has MTP layers.
+# By the README's name of a target: the body in tests/references/head_files.py, and whether it has
+# MTP layers.
 TARGETS = {
     "Llama 2, 3, 3.x": ("llama", False),
     "Mistral": ("mistral", False),

@@ -1,4 +1,4 @@
-"""The split on a small literal site-packages folder, and the held-out rule on the running interpreter."""
+"""The split of a small literal site-packages folder, and the held-out rule on this interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENIZER = Path(__file__).parents[2] / "models" / "demo" / "target" / "tokenize
 
 
 def source(*names: str) -> str:
-    """A distinct module of a few functions for each name."""
+    """Return a distinct module of a few functions for each name."""
     return (
         "\n\n".join(
             f"def {name}_{index}(first, second):\n    '''Give {name} number {index}.'''\n"

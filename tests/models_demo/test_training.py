@@ -1,4 +1,4 @@
-"""The scripts end to end on a tiny corpus, and the training model against transformers."""
+"""The scripts work on a tiny corpus, and the training model equals transformers'."""
 
 from __future__ import annotations
 

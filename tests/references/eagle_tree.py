@@ -92,7 +92,7 @@ def head_tree(
     """Return a head's tree after ``tokens``.
 
     Args:
-        features: float64 [tokens, width]: the target's hidden states; token i is paired with i - 1's.
+        features: float64 [tokens, width]: the target's; token i is paired with that of i - 1.
         num_depths: modules; module d gets module d - 1's output of one token earlier, and the last
             one goes on alone.
         first: the first token whose pair the head sees; 1 unless it joined late.

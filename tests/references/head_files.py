@@ -104,7 +104,7 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path
 
 
 def eagle_files(bias: bool = True, qkv_bias: bool = False, num_layers: int = 1) -> tuple[dict[str, Any], Tensors]:
-    """Return a common EAGLE head: called a plain Llama, with unused embedding and head in the file."""
+    """Return a common EAGLE head: called a Llama, with unused embedding and head in the file."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
     if bias:
         shapes["fc.bias"] = (HIDDEN,)

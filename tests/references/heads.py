@@ -1,7 +1,7 @@
-"""Draft heads in plain PyTorch, float64, with dense attention: written from the formats' descriptions alone.
+"""Draft heads in plain PyTorch, float64, dense attention: written from the formats' descriptions.
 
-It shares no code with foretoken. A head runs over a list of entries at once: pairs of a token and the
-hidden state before it, each with its position and the entries that it sees. A step of recurrent
+It shares no code with foretoken. A head runs over a list of entries at once: pairs of a token and
+the hidden state before it, each with its position and the entries that it sees. A step of recurrent
 drafting is one more run with more entries, so tests can compare a whole draft tree. Positions are
 those of training: the pair of token i is at i - 1.
 """
@@ -120,12 +120,12 @@ class ReferenceHead:
         raise NotImplementedError
 
     def run(self, entries: Entries, depth: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return float64 logits [n, draft vocabulary] and hidden states [n, hidden] for the next step."""
+        """Return float64 logits [n, draft vocabulary], and hidden [n, hidden] for the next step."""
         raise NotImplementedError
 
 
 class ReferenceEagle(ReferenceHead):
-    """EAGLE and EAGLE-2: fc over embedding and state, one layer without its first norm, the target's head."""
+    """EAGLE and EAGLE-2: fc over embedding and state, one layer without first norm, target's head."""
 
     def prepare(self) -> None:
         self.tensors = {name.removeprefix("model."): tensor for name, tensor in self.tensors.items()}
@@ -198,7 +198,7 @@ class ReferenceEagle3(ReferenceHead):
 
 
 class ReferenceMimo(ReferenceHead):
-    """MiMo's MTP layers: state first, a zero embedding for the first pair, fed back after its own last norm."""
+    """MiMo's MTP layers: state first, first embedding zero, fed back after its own last norm."""
 
     def prepare(self) -> None:
         pass
@@ -214,7 +214,7 @@ class ReferenceMimo(ReferenceHead):
 
 
 class ReferenceQwen3Next(ReferenceHead):
-    """Qwen3-Next's MTP layers: embedding first, shared norms and fc, fed back after the last norm."""
+    """Qwen3-Next's MTP layers: embedding first, shared norms and fc, fed back after last norm."""
 
     def prepare(self) -> None:
         pass
