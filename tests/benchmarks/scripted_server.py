@@ -20,7 +20,7 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-e
 
 @dataclass(slots=True)
 class ScriptedServer:
-    """Where it listens, and the bodies that it got, in order of arrival."""
+    """The server's address, and the bodies that it got, in order of arrival."""
 
     address: Address
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class ScriptedServer:
 
 @contextlib.contextmanager
 def scripted_server(script: Script) -> Iterator[ScriptedServer]:
-    """Serves until the block is left; every connection has its own thread and is closed after the answer."""
+    """Serve until the block is left; each connection has a thread and is closed after the answer."""
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
@@ -58,23 +58,23 @@ def scripted_server(script: Script) -> Iterator[ScriptedServer]:
 
 
 def chunk(data: bytes) -> bytes:
-    """One chunk of a chunked body; the empty one ends it."""
+    """Return one chunk of a chunked body; the empty one ends it."""
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 def event(value: object) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
 
 
 def text_event(text: str, total: int | None = None, finish: str | None = None, **fields: object) -> dict[str, Any]:
-    """A completion chunk; ``total``: output tokens so far, for a client that asked for them."""
+    """Return a completion chunk. ``total``: output tokens so far, if a client asked for them."""
     usage = None if total is None else {"prompt_tokens": 3, "completion_tokens": total}
     return {"choices": [{"index": 0, "text": text, "finish_reason": finish, **fields}], "usage": usage}
 
 
 def usage_event(num_tokens: int, *, drafted: int = 0, cached: int = 0, prompt: int = 3) -> dict[str, Any]:
-    """The last chunk: totals and figures of speculation."""
+    """Return the last chunk, with totals and figures of speculation."""
     return {
         "choices": [],
         "usage": {

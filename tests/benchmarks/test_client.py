@@ -15,7 +15,7 @@ END = chunk(event(b"[DONE]")) + chunk(b"")
 
 
 def plain_script(body: dict[str, Any]) -> Iterator[bytes]:
-    """Echoes the prompt's name, two tokens and three more in one chunk."""
+    """Yield an answer: the prompt's name, then two and three more tokens in one chunk."""
     yield STREAM_HEAD
     yield chunk(event(text_event(body["prompt"])))
     yield chunk(event(text_event("b")))
@@ -68,7 +68,7 @@ def test_each_arrival_is_told_with_what_all_streams_have_received() -> None:
 
 
 def recording(*arrivals: tuple[float, bytes]) -> Recording:
-    """A response that came in these pieces at these times."""
+    """Return a response that came in these pieces at these times."""
     made = Recording(sent_at=0.0)
     for at, data in arrivals:
         made.raw += data

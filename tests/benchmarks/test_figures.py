@@ -1,4 +1,4 @@
-"""The formulas on literal data."""
+"""The figures' formulas on literal data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.figures import (
 
 
 def completion(arrivals: list[tuple[float, int | None]], sent_at: float = 0.0) -> Completion:
-    """A completion whose chunks came at these times, each with the running total of tokens."""
+    """Return a completion whose chunks came at these times, each with the total tokens so far."""
     chunks = tuple(Chunk(at, "x", total) for at, total in arrivals)
     return Completion(sent_at, chunks, (), 3, 0, arrivals[-1][1] or 0, "length", {})
 
@@ -72,7 +72,7 @@ def test_concurrent_rate_needs_running_totals() -> None:
         ([[1, 2] * 10], 1.0),
         # A run of nine holds two 8-grams, which overlap.
         ([[7] * 9 + list(range(20, 31))], 9 / 20),
-        # Seven equal tokens are no 8-gram; another output's are not the same output's.
+        # Seven equal tokens are no 8-gram; 8-grams of different outputs do not match.
         ([[*range(7), 50, *range(7), 51]], 0.0),
         ([list(range(8)), list(range(8))], 0.0),
         # Over all outputs: 16 of 18 and 0 of 18.

@@ -1,4 +1,4 @@
-"""Which requests the measurements send, against a scripted server that behaves like the stack."""
+"""The measurements send the right requests, to a scripted server that behaves like the stack."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ WORKLOAD = Workload("code", PROMPTS, num_tokens=3)
 
 
 class ScriptedServer:
-    """Answers three tokens named after the prompt: plain at 4 s a token, with speculation at 2 s."""
+    """A server that answers three tokens named after the prompt: 4 s a token, drafted 2 s."""
 
     def __init__(self, *, drafted: int | None = None, cached: int = 0, changed: int | None = None) -> None:
-        """``changed``: the first id of the prompt for which speculation changes the text."""
+        """Make a server; ``changed``: the prompt's first id for which speculation changes the text."""
         self.bodies: list[dict[str, Any]] = []
         self.num_at_once: list[int] = []
         self._drafted = drafted
@@ -55,7 +55,7 @@ class ScriptedServer:
 
 
 def quiet(line: str) -> None:
-    """Progress nobody reads."""
+    """Ignore progress."""
 
 
 def test_a_pair_differs_in_speculation_alone_and_every_salt_is_new() -> None:
@@ -66,7 +66,7 @@ def test_a_pair_differs_in_speculation_alone_and_every_salt_is_new() -> None:
     salts = [body.pop("cache_salt") for body in server.bodies]
     assert len(set(salts)) == 12
     enabled = [body.pop("speculative")["enabled"] for body in server.bodies]
-    # The order of the two alternates, by prompt and by pair.
+    # The order of plain and drafted alternates, by prompt and by pair.
     assert enabled == [False, True, True, False, False, True, True, False, False, True, True, False]
     for first, second in zip(server.bodies[::2], server.bodies[1::2], strict=True):
         assert first == second
@@ -121,7 +121,7 @@ def test_concurrent_streams_are_plain_and_each_round_goes_on_in_the_prompts() ->
 
 
 class ScriptedDecoder:
-    """Stands for a reference process: tokens as scripted, a second a token."""
+    """Replaces a reference process: scripted tokens, a second a token."""
 
     def __init__(self, outputs: Sequence[Sequence[int]]) -> None:
         self.prompts: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""The rules that choose the prompts, with a tokenizer trained here."""
+"""The rules that choose prompts, with a tokenizer trained here."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from benchmarks.reference import (
 
 
 class Counter:
-    """Generates 1, 2, 3 ..., a tenth of a second apart."""
+    """A decoder that generates 1, 2, 3 ..., a tenth of a second apart."""
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
         start = 1e9
@@ -47,7 +47,7 @@ def test_requests_and_answers_pass_as_lines() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama in Hugging Face layout, with a tokenizer file of its size."""
+    """Return a random Llama in Hugging Face layout, with a tokenizer file of its size."""
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)
     config = LlamaConfig(

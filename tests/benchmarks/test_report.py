@@ -21,18 +21,21 @@ PROMPTS = (BenchPrompt((1,) * 250, "json/decoder.py"), BenchPrompt((2,) * 300, "
 
 
 def sample(index: int, decode_s: float, text: str = "same") -> Sample:
-    """128 tokens in 0.05 s and ``decode_s``."""
+    """Return a sample of 128 tokens in 0.05 s and ``decode_s``."""
     return Sample(index, Timing(129, 0.05, decode_s), text, tokens_per_step=1.5, num_draft_tokens=7)
 
 
 def pair(ratio: float, text: str = "same") -> Pair:
-    """Plain at 500 tok/s, n-gram ``ratio`` times as fast."""
+    """Return a pair: plain at 500 tok/s, n-gram ``ratio`` times as fast."""
     plain = [sample(0, 0.256), sample(1, 0.256)]
     return Pair(plain, [sample(0, 0.256 / ratio, text), sample(1, 0.256 / ratio)])
 
 
 def reference_pass(transformers: float, added_ms: float) -> ReferencePass:
-    """Served at 2 ms a token; transformers ``transformers`` times as slow, the engine ``added_ms`` faster."""
+    """Return a pass served at 2 ms a token.
+
+    transformers is ``transformers`` times as slow, the engine ``added_ms`` faster.
+    """
     served = [Timing(129, 0.05, 0.256)] * 2
     engine = [Timing(129, 0.05, 0.256 - 0.128 * added_ms)] * 2
     return ReferencePass(served, engine, [Timing(129, 0.05, 0.256 * transformers)] * 2, num_equal_outputs=1)

@@ -1,4 +1,4 @@
-"""Starting and watching the stack under test; real processes, no model."""
+"""The stack under test is started and watched: real processes, no model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdin=sys.stdin)
 print("started", flush=True)
 child.wait()
 """
-# Says nothing, uses CPU time at once, and waits for its input to end. More of it than the test waits for: what is told
-# of the user and the system time of a process are whole ticks, each cut down.
+# Says nothing, uses CPU time at once, and waits for its input to end. It uses more time than the test
+# waits for: the kernel cuts a process's user and system time down to whole ticks.
 BUSY_CHILD = """
 import sys, time
 while time.process_time() < 0.7:
@@ -51,7 +51,7 @@ def test_free_ports_differ_and_are_free() -> None:
 
 
 def start(child: str, *words: str) -> subprocess.Popen[bytes]:
-    """A process with one child that runs ``child`` with these arguments."""
+    """Start a process with one child that runs ``child`` with these arguments."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, child, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )
@@ -89,7 +89,7 @@ def test_a_process_that_ends_meanwhile_spoils_the_idle_figure() -> None:
         (child,) = root.children()
 
         class Ending(psutil.Process):  # type: ignore[misc]
-            """Its child ends between the first and the second look."""
+            """A process whose child ends between the first and the second look."""
 
             looks = 0
 
@@ -110,7 +110,7 @@ def test_a_process_that_ends_meanwhile_spoils_the_idle_figure() -> None:
 
 
 def test_a_service_is_found_by_its_command() -> None:
-    """A process of any program whose command line reads like a service's."""
+    """Any program whose command line reads like a service's is found."""
     with start("import sys; print('ready', flush=True); sys.stdin.read()", "foretoken", "verifier") as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == b"ready\n"

@@ -3,9 +3,10 @@
     python -m tests.chaos --seconds 60 --seed 1 [--processes verifier,drafter] [--json FILE] [--bars]
     python -m tests.chaos --seed 1 --only 17
 
-Starts ``foretoken serve`` on the demo model, asks every request of a pool once undisturbed, and then over and over
-while processes are killed, stopped and paused and clients go away. The exit status is 1 if a token was changed, lost or
-doubled, a page leaked, an error came to a client, or fewer processes died than were scheduled.
+It starts ``foretoken serve`` on the demo model and sends every request of a pool once undisturbed.
+Then it sends them over and over while processes are killed, stopped and paused and clients go away.
+The exit status is 1 if a token was changed, lost or doubled, a block leaked, a client got an error,
+or fewer processes died than were scheduled.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 async def _chaos(options: argparse.Namespace) -> bool:
-    """Whether anything is wrong."""
+    """Run the chaos; return whether anything is wrong."""
     strikes = [strike for strike in draw_schedule(options.seconds, options.seed) if strike.process in options.processes]
     count = min(max(round(options.seconds), LEAST_REQUESTS), MOST_REQUESTS)
     requests = draw_requests(count, options.seed, Material.load(MODEL, options.seed))
@@ -84,7 +85,7 @@ async def _chaos(options: argparse.Namespace) -> bool:
 async def _ask_undisturbed(
     stack: Stack, requests: Sequence[Request], seed: int
 ) -> tuple[list[Request], dict[int, Answer]]:
-    """The requests, now with stop strings that match, and their answers."""
+    """Return the requests, now with stop strings that match, and their answers."""
     records = await ask_each(stack.url, stack.grpc_address, requests, NUM_CLIENTS)
     _check_undisturbed(records.values())
     final = [
@@ -116,7 +117,7 @@ async def _disturb(
     strikes: Sequence[Strike],
     options: argparse.Namespace,
 ) -> Run:
-    """The chaos itself, and the peace after it."""
+    """Run the chaos itself, and wait for the peace after it."""
     failures = []
     sample, num_in_gateway = await resources.idle_sample(stack, watcher)
     if sample is None or not sample.is_idle or num_in_gateway != 0:
@@ -159,7 +160,7 @@ async def _disturb(
 
 
 async def _replay(options: argparse.Namespace) -> bool:
-    """One request of the pool alone, with nothing disturbed: prints it and its answer."""
+    """Send one request of the pool alone, undisturbed; print it and its answer."""
     requests = draw_requests(options.only + 1, options.seed, Material.load(MODEL, options.seed))[-1:]
     stack = await Stack.start(_flags([]))
     try:
@@ -172,7 +173,7 @@ async def _replay(options: argparse.Namespace) -> bool:
 
 
 def _flags(strikes: Sequence[Strike]) -> list[str]:
-    """Flags of ``foretoken serve`` under which every stream survives all of ``strikes``."""
+    """Return flags of ``foretoken serve`` with which every stream survives all ``strikes``."""
     return ["--resume-attempts", str(num_deaths(strikes, "verifier") + 10), "--verifier-wait", "120"]
 
 

@@ -1,4 +1,4 @@
-"""What a client was told for one request, free of its API's shape, and how two of them differ."""
+"""The answer to one request, independent of its API, and how two answers differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Choice:
     prompt_logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    # Of this output alone; 0 and 0 where the API counts for the whole request only.
+    # Of this output alone; 0 and 0 if the API counts only for the whole request.
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_finishes: int = 0
@@ -30,13 +30,13 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """All that came for one request.
+    """Everything that came for one request.
 
     Attributes:
         choices: by index.
-        usage: of the whole request, where the API counts so.
+        usage: of the whole request, if the API counts so.
         ended: the answer was complete: [DONE], the whole body, or the end of the call.
-        violations: rules of the protocol that the answer broke, whatever the other answer is.
+        violations: rules of the protocol that the answer broke by itself.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -45,19 +45,19 @@ class Answer:
     violations: list[str] = field(default_factory=list)
 
     def choice(self, index: int) -> Choice:
-        """The choice of that index, made if it is new."""
+        """Return the choice of that index; make it if it is new."""
         return self.choices.setdefault(index, Choice())
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens as the server counted them."""
+        """Return the output tokens as the server counted them."""
         counted = sum(choice.num_output_tokens or len(choice.token_ids) for choice in self.choices.values())
         return self.usage.get("completion_tokens", counted)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field that is not what it should be. ``kind``: changed, lost, doubled, or protocol."""
+    """One wrong field. ``kind``: changed, lost, doubled, or protocol."""
 
     kind: str
     where: str
@@ -69,7 +69,7 @@ class Difference:
 
 
 def differences(expected: Answer, got: Answer) -> list[Difference]:
-    """Everything in which a complete answer differs from the undisturbed one, and every broken rule of the protocol."""
+    """Return all differences of a complete answer from the undisturbed one, and broken rules."""
     found = [Difference("protocol", item, "", "") for item in got.violations]
     if not got.ended:
         found.append(Difference("lost", "the end of the answer", "an end", "none"))
@@ -85,7 +85,7 @@ def differences(expected: Answer, got: Answer) -> list[Difference]:
 
 
 def prefix_differences(expected: Answer, got: Answer) -> list[Difference]:
-    """As ``differences`` for an answer that the client or a dying gateway cut: what came must be a beginning."""
+    """Return the differences of a cut answer, which must be a beginning of the undisturbed one."""
     found = [Difference("protocol", item, "", "") for item in got.violations]
     for index, choice in got.choices.items():
         whole = expected.choices.get(index)
@@ -123,7 +123,7 @@ def _end_differences(where: str, expected: Choice, got: Choice) -> list[Differen
 
 
 def _first_difference(where: str, expected: Sequence[Any], got: Sequence[Any]) -> Difference:
-    """Names the first place where two unlike sequences differ, and whether something is missing or there twice."""
+    """Name the first place where two sequences differ, and whether an item is lost or doubled."""
     at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
     missing, surplus = len(expected) - len(got), len(got) - len(expected)
     if missing > 0 and expected[at + missing :] == got[at:]:

@@ -1,4 +1,4 @@
-"""Sends one request over REST or gRPC and writes down all that comes, and when. It judges nothing."""
+"""Sends one request over REST or gRPC and records everything that comes, and when."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.chaos.transcript import ErrorEventError, EventStream, GenerateReader,
 
 # Whatever dies, an answer ends within this.
 PATIENCE_S = 240.0
-# Time that a slow reader spends not reading, in all.
+# Total time that a slow reader spends not reading.
 SLOW_TOTAL_S = 4.0
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
-# done: to its end. dropped: by us. broken: the connection ended. failed: the server said so, or nothing came any more.
+# done: complete. dropped: by us. broken: the connection ended. failed: an error, or silence.
 # gRPC's own words for a lost connection.
 _CONNECTION_PHRASES = (
     "Broken pipe",
@@ -42,7 +42,7 @@ Outcome = Literal["done", "dropped", "broken", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How a client behaves: ``drop_after_s`` it goes away; it waits ``slow_s`` before it reads on."""
+    """How a client behaves: it leaves after ``drop_after_s`` and waits ``slow_s`` between reads."""
 
     drop_after_s: float | None = None
     slow_s: float = 0.0
@@ -56,8 +56,8 @@ class Record:
     """One request's life at the client. Times are time.monotonic().
 
     Attributes:
-        status: of HTTP; None for gRPC, or if there was no answer.
-        ticks: when a choice got text or tokens, and which choice; streams only.
+        status: HTTP's; None for gRPC, or without an answer.
+        ticks: when a choice got text or tokens, and which choice; only for streams.
     """
 
     request: Request
@@ -72,7 +72,7 @@ class Record:
 
 
 class Client:
-    """Both protocols; one connection a REST request, so that none is reused after its server's death."""
+    """A client of both protocols; each REST request has a connection, so none outlives its server."""
 
     def __init__(self, url: str, grpc_address: str) -> None:
         self._url = url
@@ -87,7 +87,7 @@ class Client:
         await self._channel.close()
 
     async def send(self, request: Request, manner: Manner = POLITE) -> Record:
-        """The record of one try. Errors of the server and of the connection are outcomes."""
+        """Send a request once; return the record, in which server and connection errors are outcomes."""
         record = Record(request, manner, sent_at=time.monotonic())
         work = self._call(record) if request.api == "grpc" else self._post(record)
         try:
@@ -132,7 +132,7 @@ class Client:
         message = json_format.ParseDict(record.request.body, gateway_pb2.GenerateRequest())
         reader = GrpcReader(message)
         record.answer = reader.answer
-        # Until there is a connection: with the gateway away the request has not begun.
+        # Retry until there is a connection: without a gateway the request has not begun.
         call = self._stub.Generate(message, wait_for_ready=True)
         try:
             async for response in _slowly(call, record.manner.slow_s):
@@ -143,7 +143,7 @@ class Client:
 
 
 def _is_connections(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the connection failed. A server that says UNAVAILABLE of itself has the same status."""
+    """Return whether the connection failed; a server's own UNAVAILABLE has the same status."""
     details = error.details() or ""
     return error.code() is grpc.StatusCode.UNAVAILABLE and any(phrase in details for phrase in _CONNECTION_PHRASES)
 
@@ -154,7 +154,7 @@ def _note(record: Record, choices: list[int]) -> None:
 
 
 async def _slowly(source: AsyncIterable[ItemT], slow_s: float) -> AsyncIterator[ItemT]:
-    """The items of ``source``, with a rest before each until all rests add up to SLOW_TOTAL_S."""
+    """Yield the items of ``source``, with a rest before each until they add up to SLOW_TOTAL_S."""
     left_s = SLOW_TOTAL_S
     async for item in source:
         yield item

@@ -1,4 +1,4 @@
-"""Carries a schedule out: signals to the stack's processes, each in its time, and what became of them."""
+"""Carries out a schedule: sends signals to the stack's processes and records the outcome."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.chaos.stack import Stack, answers
 from tests.chaos.watcher import Watcher
 
 POLL_S = 0.1
-# A stack that is not itself again after so long has failed; the run goes on without waiting any more.
+# A stack that has not recovered after so long has failed; the run goes on without it.
 RECOVERY_S = 60.0
-# Its listening socket comes and goes in no order that a client could rely on.
+# Clients cannot rely on any order in which its listening socket comes and goes.
 OUTAGE_GRACE_S = 1.0
 
 
@@ -31,8 +31,8 @@ class Blow:
     Attributes:
         at: when the signal was sent.
         ended_at: when the struck process was seen to have ended.
-        replaced_at: when another of its name was seen.
-        over_at: when verifier or gateway answered again; of a pause: SIGCONT.
+        replaced_at: when another process of its name was seen.
+        over_at: when verifier or gateway answered again; for a pause: SIGCONT.
         forced: nobody had replaced a stopped process, so it was killed.
     """
 
@@ -45,14 +45,14 @@ class Blow:
 
     @property
     def died_at(self) -> float:
-        """A verifier that stops is dead when it has been found out; everything else at its signal."""
+        """Return the time of death: a stopped verifier's detection, or else the signal."""
         if self.strike.process == "verifier" and self.strike.action == "stop" and self.ended_at is not None:
             return self.ended_at
         return self.at
 
 
 class Killer:
-    """One lane a process: its strikes one after the other. Lanes run side by side."""
+    """Runs a lane for each process, strike after strike; lanes run side by side."""
 
     def __init__(self, stack: Stack, watcher: Watcher, strikes: Sequence[Strike]) -> None:
         self._stack = stack
@@ -64,7 +64,7 @@ class Killer:
         self.gateway_up.set()
 
     async def run(self) -> None:
-        """All strikes; returns when the stack has recovered from the last of them."""
+        """Carry out all strikes; return when the stack has recovered from the last one."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             for process in dict.fromkeys(strike.process for strike in self._strikes):
@@ -76,9 +76,9 @@ class Killer:
                 blow.over_at = min((at for at in self._watcher.first_seen.values() if at > ended_at), default=None)
 
     def excuses(self, sent_at: float, ended_at: float) -> bool:
-        """Whether a connection that was used from then to then may have broken by a gateway's death.
+        """Return whether a gateway's death may have broken a connection used between these times.
 
-        When is no matter: a slow reader finds out late.
+        The moment of death does not matter: a slow reader finds out late.
         """
         return any(
             blow.at <= ended_at and sent_at <= (blow.over_at or ended_at) + OUTAGE_GRACE_S
@@ -103,12 +103,12 @@ class Killer:
             previous = await self._carry_out(strike)
 
     async def _until_ready(self, process: Process) -> None:
-        """The process works and has been seen to work with the others since the last death."""
+        """Wait until the process works, with the others, since the last death."""
         if process == "verifier":
             await self._until(lambda: self._is_whole, "speculation did not come back")
         elif process in DRAFTERS:
             watcher, address = self._watcher, self._stack.drafter_address(process)
-            # With the verifier away there is nothing to prove: its return will.
+            # Without a verifier there is nothing to prove yet; its return will prove it.
             await self._until(lambda: watcher.latest is None or not watcher.owes_proof, "speculation did not come back")
             deadline = time.monotonic() + RECOVERY_S
             probe = GrpcProbe(address, DRAFTER_HEALTH_NAME)
@@ -127,7 +127,7 @@ class Killer:
             self.gateway_up.clear()
         blow = Blow(strike, time.monotonic())
         self.blows.append(blow)
-        # It may have ended by itself, or by the supervisor's hand, a moment ago: its successor is found all the same.
+        # It may have just ended, alone or by the supervisor: its successor is still found.
         with contextlib.suppress(psutil.NoSuchProcess):
             if strike.action == "kill":
                 target.kill()
@@ -149,7 +149,7 @@ class Killer:
         blow.over_at = time.monotonic()
 
     async def _await_end(self, blow: Blow, target: psutil.Process) -> None:
-        """A stopped verifier must be found and replaced. A stopped drafter may be left alone: then it is killed."""
+        """Wait for the end. A stopped verifier must be replaced; a drafter left stopped is killed."""
         strike = blow.strike
         limit_s = strike.pause_s if strike.process in DRAFTERS and strike.action == "stop" else RECOVERY_S
         deadline = time.monotonic() + limit_s
@@ -190,7 +190,7 @@ class Killer:
             self._stack.check_alive()
             if time.monotonic() > deadline:
                 self.failures.append(f"{failure} within {RECOVERY_S:g} s")
-                # One failure is said once.
+                # Report a failure once.
                 self._watcher.owes_proof = False
                 return
             await self._watcher.next_sample()

@@ -1,4 +1,4 @@
-"""Clients at work: they send requests of a pool over and over, and every answer is compared as soon as it is there."""
+"""Clients send a pool's requests over and over; every answer is compared as soon as it is there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REST_AFTER_FAILURE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When one polite client's stream brought what, choice by choice. Times are time.monotonic()."""
+    """A polite client's arrivals, choice by choice. Times are time.monotonic()."""
 
     sent_at: float
     ended_at: float
@@ -31,7 +31,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class Tally:
-    """What has become of all requests. ``by_kind``: kind of request -> outcome -> count."""
+    """The outcomes of all requests. ``by_kind``: kind of request -> outcome -> count."""
 
     by_kind: dict[str, collections.Counter[str]] = field(
         default_factory=lambda: collections.defaultdict(collections.Counter)
@@ -42,7 +42,7 @@ class Tally:
     timelines: list[Timeline] = field(default_factory=list)
 
     def total(self, outcome: str) -> int:
-        """Requests of all kinds with that outcome."""
+        """Return the number of requests of all kinds with that outcome."""
         return sum(counts[outcome] for counts in self.by_kind.values())
 
 
@@ -50,8 +50,10 @@ class Judge:
     """Compares records with the undisturbed answers, by request number."""
 
     def __init__(self, expected: Mapping[int, Answer], seed: int, excuses: Callable[[float, float], bool]) -> None:
-        """``seed``: that of the requests. ``excuses``: whether a connection used from then to then may have broken by a
-        gateway's death.
+        """Make a judge.
+
+        ``seed``: the requests' seed. ``excuses``: whether a gateway's death may have broken a
+        connection used between two times.
         """
         self._expected = expected
         self._seed = seed
@@ -59,7 +61,7 @@ class Judge:
         self.tally = Tally()
 
     def judge(self, record: Record) -> bool:
-        """Note what there is to say; returns whether the request has to be sent again."""
+        """Note the record's faults; return whether the request must be sent again."""
         tally, expected = self.tally, self._expected[record.request.number]
         counts = tally.by_kind[record.request.kind]
         if record.status is not None and record.status >= 500:
@@ -98,19 +100,19 @@ class Judge:
 
 
 class Load:
-    """Several clients that draw from one row of requests until they are told to stop."""
+    """Several clients that draw from one queue of requests until they are stopped."""
 
     def __init__(
         self, url: str, grpc_address: str, requests: Sequence[Request], judge: Judge, seed: int, may_send: asyncio.Event
     ) -> None:
-        """``may_send``: unset while there is no gateway to send to."""
+        """Make clients; ``may_send`` is unset while there is no gateway to send to."""
         self._url, self._grpc_address = url, grpc_address
         self._judge = judge
         self._may_send = may_send
         self._row = _endless(requests, random.Random(f"load {seed}"))
 
     async def run(self, num_clients: int, stop: asyncio.Event) -> None:
-        """Until ``stop`` is set and every request that was begun has ended."""
+        """Run until ``stop`` is set and every begun request has ended."""
         async with asyncio.TaskGroup() as group:
             for _ in range(num_clients):
                 group.create_task(self._work(stop))
@@ -126,14 +128,14 @@ class Load:
                     if not self._judge.judge(record):
                         break
                 if record.outcome in ("broken", "failed"):
-                    # The run has failed; what it can still show is not to be drowned in refusals.
+                    # The run has failed; refusals must not hide its other findings.
                     await asyncio.sleep(REST_AFTER_FAILURE_S)
         finally:
             await client.close()
 
 
 async def ask_each(url: str, grpc_address: str, requests: Sequence[Request], num_clients: int) -> dict[int, Record]:
-    """Each request once, undisturbed, ``num_clients`` at a time; by number."""
+    """Send each request once, undisturbed, ``num_clients`` at a time; return records by number."""
     waiting = list(reversed(requests))
     records: dict[int, Record] = {}
 
@@ -153,7 +155,7 @@ async def ask_each(url: str, grpc_address: str, requests: Sequence[Request], num
 
 
 def _endless(requests: Sequence[Request], generator: random.Random) -> Iterator[tuple[Request, Manner]]:
-    """Every request once in a random order, then every one in another, and so on."""
+    """Yield all requests in a random order, then all in another order, and so on."""
     while True:
         for request in generator.sample(requests, len(requests)):
             yield request, _manner(request, generator)

@@ -1,4 +1,4 @@
-"""How long clients waited for tokens: between two of a stream, and after a death."""
+"""How long clients waited for tokens: between two arrivals of a stream, and after a death."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.chaos.killer import Blow
 from tests.chaos.load import Timeline
 from tests.chaos.schedule import Action, Process
 
-# Without these no token arrives, whatever else lives.
+# Without these processes no token arrives.
 _IN_THE_WAY: dict[Process, tuple[Process, ...]] = {
     "drafter": ("verifier", "gateway"),
     "head": ("verifier", "gateway"),
@@ -24,7 +24,7 @@ ON_THE_WAY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Seconds. ``count`` is of streams in flight, each counted at each death; 0: nothing to say."""
+    """Waits in seconds. ``count``: streams in flight, counted at each death; 0: no data."""
 
     count: int
     median: float
@@ -40,7 +40,7 @@ class Waits:
 
 
 def between_tokens(timelines: Sequence[Timeline]) -> Waits:
-    """Between two arrivals of one output."""
+    """Return the waits between two arrivals of one output."""
     rows = [ticks for timeline in timelines for ticks in timeline.ticks.values()]
     return Waits.of(later - sooner for ticks in rows for sooner, later in itertools.pairwise(ticks))
 
@@ -53,13 +53,13 @@ def after_deaths(
     *,
     since_signal: bool = False,
 ) -> Waits:
-    """How long deaths of ``process`` silenced the outputs that were being streamed then.
+    """Return how long deaths of ``process`` silenced the outputs that were streaming then.
 
-    Waits during which a process that this one's work passes through was away too say nothing of this one and are left
-    out.
+    Waits during which another process on the tokens' way was away too are left out: they say nothing
+    about this one.
 
     Args:
-        since_signal: count from the signal, also where a stopped process was found out later.
+        since_signal: count from the signal, even if a stopped process was found later.
     """
     away = [(blow.at, blow.over_at or blow.at) for blow in blows if blow.strike.process in _IN_THE_WAY[process]]
     waits = []
@@ -74,9 +74,10 @@ def after_deaths(
 
 
 def _silence(ticks: Sequence[float], at: float) -> tuple[float, float]:
-    """The longest time without arrivals that the death at ``at`` can have caused: its beginning and its end.
+    """Return the start and end of the longest silence that the death at ``at`` can have caused.
 
-    It begins at the death, or a little later: what was sent before it may still arrive. Empty if nothing came after it.
+    It begins at the death or a little later: tokens sent before may still arrive. It is empty if
+    nothing came after the death.
     """
     first = bisect.bisect_right(ticks, at)
     pairs = zip((at, *ticks[first:]), ticks[first:], strict=False)

@@ -1,4 +1,4 @@
-"""What a run has found, for people and as JSON, and whether it is good."""
+"""A run's findings for people and as JSON, and whether the run is good."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OUTCOMES = ("done", "dropped", "sent again", "failed", "differing")
 
 @dataclass(slots=True)
 class Run:
-    """Everything that was measured. ``failures`` holds what is wrong beside the answers and the leaks."""
+    """Everything measured. ``failures``: faults other than wrong answers and leaks."""
 
     seconds: float
     seed: int
@@ -46,14 +46,14 @@ class Run:
     failures: list[str] = field(default_factory=list)
 
     def deaths(self, process: Process) -> int:
-        """Those that were followed by another process of the name."""
+        """Return the number of deaths that another process of the name followed."""
         return sum(
             blow.strike.process == process and blow.strike.is_death and blow.replaced_at is not None
             for blow in self.blows
         )
 
     def waits(self) -> dict[str, Waits]:
-        """Pauses at the clients, by what they are measured from."""
+        """Return the clients' pauses by their starting point."""
         lines, blows = self.tally.timelines, self.blows
         return {
             "between two tokens of a stream": between_tokens(lines),
@@ -66,7 +66,7 @@ class Run:
         }
 
     def faults(self, *, bars: bool) -> list[str]:
-        """All that makes the run a failed one. ``bars``: judge the times too."""
+        """Return everything that makes the run fail. ``bars``: judge the times too."""
         found = [*self.failures, *self.leaks, *self.tally.failures, *self._count_faults(), *self._end_faults()]
         return found + (self._bar_faults() if bars else [])
 
@@ -92,7 +92,7 @@ class Run:
         if not sample.is_idle:
             lost = sample.num_blocks - sample.num_free_blocks
             found.append(
-                f"at the end {lost} pages, {sample.num_running} running, {sample.num_waiting} waiting are left"
+                f"at the end {lost} blocks, {sample.num_running} running, {sample.num_waiting} waiting are left"
             )
         if self.num_requests_at_end != 0:
             found.append(f"at the end the gateway counts {self.num_requests_at_end:g} requests")
@@ -113,13 +113,13 @@ class Run:
 
 
 def to_text(run: Run, faults: Sequence[str]) -> str:
-    """The report to read."""
+    """Return the report to read."""
     sections = [_struck(run), _requests(run), _times(run), _speculation(run), _end(run), _verdict(run, faults)]
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
 def to_json(run: Run, faults: Sequence[str]) -> str:
-    """All figures, without the single arrivals."""
+    """Return all figures, without single arrivals."""
     value: dict[str, Any] = {
         "seconds": run.seconds,
         "seed": run.seed,
@@ -192,8 +192,8 @@ def _end(run: Run) -> list[str]:
     sample = run.last_sample
     lines = ["At the end"]
     if sample is not None:
-        pages = f"{sample.num_free_blocks} of {sample.num_blocks} pages free"
-        lines.append(f"  verifier: {pages}, {sample.num_running} running, {sample.num_waiting} waiting")
+        blocks = f"{sample.num_free_blocks} of {sample.num_blocks} blocks free"
+        lines.append(f"  verifier: {blocks}, {sample.num_running} running, {sample.num_waiting} waiting")
     lines.append(f"  gateway: {run.num_requests_at_end:g} requests")
     for name, new in run.holdings.items():
         old = run.holdings_before[name]

@@ -1,4 +1,4 @@
-"""Random requests of all kinds, drawn from a seed. A request is its API and its JSON: it can be replayed."""
+"""Random requests of all kinds, drawn from a seed; their API and JSON suffice to replay them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ MAX_TOKENS_OF_CUMULATIVE_LOGPROBS = 100
 MAX_STOP_CHARS = 12
 # Outputs that end by themselves, and some that do not.
 REGEXES = (r"[a-z_]{3,12}\([a-z, ]{0,40}\)", r"(def [a-z_]+\(self\):\n    pass\n){1,9}", r"[0-9 ,]+", r"(.|\n){50,400}")
-# In front of some prompts, so that outputs hold characters of several tokens.
+# Begins some prompts, so that outputs hold characters of several tokens.
 FOREIGN = '"""Größe der Fläche in m², 漢字かな交じり文 😀."""\n'
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as it is sent. ``body`` is the REST body, or the gRPC message as JSON.
+    """One request as sent. ``body`` is the REST body, or the gRPC message as JSON.
 
     Attributes:
-        wants_stop: a stop string is to be taken from the output that it has without one.
+        wants_stop: it gets a stop string from its output without one.
     """
 
     number: int
@@ -44,13 +44,13 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """For tables: the API, and how the answer comes."""
+        """Return the API and the answer's form, for tables."""
         return f"{self.api}, {'streamed' if self.stream else 'whole'}"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What is wanted, before any API's words. None: the server's default."""
+class RequestSpec:
+    """A request's content, independent of its API. None: the server's default."""
 
     texts: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
@@ -76,7 +76,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What requests are made of: prompts from held-out files, and the tokens that are parts of characters."""
+    """The requests' material: prompts from held-out files, and tokens that are parts of characters."""
 
     prompts: tuple[tuple[str, tuple[int, ...]], ...]
     part_ids: tuple[int, ...]
@@ -84,7 +84,7 @@ class Material:
 
     @classmethod
     def load(cls, model: Path, seed: int) -> Material:
-        """Of a checkpoint's tokenizer."""
+        """Load the material with a checkpoint's tokenizer."""
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         found = held_out_prompts(
             tokenizer, NUM_PROMPTS, min_tokens=PROMPT_TOKENS[0], max_tokens=PROMPT_TOKENS[1], seed=seed
@@ -101,16 +101,16 @@ class Material:
 
 
 def draw_requests(count: int, seed: int, material: Material) -> list[Request]:
-    """``count`` requests. Request ``i`` of a seed is the same whatever the count."""
+    """Draw ``count`` requests. A seed's request ``i`` does not depend on the count."""
     return [_draw(number, random.Random(f"request {seed} {number}"), material) for number in range(count)]
 
 
 def with_stop(request: Request, answer: Answer, seed: int) -> Request:
-    """The request with a stop string out of ``answer``, what it said without one; unchanged if that is empty."""
+    """Return the request with a stop string out of its ``answer``; unchanged if that is empty."""
     generator = random.Random(f"stop {seed} {request.number}")
     texts = [choice.text for choice in answer.choices.values() if choice.text]
     if request.body.get("echo"):
-        # The prompt is no output: only what follows can match.
+        # The prompt is no output: only later text can match.
         texts = [text[len(text) // 2 :] for text in texts]
     if not texts:
         return request
@@ -129,12 +129,12 @@ def with_stop(request: Request, answer: Answer, seed: int) -> Request:
 
 def _draw(number: int, generator: random.Random, material: Material) -> Request:
     api = APIS[number % len(APIS)]
-    wish = _wish(api, generator, material)
-    body = {"completions": _completion, "chat": _chat, "generate": _generate, "grpc": _grpc}[api](wish, number)
-    return Request(number, api, wish.stream or api == "grpc", body, wants_stop=generator.random() < 0.3)
+    spec = _spec(api, generator, material)
+    body = {"completions": _completion, "chat": _chat, "generate": _generate, "grpc": _grpc}[api](spec, number)
+    return Request(number, api, spec.stream or api == "grpc", body, wants_stop=generator.random() < 0.3)
 
 
-def _wish(api: Api, generator: random.Random, material: Material) -> Wish:
+def _spec(api: Api, generator: random.Random, material: Material) -> RequestSpec:
     num_prompts = generator.choice((1, 1, 1, 1, 2)) if api in ("completions", "generate") else 1
     n = generator.choices((1, 2, 3), (6, 2, 2))[0]
     prompts = generator.sample(material.prompts, num_prompts)
@@ -143,7 +143,7 @@ def _wish(api: Api, generator: random.Random, material: Material) -> Wish:
     max_tokens = generator.randint(1, 16) if generator.random() < 0.15 else generator.randint(40, 480)
     if logprobs is not None and api == "generate":
         max_tokens = min(max_tokens, MAX_TOKENS_OF_CUMULATIVE_LOGPROBS)
-    return Wish(
+    return RequestSpec(
         texts=tuple(text for text, _ in prompts),
         ids=tuple(ids for _, ids in prompts),
         as_ids=generator.random() < 0.4,
@@ -167,7 +167,7 @@ def _wish(api: Api, generator: random.Random, material: Material) -> Wish:
 
 
 def _sampling(generator: random.Random, material: Material) -> dict[str, Any]:
-    """The fields that have one name in all APIs; ``logit_bias`` has integer keys."""
+    """Draw the fields with one name in all APIs; ``logit_bias`` has integer keys."""
     sampling: dict[str, Any] = {"temperature": generator.choice((0.0, 0.0, 0.0, 0.6, 0.8, 1.0, 1.5))}
     optional: dict[str, Any] = {
         "top_k": generator.choice((1, 20, 200)),
@@ -182,7 +182,7 @@ def _sampling(generator: random.Random, material: Material) -> dict[str, Any]:
 
 
 def _logit_bias(generator: random.Random, material: Material) -> dict[int, float]:
-    """Half of them make parts of characters likely, which end up incomplete or in pairs."""
+    """Draw a bias; half of them make parts of characters likely, incomplete or in pairs."""
     if generator.random() < 0.5:
         return {token: 7.0 for token in generator.sample(material.part_ids, 12)}
     return {token: generator.uniform(-100.0, 3.0) for token in generator.sample(material.word_ids, 20)}
@@ -201,100 +201,100 @@ def _speculative(generator: random.Random) -> dict[str, Any]:
     )
 
 
-def _completion(wish: Wish, number: int) -> dict[str, Any]:
-    prompts = [list(ids) for ids in wish.ids] if wish.as_ids else list(wish.texts)
-    body = _openai(wish, number) | {"prompt": prompts if len(prompts) > 1 else prompts[0]}
-    if wish.logprobs is not None:
-        body["logprobs"] = wish.logprobs
-    if wish.with_prompt_logprobs:
+def _completion(spec: RequestSpec, number: int) -> dict[str, Any]:
+    prompts = [list(ids) for ids in spec.ids] if spec.as_ids else list(spec.texts)
+    body = _openai(spec, number) | {"prompt": prompts if len(prompts) > 1 else prompts[0]}
+    if spec.logprobs is not None:
+        body["logprobs"] = spec.logprobs
+    if spec.with_prompt_logprobs:
         body["echo"] = True
     return body
 
 
-def _chat(wish: Wish, number: int) -> dict[str, Any]:
-    body = _openai(wish, number) | {"messages": [{"role": "user", "content": wish.texts[0]}]}
-    if wish.logprobs is not None:
-        body |= {"logprobs": True, "top_logprobs": wish.logprobs}
+def _chat(spec: RequestSpec, number: int) -> dict[str, Any]:
+    body = _openai(spec, number) | {"messages": [{"role": "user", "content": spec.texts[0]}]}
+    if spec.logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": spec.logprobs}
     return body
 
 
-def _openai(wish: Wish, number: int) -> dict[str, Any]:
+def _openai(spec: RequestSpec, number: int) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "max_tokens": wish.max_tokens,
-        "min_tokens": wish.min_tokens,
-        "ignore_eos": wish.ignore_eos,
+        "max_tokens": spec.max_tokens,
+        "min_tokens": spec.min_tokens,
+        "ignore_eos": spec.ignore_eos,
         "seed": number,
-        "n": wish.n,
-        "stream": wish.stream,
-        "stop": list(wish.stop),
-        "stop_token_ids": list(wish.stop_token_ids),
-        "include_stop_str_in_output": wish.include_stop,
-        "return_token_sources": wish.token_sources,
-        "speculative": wish.speculative,
-        "cache_salt": wish.cache_salt,
-        **_with_text_keys(wish.sampling),
+        "n": spec.n,
+        "stream": spec.stream,
+        "stop": list(spec.stop),
+        "stop_token_ids": list(spec.stop_token_ids),
+        "include_stop_str_in_output": spec.include_stop,
+        "return_token_sources": spec.token_sources,
+        "speculative": spec.speculative,
+        "cache_salt": spec.cache_salt,
+        **_with_text_keys(spec.sampling),
     }
-    if wish.regex is not None:
-        body["structured_outputs"] = {"regex": wish.regex}
-    if wish.stream and wish.usage != "none":
-        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": wish.usage == "continuous"}
+    if spec.regex is not None:
+        body["structured_outputs"] = {"regex": spec.regex}
+    if spec.stream and spec.usage != "none":
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": spec.usage == "continuous"}
     return body
 
 
-def _generate(wish: Wish, number: int) -> dict[str, Any]:
+def _generate(spec: RequestSpec, number: int) -> dict[str, Any]:
     sampling = {
-        "max_new_tokens": wish.max_tokens,
-        "min_new_tokens": wish.min_tokens,
-        "ignore_eos": wish.ignore_eos,
+        "max_new_tokens": spec.max_tokens,
+        "min_new_tokens": spec.min_tokens,
+        "ignore_eos": spec.ignore_eos,
         "sampling_seed": number,
-        "n": wish.n,
-        "stop": list(wish.stop),
-        "stop_token_ids": list(wish.stop_token_ids),
-        "no_stop_trim": wish.include_stop,
-        **_with_text_keys(wish.sampling),
+        "n": spec.n,
+        "stop": list(spec.stop),
+        "stop_token_ids": list(spec.stop_token_ids),
+        "no_stop_trim": spec.include_stop,
+        **_with_text_keys(spec.sampling),
     }
-    if wish.regex is not None:
-        sampling["regex"] = wish.regex
-    prompts = [list(ids) for ids in wish.ids] if wish.as_ids else list(wish.texts)
+    if spec.regex is not None:
+        sampling["regex"] = spec.regex
+    prompts = [list(ids) for ids in spec.ids] if spec.as_ids else list(spec.texts)
     body: dict[str, Any] = {
-        "input_ids" if wish.as_ids else "text": prompts if len(prompts) > 1 else prompts[0],
+        "input_ids" if spec.as_ids else "text": prompts if len(prompts) > 1 else prompts[0],
         "sampling_params": sampling,
-        "stream": wish.stream,
-        "speculative": wish.speculative,
-        "cache_salt": wish.cache_salt,
+        "stream": spec.stream,
+        "speculative": spec.speculative,
+        "cache_salt": spec.cache_salt,
     }
-    if wish.logprobs is not None:
-        body |= {"return_logprob": True, "top_logprobs_num": wish.logprobs, "return_text_in_logprobs": True}
-        body["logprob_start_len"] = 0 if wish.with_prompt_logprobs else -1
+    if spec.logprobs is not None:
+        body |= {"return_logprob": True, "top_logprobs_num": spec.logprobs, "return_text_in_logprobs": True}
+        body["logprob_start_len"] = 0 if spec.with_prompt_logprobs else -1
     return body
 
 
-def _grpc(wish: Wish, number: int) -> dict[str, Any]:
+def _grpc(spec: RequestSpec, number: int) -> dict[str, Any]:
     sampling = {
-        "max_tokens": wish.max_tokens,
-        "min_tokens": wish.min_tokens,
-        "ignore_eos": wish.ignore_eos,
+        "max_tokens": spec.max_tokens,
+        "min_tokens": spec.min_tokens,
+        "ignore_eos": spec.ignore_eos,
         "seed": number,
-        "stop_token_ids": list(wish.stop_token_ids),
-        **_with_text_keys(wish.sampling),
+        "stop_token_ids": list(spec.stop_token_ids),
+        **_with_text_keys(spec.sampling),
     }
-    if wish.regex is not None:
-        sampling["regex"] = wish.regex
-    if wish.logprobs is not None:
-        sampling["logprobs"] = wish.logprobs
-        if wish.with_prompt_logprobs:
-            sampling["prompt_logprobs"] = wish.logprobs
-    prompt = {"token_ids": {"ids": list(wish.ids[0])}} if wish.as_ids else {"text": wish.texts[0]}
+    if spec.regex is not None:
+        sampling["regex"] = spec.regex
+    if spec.logprobs is not None:
+        sampling["logprobs"] = spec.logprobs
+        if spec.with_prompt_logprobs:
+            sampling["prompt_logprobs"] = spec.logprobs
+    prompt = {"token_ids": {"ids": list(spec.ids[0])}} if spec.as_ids else {"text": spec.texts[0]}
     body = {
         **prompt,
         "sampling": sampling,
-        "speculation": wish.speculative,
-        "stop": list(wish.stop),
-        "include_stop_str_in_output": wish.include_stop,
-        "n": wish.n,
+        "speculation": spec.speculative,
+        "stop": list(spec.stop),
+        "include_stop_str_in_output": spec.include_stop,
+        "n": spec.n,
         "request_id": f"chaos-{number}",
     }
-    return body if wish.cache_salt is None else body | {"cache_salt": wish.cache_salt}
+    return body if spec.cache_salt is None else body | {"cache_salt": spec.cache_salt}
 
 
 def _with_text_keys(sampling: dict[str, Any]) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def _with_text_keys(sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_sequences(requests: Sequence[Request]) -> int:
-    """Sequences of all requests together."""
+    """Return the number of sequences of all requests together."""
     return sum(_num_prompts(request) * _n(request) for request in requests)
 
 

@@ -1,4 +1,4 @@
-"""What the stack's processes hold: memory, descriptors, threads; and how much more than before is a leak."""
+"""Memory, descriptors and threads of the stack's processes, and how much growth is a leak."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.chaos.stack import Stack
 from tests.chaos.watcher import Sample, Watcher
 
 PROCESSES: tuple[Process, ...] = ("supervisor", "gateway", "verifier", *DRAFTERS)
-# An idle gateway keeps one connection a verifier, and its scrapers'. Threads of its pools stay once they are made.
+# An idle gateway keeps a connection for each verifier and scraper. Its pools' threads stay.
 MORE_DESCRIPTORS = {"gateway": 4, "supervisor": 2}
-# gRPC adds a thread to its pool where all are busy, and takes it back only once it had nothing to do for 20 s, which a
-# question a second may prevent. A thread for each death would be more than these.
+# gRPC adds a thread to its pool if all are busy, and removes it only after 20 idle seconds, which a
+# question a second may prevent. A leaked thread for each death would be more than these.
 MORE_THREADS = {"gateway": 4, "supervisor": 4}
-# The gateway keeps nothing of a request that has ended. It has answered the whole pool before the first measurement;
-# what it may add is fragmentation, and the buffers of the readers that it waited for.
+# The gateway keeps nothing of an ended request. It has answered the whole pool before the first
+# measurement; it may only add fragmentation, and buffers of slow readers.
 MORE_GATEWAY_BYTES = 64 << 20
 IDLE_WITHIN_S = 60.0
 # Idle HTTP connections are closed after 5 s.
@@ -31,7 +31,7 @@ REQUESTS_GAUGE = "foretoken_gateway_num_requests"
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one process holds."""
+    """The resources that one process holds."""
 
     rss_bytes: int
     num_descriptors: int
@@ -39,7 +39,7 @@ class Holding:
 
 
 async def idle_sample(stack: Stack, watcher: Watcher) -> tuple[Sample | None, float]:
-    """The verifier's figures and the gateway's requests once both are idle, or what they are when the time is up."""
+    """Return the verifier's figures and the gateway's requests when idle, or when time is up."""
     deadline = time.monotonic() + IDLE_WITHIN_S
     async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
         while True:
@@ -49,7 +49,7 @@ async def idle_sample(stack: Stack, watcher: Watcher) -> tuple[Sample | None, fl
 
 
 def holdings(stack: Stack) -> dict[Process, Holding]:
-    """Of every process of the stack now."""
+    """Return the holdings of every process of the stack now."""
     found = {}
     for name in PROCESSES:
         process = stack.find(name)
@@ -59,7 +59,7 @@ def holdings(stack: Stack) -> dict[Process, Holding]:
 
 
 async def settled_holdings(stack: Stack, before: dict[Process, Holding]) -> tuple[dict[Process, Holding], list[str]]:
-    """Holdings once nothing is leaked any more, or when the time is up; and the leaks."""
+    """Return holdings and leaks once nothing leaks any more, or when the time is up."""
     deadline = time.monotonic() + SETTLED_WITHIN_S
     while True:
         try:
@@ -73,7 +73,7 @@ async def settled_holdings(stack: Stack, before: dict[Process, Holding]) -> tupl
 
 
 def leaks(before: dict[Process, Holding], now: dict[Process, Holding]) -> list[str]:
-    """What gateway and supervisor hold beyond their bounds. The others are new after each death."""
+    """Return gateway's and supervisor's excess holdings; other processes are new after a death."""
     found = []
     for name, more in MORE_DESCRIPTORS.items():
         old, new = before[name], now[name]  # type: ignore[index]
@@ -88,7 +88,7 @@ def leaks(before: dict[Process, Holding], now: dict[Process, Holding]) -> list[s
 
 
 async def _num_requests(client: httpx.AsyncClient, stack: Stack) -> float:
-    """The gateway's own gauge; -1 where it does not answer."""
+    """Return the gateway's own gauge; -1 if it does not answer."""
     try:
         response = await client.get(f"{stack.url}/metrics")
     except httpx.TransportError:

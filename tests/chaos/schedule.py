@@ -1,4 +1,4 @@
-"""What is done to which process when: drawn from a seed, in proportion to the length of the run."""
+"""The schedule of strikes on processes, drawn from a seed, in proportion to the run's length."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# Of the drafters "drafter" is the n-gram one, "head" the demo model's EAGLE-3 head.
+# "drafter" is the n-gram drafter, "head" the demo model's EAGLE-3 head.
 Process = Literal["verifier", "drafter", "head", "gateway", "supervisor"]
 DRAFTERS: dict[Process, str] = {"drafter": "ngram", "head": "eagle3"}
-# kill: SIGKILL. stop: SIGSTOP for good; whoever watches must replace it. pause: SIGSTOP, and SIGCONT a little later.
+# kill: SIGKILL. stop: SIGSTOP for good; its watcher must replace it. pause: SIGSTOP, SIGCONT later.
 Action = Literal["kill", "stop", "pause"]
 SECONDS_PER_VERIFIER_DEATH = 20.0
 SECONDS_PER_DRAFTER_DEATH = 10.0
@@ -24,10 +24,11 @@ class Strike:
     """One blow.
 
     Attributes:
-        at_s: seconds after the beginning; a process that is not ready again by then is waited for.
-        chained_s: instead of ``at_s``, seconds after the previous strike on the same process, ready or not: it may
-            still be starting.
-        pause_s: of a pause: until SIGCONT. Of a stopped drafter: until SIGKILL, should nobody have replaced it.
+        at_s: seconds after the beginning; the strike waits for a process that is not ready by then.
+        chained_s: instead of ``at_s``, seconds after the previous strike on the same process, even
+            if it is still starting.
+        pause_s: for a pause, until SIGCONT; for a stopped drafter, until SIGKILL if nobody has
+            replaced it.
     """
 
     process: Process
@@ -42,7 +43,7 @@ class Strike:
 
 
 def draw_schedule(seconds: float, seed: int) -> list[Strike]:
-    """All strikes in the order of their times, chained ones after the one that they follow."""
+    """Draw all strikes in the order of their times, chained ones after their predecessors."""
     generator = random.Random(f"schedule {seed}")
     num_verifier = math.ceil(seconds / SECONDS_PER_VERIFIER_DEATH)
     num_drafter = math.ceil(seconds / SECONDS_PER_DRAFTER_DEATH)
@@ -65,7 +66,7 @@ def draw_schedule(seconds: float, seed: int) -> list[Strike]:
 
 
 def num_deaths(strikes: Sequence[Strike], process: Process) -> int:
-    """Deaths of one process that the schedule holds."""
+    """Return the number of one process's deaths in the schedule."""
     return sum(strike.is_death and strike.process == process for strike in strikes)
 
 
@@ -78,7 +79,7 @@ def _deaths(
     num_stops: int,
     num_chained: int | None = None,
 ) -> list[Strike]:
-    """``count`` deaths, one in each of as many equal parts of the time, and some more that hit the one that starts."""
+    """Draw ``count`` deaths, one in each equal part of the time, and some of starting processes."""
     actions: list[Action] = ["stop" if number < num_stops else "kill" for number in range(count)]
     generator.shuffle(actions)
     num_chained = max(1, count // 6) if num_chained is None else num_chained

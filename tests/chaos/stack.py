@@ -1,4 +1,4 @@
-"""The real ``foretoken serve`` on the demo model: started, its processes found, and stopped without a trace."""
+"""Starts and stops the real ``foretoken serve`` on the demo model, and finds its processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Stack:
 
     @classmethod
     async def start(cls, flags: Sequence[str]) -> Stack:
-        """On free ports, with ``flags`` added; returns when it is ready. Raises StackError."""
+        """Start on free ports, with ``flags`` added; return when it is ready. Raises StackError."""
         port, grpc_port = free_ports(2)
         command = [sys.executable, "-P", "-m", "foretoken", "serve", str(MODEL)]
         command += ["--port", str(port), "--grpc-port", str(grpc_port), *flags]
@@ -86,7 +86,7 @@ class Stack:
         return f"unix:{self.folder}/drafters/{DRAFTERS[process]}.sock"
 
     def find(self, name: Process) -> psutil.Process:
-        """The process of that name. Raises psutil.NoSuchProcess while there is none."""
+        """Return the process of that name. Raises psutil.NoSuchProcess while there is none."""
         if name == "supervisor":
             return psutil.Process(self.process.pid)
         words = f" foretoken drafter --name {DRAFTERS[name]} " if name in DRAFTERS else f" foretoken {name} "
@@ -108,12 +108,15 @@ class Stack:
                 await asyncio.sleep(POLL_S)
 
     def check_alive(self) -> None:
-        """Raises StackError if ``foretoken serve`` has ended."""
+        """Raise StackError if ``foretoken serve`` has ended."""
         if self.process.poll() is not None:
             raise StackError(f"foretoken serve ended with status {self.process.returncode}:\n{self.log_tail()}")
 
     async def stop(self) -> float:
-        """SIGTERM; returns the seconds that it took. Raises StackError unless status is 0 and nothing is left."""
+        """Send SIGTERM; return the seconds until the end.
+
+        Raises StackError unless the status is 0 and nothing is left.
+        """
         family = psutil.Process(self.process.pid).children(recursive=True)
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
@@ -132,14 +135,14 @@ class Stack:
         return seconds
 
     def kill(self) -> None:
-        """End it in whatever state it is; its children end with it."""
+        """End it in any state; its children end with it."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
         self.log.close()
 
     def log_text(self) -> str:
-        """All that it has written."""
+        """Return everything that it has written."""
         self.log.seek(0)
         return self.log.read().decode(errors="replace")
 
@@ -148,7 +151,7 @@ class Stack:
 
 
 async def answers(client: httpx.AsyncClient, url: str) -> bool:
-    """Whether a GET is answered with 200."""
+    """Return whether a GET is answered with 200."""
     try:
         return (await client.get(url)).status_code == 200
     except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""The comparison must see every way in which an answer can be wrong."""
+"""The comparison sees every way in which an answer can be wrong."""
 
 from __future__ import annotations
 

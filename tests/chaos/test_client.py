@@ -1,4 +1,4 @@
-"""The client against servers that behave in all ways: what it writes down."""
+"""The client records what servers of all kinds do."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def served(script: Script) -> AsyncIterator[Client]:
-    """A client of a server that reads a request and then does what ``script`` says."""
+    """Run a client of a server that reads a request and then follows ``script``."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        # Bytes that nobody has read make a connection's end a reset.
+        # Unread bytes turn a connection's end into a reset.
         await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
         with contextlib.suppress(ConnectionError):
             await script(writer)

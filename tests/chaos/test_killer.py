@@ -1,4 +1,4 @@
-"""What a gateway's death excuses, and how blows are told apart."""
+"""Which failures a gateway's death excuses, and how blows are distinguished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge: what is an error, what is excused, and what is compared."""
+"""The judge: which outcomes are errors, which are excused, and which are compared."""
 
 from __future__ import annotations
 

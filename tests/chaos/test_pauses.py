@@ -32,7 +32,7 @@ def test_a_stopped_verifier_is_dead_when_it_is_found_out() -> None:
     deaths = [blow("verifier", "stop", 2.0, ended_at=8.0)]
     assert after_deaths([line(1.0, 1.9, 11.0)], deaths, "verifier") == Waits(1, 3.0, 3.0)
     assert after_deaths([line(1.0, 1.9, 11.0)], deaths, "verifier", since_signal=True) == Waits(1, 9.0, 9.0)
-    # One that began while it stood still was not in flight.
+    # A stream that began during the silence was not in flight.
     assert after_deaths([line(3.0, 11.0)], deaths, "verifier").count == 0
 
 
@@ -51,7 +51,7 @@ def test_a_wait_for_the_verifier_says_nothing_of_the_drafter() -> None:
 def test_tokens_that_were_on_their_way_end_no_silence() -> None:
     deaths = [blow("verifier", "kill", 2.0, over_at=9.0)]
     assert after_deaths([line(1.0, 2.03, 2.25, 9.25, 9.3)], deaths, "verifier") == Waits(1, 7.0, 7.0)
-    # A later one is not of this death.
+    # A later silence does not belong to this death.
     assert after_deaths([line(1.0, 2.25, 2.75, 9.25)], deaths, "verifier") == Waits(1, 0.5, 0.5)
 
 

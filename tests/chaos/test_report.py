@@ -79,7 +79,7 @@ def no_proof(run: Run) -> None:
     run.num_proofs = 0
 
 
-def leaked_page(run: Run) -> None:
+def leaked_block(run: Run) -> None:
     run.last_sample = dataclasses.replace(SAMPLE, num_free_blocks=99)
 
 
@@ -115,7 +115,7 @@ def did_not_stop(run: Run) -> None:
         (server_error, "1 answers with a status of 500 or more"),
         (nothing_compared, "no token was compared"),
         (no_proof, "no draft was accepted"),
-        (leaked_page, "at the end 1 pages, 0 running"),
+        (leaked_block, "at the end 1 blocks, 0 running"),
         (running_sequence, "1 running"),
         (no_verifier, "does not answer"),
         (request_in_gateway, "the gateway counts 1 requests"),

@@ -1,4 +1,4 @@
-"""Readers: what an API sends in pieces is put together again, and each broken rule of its protocol is seen."""
+"""Readers join the pieces that an API sends and see each broken rule of its protocol."""
 
 from __future__ import annotations
 

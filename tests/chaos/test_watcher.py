@@ -1,4 +1,4 @@
-"""When accepted drafts prove that speculation has come back after a death."""
+"""Accepted drafts prove that speculation has come back after a death."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sample(epoch: int, attaches: int, accepted: int, *, attached: bool = True) -
 @pytest.mark.parametrize(
     ("after", "proved"),
     [
-        # The drafter that is still thought to be there, and what it had accepted.
+        # The drafter that still seems to be there, and its accepted tokens.
         ([sample(1, 1, 60), sample(1, 1, 70)], False),
         # Attached again, and nothing accepted since.
         ([None, sample(1, 2, 60), sample(1, 2, 60)], False),

@@ -1,4 +1,4 @@
-"""From what came over the wire to an Answer: one reader an API, which also notes each broken rule of the protocol."""
+"""Turns wire data into an Answer: a reader for each API also notes broken rules of the protocol."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 from protos import common_pb2, gateway_pb2
 from tests.chaos.answer import Answer, Choice
 
-# prompt_tokens_details depends on what the prefix cache held, which is no part of the answer.
+# prompt_tokens_details depends on the prefix cache, which is not part of the answer.
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
@@ -27,14 +27,14 @@ class Reader(Protocol):
 
 
 class EventStream:
-    """Server-sent events, from bytes as they come. Comments may stand anywhere; [DONE] is last and comes once."""
+    """Reads server-sent events from bytes. Comments may stand anywhere; [DONE] comes last and once."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self._rest = b""
 
     def feed(self, data: bytes) -> list[int]:
-        """Returns the choices that got something new. Raises ErrorEventError."""
+        """Read more bytes; return the choices that got something new. Raises ErrorEventError."""
         *blocks, self._rest = (self._rest + data).split(b"\n\n")
         changed: list[int] = []
         for block in blocks:
@@ -44,7 +44,7 @@ class EventStream:
         return changed
 
     def end(self) -> None:
-        """The connection ended in order."""
+        """Note that the connection ended in order."""
         if self._rest.strip():
             self._complain(f"the stream ended within an event: {self._rest[:80]!r}")
 
@@ -69,7 +69,7 @@ class EventStream:
 
 
 class OpenAiReader:
-    """Chunks and whole bodies of /v1/completions and /v1/chat/completions."""
+    """Reads chunks and whole bodies of /v1/completions and /v1/chat/completions."""
 
     def __init__(self, *, chat: bool) -> None:
         self.answer = Answer()
@@ -88,7 +88,7 @@ class OpenAiReader:
         self.answer.usage = usage
 
     def _read_choice(self, item: dict[str, Any]) -> bool:
-        """Whether it brought text or tokens."""
+        """Read one choice; return whether it brought text or tokens."""
         index, choice = item["index"], self.answer.choice(item["index"])
         text, logprobs = self._chat_parts(item) if self._chat else (item["text"], _columns(item["logprobs"]))
         token_ids = item.get("token_ids", [])
@@ -114,7 +114,7 @@ class OpenAiReader:
 
 
 class GenerateReader:
-    """Objects of /generate: cumulative when streamed, and a list when several were asked for."""
+    """Reads objects of /generate: cumulative if streamed, a list if several were requested."""
 
     def __init__(self) -> None:
         self.answer = Answer()
@@ -152,7 +152,7 @@ class GenerateReader:
 
 
 class GrpcReader:
-    """Messages of GatewayService.Generate. Offsets must follow each other without gap or overlap."""
+    """Reads messages of GatewayService.Generate, whose offsets must have no gap or overlap."""
 
     def __init__(self, request: gateway_pb2.GenerateRequest) -> None:
         self.answer = Answer()
@@ -197,7 +197,7 @@ def _finish(choice: Choice, reason: str, matched: str | int | None) -> None:
 
 
 def _columns(logprobs: dict[str, list[Any]] | None) -> list[Any]:
-    """OpenAI's columns as one entry a token."""
+    """Return OpenAI's columns as one entry a token."""
     if logprobs is None:
         return []
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

@@ -1,4 +1,4 @@
-"""Asks the verifier for its figures all the time: pages, sequences, and whether speculation comes back after deaths."""
+"""Polls the verifier's figures: blocks, sequences, and whether speculation returns after deaths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sample:
 
     @property
     def is_idle(self) -> bool:
-        """No sequence is there and every page is free."""
+        """Return whether there is no sequence and every block is free."""
         return self.num_running == self.num_waiting == 0 and self.num_free_blocks == self.num_blocks
 
 
@@ -45,11 +45,11 @@ class Watcher:
     def __init__(self, address: str) -> None:
         self._address = address
         self.latest: Sample | None = None
-        # The last sample of each verifier that there was, by epoch.
+        # The last sample of each verifier so far, by epoch.
         self.epochs: dict[int, Sample] = {}
         self.first_seen: dict[int, float] = {}
         self.changed = asyncio.Event()
-        # Replacements after which drafts were accepted again, and whether one is still to be proved.
+        # Replacements followed by accepted drafts, and whether one is still unproved.
         self.num_proofs = 0
         self.owes_proof = False
         self._struck: Sample | None = None
@@ -57,7 +57,7 @@ class Watcher:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Watcher]:
-        """Polls until the block is left."""
+        """Poll until the block is left."""
         task = asyncio.create_task(self._poll())
         try:
             yield self
@@ -67,18 +67,18 @@ class Watcher:
                 await task
 
     def struck(self) -> None:
-        """Verifier or drafter is about to die: from now on accepted drafts must be seen again."""
+        """Note that verifier or drafter is about to die: later drafts must be accepted again."""
         self.owes_proof, self._baseline = True, None
         self._struck = self.latest or self._struck
 
     async def next_sample(self) -> Sample | None:
-        """The next one; None if the verifier did not answer."""
+        """Return the next sample; None if the verifier did not answer."""
         self.changed.clear()
         await self.changed.wait()
         return self.latest
 
     async def wait_attached(self, within_s: float) -> bool:
-        """Until every drafter is attached; whether that was so within the time."""
+        """Wait until every drafter is attached; return whether that happened in time."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             sample = await self.next_sample()
@@ -87,7 +87,7 @@ class Watcher:
         return False
 
     def acceptance(self, since: dict[int, Sample] | None = None) -> tuple[int, int]:
-        """Drafted and accepted tokens of all verifiers, less those that ``since`` (a copy of ``epochs``) held."""
+        """Return all verifiers' drafted and accepted tokens since ``since``, a copy of ``epochs``."""
         before = since or {}
         drafted = sum(s.num_draft_tokens for s in self.epochs.values()) - sum(
             s.num_draft_tokens for s in before.values()
@@ -111,7 +111,7 @@ class Watcher:
             await asyncio.sleep(POLL_S)
 
     def take(self, sample: Sample | None) -> None:
-        """One more answer; None: there was none."""
+        """Take one more answer; None: there was none."""
         self.latest = sample
         if sample is not None:
             self.epochs[sample.epoch] = sample

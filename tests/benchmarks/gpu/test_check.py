@@ -1,4 +1,4 @@
-"""The check of a run: what it refuses, what it fails, and its exit status."""
+"""The check of a run: refusals, failures, and exit status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMIT = "0123456789ab"
 
 
 def result(**milliseconds: float) -> dict[str, Any]:
-    """A whole run that reaches every bar; by path, factors on its times."""
+    """Return a whole run that reaches every bar; the arguments are factors on its times by path."""
     rows = []
     for key in required_rows():
         setting = next(setting for setting in SETTINGS if setting.name == key.setting)
@@ -39,7 +39,7 @@ def result(**milliseconds: float) -> dict[str, Any]:
                 "tokens_per_step": setting.accept_length,
                 "num_dropped": 3,
                 "num_rounds": 3,
-                # The first step of each sequence.
+                # Each sequence's first step.
                 "num_fallback_steps": 0 if setting.is_plain else 3 * key.batch,
                 "step_ms": [ms] * 201,
                 "median_ms": ms,

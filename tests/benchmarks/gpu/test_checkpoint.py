@@ -1,4 +1,4 @@
-"""Random checkpoints: they load, their logits are finite and differ, and large ones come in several files."""
+"""Random checkpoints load, have finite and different logits, and split large ones into files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_head_loads_with_its_own_vocabulary(folder: Path) -> None:
     features = torch.randn(len(TOKENS) - 1, head.feature_width, generator=torch.Generator().manual_seed(0))
     logits, _ = PagedHead(head).extend(TOKENS[1:], 1, features, from_target=True)
     assert logits.shape == (19, 1000) and torch.isfinite(logits).all()
-    # Sure enough of itself that a tree goes deep.
+    # Confident enough for a deep tree.
     assert 5 < logits.std() < 20 and logits.softmax(dim=1).max(dim=1).values.median() > 0.4
 
 

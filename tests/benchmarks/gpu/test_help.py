@@ -1,4 +1,4 @@
-"""Every command of the README says how it is used, also where what it needs on a GPU is not installed."""
+"""Every command of the README has help, also without the packages that it needs on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the GPU is idle: the command on a processor, where there is nothing to be recorded, and what it prints."""
+"""How long the GPU is idle: the command on a CPU, which records nothing, and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches whose requests differ: what each wants, how the ragged step is judged, and the command on a processor."""
+"""Batches of different requests: their fields, the verdict on a ragged step, the command on a CPU."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     for name, found in rows.items():
         assert len(found["step_ms"]) >= 8 and found["num_steps"] > 0 and found["num_resident_steps"] == 0
         has_ngram, has_chains = "n-grams" in name, "chain" in name
-        # A machine that is busy may have no time for any draft of a short batch, but nobody drafts unasked.
+        # A busy machine may have no time to draft for a short batch, but nobody drafts unasked.
         assert found["num_drafts"]["eagle3"] == 0 or "tree" in name or has_chains
         if has_chains:
             assert found["num_drafts"]["ngram"] == 0 or has_ngram
-        # Steps without a draft are those of a machine that has no time for one.
+        # A busy machine has no time for a draft in some steps.
         assert found["last_tokens_per_step"] == 1 if name.endswith("2 plain") else found["last_tokens_per_step"] <= 4.2
     assert sum(found["num_drafts"]["eagle3"] for found in rows.values()) > 0
     assert "| 2 chains, 1 with logprobs |" in capsys.readouterr().out

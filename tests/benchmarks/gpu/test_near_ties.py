@@ -1,4 +1,4 @@
-"""Texts that differ: where, by how much, and what fails; then the command on a processor, where none does."""
+"""Texts that differ: where, by how much, and which fail; then the command on a CPU, where none does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_texts_are_compared_up_to_where_they_differ() -> None:
     assert alone.per_1000_tokens == pytest.approx(1000 / 7)
     assert (batched.divergences, batched.num_tokens) == ((), 8)
     assert both.divergences == (Divergence(1, 0, (0, 5), None),) and both.num_tokens == 5
-    # A gap at the bound is none too many; one that is not known is, and in strict mode all are.
+    # A gap at the bound passes; an unknown gap fails, and in strict mode all gaps fail.
     assert alone.failures(0.125) == [] and len(alone.failures(0.12)) == len(alone.failures(None)) == 1
     assert "not both among the 5 best" in both.failures(0.125)[0] and both.failures(math.inf)
     assert "prompt 0, token 2: 9 and 3, 0.1250 nats apart" in alone.failures(None)[0]
@@ -74,8 +74,8 @@ def test_every_prompt_is_completed_alone_and_in_batches() -> None:
     assert asked == [(1, False)] * 3 + [(1, True)] * 3 + [(2, False), (1, False)] + [(2, True), (1, True)]
 
 
-def test_what_can_be_compared_is_compared_at_once() -> None:
-    """So that a run which is cut off leaves what it has found."""
+def test_texts_are_compared_as_soon_as_possible() -> None:
+    """A run that is cut off then leaves its findings."""
     num_asked = 0
 
     def complete(prompts: Sequence[Sequence[int]], drafted: bool) -> list[list[int]]:
@@ -91,7 +91,7 @@ def test_what_can_be_compared_is_compared_at_once() -> None:
 
 @pytest.mark.slow
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One token is changed behind the server's back, so that there is something to be found."""
+    """One token is changed after the server has answered, so that there is a difference to find."""
 
     def spoilt(*arguments: object) -> Iterator[tuple[str, list[list[int]]]]:
         for name, texts in complete_all(*arguments):  # type: ignore[arg-type]

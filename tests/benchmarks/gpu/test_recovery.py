@@ -1,4 +1,4 @@
-"""Faults in the middle of streams: the figures, the table, and the command on a processor."""
+"""Faults in the middle of streams: the figures, the table, and the command on a CPU."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ OLD, NEW = (7, 1), (7, 2)
 
 
 def test_a_pause_begins_with_the_fault_or_with_the_last_token_behind_it() -> None:
-    # In flight at 2.5: 3 arrives still, and nothing more before 7.
+    # In flight at 2.5: 3 still arrives, then nothing before 7.
     assert pauses_after([[1, 2, 3, 7, 8]], 2.5) == Pauses(next_token=0.5, longest=4, longest_began=0.5)
-    # What lies before the fault is not its own.
+    # Waits before the fault do not count.
     assert pauses_after([[0, 9, 9.5]], 8) == Pauses(1, 1, 0)
 
 
@@ -51,7 +51,7 @@ def test_the_longest_pause_of_all() -> None:
 
 
 def test_the_drafter_is_back_with_another_attachment() -> None:
-    """The one that the fault ends is seen for a while; then there is none."""
+    """The old attachment shows for a while after the fault; then there is none."""
     seen = [
         Sighting(1, OLD, 10, 20),
         Sighting(2),
@@ -72,13 +72,13 @@ def test_a_fault_that_ends_no_attachment() -> None:
 
 
 def test_a_new_verifier_counts_from_nothing() -> None:
-    """An attachment that was lost again is no return."""
+    """An attachment that was lost again does not count as a return."""
     seen = [Sighting(1, NEW, 50, 50), Sighting(2, NEW, 51, 50), Sighting(3, (8, 1), 0, 0), Sighting(4, (8, 1), 2, 3)]
     assert drafters_return(seen, OLD) == Return(attached_at=3, drafted_at=4, accepted_at=4)
 
 
 class Process:
-    """Notes what it is sent."""
+    """A process that notes the signals that it is sent."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -139,7 +139,7 @@ def test_another_end_than_the_faults_is_an_error(name: str, said: list[str]) -> 
 @pytest.mark.parametrize("word", ["drafter", "verifier"])
 def test_only_a_drafter_faults_at_a_signal(word: str) -> None:
     code = f"import signal; print([callable(signal.getsignal(n)) for n in ({FAIL_ASSERTION:d}, {WRITE_ASTRAY:d})])"
-    # With arguments as a service has them, and modules of its own path still found.
+    # With a service's arguments, and modules on its own path are still found.
     environment = with_hooks({**os.environ, "PYTHONPATH": str(ROOT)})
     done = subprocess.run(
         [sys.executable, "-P", "-c", f"import foretoken; {code}", word],
@@ -212,7 +212,7 @@ def test_a_processor_has_no_faults_of_a_gpu(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The drafter dies while the verifier may wait for it; the same text, and drafts are accepted again."""
+    """The drafter dies while the verifier may wait for it: same text, then accepted drafts again."""
     words = ["--model", str(DEMO / "target"), "--drafter-head", str(DEMO / "eagle3")]
     words += ["--output", str(tmp_path / "recovery.json"), "--tree", "3", "2", "6", "--threads", "1"]
     words += ["--faults", "killed while awaited", "--repeats", "1", "--batches", "2", "--output-tokens", "600"]

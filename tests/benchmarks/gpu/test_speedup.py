@@ -35,7 +35,7 @@ def test_the_figures() -> None:
 
 @pytest.mark.slow
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the small model itself: that a widened one has its function is shown by test_widen."""
+    """Runs the small model itself; test_widen shows that a widened one is the same function."""
     words = ["--model", str(DEMO / "target"), "--drafter-head", str(DEMO / "eagle3")]
     words += ["--output", str(tmp_path / "speedup.json"), "--tree", "4", "2", "8", "--threads", "1"]
     words += ["--prompts", "4", "--tokens", "48", "--pairs", "1"]
@@ -44,6 +44,6 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     speedup.main()
     found = json.loads((tmp_path / "speedup.json").read_text())
     assert found["mode"] == "strict" and found["num_other_texts"] == 0 and found["num_outputs"] == 4
-    # Drafts that come too late on a busy machine are not counted at a position.
+    # Late drafts of a busy machine are not counted at a position.
     assert found["tokens_per_step"] > 1 and found["accepted_per_position"][0] > 0.5
     assert found["tree"] == "4-2-8" and "0 of 4 texts differ" in capsys.readouterr().out

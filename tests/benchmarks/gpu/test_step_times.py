@@ -1,4 +1,4 @@
-"""Step times from arrivals: what is counted, and what is left out."""
+"""Step times from arrivals: which steps count, and which are left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.gpu.step_times import StepTimes, step_times
 
 
 def arrivals(first_at: float, gap: float, tokens: list[int]) -> list[tuple[float, int]]:
-    """One token at ``first_at``, then these many every ``gap``."""
+    """Return arrivals: one token at ``first_at``, then these numbers every ``gap``."""
     found = [(first_at, 1)]
     for index, count in enumerate(tokens, start=1):
         found.append((first_at + gap * index, found[-1][1] + count))

@@ -1,4 +1,4 @@
-"""The whole command on a processor: tiny random checkpoints through the real services."""
+"""The whole command on a CPU: tiny random checkpoints through the real services."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_path_is_measured(
         assert len(row["step_ms"]) >= 12 and min(row["step_ms"]) > 0
         assert row["mode"] == result["numerics"] == "strict" and row["commit"] == result["commit"]
         assert row["phases_ms"]["forward"] > 0
-        # Steps without a draft are those of a machine that has no time for one.
+        # A busy machine has no time for a draft in some steps.
         assert row["tokens_per_step"] == 1 if setting == "plain" else 1 < row["tokens_per_step"] <= 4.2
         transport = "in-process" if path == "in-process" else "shared-memory"
         assert row["drafters"] == ({} if setting == "plain" else {"eagle3": transport})
@@ -78,7 +78,7 @@ def test_flags_of_the_settings(tmp_path: Path) -> None:
 
 
 def test_bytes_of_a_step(folder: Path) -> None:
-    """By hand, of the tiny shape: bfloat16 is two bytes."""
+    """The bytes of the tiny shape, by hand: bfloat16 is two bytes."""
     found = step_bytes(folder / "target", folder / "eagle3")
     layer = 128 * (4 + 2 * 2) * 32 + 128 * 128 + 3 * 128 * 384 + 2 * 128
     assert found.target == 2 * (12 * layer + 8256 * 128 + 128)

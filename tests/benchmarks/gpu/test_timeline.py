@@ -1,4 +1,4 @@
-"""From recorded kernels to idle time: a few of them, by hand."""
+"""Idle time from a few recorded kernels, by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def event(name: str, start: float, length: float, **fields: Any) -> dict[str, An
 
 
 def steps(count: int, *, gap: float = 6.0) -> list[Span]:
-    """Of 100 us each: rows for 10, a microsecond of nothing, a pass up to 90 - gap, the gap, sampling for 10."""
+    """Return steps of 100 us.
+
+    Each has rows for 10, a microsecond of nothing, a pass up to 90 - gap, the gap, and sampling for
+    10.
+    """
     spans = []
     for number in range(count):
         at = 100.0 * number
@@ -53,7 +57,7 @@ def test_busy_and_idle_of_whole_steps() -> None:
     found = timeline_of(steps(13), edge_steps=1)
     assert found.step_us == [100.0] * 10 and found.busy_us == [93.0] * 10
     assert found.idle_share == pytest.approx(0.07)
-    # Without recording the same work is done in less time.
+    # Without recording the same work takes less time.
     assert found.idle_share_of(95.0) == pytest.approx(2 / 95)
     assert (found.small_gaps_us, found.num_small_gaps) == (pytest.approx(1.0), 1.0)
     assert found.gaps == [Share("matmul -> sample", 6.0, 1.0, 6.0)]
@@ -65,7 +69,7 @@ def test_busy_and_idle_of_whole_steps() -> None:
 
 
 def test_work_that_overlaps_counts_once() -> None:
-    """A copy beside the pass, which ends in the gap behind it."""
+    """A copy runs beside the pass and ends in the gap after it."""
     copies = [Span("copy", at + 50, at + 86) for at in (0.0, 100.0, 200.0, 300.0)]
     spans = sorted([*steps(4), *copies], key=lambda span: span.start_us)
     found = timeline_of(spans, edge_steps=0)

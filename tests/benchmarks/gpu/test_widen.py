@@ -1,4 +1,4 @@
-"""A widened model is the small one: logits, greedy text and drafts, with every part of the shape larger."""
+"""A widened model has the small one's logits, greedy text and drafts, with every size larger."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from models.demo.held_out import held_out_prompts
 from tests.foretoken.test_models import Paged
 from tests.foretoken.test_models import load as load_target
 
-# Odd where it can be: nothing is a multiple of the small model's.
+# Odd sizes where possible: none is a multiple of the small model's.
 SHAPE = Shape(
     hidden_size=1200,
     intermediate_size=1040,
@@ -83,7 +83,7 @@ def test_every_part_is_larger_and_stored_as_bfloat16(wide: Path) -> None:
         assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (1200, 1040, 8448)
         assert (config.num_heads, config.num_kv_heads, config.head_dim) == (12, 3, 128)
     assert target.num_layers == 11 and head.draft_vocab_size == 8320
-    # The layers that engines take where a config names none.
+    # The layers that engines take if a config names none.
     assert head_features(head, 11) == (2, 5, 8)
     for folder, integers in ((wide / "target", set()), (wide / "eagle3", {"d2t", "t2d"})):
         with Checkpoint(folder) as checkpoint:
