@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.client import Address
 
-# From a request's body to the pieces of the answer. Between two pieces the script may wait for the client.
+# From a request's body to the answer's pieces. Between two pieces the script may wait.
 Script = Callable[[dict[str, Any]], Iterator[bytes]]
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -28,7 +28,7 @@ class ScriptedServer:
 
 @contextlib.contextmanager
 def scripted_server(script: Script) -> Iterator[ScriptedServer]:
-    """Serve until the block is left; each connection has a thread and is closed after the answer."""
+    """Serve until the block is left; a connection has a thread and closes after the answer."""
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:

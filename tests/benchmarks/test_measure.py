@@ -20,7 +20,7 @@ class ScriptedServer:
     """A server that answers three tokens named after the prompt: 4 s a token, drafted 2 s."""
 
     def __init__(self, *, drafted: int | None = None, cached: int = 0, changed: int | None = None) -> None:
-        """Make a server; ``changed``: the prompt's first id for which speculation changes the text."""
+        """Make a server; ``changed``: the prompt's first id for which drafts change the text."""
         self.bodies: list[dict[str, Any]] = []
         self.num_at_once: list[int] = []
         self._drafted = drafted

@@ -1,4 +1,4 @@
-"""The protocol of reference processes, and transformers timed token by token on a small random model."""
+"""The protocol of reference processes, and transformers timed token by token."""
 
 from __future__ import annotations
 

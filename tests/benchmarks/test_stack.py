@@ -32,8 +32,8 @@ child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdin=sys.stdin)
 print("started", flush=True)
 child.wait()
 """
-# Says nothing, uses CPU time at once, and waits for its input to end. It uses more time than the test
-# waits for: the kernel cuts a process's user and system time down to whole ticks.
+# Says nothing, uses CPU time at once, and waits for its input to end. It uses more time than the
+# test waits for: the kernel cuts a process's user and system time down to whole ticks.
 BUSY_CHILD = """
 import sys, time
 while time.process_time() < 0.7:

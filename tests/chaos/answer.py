@@ -13,7 +13,7 @@ SHOWN_ITEMS = 8
 
 @dataclass(slots=True)
 class Choice:
-    """One output. Logprob entries are whatever the API sends per token; they are compared bit for bit."""
+    """One output. Logprob entries are as the API sends them, and compared bit for bit."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

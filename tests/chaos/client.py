@@ -72,7 +72,7 @@ class Record:
 
 
 class Client:
-    """A client of both protocols; each REST request has a connection, so none outlives its server."""
+    """A client of both protocols; each REST request has a connection of its own."""
 
     def __init__(self, url: str, grpc_address: str) -> None:
         self._url = url
@@ -87,7 +87,7 @@ class Client:
         await self._channel.close()
 
     async def send(self, request: Request, manner: Manner = POLITE) -> Record:
-        """Send a request once; return the record, in which server and connection errors are outcomes."""
+        """Send a request once; return the record. Server and connection errors are outcomes."""
         record = Record(request, manner, sent_at=time.monotonic())
         work = self._call(record) if request.api == "grpc" else self._post(record)
         try:
@@ -132,7 +132,7 @@ class Client:
         message = json_format.ParseDict(record.request.body, gateway_pb2.GenerateRequest())
         reader = GrpcReader(message)
         record.answer = reader.answer
-        # Retry until there is a connection: without a gateway the request has not begun.
+        # Wait until there is a connection: without a gateway the request has not begun.
         call = self._stub.Generate(message, wait_for_ready=True)
         try:
             async for response in _slowly(call, record.manner.slow_s):

@@ -149,7 +149,7 @@ class Killer:
         blow.over_at = time.monotonic()
 
     async def _await_end(self, blow: Blow, target: psutil.Process) -> None:
-        """Wait for the end. A stopped verifier must be replaced; a drafter left stopped is killed."""
+        """Wait for the end. A stopped verifier must be replaced; a stopped drafter is killed."""
         strike = blow.strike
         limit_s = strike.pause_s if strike.process in DRAFTERS and strike.action == "stop" else RECOVERY_S
         deadline = time.monotonic() + limit_s

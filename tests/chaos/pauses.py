@@ -55,8 +55,8 @@ def after_deaths(
 ) -> Waits:
     """Return how long deaths of ``process`` silenced the outputs that were streaming then.
 
-    Waits during which another process on the tokens' way was away too are left out: they say nothing
-    about this one.
+    Waits during which another process on the tokens' way was away too are left out: they say
+    nothing about this one.
 
     Args:
         since_signal: count from the signal, even if a stopped process was found later.

@@ -76,7 +76,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """The requests' material: prompts from held-out files, and tokens that are parts of characters."""
+    """Prompts from held-out files, and tokens that are parts of characters."""
 
     prompts: tuple[tuple[str, tuple[int, ...]], ...]
     part_ids: tuple[int, ...]

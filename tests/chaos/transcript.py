@@ -19,7 +19,7 @@ class ErrorEventError(Exception):
 
 
 class Reader(Protocol):
-    """Takes the JSON objects of one answer in order. ``feed`` returns the choices that got something new."""
+    """Takes one answer's JSON objects in order. ``feed`` returns the choices with something new."""
 
     answer: Answer
 
@@ -27,7 +27,7 @@ class Reader(Protocol):
 
 
 class EventStream:
-    """Reads server-sent events from bytes. Comments may stand anywhere; [DONE] comes last and once."""
+    """Reads server-sent events. Comments may stand anywhere; [DONE] comes last and once."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader

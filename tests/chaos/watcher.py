@@ -19,7 +19,7 @@ ANSWER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer of the verifier. ``at``: time.monotonic(). The counts are since the start of this ``epoch``."""
+    """One answer of the verifier. ``at``: time.monotonic(). Counts begin with the ``epoch``."""
 
     at: float
     epoch: int
@@ -87,7 +87,7 @@ class Watcher:
         return False
 
     def acceptance(self, since: dict[int, Sample] | None = None) -> tuple[int, int]:
-        """Return all verifiers' drafted and accepted tokens since ``since``, a copy of ``epochs``."""
+        """Return all verifiers' drafted and accepted tokens since a copy of ``epochs``."""
         before = since or {}
         drafted = sum(s.num_draft_tokens for s in self.epochs.values()) - sum(
             s.num_draft_tokens for s in before.values()

@@ -1,4 +1,4 @@
-"""A tokenizer trained here, a scripted verifier and a real gateway on free ports."""
+"""Fixtures: a tokenizer trained here, a scripted verifier and a real gateway on free ports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRAINING_TEXT = [
 
 
 def train_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """A small byte-level BPE tokenizer in Hugging Face's layout, with special and ordinary added tokens."""
+    """Train a small byte-level BPE tokenizer in Hugging Face's layout, with added tokens."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -57,7 +57,7 @@ def train_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) 
 
 @dataclass
 class Stack:
-    """A running gateway with a scripted verifier behind it."""
+    """A running gateway with a scripted verifier."""
 
     settings: GatewaySettings
     gateway: Gateway
@@ -77,7 +77,7 @@ class Stack:
         return self.tokenizer.encode(text)
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The value of one sample of /metrics; 0.0 if there is none."""
+        """Return the value of one sample of /metrics; 0.0 if there is none."""
         text = (await self.http.get("/metrics")).text
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = [line for line in text.splitlines() if line.startswith(name + "{") and all(w in line for w in wanted)]
@@ -124,7 +124,7 @@ async def run_stack(settings: GatewaySettings, tokenizer: Tokenizer, path: Path)
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """The JSON events of a whole stream, which must end with [DONE]."""
+    """Return the JSON events of a whole stream, which must end with [DONE]."""
     blocks = text.split("\n\n")
     assert blocks[-2:] == ["data: [DONE]", ""], text
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks[:-2])

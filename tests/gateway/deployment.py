@@ -39,7 +39,7 @@ class Deployment:
     async def start(
         self, script: Script, number: int = 0, *, fingerprint: str = "fp", queue_room: int | None = None
     ) -> ScriptedVerifier:
-        """A new verifier at address ``number``, up. With ``queue_room`` it has no heartbeats."""
+        """Start a new verifier at address ``number``. With ``queue_room`` it has no heartbeats."""
         verifier = ScriptedVerifier(self.tokenizer.vocab_size)
         verifier.queue_room, verifier.heartbeats = queue_room, queue_room is None
         verifier.script = script
@@ -65,7 +65,7 @@ class Deployment:
 
     @property
     def attempts(self) -> list[tuple[int, int, list[int]]]:
-        """Choice, attempt and tokens so far of all that was submitted, in order."""
+        """Return choice, attempt and tokens so far of everything submitted, in order."""
         return [(s.choice_index, s.attempt, list(s.output_token_ids)) for v in self.verifiers for s in v.submitted]
 
 
@@ -90,8 +90,10 @@ async def deployment(
 def playing(
     outputs: list[list[int]], cuts: list[int | None], *, with_logprobs: bool = False, stats: Any = None
 ) -> Script:
-    """Plays ``outputs[choice]`` token by token from where the sequence stands. An attempt that finds fewer than
-    ``cuts[choice]`` tokens stays silent from there on, until it is killed (None: it plays to the end).
+    """Play ``outputs[choice]`` token by token from where the sequence stands.
+
+    An attempt that finds fewer than ``cuts[choice]`` tokens stays silent from that cut on, until it
+    is killed (None: it plays to the end).
     """
 
     async def play(player: Player) -> None:
@@ -121,7 +123,7 @@ def playing(
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[int, list[Any]]:
-    """What a stream says of each choice: text, logprobs, finish reasons, whatever its chunks' borders."""
+    """Return a stream's text, logprobs and finish reasons by choice, without chunk borders."""
     choices: dict[int, list[Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -135,7 +137,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[int, list[Any]]:
 
 
 async def silent(player: Player) -> None:
-    """Two tokens, then nothing more."""
+    """Play two tokens, then nothing more."""
     player.tokens([65, 66][len(player.sequence.output_token_ids) :])
 
 

@@ -1,4 +1,4 @@
-"""A VerifierService whose tokens are scripted by the test, behind a real gRPC server on a socket file."""
+"""A VerifierService with tokens scripted by the test, on a real gRPC server on a socket file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Player:
         attempt: int | None = None,
         num_cached_tokens: int | None = None,
     ) -> None:
-        """One step's tokens. By default the last one is the target's and the others are accepted drafts."""
+        """Send one step's tokens. By default all but the last one are accepted drafts."""
         ids = list(ids)
         if sources is None:
             sources = [1] * (len(ids) - 1) + [0]
@@ -93,14 +93,14 @@ Script = Callable[[Player], Awaitable[None]]
 
 
 def steps(*runs: Iterable[int], reason: int = LENGTH, stats: common_pb2.SpeculationStats | None = None) -> Script:
-    """One message a run of tokens; then the end, or what an abort gets."""
+    """Return a script: one message for each run of tokens, then the end, or an abort's end."""
 
     async def play(player: Player) -> None:
         for run in runs:
             if player.aborted.is_set():
                 break
             player.tokens(run)
-            # Messages of their own, as from engine steps.
+            # Separate messages, as from engine steps.
             await asyncio.sleep(0)
         player.finish(ABORT if player.aborted.is_set() else reason, stats)
 
@@ -108,7 +108,7 @@ def steps(*runs: Iterable[int], reason: int = LENGTH, stats: common_pb2.Speculat
 
 
 class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """Plays ``script`` for every submitted sequence and records what came up the session."""
+    """Plays ``script`` for every submitted sequence and records the session's messages."""
 
     def __init__(self, vocab_size: int, max_model_len: int = 128) -> None:
         self.script: Script = steps([1], [2])
@@ -116,7 +116,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.aborts: list[verifier_pb2.Abort] = []
         self.arrived = asyncio.Condition()
         self.heartbeats = True
-        # Told in every message; None: not told.
+        # Sent in every message; None: not sent.
         self.queue_room: int | None = None
         self.num_sessions = 0
         self.info = verifier_pb2.GetInfoResponse(
@@ -157,7 +157,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self._sessions: list[asyncio.Queue[verifier_pb2.SessionResponse]] = []
 
     def drain(self) -> None:
-        """Tell every session that no more sequences are taken."""
+        """Announce to every session that no more sequences are taken."""
         for outgoing in self._sessions:
             outgoing.put_nowait(verifier_pb2.SessionResponse(draining=True))
 
@@ -207,14 +207,14 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 self.arrived.notify_all()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition`` holds; it is looked at whenever something came up the session."""
+        """Wait until ``condition`` holds; each message of a session checks it."""
         async with self.arrived:
             await self.arrived.wait_for(condition)
 
 
 @contextlib.asynccontextmanager
 async def serving(verifier: ScriptedVerifier, socket: Path) -> AsyncIterator[str]:
-    """The verifier behind a gRPC server; yields its address."""
+    """Serve the verifier with a gRPC server; yield its address."""
     server = rpc.async_server()
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server)
     address = f"unix:{socket}"

@@ -1,4 +1,4 @@
-"""Bodies and gRPC messages are admitted before they are read: one budget of bytes, and a bound on the wait for them."""
+"""Bodies and gRPC messages are admitted before they are read: a byte budget and bounded waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def settings(settings: GatewaySettings, request: pytest.FixtureRequest) -> Gatew
 
 @contextlib.asynccontextmanager
 async def sent(stack: Stack, *parts: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """A connection on which ``parts`` were written."""
+    """Open a connection and write ``parts``."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
     writer.writelines(parts)
     await writer.drain()
@@ -74,14 +74,14 @@ def test_workers_share_the_budget(settings: GatewaySettings) -> None:
 
 
 async def test_an_announced_body_is_refused_before_it_is_read(stack: Stack) -> None:
-    """The second announces one byte too many, and gets its answer though it has sent none."""
+    """The second one announces a byte too many, and is answered although it has sent none."""
     stack.verifier.script = steps([65])
     async with sent(stack, raw_post(URL, b"", f"content-length: {MAX_BODY_BYTES - 100}")):
         await until_held(stack, MAX_BODY_BYTES - 100)
         async with sent(stack, raw_post(URL, b"", "content-length: 101")) as reader:
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             assert head.startswith(b"http/1.1 429 ") and b"retry-after: 1\r\n" in head
-        # What needs no body, and a body that fits, are served.
+        # A request without a body, and a body that fits, are served.
         for path in ("/health", "/ready", "/metrics", "/v1/models"):
             assert (await stack.http.get(path)).status_code == 200
         assert (await stack.http.post(URL, json={"prompt": "a"})).status_code == 200
@@ -93,7 +93,7 @@ async def test_a_chunked_body_takes_what_has_arrived_and_may_arrive(stack: Stack
     ahead = http.READ_AHEAD_BYTES
     async with sent(stack, chunked_post(URL), chunk(b" " * 1000)) as first:
         await until_held(stack, ahead + 1000)
-        # Room for another one that has sent nothing, but not for its first bytes.
+        # Room for another body that has sent nothing, but not for its first bytes.
         left = MAX_BODY_BYTES - 2 * ahead - 1000
         async with sent(stack, raw_post(URL, b"", f"content-length: {left}")):
             await until_held(stack, MAX_BODY_BYTES - ahead)
@@ -121,7 +121,7 @@ async def test_a_request_that_runs_holds_nothing(stack: Stack) -> None:
 
 
 async def test_a_body_that_stalls_gets_408(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound on the whole is far off."""
+    """The bound on the whole body is far off."""
     monkeypatch.setattr(http, "BODY_STALL_S", 0.2)
     for request in (raw_post(URL, b"{", "content-length: 100"), chunked_post(URL) + chunk(b"{")):
         async with sent(stack, request) as reader:
@@ -132,7 +132,7 @@ async def test_a_body_that_stalls_gets_408(stack: Stack, monkeypatch: pytest.Mon
 
 
 async def test_a_body_that_goes_on_is_waited_for(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pauses together are longer than the bound on one of them."""
+    """Its pauses together are longer than the bound on one pause."""
     monkeypatch.setattr(http, "BODY_STALL_S", 2.0)
     stack.verifier.script = steps([65])
     body = b'{"prompt": "a"}'
@@ -148,7 +148,7 @@ async def test_a_body_that_goes_on_is_waited_for(stack: Stack, monkeypatch: pyte
 @pytest.mark.parametrize("settings", [{}], indirect=True)
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_unfinished_bodies_take_little_memory(stack: Stack, is_chunked: bool) -> None:
-    """200 clients send all of a body but its last byte; without a budget that is 1.6 GB here."""
+    """200 clients send a body without its last byte; without a budget that takes 1.6 GB here."""
     loop = asyncio.get_running_loop()
     part = memoryview(bytes(8_000_000 - 1))
     head = chunked_post(URL) + b"7a1200\r\n" if is_chunked else raw_post(URL, b"", "content-length: 8000000")
@@ -156,7 +156,7 @@ async def test_unfinished_bodies_take_little_memory(stack: Stack, is_chunked: bo
     before = rss_bytes()
 
     async def send(connection: socket.socket) -> None:
-        # Those that are refused may be cut.
+        # Refused ones may be cut.
         with contextlib.suppress(ConnectionError):
             await loop.sock_sendall(connection, head)
             await loop.sock_sendall(connection, part)
@@ -190,7 +190,7 @@ async def test_unfinished_bodies_take_little_memory(stack: Stack, is_chunked: bo
     ],
 )
 async def test_only_json_is_read(stack: Stack, content_type: str | None, status: int) -> None:
-    """The last is what a page sends for a body without a type, unasked like a form. 400: it was read."""
+    """The last type is a web page's default, sent unasked like a form. 400: it was read."""
     header = [] if content_type is None else [f"content-type: {content_type}"]
     for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize"):
         lines = [f"POST {path} HTTP/1.1", "host: localhost", *header, "content-length: 2", "", "[]"]
@@ -202,7 +202,7 @@ async def test_only_json_is_read(stack: Stack, content_type: str | None, status:
 
 
 async def unfinished(stack: Stack, method: str, length: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A call over a connection of its own, of whose message only the announcement is sent."""
+    """Begin a call on its own connection; send only its message's announcement."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.settings.grpc_port)
     fields = (
         (b":method", b"POST"),
@@ -246,7 +246,7 @@ async def test_grpc_messages_count_in_the_budget(stack: Stack) -> None:
 
 
 async def test_a_grpc_message_that_does_not_come_ends_the_call(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then it holds the largest size, and a call after it waits."""
+    """Until then it holds the largest size, and the next call waits."""
     monkeypatch.setattr(grpc_bodies, "MESSAGE_TIMEOUT_S", 1.0)
     reader, writer = await unfinished(stack, GENERATE, 1_000_000)
     await until_held(stack, MAX_BODY_BYTES)
@@ -273,7 +273,7 @@ async def test_a_grpc_caller_that_leaves_in_its_message_holds_nothing(
 
 
 async def test_more_grpc_calls_than_may_wait_are_refused(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is read and two wait; all others are told at once."""
+    """One is read and two wait; all others are refused at once."""
     monkeypatch.setattr(stack.gateway.body_interceptor.reader, "max_waiting", 2)
     calls = [await unfinished(stack, GENERATE, 1_000_000) for _ in range(4)]
     waits = [asyncio.ensure_future(reader.readuntil(b"already wait to be read")) for reader, _ in calls]

@@ -1,4 +1,4 @@
-"""Web pages of other sites, and names that are not ours, do not reach a server on this machine."""
+"""Other sites' web pages and foreign host names do not reach a server on this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def status(stack: Stack, *lines: str, method: str = "GET", path: str = "/h
 
 
 async def test_a_page_elsewhere_cannot_generate(stack: Stack) -> None:
-    """What every page may send unasked: a text/plain POST. Its Origin alone is enough to refuse it, too."""
+    """Every page may send a text/plain POST unasked. Its Origin alone is enough to refuse it."""
     stack.verifier.script = steps([65])
     body = b'{"prompt": "a"}'
     foreign = {"origin": "https://evil.example"}
@@ -86,12 +86,12 @@ ALLOWED = {"allowed_hosts": ("llm.example.com",), "allowed_origins": ("https://c
 
 @pytest.mark.parametrize("settings", [ALLOWED], indirect=True)
 async def test_what_is_allowed_may_come(stack: Stack) -> None:
-    """A proxy that passes the Host on, and a page elsewhere, which the browser asks for first."""
+    """A proxy may pass its Host on; another site's page may call after the browser's preflight."""
     stack.verifier.script = steps([65])
     assert await status(stack, "host: llm.example.com") == 200
     assert await status(stack, "host: localhost") == 200
     assert await status(stack, "host: other.example.com") == 421
-    # The page's own server, behind the proxy.
+    # The page's own server, reached by the proxy.
     assert await status(stack, "host: llm.example.com", "origin: https://llm.example.com") == 200
     page = {"origin": "https://chat.example.com"}
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
@@ -148,7 +148,7 @@ def test_flags_are_lists_with_commas(settings: GatewaySettings) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1"])
 async def test_the_supervisors_probe_is_no_foreigner(settings: GatewaySettings, host: str) -> None:
-    """Wherever a gateway listens, and with hosts that are checked."""
+    """The probe works wherever a gateway listens, also with checked hosts."""
     if host == "::1" and not has_ipv6():
         pytest.skip("needs IPv6")
     settings = settings.model_copy(update={"host": host, "allowed_hosts": ("llm.example.com",)})

@@ -1,4 +1,4 @@
-"""A client that leaves, at every phase of a request: its sequences end, its place is free, one line says so."""
+"""A client leaves at any phase of a request: its sequences end, its place is free, one log line."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def watched(stack: Stack, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Stack]:
-    """A stack that must be as before when the test is through: nobody inside, no task left, one line of the request."""
-    # Everything that is made at a first request is made.
+    """Run a stack that a test must leave as before: no request, no task, one log line a request."""
+    # The first request creates everything that stays.
     await stack.http.post(URL, json={"prompt": "a"})
     stack.verifier.submitted.clear()
     caplog.set_level(logging.INFO)
@@ -43,7 +43,7 @@ async def watched(stack: Stack, caplog: pytest.LogCaptureFixture) -> AsyncIterat
     records = caplog.get_records("call") + caplog.get_records("teardown")
     lines = [record for record in records if record.name == "gateway.core"]
     assert [record.__dict__["outcome"] for record in lines] == ["cancelled"]
-    # uvicorn and grpc have nothing to complain of.
+    # uvicorn and grpc have logged no complaint.
     assert [record for record in records if record.levelno >= logging.WARNING] == []
     # The next one is served.
     stack.verifier.script = steps([65], reason=STOP)
@@ -73,7 +73,7 @@ def leave(writer: asyncio.StreamWriter, how: str) -> None:
 
 
 class SlowEncoding:
-    """The gateway's tokenizer, held in the thread that encodes long texts."""
+    """The gateway's tokenizer, held up in the thread that encodes long texts."""
 
     def __init__(self, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer = stack.gateway.core.tokenizer
@@ -128,8 +128,8 @@ async def test_while_the_verifier_works(watched: Stack, script: Any, stream: boo
     leave(writer, how)
 
 
-async def test_between_a_stop_string_and_the_verifiers_word(watched: Stack, caplog: pytest.LogCaptureFixture) -> None:
-    """The text is complete, its figures are not."""
+async def test_between_a_stop_string_and_the_verifiers_answer(watched: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """The text is complete, but its figures are not."""
 
     async def play(player: Player) -> None:
         player.tokens(watched.ids("hello stop"))

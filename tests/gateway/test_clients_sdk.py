@@ -1,4 +1,4 @@
-"""The OpenAI SDK and its own retries: what was refused is tried again, what has begun never is."""
+"""The OpenAI SDK retries refused requests, and never a request that has begun."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_a_stream_that_breaks_is_raised_and_not_doubled(stack: Stack, clie
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_passed_deadline_is_not_tried_again(stack: Stack, client: openai.AsyncOpenAI, stream: bool) -> None:
-    """It would take as long again."""
+    """Another try would take as long again."""
 
     async def play(player: Player) -> None:
         player.error(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")

@@ -1,4 +1,4 @@
-"""Clients that withhold: headers, bodies, reading. Each is borne for a while, harms nobody, and is cut in the end."""
+"""Clients withhold headers, bodies or reading: they harm nobody, and are cut in the end."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def outcomes(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("settings", [{"client_timeout_s": 0.4}], indirect=True)
 @pytest.mark.parametrize("ended", [True, False])
 async def test_a_client_that_reads_nothing_is_cut(stack: Stack, ended: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Whether the verifier is through with it or not; its place is free and nothing waits for it any more."""
+    """Whether the verifier is done or not, its place is free and nothing waits for it."""
     caplog.set_level(logging.INFO)
 
     async def endless(player: Player) -> None:
@@ -88,22 +88,22 @@ async def test_a_client_that_reads_nothing_is_cut(stack: Stack, ended: bool, cap
 
 @pytest.mark.parametrize("settings", [{"client_timeout_s": 0.4}], indirect=True)
 async def test_a_client_that_reads_slowly_is_not_cut(stack: Stack) -> None:
-    """It takes several timeouts for what was merged into one write, and takes something in each of them."""
+    """It takes several timeouts to read one merged write, and reads something in each of them."""
     is_whole = stood_still = False
-    # Where we stood still ourselves for most of a timeout, a cut says nothing.
+    # If this process stood still for most of a timeout, a cut proves nothing.
     while not is_whole:
         data, stood_still = await read_slowly(stack)
         is_whole = data.endswith(b"0\r\n\r\n")
         assert is_whole or stood_still
     lines = [line for line in data.decode().splitlines() if line.startswith("data: ")]
     chunks = events("".join(line + "\n\n" for line in lines))
-    # Not compared in the assertion: its words about a difference in so much text would take minutes.
+    # Not compared in the assertion: pytest's report of so large a difference would take minutes.
     is_whole = "".join(chunk["choices"][0]["text"] for chunk in chunks) == LONG_TOKEN * NUM_TOKENS
     assert is_whole
 
 
 async def read_slowly(stack: Stack) -> tuple[bytearray, bool]:
-    """What came of a long answer, little by little for four timeouts, and whether the reader stood still between."""
+    """Read a long answer slowly for four timeouts; return it, and whether we stood still."""
     loop, timeout_s = asyncio.get_running_loop(), stack.settings.client_timeout_s
     with await connect_slow(stack.settings.port) as slow:
         await loop.sock_sendall(slow, raw_post(URL, {"prompt": [5], "stream": True, "max_tokens": NUM_TOKENS}))
@@ -141,7 +141,7 @@ async def test_a_grpc_caller_that_reads_nothing_is_cut(stack: Stack, caplog: pyt
             while await call.read() is not grpc.aio.EOF:
                 pass
         assert caught.value.code() is grpc.StatusCode.ABORTED
-        # Its connection lives: another call on it is served.
+        # Its connection lives: it serves another call.
         other = gateway_pb2.GenerateRequest(token_ids=gateway_pb2.TokenIds(ids=[5, 6]))
         assert [response async for response in stub.Generate(other)][-1].HasField("complete")
     await until(stack, lambda: len(asyncio.all_tasks()) <= num_tasks)
@@ -157,7 +157,7 @@ async def test_a_grpc_caller_that_cancels_while_it_reads_nothing(
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
         call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request)
         await call.read()
-        # The verifier is through: what is left is held up by the reader alone.
+        # The verifier is done: only the reader delays the rest.
         await until(stack, lambda: all(player.finished.is_set() for player in stack.verifier.players.values()))
         call.cancel()
         await until(stack, lambda: outcomes(caplog) == ["cancelled"])
@@ -175,7 +175,7 @@ async def test_headers_that_trickle_are_cut(stack: Stack, monkeypatch: pytest.Mo
         if before:
             await reader.readuntil(b'"ok"}')
         writer.write(b"POST /v1/completions HTTP/1.1\r\n")
-        # Not to its end, which is a reset where one more header was on its way.
+        # Not to its end, which is a reset if one more header was on its way.
         answer = asyncio.create_task(reader.readline())
         number = 0
         while not answer.done():
@@ -191,7 +191,7 @@ async def test_connections_that_say_nothing_are_closed(stack: Stack, monkeypatch
     silent, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
     assert await silent.read() == b""
     writer.close()
-    # Line ends between requests are no request, and stop the wait for one no more than once.
+    # Line ends between requests are no request, and stop the wait for one at most once.
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
     writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     await reader.readuntil(b'"ok"}')
@@ -199,13 +199,13 @@ async def test_connections_that_say_nothing_are_closed(stack: Stack, monkeypatch
     while not closed.done():
         writer.write(b"\r\n")
         await asyncio.wait({closed}, timeout=0.02)
-    # A reset, where one more line end was on its way.
+    # A reset, if one more line end was on its way.
     assert isinstance(closed.exception(), ConnectionError | None) and (closed.exception() or closed.result() == b"")
     writer.close()
 
 
 async def test_headers_are_in_time_while_an_answer_takes_long(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timer is of headers alone: a request that came whole may run for longer, and so may a body."""
+    """The timer covers only headers: a complete request may run for longer, and so may a body."""
     monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.1)
     timers_passed = asyncio.Event()
 
@@ -231,13 +231,13 @@ async def test_peers_that_vanish_are_probed_for(stack: Stack) -> None:
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         for option, value in http_protocol.KEEP_ALIVE_PROBES.items():
             assert accepted.getsockopt(socket.IPPROTO_TCP, option) == value
-        # Not before the reader's own timeout: a silent one may come back until then.
+        # Not before the reader's own timeout: a silent reader may come back until then.
         bound_ms = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         assert 1e3 * stack.settings.client_timeout_s < bound_ms <= 2e3 * stack.settings.client_timeout_s
     writer.close()
 
 
-async def test_more_connections_than_allowed_are_told_so(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_connections_than_allowed_are_refused(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     await stack.http.get("/health")
     monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 2)
     _, kept = await asyncio.open_connection("127.0.0.1", stack.settings.port)
@@ -245,7 +245,7 @@ async def test_more_connections_than_allowed_are_told_so(stack: Stack, monkeypat
     answer = await refused.read()
     writer.close()
     assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1\r\n" in answer
-    # Those inside go on, and a place that is left is another's.
+    # Open connections go on, and a free place goes to another.
     assert (await stack.http.get("/health")).status_code == 200
     kept.close()
     while True:
@@ -264,7 +264,7 @@ async def test_a_body_that_trickles_gets_408_and_holds_no_place(stack: Stack, mo
     monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.3)
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.settings.port)
     writer.write(raw_post(URL, b"", "content-length: 100000"))
-    # Not to its end, which is a reset where one more byte was on its way.
+    # Not to its end, which is a reset if one more byte was on its way.
     answer = asyncio.create_task(reader.readuntil(b"within 0.3 s"))
     while not answer.done():
         assert stack.gateway.core.admission.num_requests == 0
@@ -276,7 +276,7 @@ async def test_a_body_that_trickles_gets_408_and_holds_no_place(stack: Stack, mo
 
 
 async def test_an_announced_body_takes_no_memory_before_it_comes(stack: Stack) -> None:
-    """As many as the budget has room for."""
+    """Send as many bodies as the budget has room for."""
     await stack.http.get("/health")
     before, bodies = rss_bytes(), stack.gateway.core.bodies
     writers = []

@@ -65,7 +65,7 @@ async def test_whole_answer(stack: Stack) -> None:
     }
     assert body["metrics"]["queue_time_ms"] == 1.5
     assert body["metrics"]["time_to_first_token_ms"] > 0
-    # Tokens of the first message took no time behind it.
+    # Tokens of the first message took no time after it.
     behind_first = num_tokens - len(stack.ids("hel"))
     assert len(stack.ids("hel")) > 1
     assert body["metrics"]["generation_time_ms"] == pytest.approx(behind_first * body["metrics"]["mean_itl_ms"])
@@ -332,7 +332,7 @@ async def test_special_tokens_show_only_if_asked(stack: Stack) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_cached_tokens_are_counted_once_for_each_prompt(stack: Stack, stream: bool) -> None:
     async def play(player: Player) -> None:
-        # A later choice finds what the first one has computed.
+        # A later choice finds the first one's computed prompt.
         sequence = player.sequence
         cached = (7 if sequence.choice_index else 2) + (len(sequence.prompt_token_ids) == 3)
         player.tokens([65], num_cached_tokens=cached)

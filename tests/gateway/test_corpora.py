@@ -1,4 +1,4 @@
-"""The operator's endpoints: closed without a key, and what they pass on to all verifiers."""
+"""The operator's endpoints for corpora: closed without a key, passed on to all verifiers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ AUTH = {"authorization": f"Bearer {KEY}"}
 
 
 class CorpusVerifier(ScriptedVerifier):
-    """Keeps corpora as a list of texts by name."""
+    """A verifier that keeps corpora as a list of texts by name."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
         self.corpora: dict[str, list[list[int]]] = {}
-        # Of drafters that this one has beside ``ngram``.
+        # Corpora of drafters other than ``ngram``.
         self.others: list[verifier_pb2.Corpus] = []
         self.drafters: list[str] = []
 

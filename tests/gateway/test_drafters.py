@@ -1,4 +1,4 @@
-"""The operator's endpoints for drafters: closed without a key, passed on to verifiers, names known at once."""
+"""The operator's endpoints for drafters: closed without a key, passed on to verifiers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ BODY = {"name": "late", "address": "unix:/run/late"}
 
 
 class ChangingVerifier(ScriptedVerifier):
-    """Keeps the drafters in its GetInfo; counts how often it is asked for that."""
+    """A verifier that lists its drafters in GetInfo and counts these calls."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
         self.attached: list[tuple[str, str, str]] = []
         self.num_infos = 0
-        # What a drafter that is attached is found to be, later each time it is asked for.
+        # The state of an attaching drafter, later with each call.
         self.outcomes: list[tuple[str, str]] = []
 
     async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: Any) -> verifier_pb2.GetInfoResponse:
@@ -197,7 +197,7 @@ async def test_a_name_may_be_used_as_soon_as_it_is_attached(operated: Operated) 
     assert (await operated.complete("ngram+late")).status_code == 200
     assert (await operated.http.delete(f"{URL}/late", headers=AUTH)).status_code == 200
     assert (await operated.complete("late")).status_code == 200
-    # It is known still, and no longer among those that there are.
+    # Its name is still known, but it is no longer listed.
     message = (await operated.complete("nobody")).json()["error"]["message"]
     assert "there is: auto, merge, ngram;" in message
 
@@ -205,7 +205,7 @@ async def test_a_name_may_be_used_as_soon_as_it_is_attached(operated: Operated) 
 async def test_a_name_that_was_attached_through_another_gateway(
     operated: Operated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many requests at once ask once, and a name that is known asks nothing."""
+    """Many requests at once cause one question, and a known name causes none."""
     monkeypatch.setattr(verifier_pool, "REFRESH_EVERY_S", 3600.0)
     before = [verifier.num_infos for verifier in operated.verifiers]
     assert (await operated.complete("ngram")).status_code == 200
@@ -257,7 +257,7 @@ async def test_commands(operated: Operated) -> None:
     assert attached.stdout == late, attached.output
     assert attached.exit_code == 3
     assert "late is known to the server but not attached yet" in attached.stderr
-    # To be copied as they stand.
+    # The examples can be copied as they are.
     there = f"--url {operated.http.base_url} --admin-api-key-file {operated.key}"
     assert f"drafters list {there} " in attached.stderr and f"drafters detach late {there} " in attached.stderr
     assert [v.attached for v in operated.verifiers] == [[], [("late", "unix:/run/late", "grpc")]]
@@ -283,7 +283,7 @@ async def test_commands(operated: Operated) -> None:
 
 @pytest.mark.parametrize("outcome", [("attached", ""), ("broken", "another target"), ("connecting", "nothing listens")])
 async def test_attach_says_what_became_of_it(operated: Operated, outcome: tuple[str, str]) -> None:
-    """The call returns before the verifier has reached the drafter, and the command waits for that."""
+    """The call returns before the verifier has reached the drafter; the command waits for that."""
     first, second = operated.verifiers
     first.outcomes = [("attached", "")]
     second.outcomes = [("connecting", "")] * 4 + [outcome]

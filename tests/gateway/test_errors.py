@@ -1,4 +1,4 @@
-"""What bad input gets: an error that names the field, and an engine that never hears of it."""
+"""Bad input gets an error that names the field, and never reaches the engine."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_bad_fields_are_named(stack: Stack) -> None:
     assert not stack.verifier.submitted
 
 
-# Of which endpoint the field stands beside the prompt, by its name there.
+# The field's name beside the prompt, by endpoint.
 NUMBER_FIELDS: dict[str, tuple[str, str]] = {name: (URL, name) for name in NUMBERS if name != "prompt_logprobs"} | {
     "prompt_logprobs": ("/generate", "top_logprobs_num")
 }
@@ -216,7 +216,7 @@ async def test_errors_of_the_verifier_before_the_first_token(stack: Stack, strea
         assert error["message"] == ("internal error" if kind == "internal_error" else "words of the verifier")
         assert ("retry-after" in answer.headers) == (status == 429)
         assert (answer.headers.get("x-should-retry") == "false") == (kind in ("timeout_error", "server_error"))
-        # None of them is tried on another verifier, or on the same one.
+        # None of them is retried, on any verifier.
         assert len(stack.verifier.submitted) == STATUSES.index((code, status, kind)) + 1
 
 

@@ -1,4 +1,4 @@
-"""The example programs, as someone runs them for the first time."""
+"""The example programs work as on a first run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRPC = ("-m", "examples.grpc_stream")
 
 
 async def run(*words: str) -> tuple[int | None, str, str]:
-    """Exit status, stdout and stderr."""
+    """Return exit status, stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *words,

@@ -122,7 +122,7 @@ async def test_tokenize_and_detokenize(stack: Stack) -> None:
     assert chat["tokens"] == stack.ids("<|user|>user: hi\nassistant: ") and chat["token_strs"] is None
     text = (await stack.http.post("/detokenize", json={"tokens": ids})).json()
     assert text == {"prompt": "hello 日"}
-    # What a chat template put around it too.
+    # Also the text that a chat template put around it.
     for more, expected in (
         ({}, "<|user|>user: hi\nassistant: "),
         ({"skip_special_tokens": True}, "user: hi\nassistant: "),

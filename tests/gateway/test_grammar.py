@@ -1,4 +1,4 @@
-"""Structured output as clients ask for it: what reaches the verifier, and errors under the client's own names."""
+"""Structured output: the grammar sent to the verifier, and errors under the client's names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_openai_bodies(stack: Stack, url: str) -> None:
         answer = await stack.http.post(url, json={**URLS[url], **fields})
         assert answer.status_code == 200, (fields, answer.text)
         assert grammar_of(stack.verifier.submitted[number].sampling) == expected
-    # In the client's order: it is the order of the output.
+    # In the client's order, which is the order of the output.
     text = stack.verifier.submitted[1].sampling.json_schema
     assert text.index('"b"') < text.index('"a"')
 
@@ -172,7 +172,7 @@ async def test_what_the_verifier_refuses_is_a_400_of_the_field_that_the_client_s
             "param": field,
             "code": None,
         }
-    # The client's fault: nothing failed here.
+    # The client's fault, so no failure is counted.
     assert await stack.metric("foretoken_admission_rejections_total", reason="invalid_argument") == 4
     assert await stack.metric("foretoken_request_failure_total", reason="invalid_argument") == 0
 

@@ -55,10 +55,10 @@ async def test_a_token_limit_beyond_the_context_is_cut(stack: Stack) -> None:
     assert stack.verifier.submitted[0].sampling.max_tokens == 8
 
 
-async def test_offsets_are_those_of_the_chunk_whatever_comes_while_others_are_sent(
+async def test_offsets_belong_to_the_chunk_whatever_comes_meanwhile(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that stands between two chunks of one step: the second choice goes on meanwhile."""
+    """The reader stops between two chunks of one step, while the second choice goes on."""
     players: dict[int, Player] = {}
     end = asyncio.Event()
 
@@ -205,7 +205,8 @@ async def test_the_callers_deadline_goes_on_to_the_verifier(stack: Stack) -> Non
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         async for _ in stub.Generate(gateway_pb2.GenerateRequest(text="a"), timeout=30):
             pass
-    # On the wire a deadline has three digits, rounded up (grpc's timeout encoding): 30.0 s may arrive as 30.1 s.
+    # A deadline has three digits on the wire, rounded up (grpc's timeout encoding): 30.0 s may
+    # arrive as 30.1 s.
     assert 0 < stack.verifier.submitted[0].timeout_ms <= 30_100
 
 
@@ -258,7 +259,7 @@ METHODS = (
     "/grpc.health.v1.Health/Watch",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 )
-# A field that says to be longer than the message is; a group that nobody opened.
+# A field that claims to be longer than the message; the end of a group that nobody opened.
 GARBAGE = (b"\x0a\xff\xff\xff\x7f", b"\x0c", b"\xff" * 1000)
 
 

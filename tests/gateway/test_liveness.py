@@ -1,4 +1,4 @@
-"""A supervised gateway whose event loop is held up: its streams go on, unless it is held up for too long."""
+"""A supervised gateway's event loop is held up: its streams go on, unless that lasts too long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.gateway.scripted_verifier import LENGTH, Player, ScriptedVerifier, se
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
-# A stopped process is found in MAX_SILENCE_S; NUM_MISSED questions take at least three times as long.
+# A stopped process is found in MAX_SILENCE_S; NUM_MISSED questions take three times as long.
 HEARTBEAT_S, MAX_SILENCE_S, NUM_MISSED = 0.05, 0.3, 20
 
 
@@ -44,7 +44,7 @@ class Supervised:
         return child
 
     def hold(self) -> None:
-        """Have the gateway's loop stand still until ``held`` has gone."""
+        """Hold the gateway's loop up until ``held`` has gone."""
         self.held.touch()
         self.gateway().send_signal(signal.SIGUSR1)
 
@@ -57,7 +57,7 @@ class Supervised:
         raise AssertionError(f"ended before {text!r}: {self.lines}")
 
     async def missed(self, count: int) -> None:
-        """Until so many more questions have shown no turn of the loop. The gateway must live on."""
+        """Wait until ``count`` more questions showed no turn of the loop; the gateway must live."""
         missed, gateway = self.folder / "missed", self.gateway()
         size = missed.stat().st_size
         while missed.stat().st_size < size + count:
@@ -139,7 +139,7 @@ async def test_a_gateway_whose_loop_stands_still_for_too_long_is_killed(
     settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     verifier = ScriptedVerifier(tokenizer.vocab_size)
-    # More than a free loop needs for a turn on a machine that does other things as well.
+    # More than a free loop needs for a turn on a busy machine.
     max_stall_s = 5.0
     async with serving(verifier, tmp_path / "v.sock"), supervised(settings, tmp_path, max_stall_s) as run:
         gateway = run.gateway()

@@ -1,4 +1,4 @@
-"""What a client predicts: sent on with the sequence, and counted in the usage."""
+"""A client's prediction is sent on with the sequence, and counted in the usage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def counts(prediction: list[int], output: list[int]) -> tuple[int, int]:
         ([1, 2, 3, 4], [1, 2], 2),
         ([1, 2, 3, 4], [], 0),
         ([], [1, 2], 0),
-        # Replaced, inserted and deleted: what goes on behind it comes true; of a pair, the place is found by it.
+        # Replaced, inserted and deleted: the text after it comes true; a pair finds the place.
         ([1, 2, 3, 4, 5], [1, 2, 9, 4, 5], 4),
         ([1, 2, 3, 4, 5, 6], [1, 2, 9, 9, 9, 3, 4, 5, 6], 5),
         ([1, 2, 3, 4, 5, 6], [1, 4, 5, 6], 2),
@@ -45,9 +45,9 @@ def counts(prediction: list[int], output: list[int]) -> tuple[int, int]:
         ([1, 2, 3, 4], [4, 3, 9, 1], 0),
         # A token comes true once.
         ([1, 2, 3], [1, 2, 3, 1, 2, 3], 3),
-        # Of two places, the nearer one.
+        # The nearer of two places.
         ([1, 2, 3, 5, 6, 7, 4, 1, 2, 8, 9], [1, 2, 3, 5, 6, 0, 0, 1, 2, 8, 9], 7),
-        # Not one that has come true: a word that the output cuts into other tokens has stood before in one piece.
+        # Not a token that has come true: the output splits a word that was one piece before.
         ([7, 8, 9, 1, 2, 3, 4, 7, 5, 6, 1, 2, 3, 4, 9], [7, 8, 9, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 9], 11),
     ],
 )

@@ -1,4 +1,4 @@
-"""Streams that outlive their verifier: what a client sees is what it sees undisturbed, but for a pause."""
+"""Streams outlive their verifier: the client sees the undisturbed stream with a pause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def undisturbed(running: Deployment, ask: Callable[[], Any], outputs: list
 async def disturbed(
     running: Deployment, ask: Callable[[], Any], outputs: list[list[int]], cuts: list[int | None], **more: Any
 ) -> Any:
-    """The answer when the verifier dies once each choice has come to its cut."""
+    """Return the answer if the verifier dies once each choice has reached its cut."""
     script = playing(outputs, cuts, **more)
     played = []
 
@@ -43,7 +43,7 @@ async def disturbed(
     await running.start(play)
     asked = asyncio.create_task(ask())
     await running.until(lambda: len(played) == len(outputs))
-    # What was put out is on its way before the verifier goes.
+    # All output is on its way before the verifier goes.
     pool = running.gateway.verifiers
     kept = sorted(cut for cut in cuts if cut is not None)
     await running.until(lambda: sorted(len(p._emitted) for p in pool._sequences) == kept)
@@ -53,7 +53,7 @@ async def disturbed(
 
 
 def without_ids(body: Any) -> Any:
-    """An answer without what differs from request to request: ids, times, seeds drawn."""
+    """Return an answer without ids, times and drawn seeds, which differ between requests."""
     if isinstance(body, dict):
         skipped = ("id", "created", "metrics", "e2e_latency")
         return {key: without_ids(value) for key, value in body.items() if key not in skipped}
@@ -106,7 +106,7 @@ async def test_the_answer_is_that_without_the_death(
 
 
 @pytest.mark.parametrize("cuts", [[None, 2, 1], [1, None, None], [1, 1, 1]])
-async def test_choices_of_different_lengths_go_on_each_by_itself(
+async def test_choices_of_different_lengths_go_on_separately(
     settings: GatewaySettings, tokenizer: Tokenizer, cuts: list[int | None]
 ) -> None:
     """A choice that has ended stays ended; the others go on from where they were."""
@@ -151,7 +151,7 @@ async def test_grpc_and_generate_go_on_too(settings: GatewaySettings, tokenizer:
 
         last = (await disturbed(running, ask_generate, [output], [5], stats=stats))[-1]
         assert (last["text"], last["output_ids"]) == (TEXT, output)
-        # The formula is tokens by steps, both since the resume.
+        # The formula divides tokens by steps, both since the resume.
         assert last["meta_info"]["spec_accept_length"] == (len(output) - 5) / 4
 
 

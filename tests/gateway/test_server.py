@@ -27,7 +27,7 @@ from tests.support.tcp_clients import JSON_TYPE, raw_post
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
-# A hang's bound: idle connections are kept for longer.
+# Ends a test that hangs: idle connections are kept for longer.
 HANG_S = 60.0
 
 
@@ -134,7 +134,7 @@ async def test_vllms_names_show_the_same_samples(
     )
 
 
-# What vLLM's Grafana board and `vllm bench` read.
+# The metrics that vLLM's Grafana board and `vllm bench` read.
 VLLM_NAMES = (
     "num_requests_running",
     "num_requests_waiting",
@@ -202,7 +202,7 @@ async def test_a_reader_that_stops_reading_grows_nothing_and_stalls_nobody(stack
     await loop.sock_connect(slow, ("127.0.0.1", stack.settings.port))
     await loop.sock_sendall(slow, raw_post(URL, body))
     data = bytearray(await loop.sock_recv(slow, 10))
-    # The verifier is done with the slow one and others are served, while most of it still waits to be read.
+    # The verifier is done with the slow stream and serves others, while most of it is still unread.
     await until(stack, lambda: stack.verifier.submitted and not stack.gateway.verifiers.num_sequences)
     assert (await stack.http.post(URL, json={"prompt": [5, 6]})).status_code == 200
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
@@ -278,7 +278,7 @@ async def drain_during_a_stream(stack: Stack) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == stack.tokenizer.decode([65, 66])
 
 
-async def test_streams_beyond_the_drain_are_told_so(
+async def test_streams_beyond_the_drain_get_an_error(
     settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     async def play(player: Player) -> None:
@@ -326,7 +326,7 @@ async def test_neither_idle_connections_nor_a_reader_that_reads_nothing_hold_the
                 await loop.sock_sendall(mute, request)
                 await going_on.wait()
                 leaving.reschedule(loop.time() + HANG_S)
-            # Left: it has drained and stopped.
+            # It left the pool: it has drained and stopped.
             with pytest.raises(OSError), socket.create_connection(("127.0.0.1", settings.port)):
                 pass
             assert gateway.core.admission.num_requests == 0

@@ -1,4 +1,4 @@
-"""StopMatcher against str.find on the whole text."""
+"""StopMatcher finds the same as str.find on the whole text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIECES = st.lists(st.text(ALPHABET, max_size=4), max_size=12)
 
 
 def first_completed(text: str, stops: list[str], completed_after: int = 0) -> tuple[int, str] | None:
-    """Start and string of the match whose end comes first (then the longest), ending beyond ``completed_after``."""
+    """Return start and string of the match that ends first (then the longest) after the bound."""
     for end in range(completed_after + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -24,7 +24,7 @@ def first_completed(text: str, stops: list[str], completed_after: int = 0) -> tu
 
 
 def run(matcher: StopMatcher, pieces: list[str], honour_from: int = 0) -> tuple[str, list[str]]:
-    """The whole shown text, and what had been shown after each piece."""
+    """Return the whole shown text, and the text shown after each piece."""
     shown, history = "", []
     for number, piece in enumerate(pieces):
         shown += matcher.feed(piece, honour=number >= honour_from)
@@ -72,7 +72,7 @@ def test_stop_strings_completed_too_early_do_not_count(stops: list[str], pieces:
     text, ignored = "".join(pieces), "".join(pieces[:honour_from])
     expected = first_completed(text, stops, len(ignored))
     if expected is not None and expected[0] < len(ignored):
-        # What was shown before cannot be taken back: only a part that was held may still be trimmed.
+        # Shown text cannot be taken back: only a held part may still be trimmed.
         held = next(
             (k for k in range(len(ignored), 0, -1) if any(s.startswith(ignored[-k:]) and len(s) > k for s in stops)), 0
         )

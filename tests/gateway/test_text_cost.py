@@ -1,4 +1,4 @@
-"""What long texts and lists cost: encoding lets other threads go on, and too long a text is not encoded."""
+"""The cost of long texts and lists: encoding lets threads go on, too long a text is not encoded."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from gateway.tokenizer import SHORT_TEXT_CHARS, SHORT_TEXT_TOKENS, Tokenizer
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.gateway.conftest import LONG_TOKEN, Stack
 
-# Of the scripted verifier.
+# The scripted verifier's context.
 CONTEXT = 128
 NEVER_FITS = "a" * (CONTEXT * len(LONG_TOKEN))
 EDGE = "a" * (CONTEXT * len(LONG_TOKEN) - len(LONG_TOKEN))
 
 
 def turns_during(work: Callable[[], object]) -> int:
-    """How often this thread wakes up while another one does ``work``."""
+    """Return how often this thread wakes up while another one does ``work``."""
     begun, done = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -76,7 +76,7 @@ def test_too_many_tokens_are_seen_before_their_list_is_made(tokenizer: Tokenizer
 
 def forbid_encoding(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     def encode(text: str, **_: object) -> list[int]:
-        # The default of a prediction that is not there.
+        # The default of a missing prediction.
         assert not text, "encoded what can never fit"
         return []
 
@@ -135,7 +135,7 @@ async def test_what_can_never_fit_is_not_encoded_for_grpc(stack: Stack, monkeypa
 
 @pytest.mark.anyio
 async def test_the_context_is_checked_by_the_count_before_the_next_prompt(stack: Stack) -> None:
-    """A text that might fit is encoded and counted. After one too long the others are not encoded."""
+    """A text that might fit is encoded and counted; after one too long, no other is encoded."""
     seen: list[int] = []
     encode = stack.gateway.core.tokenizer.encode
 
@@ -169,7 +169,7 @@ async def test_the_longest_text_that_may_fit_does(stack: Stack) -> None:
             {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]},
             "messages.0.content",
         ),
-        # Its first message is at fault as well: the count comes before the messages are looked at.
+        # Its first message is at fault too: the count is checked before the messages.
         ("/v1/chat/completions", {"messages": [{"role": "nobody"}] * (limits.MAX_CHAT_MESSAGES + 1)}, "messages"),
         (
             "/v1/chat/completions",
@@ -240,7 +240,7 @@ async def test_long_work_leaves_the_event_loop(stack: Stack, monkeypatch: pytest
 
 
 def body_of(*values: Sequence[bytes]) -> bytes:
-    """A JSON object with a list of ``values`` in its field "many"."""
+    """Return a JSON object with a list of ``values`` in its field "many"."""
     (items,) = values
     return b'{"model": "tiny","many":[' + b",".join(items) + b"]}"
 
@@ -251,7 +251,7 @@ TOO_MUCH = {
     "lists": body_of([b"[]"] * (limits.MAX_JSON_CONTAINERS + 1)),
     "objects": body_of([b"{}"] * (limits.MAX_JSON_CONTAINERS + 1)),
     "fields": b"{" + b",".join(b'"%x":1' % i for i in range(limits.MAX_JSON_FIELDS + 1)) + b"}",
-    "behind escapes": b'{"a":"\\\\\\"",' + body_of([b"[]"] * (limits.MAX_JSON_CONTAINERS + 1))[1:],
+    "after escapes": b'{"a":"\\\\\\"",' + body_of([b"[]"] * (limits.MAX_JSON_CONTAINERS + 1))[1:],
 }
 
 
@@ -265,7 +265,7 @@ def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gateway.fields.orjson, "loads", loads)
     with pytest.raises(InvalidRequestError, match="too much to read") as caught:
         parse_object(TOO_MUCH[kind])
-    named = {"numbers", "lists", "objects", "behind escapes"}
+    named = {"numbers", "lists", "objects", "after escapes"}
     assert caught.value.field == ("many" if kind in named else "")
 
 

@@ -1,4 +1,4 @@
-"""How many characters a token stands for at most, by what the tokenizer is made of."""
+"""The most characters that a token can stand for, by the tokenizer's parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FALLBACK = {f"<0x{byte:02X}>": byte for byte in range(256)}
 
 
 def byte_level(**parts: Any) -> Backend:
-    """A byte-level BPE tokenizer whose longest token has 3 characters."""
+    """Return a byte-level BPE tokenizer whose longest token has 3 characters."""
     vocabulary = {character: i for i, character in enumerate([*BYTES, "aa", "aaa"])}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[("a", "a"), ("aa", "a")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

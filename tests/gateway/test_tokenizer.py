@@ -1,4 +1,4 @@
-"""Encoding, chat templates and incremental decoding against the tokenizer's own decode."""
+"""Encoding, chat templates, and incremental decoding equal to the tokenizer's own decode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLITS = st.lists(st.integers(1, 5), max_size=40)
 
 
 def pieces(detokenizer: Detokenizer, ids: list[int], split: list[int]) -> list[str]:
-    """Texts of ``ids`` fed in runs of the lengths in ``split``, the rest one by one, with the flush at the end."""
+    """Return the texts of ``ids`` fed in runs as in ``split``, then one by one, then the flush."""
     texts = []
     while ids:
         length, split = (split[0], split[1:]) if split else (1, [])
@@ -63,7 +63,7 @@ def test_special_tokens_are_skipped_only_if_asked(tokenizer: Tokenizer) -> None:
 
 
 def byte_fallback_backend() -> Backend:
-    """A SentencePiece-like tokenizer: words with a marked space, bytes for the rest."""
+    """Return a SentencePiece-like tokenizer: words with a marked space, bytes for the rest."""
     words = ["<unk>", "<s>", "▁hello", "▁world", "▁", "llo", "a"]
     vocabulary = {word: i for i, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -96,7 +96,7 @@ def test_byte_fallback_shows_malformed_bytes_in_the_end(tokenizer: Tokenizer) ->
     euro = [7 + byte for byte in "€".encode()]
     assert detokenizer.feed([2, *euro[:2]]) == "hello"
     assert detokenizer.flush() == "\ufffd\ufffd"
-    # A stream of nothing but malformed bytes neither waits for ever nor grows its window.
+    # A stream of only malformed bytes neither waits for ever nor grows its window.
     endless = PrefixDetokenizer(backend, frozenset())
     shown = "".join(endless.feed([7 + 0xFF]) for _ in range(1000))
     assert len(shown) >= 1000 - PrefixDetokenizer.MAX_PENDING

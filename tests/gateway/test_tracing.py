@@ -1,4 +1,4 @@
-"""Trace context in and out of the gateway, and the one span of each request, as a collector decodes it."""
+"""Trace context in and out of the gateway, and each request's span as a collector decodes it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_each_request_is_one_span_and_the_verifiers_parent(
             stack.verifier.script = play
             await requests(stack)
             submitted = {tuple(sequence.prompt_token_ids): sequence for sequence in stack.verifier.submitted}
-        # Leaving it has sent all that was left.
+        # Leaving the block has sent the rest.
         spans = collector.spans(6)
     by_id = {span.attributes.get("foretoken.client_request_id", ""): span for span in spans}
     assert len(spans) == len(by_id) == 6
@@ -84,7 +84,7 @@ async def test_each_request_is_one_span_and_the_verifiers_parent(
     assert (by_id["refused"].is_error, by_id["refused"].attributes["error.type"]) == (True, "invalid_argument")
     assert by_id["refused"].parent_id == PARENT
     assert (by_id["failed"].is_error, by_id["failed"].attributes["error.type"]) == (True, "internal")
-    # No text of anybody's, in whatever attribute or field.
+    # No attribute or field holds anybody's text.
     assert "secret" not in repr(spans)
     assert not [record for record in caplog.records if "secret" in repr(vars(record))]
 
@@ -128,7 +128,7 @@ def check_completion(span: ReceivedSpan) -> None:
 
 @pytest.mark.anyio
 async def test_each_request_ends_in_one_line_and_one_count(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
-    """Also one that fails before its first byte, which both the generation and the rim hear of."""
+    """Also a request that fails before its first byte, which generation and service both see."""
 
     async def play(player: Player) -> None:
         prompt = list(player.sequence.prompt_token_ids)

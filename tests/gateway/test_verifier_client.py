@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Sink:
-    """Collects the events of one sequence."""
+    """A sink that collects the events of one sequence."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -194,14 +194,14 @@ async def test_a_gateway_that_was_stopped_itself_does_not_take_its_verifier_for_
 
     call = Call()
     watch = _SilenceWatch(call, 0.2)
-    # As by SIGSTOP and SIGCONT: nothing of this process runs, and the timer is long overdue afterwards.
+    # As by SIGSTOP and SIGCONT: this process stands still, and then the timer is long overdue.
     time.sleep(1.0)
     loop = asyncio.get_running_loop()
     read = asyncio.Event()
     loop.call_later(0.05, lambda: (watch.touch(), read.set()))
     await read.wait()
     assert not call.cancelled
-    # And one that is silent still is found.
+    # A verifier that is still silent is found.
     while not watch.expired:
         await asyncio.sleep(0.01)
     assert call.cancelled
@@ -209,7 +209,7 @@ async def test_a_gateway_that_was_stopped_itself_does_not_take_its_verifier_for_
 
 async def test_a_question_that_a_break_cuts_off_is_unavailable_and_no_cancellation(tmp_path: Path) -> None:
     class Mute(ScriptedVerifier):
-        """Answers the first question and no other."""
+        """A verifier that answers only the first question."""
 
         num_questions = 0
 

@@ -1,4 +1,4 @@
-"""On which verifier a sequence runs, and what becomes of a request that none can take now."""
+"""The pool chooses a verifier for each sequence, and queues requests that none can take now."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_requests_to_a_gateway_that_has_just_started_wait_too(
         asked = asyncio.create_task(ask(running))
         admission = running.gateway.core.admission
         await running.until(lambda: admission.num_requests == 2)
-        # What waits is bounded as what runs is.
+        # Waiting requests are bounded like running ones.
         assert (await ask(running)).status_code == 429
         await running.start(steps([65], [66], reason=STOP))
         assert (await asked).status_code == (await models).status_code == 200
@@ -115,7 +115,7 @@ async def test_a_verifier_that_drains_gets_nothing_new_and_finishes(
 
 
 async def test_a_refusal_is_no_attempt(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
-    """What reaches a verifier just as it begins to drain goes to another, and may be lost as often as before."""
+    """A sequence refused by a draining verifier goes to another without using an attempt."""
 
     async def refuse(player: Player) -> None:
         player.error(grpc.StatusCode.UNAVAILABLE, "draining")
@@ -162,7 +162,7 @@ async def test_what_would_be_refused_is_refused_at_once_and_a_resume_never_is(
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert len(full.submitted) == 2
         assert (await running.http.post(URL, content=b"{")).status_code == 429
-        # Another with room for one takes one, and then both that were lost.
+        # Another verifier with room for one takes one, and then both lost ones.
         other = await running.start(playing([output, output], [None, None]), 1, queue_room=1)
         assert (await ask(running, n=2)).status_code == 429
         await running.until(lambda: sum(len(p._emitted) == 3 for p in running.gateway.verifiers._sequences) == 2)

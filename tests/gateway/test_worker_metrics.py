@@ -1,4 +1,4 @@
-"""The sum over worker processes, of which some die, stop or come back."""
+"""Metrics are summed over worker processes; some die, stop or come back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 @contextlib.asynccontextmanager
 async def worker(path: Path, process: str, num_tokens: int, num_inside: int) -> AsyncIterator[None]:
-    """A worker process that has counted so much."""
+    """Run a worker process that has these counts."""
     text = (
         f"# TYPE foretoken_tokens_total counter\nforetoken_tokens_total {num_tokens}\n"
         f"# TYPE foretoken_inside gauge\nforetoken_inside {num_inside}\n"
@@ -49,7 +49,7 @@ async def test_a_sum_never_goes_backwards(tmp_path: Path) -> None:
     first, second = worker_socket(tmp_path, 0), worker_socket(tmp_path, 1)
     totals = WorkerTotals([first, second])
     assert await sums(totals) == {}
-    # One at a time: what is patched is this process's name. The other one counts as it last answered.
+    # One at a time, as this process's name is patched. The other one counts as it last answered.
     async with worker(first, "a", 5, 2):
         assert await sums(totals) == {"foretoken_tokens_total": 5, "foretoken_inside": 2}
     async with worker(second, "b", 7, 1):

@@ -1,4 +1,4 @@
-"""Several gateway processes on one port: who serves, what they count together, deaths, drain, foreigners."""
+"""Several gateway processes on one port: service, common counts, deaths, drain, foreigners."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 4}
 
 
 def values(families: list[Family], name: str) -> dict[tuple[tuple[str, str], ...], float]:
-    """The samples called ``name``, by labels other than the model's name."""
+    """Return the samples called ``name``, by labels other than the model's name."""
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     return {tuple(sorted((k, v) for k, v in s.labels.items() if k != "model_name")): s.value for s in samples}
 
 
 @dataclass
 class Workers:
-    """A running parent with its workers, and the verifier behind them."""
+    """A running parent with its workers and their verifier."""
 
     settings: GatewaySettings
     verifier: ScriptedVerifier
@@ -56,7 +56,7 @@ class Workers:
         return f"http://127.0.0.1:{self.settings.port}"
 
     def processes(self) -> dict[Path, psutil.Process]:
-        """The workers that live, by their sockets."""
+        """Return the live workers, by their sockets."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -66,7 +66,7 @@ class Workers:
         return found
 
     async def own_counts(self, path: Path, name: str) -> float:
-        """The sum of one worker's samples of a metric; 0 while it does not answer."""
+        """Return the sum of one worker's samples of a metric; 0 while it does not answer."""
         answer = await fetch_text(path, 5)
         return sum(values(parse(answer[1]), name).values()) if answer else 0.0
 
@@ -74,7 +74,7 @@ class Workers:
         return parse((await self.get("/metrics")).text)
 
     async def get(self, path: str) -> httpx.Response:
-        """On a connection of its own: the kernel chooses the worker."""
+        """Send a GET on a new connection: the kernel chooses the worker."""
         async with httpx.AsyncClient(base_url=self.url, timeout=None) as client:
             return await client.get(path)
 
@@ -88,7 +88,7 @@ class Workers:
             await asyncio.sleep(0.05)
 
     async def both_are_ready(self) -> bool:
-        """Whether both workers listen and have the verifier: one answers for both, so many are asked."""
+        """Return whether both workers listen and have the verifier; many requests reach both."""
         with contextlib.suppress(httpx.TransportError):
             answers = [(await self.get("/ready")).status_code for _ in range(8)]
             return self.verifier.num_sessions >= 2 and set(answers) == {200} and len(self.processes()) == 2
@@ -138,8 +138,7 @@ async def test_both_serve_and_metrics_add_up_through_a_death(settings: GatewaySe
         num_requests += 20
 
         async def all_is_counted() -> bool:
-            """A worker that does not answer within a second, as on a machine that stands still, counts as it last
-            did."""
+            """Return whether all is counted; a late worker counts as it last did."""
             families = await workers.metrics()
             expected = {
                 "prompt_tokens_total": 3 * num_requests,
@@ -150,14 +149,14 @@ async def test_both_serve_and_metrics_add_up_through_a_death(settings: GatewaySe
             }
             buckets = values(families, "foretoken_e2e_request_latency_seconds_bucket")
             return (
-                # The verifier's figures are there once.
+                # The verifier's figures appear once.
                 list(values(families, "foretoken_num_requests_running").values()) == [3]
                 and list(values(families, "foretoken_gateway_num_requests").values()) == [0]
                 and {name: sum(values(families, f"foretoken_{name}").values()) for name in expected} == expected
                 and buckets[("le", "+Inf"),] == num_requests
             )
 
-        # Whoever answers.
+        # Any worker may answer.
         for _ in range(4):
             await workers.until(all_is_counted)
 
@@ -165,7 +164,7 @@ async def test_both_serve_and_metrics_add_up_through_a_death(settings: GatewaySe
         victim.kill()
 
         async def restarted() -> bool:
-            # Never refused: the other one listens. A connection that the victim held may be reset.
+            # Never refused: the other one listens. The victim's connections may be reset.
             with contextlib.suppress(httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
                 assert (await workers.get("/health")).status_code == 200
             process = workers.processes().get(path)
@@ -208,7 +207,7 @@ async def test_sigterm_drains_all_workers_at_once(settings: GatewaySettings, tok
             return {await workers.post() for _ in range(12)} == {503}
 
         await workers.until(nobody_takes_requests)
-        # All drain, none has ended, and each still tells its parent that it lives.
+        # All drain, none has ended, and each still reports to its parent that it lives.
         assert list(workers.processes()) == paths
         for number in range(2):
             assert await liveness.last_turn(liveness_socket(paths[0].parent, number), 600) is not None
@@ -219,7 +218,7 @@ async def test_sigterm_drains_all_workers_at_once(settings: GatewaySettings, tok
         assert not paths[0].parent.exists()
 
 
-async def test_a_second_gateway_on_either_port_is_told_so(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
+async def test_a_second_gateway_on_either_port_is_refused(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
     async with running(settings, tokenizer) as workers:
         (free,) = free_ports(1)
         for taken, flag in (({"grpc_port": free}, "--port"), ({"port": free}, "--grpc-port")):

@@ -2,7 +2,7 @@
 
     python -m tests.gpu.sanitizer [memcheck | initcheck | racecheck | synccheck]
 
-Every tensor is an allocation of its own, of exactly its size, with nobody's memory behind it.
+Every tensor is an allocation of exactly its size, with no other memory right after it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Where the toolkit puts it; it is rarely on the PATH.
+# The toolkit's place for it; it is rarely on the PATH.
 INSTALLED = "/usr/local/cuda/bin/compute-sanitizer"
-# No status of pytest's.
+# pytest never ends with this status.
 FOUND = 9
-# Tensors of exactly the sizes that kernels are told of, and contents that make no sense; together every kernel.
+# Cases with exactly sized tensors and with garbage in them; together they launch every kernel.
 CASES = (
     "test_gpu_exact_sizes.py",
     "test_gpu_tree_attention.py::test_garbage_makes_no_illegal_address",
@@ -38,7 +38,7 @@ CASES = (
 
 
 def pytest_arguments() -> list[str]:
-    """Of Python: the cases, ended by the first that fails, since the device is of no use behind it."""
+    """Return Python's arguments; the first failing case ends the run: the device is lost."""
     plugin = ["-p", "tests.support.kernel_launches", "-p", "no:cacheprovider"]
     return ["-m", "pytest", "-q", "-x", *plugin, *(f"tests/kernels/{case}" for case in CASES)]
 
@@ -48,7 +48,7 @@ def find() -> str | None:
 
 
 def command(sanitizer: str, tool: str, arguments: Sequence[str]) -> list[str]:
-    """Python with ``arguments`` under a tool; its status is FOUND if the tool finds something."""
+    """Return Python's command under a tool; its status is FOUND if the tool finds something."""
     # Triton's children are compilers, and PyTorch asks for functions that a driver need not have.
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only"]
     if tool == "memcheck":

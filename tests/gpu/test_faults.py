@@ -1,7 +1,8 @@
-"""A drafter ends badly on the verifier's GPU while streams run, with MPS and without: no text changes.
+"""A drafter crashes on the verifier's GPU while streams run, with MPS and without: no text changes.
 
-``foretoken serve`` as a user starts it, on the demo model; its drafter faults when it gets a signal
-(benchmarks/gpu/faults.py). In float32, where the demo's near-ties do not depend on the batch. ``-s`` shows the times.
+``foretoken serve`` runs as a user starts it, on the demo model; its drafter faults when it gets a
+signal (benchmarks/gpu/faults.py). It runs in float32, where the demo's near-ties do not depend on
+the batch. ``-s`` shows the times.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from foretoken.mps import PIPES
 from protos import verifier_pb2, verifier_pb2_grpc
 from tests.integration.stack import ENVIRONMENT, ROOT, Stack, running, stream, wait_until
 
-# Most of it is the first start, which compiles kernels; a case by itself takes some twenty seconds.
+# Most of it is the first start, which compiles kernels; a case takes some twenty seconds.
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEMO = ROOT / "models" / "demo"
-# Exact shapes: each step drafts, whether it pays or not.
+# Fixed shapes: each step drafts, whether it pays or not.
 FLAGS = (
     *("--device", "cuda", "--dtype", "float32"),
     *("--drafter", f"name=eagle3,algorithm=EAGLE3,model={DEMO / 'eagle3'}"),
@@ -42,7 +43,7 @@ REQUEST = {
     "temperature": 0,
     "speculative": {"drafter": "eagle3"},
 }
-# The chunk behind which the fault comes.
+# The fault comes after this chunk.
 FAULT_AT = 40
 
 
@@ -65,7 +66,7 @@ class Server:
         wait_until(lambda: self.info().drafters[0].state == "attached", self.stack)
 
     def daemon(self) -> list[psutil.Process]:
-        """The processes of this stack's MPS daemon."""
+        """Return the processes of this stack's MPS daemon."""
         named = {PIPES: str(self.folder / "mps")}
         return [
             process
@@ -114,7 +115,7 @@ class Course:
 
 
 def stream_until(server: Server, fault: Callable[[], None], is_over: Callable[[], bool], case: str) -> None:
-    """One stream that meets the fault and others until all is well again; each has the undisturbed text."""
+    """Run streams from before the fault until it is over; each has the undisturbed text."""
     struck: list[float] = []
 
     def strike(number: int) -> None:

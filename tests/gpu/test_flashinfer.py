@@ -1,4 +1,4 @@
-"""FlashInfer as the target's attention on a GPU: against the definition, against Triton's kernels, and as a server's.
+"""FlashInfer as the target's attention on a GPU equals the definition and Triton's kernels.
 
 Its plans alone, without FlashInfer: tests/foretoken/test_flashinfer_attention.py.
 """
@@ -31,7 +31,7 @@ from verifier_svc.config import VerifierSettings
 from verifier_svc.model.runner import silent
 from verifier_svc.model.target import memory_plan
 
-# What FlashInfer and its compilers warn of is theirs.
+# FlashInfer and its compilers give these warnings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 BLOCK = 16
 CHUNK, BRANCHES = 300, [-1, 0, 0, 1, 1, 2, 3]
@@ -49,7 +49,7 @@ def _there() -> None:
 )
 @pytest.mark.parametrize("block_size", [1, 16, 24])
 def test_attention_is_the_defined_one(heads: Heads, block_size: int, tmp_path: Path, device: str) -> None:
-    """Trees behind and before prompts, of several sequences each; slots that no row sees hold NaN."""
+    """Trees come after and before several sequences' prompts; unseen KV slots hold NaN."""
     generator = np.random.default_rng(block_size)
     seqs = [
         rooted(tree(320, 32, generator)),
@@ -70,8 +70,10 @@ def test_attention_is_the_defined_one(heads: Heads, block_size: int, tmp_path: P
 
 
 def mixed_batch() -> ForwardBatch:
-    """A tree of a sequence whose prompt is there, beside another sequence's first chunk; the tree's logits and the
-    last of the chunk are wanted."""
+    """Return a tree after a computed prompt, beside another sequence's first chunk.
+
+    It wants the logits of the tree and of the chunk's last row.
+    """
     prompt, tail = chain_batch(np.arange(CHUNK, dtype=np.int32) % 60, 0, BLOCK), np.array(BRANCHES, np.int32)
     own = -(-(CHUNK + len(tail)) // BLOCK)
     root, nodes = CHUNK, np.arange(len(tail), dtype=np.int32)
@@ -92,9 +94,11 @@ def mixed_batch() -> ForwardBatch:
 
 
 def test_a_models_passes_are_those_of_tritons_kernels(tmp_path: Path, device: str) -> None:
-    """A prompt in two chunks, then a tree beside another prompt's chunk: logits, and the keys and values that they
-    leave. Twice in a row, without a wait, since plans share memory with those before."""
-    # Rows add up to a residual that the attention changes by a good part, but no score is so large that one key wins.
+    """Logits and KV entries are equal for a prompt in two chunks and for a tree beside a chunk.
+
+    The passes run twice in a row, without a wait, since plans share memory with earlier ones.
+    """
+    # Attention changes a good part of the residual, but no score is so large that one key wins.
     folder = save_llama(tmp_path, std=0.08, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     config, backend = load_config(folder), Backend("gpu", torch.device(device))
     tokens = np.arange(CHUNK, dtype=np.int32) * 7 % 60
@@ -123,7 +127,7 @@ def test_a_models_passes_are_those_of_tritons_kernels(tmp_path: Path, device: st
 
 @pytest.mark.parametrize("wanted", ["auto", "flashinfer"])
 def test_a_verifier_takes_it(wanted: Literal["auto", "flashinfer"], tmp_path: Path, device: str) -> None:
-    """Compiled, warmed up with its sampler, and in the memory plan; a step runs ahead only where none is planned."""
+    """It is compiled, warmed up and in the memory plan; only unplanned steps overlap."""
     folder = save_llama(tmp_path, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     settings = VerifierSettings(
         model=folder,

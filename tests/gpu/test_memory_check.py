@@ -1,4 +1,4 @@
-"""No kernel touches memory outside of its tensors: compute-sanitizer watches every access of each of them."""
+"""No kernel touches memory outside its tensors: compute-sanitizer watches every access."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_checked(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     if found is None:
         pytest.skip("there is no compute-sanitizer")
     done = run(sanitizer.command(found, "memcheck", arguments))
-    # As on virtual machines that do not pass its debugging interface on: it has watched nothing then.
+    # Virtual machines may lack its debugging interface: it has watched nothing then.
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device")
     return done
@@ -38,7 +38,7 @@ def run_checked(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_cases_launch_every_kernel() -> None:
-    """Without the sanitizer, so that they run everywhere."""
+    """The cases run without the sanitizer here, so this works everywhere."""
     kernels = all_kernels()
     assert {"_tree_attention", "_cut_row", "_rms_norm_kernel"} <= kernels and "gather" not in kernels
     done = run([sys.executable, *sanitizer.pytest_arguments()])

@@ -1,7 +1,8 @@
 """Two processes on one GPU share device memory by descriptor and order their streams by flag words.
 
-Each side replays a CUDA graph a round, and its host runs ahead. The data of every round is checked on the device, both
-ways. Then the peer is stopped, or killed, while this process's stream waits for it: its own host lets it go on.
+Each side replays a CUDA graph a round, and its host is rounds ahead. The device checks the data of
+every round, both ways. Then the peer is stopped, or killed, while this process's stream waits for
+it: this process's host releases the stream.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40)]
 
 LAYOUT = ResidentLayout(seats=16, tokens=6, nodes=32, hidden_width=3 * 4096, hidden_dtype=torch.bfloat16)
 ROUNDS = 200
-# Rounds that the hosts run ahead of the device.
+# Rounds by which the hosts are ahead of the device.
 AHEAD = 2
 PROOF = bytes(range(1, 33))
 # A stream goes on within a millisecond of its release; this only ends a test that hangs.
@@ -34,7 +35,7 @@ LONG_S = 10.0
 
 
 class Work:
-    """A side's graph: check what the other side wrote in the round, then write, with a product between."""
+    """A side's graph: check the round's data of the other side, then a product, then write."""
 
     def __init__(self, memory: ResidentMemory, is_owner: bool) -> None:
         device = memory.stamp.device
@@ -64,7 +65,7 @@ class Work:
     def _check(self) -> None:
         memory = self._memory
         if self._is_owner:
-            # Behind its own write: the trees are of the same round.
+            # After its own write: the trees are of the same round.
             self.num_wrong.add_(
                 (memory.draft_tokens != 2 * self.number).sum() + (memory.draft_stamp != self.number).sum()
             )
@@ -97,7 +98,7 @@ class Ahead:
         self._events[self._round % len(self._events)].record()
         self._round += 1
         if self._round > AHEAD:
-            # Not ``synchronize``: nothing could end a test whose other side is gone.
+            # Not ``synchronize``: nothing could end a test after the other side is gone.
             assert goes_on(self._events[self._round % len(self._events)])
 
     def finish(self) -> None:
@@ -105,7 +106,7 @@ class Ahead:
 
 
 def peer(connection: socket.socket) -> None:
-    """The drafter's side, in a process of its own: map, prove, ROUNDS rounds, then wait to be ended."""
+    """Run the drafter's side in a process: map, prove, ROUNDS rounds, then wait for the end."""
     _, fds, _, _ = socket.recv_fds(connection, 1, 2)
     uuid = sys.argv[2]
     torch.zeros(1, device=device_of(uuid))
@@ -125,7 +126,7 @@ def peer(connection: socket.socket) -> None:
         ahead.step()
     ahead.finish()
     connection.send(str(int(work.num_wrong)).encode())
-    # A wait that is queued when the process ends, as a drafter's is.
+    # A wait is still queued when the process ends, as in a drafter.
     share.order.await_step(ROUNDS + 1)
     connection.send(b"waiting")
     connection.recv(16)
@@ -175,7 +176,7 @@ def _device() -> torch.device:
 
 
 def queue_wait(share: ResidentShare, number: int) -> torch.cuda.Event:
-    """This side's stream waits for trees that nobody draws; the event lies behind."""
+    """Let this side's stream wait for trees that never come; return an event after the wait."""
     behind = torch.cuda.Event()
     share.order.await_draft(number)
     share.memory.counts.fill_(number)
@@ -184,14 +185,14 @@ def queue_wait(share: ResidentShare, number: int) -> torch.cuda.Event:
 
 
 def num_free(device: torch.device) -> int:
-    """Bytes of the device, once what this process has given back is given back."""
+    """Return the device's free bytes, after this process's freed memory has gone back."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def comes_back(device: torch.device, num_bytes: int, since: int) -> bool:
-    """Whether there are so many bytes more than before; a killed process's may take a moment."""
+    """Return whether so many more bytes are free; a killed process's may take a moment."""
     deadline = time.monotonic() + LONG_S
     while torch.cuda.mem_get_info(device)[0] < since + num_bytes:
         if time.monotonic() > deadline:
@@ -201,7 +202,7 @@ def comes_back(device: torch.device, num_bytes: int, since: int) -> bool:
 
 
 def rounds(share: ResidentShare, connection: socket.socket) -> None:
-    """The verifier's side."""
+    """Run the verifier's side."""
     work = Work(share.memory, is_owner=True)
     connection.send(b"go")
     ahead = Ahead()
@@ -249,7 +250,7 @@ def test_rounds_between_two_processes_and_a_peer_that_stops_and_dies(device: tor
             assert int(share.memory.counts[0]) == ROUNDS + 2
         since = num_free(device)
     finally:
-        # Also of a test that fails: the process ends with its streams idle.
+        # Also if the test fails: the process ends with its streams idle.
         share.release()
         for fd in fds:
             os.close(fd)
@@ -267,7 +268,7 @@ def test_the_last_tensor_keeps_the_memory_and_then_it_comes_back(device: torch.d
         for fd in fds:
             os.close(fd)
         share.memory.hidden.fill_(3.0)
-        # Memory is unmapped once the streams that are ordered by it are idle: this one is.
+        # Memory is unmapped once the streams that it orders are idle, as this one is.
         share.order.signal_step(1)
         last = again.memory.hidden[7]
         del share, again
@@ -277,8 +278,8 @@ def test_the_last_tensor_keeps_the_memory_and_then_it_comes_back(device: torch.d
         assert num_free(device) >= before - (4 << 20)
 
 
-def test_the_last_user_may_let_go_while_its_stream_waits(device: torch.device) -> None:
-    """Nothing else lets the stream go on here: letting go does."""
+def test_the_last_user_may_free_the_memory_while_its_stream_waits(device: torch.device) -> None:
+    """Only freeing the memory releases the stream here."""
     free = []
     for _ in range(3):
         share, fds = ResidentShare.new(LAYOUT, device)

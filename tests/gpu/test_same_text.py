@@ -1,8 +1,9 @@
 """On a GPU in float32: every drafter and sampling field writes what plain decode on the CPU writes.
 
-Matrix products there round in another order, so the models' near-ties could differ; those of the fitted targets are
-far apart. In strict mode a GPU's text with a drafter is that of its own plain decode, bit for bit, in bfloat16 too.
-Without a GPU a short case of each kind runs in Triton's interpreter; of strict mode in tests/verifier_svc.
+A GPU's matrix products round in another order, so near-ties could differ; the fitted targets have
+none. In strict mode a GPU's text with a drafter equals its own plain decode, bit for bit, in
+bfloat16 too. Without a GPU a short case of each kind runs in Triton's interpreter; strict mode's
+case is in tests/verifier_svc.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def check(
     assert_equal: Callable[[Result, Result, str], None],
     kind: str,
 ) -> None:
-    """All cases in one batch, then some alone, on a prefix hit; drafts were accepted."""
+    """Run all cases in one batch, then some alone on a prefix hit; assert accepted drafts."""
     keys = {case.field: submit(harness, case) for case in made}
     for case in made:
         for want, have in zip(expected[case.field], finish(harness, keys[case.field]), strict=True):
@@ -68,8 +69,8 @@ def test_a_short_text_is_that_of_the_cpu(targets: Targets, kind: str, device: st
 
 
 @pytest.mark.parametrize(("kind", "num_steps"), [("EAGLE3", 2), ("STANDALONE", 0)])
-def test_a_short_text_of_steps_that_run_ahead(targets: Targets, kind: str, num_steps: int, device: str) -> None:
-    """The drafter's as well as the target's steps wait for no host."""
+def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps: int, device: str) -> None:
+    """Neither the drafter's nor the target's steps wait for the host."""
     target = targets["llama"]
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=9, presence_penalty=0.1)
     request = Request(text(1, 20), params, speculation=SpeculationOptions(drafter=kind.lower()))
@@ -88,7 +89,7 @@ def test_a_short_text_of_steps_that_run_ahead(targets: Targets, kind: str, num_s
 def test_in_strict_mode_the_text_has_the_bits_of_plain_decode(
     targets: Targets, kind: str, temperature: str, num_steps: int, device: str
 ) -> None:
-    """All fields at once in one batch, drafted and as graphs, against each request alone, plain and waited for."""
+    """A drafted batch of all fields, as graphs, equals each plain request without overlap."""
     target = targets[KINDS[kind][0]]
     made = cases(target, TEMPERATURES[temperature], kind)
     strict = partial(on_device.harness, target, device=device, dtype="bfloat16", strict=True)
@@ -105,7 +106,7 @@ def test_in_strict_mode_the_text_has_the_bits_of_plain_decode(
 def test_the_text_is_that_of_the_cpu(
     targets: Targets, kind: str, temperature: str, num_steps: int, device: str
 ) -> None:
-    """All fields at once in one batch, and each alone; ``num_steps``: of trees of a fixed shape."""
+    """All fields run in one batch, and each alone; ``num_steps``: levels of a fixed tree shape."""
     target = targets[KINDS[kind][0]]
     made = cases(target, TEMPERATURES[temperature], kind)
     assert {case.field for case in made} == set(FIELDS)

@@ -1,5 +1,7 @@
-"""A target's embedding and head in GPU memory that another process maps with read access alone: it reads the very
-memory, it cannot write to it, and what is mapped costs nothing and comes back."""
+"""Another process maps a target's embedding and head in GPU memory, read-only.
+
+It reads the same memory and cannot write to it; mapping costs no memory, and all of it comes back.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40)]
 ROWS, SIZE = 32768, 2048
 NUM_BYTES = 2 * ROWS * SIZE
 IDS = np.array([ROWS - 1, 0, 4711], np.int32)
-# Of the driver's own, and of fragments.
+# The driver's own memory, and fragments.
 SLACK = 8 << 20
 
 
 def weights(device: torch.device, *, tied: bool = False) -> TargetWeights:
-    """Every row of the head is its number modulo 251, of the embedding one more: exact in bfloat16."""
+    """Make weights: head row i is i modulo 251, embedding row i one more, exact in bfloat16."""
     layout = RowLayout(device, torch.bfloat16)
     head = (torch.arange(ROWS, device=device) % 251).to(torch.bfloat16)[:, None].expand(ROWS, SIZE).contiguous()
     return TargetWeights(ROWS, SIZE, tied, layout, head if tied else head + 1, head)
@@ -45,14 +47,14 @@ def _backend() -> Backend:
 
 
 def num_free(device: torch.device) -> int:
-    """Bytes of the device, once what this process has given back is given back."""
+    """Return the device's free bytes, after this process's freed memory has gone back."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def peer() -> None:
-    """A drafter's process: what it sees, what it sees once the owner has changed it, and that it cannot write."""
+    """Run a drafter's process: it reads, reads the owner's changes, and cannot write."""
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         uuid = sys.argv[2]
         _, fds, _, _ = socket.recv_fds(connection, 1, 2)
@@ -76,13 +78,13 @@ def peer() -> None:
             connection.send(f"refused: {error}".encode()[:200])
         else:
             connection.send(b"written")
-        # Nothing works on this process's context any more, and nothing needs to.
+        # This process's context is lost, and nothing needs it.
         os._exit(0)
 
 
 @contextmanager
 def peer_process(uuid: str, folder: Path) -> Iterator[socket.socket]:
-    """In a context of its own, whose faults are nobody else's: no MPS daemon listens in ``folder``."""
+    """Start the peer in its own context: ``folder`` has no MPS daemon, so faults stay its own."""
     ours, theirs = socket.socketpair()
     ours.settimeout(30)
     environment = {
@@ -152,7 +154,7 @@ def test_what_was_launched_is_done_before_they_are_unmapped(backend: Backend) ->
 
 
 def test_the_last_tensor_may_go_in_the_middle_of_a_capture(backend: Backend) -> None:
-    """As by a collection that happens to run then."""
+    """The garbage collector may free it at that moment."""
     shared = SharedWeights(weights(backend.device, tied=True), backend)
     mapped = map_weights(shared.filenos(), shared.device)
     total = mapped.head.sum(dtype=torch.float32)

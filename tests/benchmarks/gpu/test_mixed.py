@@ -1,4 +1,4 @@
-"""Batches of different requests: their fields, the verdict on a ragged step, the command on a CPU."""
+"""Batches of different requests: fields, verdict on a ragged step, and the command on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that differ: where, by how much, and which fail; then the command on a CPU, where none does."""
+"""Texts that differ: where, by how much, which fail; and the command on a CPU, where none does."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_a_processor_has_no_faults_of_a_gpu(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The drafter dies while the verifier may wait for it: same text, then accepted drafts again."""
+    """The drafter dies while the verifier may wait for it: same text, accepted drafts again."""
     words = ["--model", str(DEMO / "target"), "--drafter-head", str(DEMO / "eagle3")]
     words += ["--output", str(tmp_path / "recovery.json"), "--tree", "3", "2", "6", "--threads", "1"]
     words += ["--faults", "killed while awaited", "--repeats", "1", "--batches", "2", "--output-tokens", "600"]
