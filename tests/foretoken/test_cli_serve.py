@@ -56,7 +56,7 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
         invoke(*words(service))
     (drafter,) = served["drafter"]
     verifier, in_process = served["verifier"]
-    (rim,) = served["gateway"]
+    (gateway,) = served["gateway"]
     assert drafter == DrafterSettings(name="ngram", address=drafter.address, ngram=NGRAM_SETTINGS)
     assert verifier == VerifierSettings(
         model=tmp_path,
@@ -79,8 +79,8 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
         drafters=(DrafterEndpoint(name="ngram", address=drafter.address),),
     )
     assert in_process == {}
-    assert (rim.model, rim.served_model_name, rim.verifiers) == (tmp_path, "demo", (verifier.address,))
-    assert (rim.request_timeout_s, rim.drain_timeout_s) == (30, GATEWAY_DRAIN_S)
+    assert (gateway.model, gateway.served_model_name, gateway.verifiers) == (tmp_path, "demo", (verifier.address,))
+    assert (gateway.request_timeout_s, gateway.drain_timeout_s) == (30, GATEWAY_DRAIN_S)
     assert verifier.address.startswith("unix:/") and verifier.address != drafter.address
 
 
@@ -97,17 +97,17 @@ def test_telemetry_and_workers_reach_their_services(
     serve(str(tmp_path), *flags, "--speculative-algorithm", "NONE")
     for service in supervised.values():
         invoke(*words(service))
-    (verifier, _), (rim,) = served["verifier"], spawned
-    assert verifier.otlp_traces_endpoint == rim.otlp_traces_endpoint == endpoint
-    assert (rim.gateway_workers, rim.vllm_metric_names, rim.worker_socket) == (3, True, None)
+    (verifier, _), (gateway,) = served["verifier"], spawned
+    assert verifier.otlp_traces_endpoint == gateway.otlp_traces_endpoint == endpoint
+    assert (gateway.gateway_workers, gateway.vllm_metric_names, gateway.worker_socket) == (3, True, None)
     # The supervisor asks where the gateway answers.
     probe = supervised["gateway"].probe
-    assert isinstance(probe, GatewayProbe) and probe.liveness_socket == rim.liveness_socket
+    assert isinstance(probe, GatewayProbe) and probe.liveness_socket == gateway.liveness_socket
     assert supervised["gateway"].max_stall_s == 30.0
     assert "gateway" not in served
     # A worker is a gateway like any other.
     invoke(*words(supervised["gateway"]), "--worker-socket", "/run/x/worker-0.sock")
-    assert served["gateway"][0] == rim.model_copy(update={"worker_socket": Path("/run/x/worker-0.sock")})
+    assert served["gateway"][0] == gateway.model_copy(update={"worker_socket": Path("/run/x/worker-0.sock")})
     # OpenTelemetry's own variable works like the flag.
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://elsewhere:4317")
     invoke("gateway", str(tmp_path), "--verifier", "unix:/v")

@@ -155,7 +155,7 @@ def test_greedy_ignores_seed_and_filters():
         assert sample(logits, SamplingParams(temperature=1e-6, seed=seed)) == 1, "too cold to divide by"
 
 
-# --- Order: each case tells two operations apart.
+# --- Order: each case distinguishes two operations.
 
 
 Operation = Callable[[np.ndarray], np.ndarray]

@@ -27,7 +27,7 @@ DRIVER = ROOT / "tests" / "support" / "supervised.py"
 CHILD = """
 import contextlib, os, pathlib, signal, socket, sys, threading, time
 name, folder, mode = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
-def end_when_told():
+def end_when_asked():
     while not (folder / f"{name}.status").exists():
         time.sleep(0.01)
     status = int((folder / f"{name}.status").read_text())
@@ -35,7 +35,7 @@ def end_when_told():
     os._exit(status)
 # Only the main thread runs handlers, so that it must get the signals.
 signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
-threading.Thread(target=end_when_told, daemon=True).start()
+threading.Thread(target=end_when_asked, daemon=True).start()
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 first = {path.stem: int(path.read_text()) for path in folder.glob("*.first")}
 if name not in first:

@@ -79,7 +79,7 @@ def test_literal_split() -> None:
 @given(request=draft_requests(), capacity=st.integers(6, 30))
 def test_parts_tell_the_same_tokens_in_order(request: DraftRequest, capacity: int) -> None:
     parts = split_request(request, capacity, BLOCK_SIZE)
-    told: dict[int, list[int]] = {int(slot): [] for slot in request.slots}
+    received: dict[int, list[int]] = {int(slot): [] for slot in request.slots}
     before = {
         int(slot): int(length - count)
         for slot, length, count in zip(request.slots, request.lengths, np.diff(request.new_token_starts), strict=True)
@@ -88,11 +88,11 @@ def test_parts_tell_the_same_tokens_in_order(request: DraftRequest, capacity: in
         check_request(part, request.num_rows)
         assert len(part.new_tokens) <= capacity
         for row, slot in enumerate(part.slots.tolist()):
-            told[slot].extend(part.new_tokens[part.new_token_starts[row] : part.new_token_starts[row + 1]].tolist())
-            assert part.lengths[row] == before[slot] + len(told[slot])
+            received[slot].extend(part.new_tokens[part.new_token_starts[row] : part.new_token_starts[row + 1]].tolist())
+            assert part.lengths[row] == before[slot] + len(received[slot])
     for row, slot in enumerate(request.slots.tolist()):
         starts = request.new_token_starts
-        assert told[slot] == request.new_tokens[starts[row] : starts[row + 1]].tolist()
+        assert received[slot] == request.new_tokens[starts[row] : starts[row + 1]].tolist()
     assert all((part.max_nodes == 1).all() for part in parts[:-1])
     assert parts[-1].max_nodes.tolist() == request.max_nodes.tolist()
     assert parts[-1].seeds.tolist() == request.seeds.tolist()

@@ -74,11 +74,11 @@ async def test_the_gateways_own_limit_is_tried_again(
 
 
 async def test_a_stream_that_breaks_is_raised_and_not_doubled(stack: Stack, client: openai.AsyncOpenAI) -> None:
-    told = asyncio.Event()
+    answered = asyncio.Event()
 
     async def play(player: Player) -> None:
         player.tokens(stack.ids("hello"))
-        await told.wait()
+        await answered.wait()
         player.error(grpc.StatusCode.INTERNAL, "broken")
 
     stack.verifier.script = play
@@ -86,7 +86,7 @@ async def test_a_stream_that_breaks_is_raised_and_not_doubled(stack: Stack, clie
     with pytest.raises(openai.APIError) as caught:
         async for chunk in await client.completions.create(model=MODEL, prompt="a", stream=True):
             texts.append(chunk.choices[0].text)
-            told.set()
+            answered.set()
     assert not isinstance(caught.value, openai.APIStatusError)
     assert "".join(texts) == "hello"
     assert len(stack.verifier.submitted) == 1

@@ -223,17 +223,17 @@ async def test_errors_of_the_verifier_before_the_first_token(stack: Stack, strea
 async def test_error_after_the_first_token_is_one_event(stack: Stack) -> None:
     async def play(player: Player) -> None:
         player.tokens(stack.ids("hello"))
-        await told.wait()
+        await answered.wait()
         player.error(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
 
-    told = asyncio.Event()
+    answered = asyncio.Event()
     stack.verifier.script = play
     async with stack.http.stream("POST", URL, json={"prompt": "a", "stream": True}) as answer:
         assert answer.status_code == 200
         text = ""
         async for part in answer.aiter_text():
             text += part
-            told.set()
+            answered.set()
     *_, last = events(text)
     assert last["error"]["type"] == "timeout_error" and "choices" not in last
 

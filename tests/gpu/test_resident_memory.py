@@ -177,11 +177,11 @@ def _device() -> torch.device:
 
 def queue_wait(share: ResidentShare, number: int) -> torch.cuda.Event:
     """Let this side's stream wait for trees that never come; return an event after the wait."""
-    behind = torch.cuda.Event()
+    event = torch.cuda.Event()
     share.order.await_draft(number)
     share.memory.counts.fill_(number)
-    behind.record()
-    return behind
+    event.record()
+    return event
 
 
 def num_free(device: torch.device) -> int:
@@ -233,20 +233,20 @@ def test_rounds_between_two_processes_and_a_peer_that_stops_and_dies(device: tor
             rounds(share, connection)
 
             process.send_signal(signal.SIGSTOP)
-            behind = queue_wait(share, ROUNDS + 1)
+            event = queue_wait(share, ROUNDS + 1)
             time.sleep(0.2)
-            assert not behind.query(), "it waits for the peer"
+            assert not event.query(), "it waits for the peer"
             share.order.release_draft(ROUNDS + 1)
-            assert goes_on(behind)
+            assert goes_on(event)
             assert int(share.memory.counts[0]) == ROUNDS + 1 and int(share.memory.draft_stamp) == ROUNDS
 
-            behind = queue_wait(share, ROUNDS + 2)
+            event = queue_wait(share, ROUNDS + 2)
             process.kill()
             process.wait()
             time.sleep(0.2)
-            assert not behind.query(), "it waits for the peer"
+            assert not event.query(), "it waits for the peer"
             share.order.release_draft(ROUNDS + 2)
-            assert goes_on(behind)
+            assert goes_on(event)
             assert int(share.memory.counts[0]) == ROUNDS + 2
         since = num_free(device)
     finally:
@@ -285,9 +285,9 @@ def test_the_last_user_may_free_the_memory_while_its_stream_waits(device: torch.
         share, fds = ResidentShare.new(LAYOUT, device)
         for fd in fds:
             os.close(fd)
-        behind = queue_wait(share, 1)
-        assert not behind.query()
+        event = queue_wait(share, 1)
+        assert not event.query()
         del share
-        assert behind.query()
+        assert event.query()
         free.append(num_free(device))
     assert free[2] >= free[0]

@@ -146,10 +146,10 @@ def test_what_was_launched_is_done_before_they_are_unmapped(backend: Backend) ->
     sums = torch.zeros(200, device=backend.device)
     for index in range(len(sums)):
         sums[index] = mapped.head[:256].sum(dtype=torch.float32)
-    behind = torch.cuda.Event()
-    behind.record()
+    event = torch.cuda.Event()
+    event.record()
     del mapped
-    assert behind.query(), "letting go waited for the device"
+    assert event.query(), "letting go waited for the device"
     assert sums.eq(shared.weights.head[:256].sum(dtype=torch.float32)).all()
 
 

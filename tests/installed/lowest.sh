@@ -8,7 +8,7 @@ root=$PWD python=$(realpath -s "$1")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# The wheel is built from the unpacked sdist: what is missing in that would be missing in it.
+# The wheel is built from the unpacked sdist, so it lacks every file that the sdist lacks.
 "$python" -m hatchling build -t sdist -d "$work/sdist" > /dev/null
 mkdir "$work/sources"
 tar -xzf "$work"/sdist/*.tar.gz -C "$work/sources" --strip-components 1

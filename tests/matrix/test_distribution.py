@@ -70,7 +70,7 @@ def test_three_tokens(small_targets: Targets, kind: str) -> None:
         first, second, third = result.token_ids[SKIPPED : SKIPPED + LOOKED_AT]
         counts[(first * VOCAB_SIZE + second) * VOCAB_SIZE + third] += 1
     assert p_value(counts, truth(target, 1.0)) > 0.01
-    # So many samples tell even a slightly different temperature apart.
+    # So many samples distinguish even a slightly different temperature.
     assert p_value(counts, truth(target, 0.85)) < 1e-4
     if drafters:
         assert sum(walks.num_accepted for walks in harness.walks.values()) > NUM_SEEDS

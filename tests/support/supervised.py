@@ -30,7 +30,7 @@ PROBE_TIMEOUT_S = 1.0
 
 
 class FileProbe:
-    """Ready: a file is there. Alive: a socket tells when the child's loop last turned."""
+    """Ready: a file is there. Alive: a socket gives the time of the child's last loop turn."""
 
     def __init__(self, ready_file: str, alive_socket: str) -> None:
         self._ready_file = Path(ready_file)

@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 
-# httpx sends no content type for a body given as bytes.
+# For httpx, which sends no content type with a body given as bytes.
 JSON_TYPE = {"content-type": "application/json"}
 
 

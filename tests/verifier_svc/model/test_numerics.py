@@ -62,7 +62,7 @@ def on_device(folder: Path, device: str, strict: bool) -> DeviceRunner:
 def test_a_device_is_strict_where_that_is_wanted(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check is the CPU's, with trees: it finds attention in another order.
 
-    Fingerprints tell all of these apart.
+    Fingerprints distinguish all of these.
     """
     strict, fast = on_device(folder, device, True), on_device(folder, device, False)
     assert (strict.mode, fast.mode) == ("strict", "fast")
