@@ -48,7 +48,7 @@ def test_streams_run_at_once_and_answers_keep_their_order() -> None:
     assert [completion.text for completion in completions] == ["xbcde", "ybcde", "zbcde"]
 
 
-def test_each_arrival_is_told_with_what_all_streams_have_received() -> None:
+def test_each_arrival_comes_with_the_tokens_of_all_streams() -> None:
     both_have_text = threading.Event()
     seen = []
 

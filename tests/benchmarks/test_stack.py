@@ -145,7 +145,7 @@ def test_describe_of_nothing_names_the_address() -> None:
         describe(Address("127.0.0.1", port))
 
 
-def test_a_benchmark_that_is_told_to_end_ends_its_stack_first() -> None:
+def test_a_benchmark_that_gets_a_signal_ends_its_stack_first() -> None:
     ended = []
 
     def run() -> None:

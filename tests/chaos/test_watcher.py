@@ -58,7 +58,7 @@ def test_acceptance_adds_up_all_verifiers() -> None:
     assert (watcher.acceptance(), watcher.acceptance(before)) == ((134, 67), (34, 17))
 
 
-def test_idle_means_no_sequence_and_every_page() -> None:
+def test_idle_means_no_sequence_and_every_block_free() -> None:
     assert sample(1, 1, 0).is_idle
     assert not Sample(0.0, 1, 10, 9, 0, 0, 0, True, 1, 0, 0).is_idle
     assert not Sample(0.0, 1, 10, 10, 1, 0, 0, True, 1, 0, 0).is_idle

@@ -159,7 +159,7 @@ def test_nothing_answers() -> None:
         complete(url, CompletionOptions("x"), write=print, colour=False)
 
 
-def test_a_grpc_port_is_told_from_no_server_at_all() -> None:
+def test_a_grpc_port_is_distinguished_from_no_server() -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()

@@ -205,7 +205,7 @@ def test_a_verifier_whose_digest_stays_refuses(monkeypatch: pytest.MonkeyPatch) 
     transport.close()
 
 
-def test_what_one_side_did_before_a_signal_the_other_sees_behind_its_await() -> None:
+def test_writes_before_a_signal_are_seen_after_the_await() -> None:
     with ends() as (transport, peer), ThreadPoolExecutor(1) as pool:
         ours, theirs = memories(transport, peer)
         assert peer.share is not None

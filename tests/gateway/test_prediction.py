@@ -131,7 +131,7 @@ async def test_several_choices_each_have_it(stack: Stack) -> None:
     assert usage(answer) == (len(predicted) + 1, len(predicted) - 1)
 
 
-async def test_tokens_behind_a_stop_string_do_not_count(stack: Stack) -> None:
+async def test_tokens_after_a_stop_string_do_not_count(stack: Stack) -> None:
     predicted = stack.ids("hello world stop here")
     stack.verifier.script = steps(predicted)
     body = {"prompt": "a", "stop": [" world"], "prediction": {"type": "content", "content": "hello world stop here"}}

@@ -49,7 +49,7 @@ def test_the_cases_launch_every_kernel() -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("index", "status"), [(999, 0), (1000, sanitizer.FOUND)])
-def test_a_read_behind_a_tensor_is_found(index: int, status: int) -> None:
+def test_a_read_after_a_tensor_is_found(index: int, status: int) -> None:
     done = run_checked(["-m", "tests.support.read_outside", str(index)])
     assert done.returncode == status
     assert ("Invalid __global__ read of size 4 bytes" in done.stdout) == (status != 0)

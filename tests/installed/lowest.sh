@@ -30,7 +30,7 @@ else
   echo "no CPU build of torch $torch is in reach, which is thus not tried: $index does not answer"
   "$lowest" -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --constraint constraints.txt torch
 fi
-# Direct are the requirements of what is named: of the project here, which the wheel would put one step away.
+# lowest-direct lowers the requirements of the named project; a wheel would move them one step away.
 install=("$work/uv/bin/uv" pip install --quiet --python "$lowest")
 "${install[@]}" --resolution lowest-direct --requirement pyproject.toml
 "${install[@]}" --no-deps "$wheel"

@@ -71,7 +71,7 @@ async def text_alone(stack: Stack, **fields: Any) -> str:
     ("phase", "stream", "how"),
     [("prefill", False, "close"), ("decode", True, "reset"), ("decode", False, "close"), ("queued", True, "reset")],
 )
-async def test_a_client_that_leaves_frees_its_pages_and_harms_nobody(
+async def test_a_client_that_leaves_frees_its_blocks_and_harms_nobody(
     stack: Stack, phase: str, stream: bool, how: str
 ) -> None:
     expected = await text_alone(stack, max_tokens=300)
@@ -97,7 +97,7 @@ async def test_a_client_that_leaves_frees_its_pages_and_harms_nobody(
 
 
 @pytest.mark.parametrize("how", ["cancel", "reset", "deadline"])
-async def test_a_grpc_caller_that_leaves_frees_its_pages(stack: Stack, how: str) -> None:
+async def test_a_grpc_caller_that_leaves_frees_its_blocks(stack: Stack, how: str) -> None:
     sampling = common_pb2.SamplingParams(max_tokens=3500, temperature=0, ignore_eos=True)
     request = gateway_pb2.GenerateRequest(text=PROMPT, sampling=sampling)
     async with relay(stack.grpc_port) as between:

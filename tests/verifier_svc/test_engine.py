@@ -86,7 +86,7 @@ def test_what_the_prefix_cache_held_comes_with_the_first_tokens_of_an_attempt() 
     run.drain()
 
 
-def test_a_passed_deadline_ends_the_sequence_and_frees_its_pages() -> None:
+def test_a_passed_deadline_ends_the_sequence_and_frees_its_blocks() -> None:
     run = harness()
     late = run.submit(request(deadline=time.monotonic() - 1))
     fine = run.submit(request(deadline=time.monotonic() + 600))
@@ -135,7 +135,7 @@ def test_the_context_end_is_a_length_finish() -> None:
     assert len(result.token_ids) == 7
 
 
-def test_an_abort_frees_the_pages_in_the_next_step_and_counts_the_kept_tokens() -> None:
+def test_an_abort_frees_the_blocks_in_the_next_step_and_counts_the_kept_tokens() -> None:
     plain = harness().run([request(max_tokens=30)])[0].token_ids
     run = harness(drafters={"scripted": ScriptedDrafter({((1, 2, 3), 0): plain})})
     key = run.submit(request(max_tokens=30))

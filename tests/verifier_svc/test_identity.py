@@ -214,7 +214,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_text(temperature: float, cut: 
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_with_aborts_at_every_phase_leave_no_page() -> None:
+def test_ten_thousand_requests_with_aborts_at_every_phase_leave_no_block() -> None:
     rng = np.random.default_rng(0)
     drafter = ScriptedDrafter({}, seed=1)
     run = harness(drafter, num_blocks=36, max_running=6, max_model_len=60)

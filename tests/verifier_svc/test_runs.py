@@ -152,7 +152,7 @@ def test_a_request_names_the_blocks_that_its_step_may_need_and_no_others() -> No
     assert max(oracle.num_named) <= ROWS_PER_SLOT * SEATS
 
 
-def test_no_block_is_named_behind_the_end_of_the_context() -> None:
+def test_no_block_is_named_after_the_end_of_the_context() -> None:
     requests = [greedy(1, 6, 300)]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)

@@ -307,7 +307,7 @@ def test_get_info_has_the_figures_of_the_moment() -> None:
     run(scenario)
 
 
-def test_a_drain_is_told_at_once_to_old_and_new_sessions_and_running_sequences_finish() -> None:
+def test_a_drain_is_sent_at_once_to_old_and_new_sessions_and_running_sequences_finish() -> None:
     async def scenario() -> None:
         async with served({}) as (stub, harness, service):
             call = stub.Session()
@@ -339,7 +339,7 @@ def test_a_drain_is_told_at_once_to_old_and_new_sessions_and_running_sequences_f
     asyncio.run(scenario())
 
 
-def test_the_room_in_the_queue_is_told_with_every_message() -> None:
+def test_the_room_in_the_queue_is_sent_with_every_message() -> None:
     target = HeldTarget()
 
     async def scenario(stub: Stub, harness: Harness) -> None:
@@ -366,7 +366,7 @@ def test_the_room_in_the_queue_is_told_with_every_message() -> None:
     run(scenario, target=target, max_running=1, max_waiting=2)
 
 
-def test_a_drain_without_events_is_told_before_the_next_heartbeat() -> None:
+def test_a_drain_without_events_is_sent_before_the_next_heartbeat() -> None:
     async def scenario() -> None:
         async with served({}) as (stub, _, service):
             call = stub.Session()

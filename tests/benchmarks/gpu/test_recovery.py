@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 OLD, NEW = (7, 1), (7, 2)
 
 
-def test_a_pause_begins_with_the_fault_or_with_the_last_token_behind_it() -> None:
+def test_a_pause_begins_with_the_fault_or_with_the_last_token_after_it() -> None:
     # In flight at 2.5: 3 still arrives, then nothing before 7.
     assert pauses_after([[1, 2, 3, 7, 8]], 2.5) == Pauses(next_token=0.5, longest=4, longest_began=0.5)
     # Waits before the fault do not count.

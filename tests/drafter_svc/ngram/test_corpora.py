@@ -73,7 +73,7 @@ def test_own_text_and_history_rank_before_a_corpus() -> None:
     assert tokens[1] == 60 and 50 in tokens and parents[tokens.index(50)] == 0
 
 
-def test_what_was_added_later_is_behind_the_history_of_another_tenant() -> None:
+def test_later_corpora_come_after_the_history_of_another_tenant() -> None:
     feed = Feed(make_drafter())
     feed.history([1, 2, 3, 60], salt=5)
     feed.drafter.corpora.add("a", ids(1, 2, 3, 50))

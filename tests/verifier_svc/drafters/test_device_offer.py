@@ -215,7 +215,7 @@ def test_a_drafter_that_names_the_device_and_takes_no_memory_is_refused(
     assert len([text for text in warnings if "of kind MIRROR does not draft from device memory" in text]) == 2
 
 
-def test_a_drafter_in_the_process_gets_memory_behind_its_attach() -> None:
+def test_a_drafter_in_the_process_gets_memory_after_its_attach() -> None:
     drafter = ResidentDrafter()
     client = InProcessClient("inside", drafter, TARGET, EPOCH, resident=OFFER)
     client.start()

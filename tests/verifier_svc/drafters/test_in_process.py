@@ -59,7 +59,7 @@ class Gauging(MirrorDrafter):
         return super().gauges()
 
 
-def test_gauges_are_looked_at_behind_drafts() -> None:
+def test_gauges_are_read_after_drafts() -> None:
     now = [100.0]
     drafter = Gauging()
     source = InProcessClient("mirror", drafter, TARGET, EPOCH, clock=lambda: now[0])

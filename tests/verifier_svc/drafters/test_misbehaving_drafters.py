@@ -382,7 +382,7 @@ def test_the_wait_budget_is_spent_on_what_cannot_pay_and_comes_back_with_time() 
     assert budget.has_some(2.0)
 
 
-def test_late_scouts_are_time_outs_only_behind_one_that_was_waited_for() -> None:
+def test_late_scouts_are_time_outs_only_after_an_awaited_draft() -> None:
     budget = WaitBudget(0.2)
     assert not budget.times_out_again(100.0)
     budget.time_out(100.0)

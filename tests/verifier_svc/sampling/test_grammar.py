@@ -159,7 +159,7 @@ def test_an_empty_output_is_an_output(vocab: Vocabulary) -> None:
     assert result.tokens == [] and result.finish is FinishReason.STOP and result.error is None
 
 
-def test_no_token_left_by_grammar_and_min_tokens_is_an_error_behind_what_came_before(vocab: Vocabulary) -> None:
+def test_no_token_left_by_grammar_and_min_tokens_is_an_error_after_the_text(vocab: Vocabulary) -> None:
     (b,) = ids_of("b")
     result = walk(regex("abc"), vocab, peaks(*ids_of("a", "b")), chain("a"), stop_token_ids=(b,), min_tokens=9)
     assert text_of(result.tokens) == "a" and result.finish is None

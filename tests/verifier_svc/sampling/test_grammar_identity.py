@@ -153,7 +153,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_text(vocab: Vocabulary, temper
         assert got.finished.reason == want.finished.reason
 
 
-def test_an_output_that_cannot_go_on_is_an_error_and_frees_its_pages(vocab: Vocabulary) -> None:
+def test_an_output_that_cannot_go_on_is_an_error_and_frees_its_blocks(vocab: Vocabulary) -> None:
     (b,) = ids_of("b")
     grammar = regex("abc")
     dead = request(vocab, 1, 1.0, grammar=grammar, stop_token_ids=(b,), min_tokens=9, logit_bias={22: 100.0})

@@ -97,7 +97,7 @@ def test_rows_off_the_path_are_never_looked_at():
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
 @pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, temperature=0.5, logprobs=1)])
-def test_a_broken_row_on_the_path_is_an_error_behind_what_came_before(fault, params):
+def test_a_broken_row_on_the_path_is_an_error_after_the_text(fault, params):
     logits = peaks(4, 5, 7, 1, 2, 1) * 100
     logits[2, 0] = fault
     result = walk(logits, TREE, params)
@@ -149,7 +149,7 @@ def test_the_lengths_end_cuts_the_walk(max_new_tokens, tokens, accepted, finish)
     assert result.sources == [1] * len(accepted) + [0] * (len(tokens) - len(accepted))
 
 
-def test_length_wins_over_a_stop_token_behind_it():
+def test_length_wins_over_a_later_stop_token():
     cut = walk(peaks(3, 6, 7, 1, 2, 1), TREE, eos_ids=frozenset({2}), max_new_tokens=2)
     assert (cut.tokens, cut.finish, cut.stop_token_id) == ([3, 6], FinishReason.LENGTH, None)
     stopped = walk(peaks(3, 6, 7, 1, 2, 1), TREE, eos_ids=frozenset({6}), max_new_tokens=2)

@@ -88,7 +88,7 @@ def test_a_tree_row_sees_its_ancestors_and_no_sibling() -> None:
     assert forward.slot_mapping.tolist() == [30, 31, 12, 13]
 
 
-def test_sequences_lie_one_behind_the_other() -> None:
+def test_sequences_lie_one_after_the_other() -> None:
     first = Scheduled(sequence([10, 11, 12], 2, 2, [7]), 1, 1)
     second = Scheduled(sequence([20, 21, 22, 23, 24], 5, 0, [1, 2]), 5, 1)
     batch = build_batch([first, second], block_size=4, scratch_slot=SCRATCH)

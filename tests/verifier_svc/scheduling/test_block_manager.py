@@ -73,7 +73,7 @@ def test_the_last_token_is_never_cached():
     assert num_found(manager, TEN[:4]) == num_found(manager, []) == 0
 
 
-def test_a_block_is_found_only_behind_its_own_prefix():
+def test_a_block_is_found_only_after_its_own_prefix():
     manager = BlockManager(8, 4)
     manager.free(written(manager, [1, 1, 1, 1, 2, 2, 2, 2, 0]))
     assert num_found(manager, [2, 2, 2, 2, 0]) == 0

@@ -111,7 +111,7 @@ def test_rows_of_one_array_are_joined_without_a_copy() -> None:
     assert np.array_equal(view, step[1:7])
 
 
-def test_rows_that_do_not_lie_one_behind_the_other_are_copied() -> None:
+def test_rows_that_do_not_lie_one_after_the_other_are_copied() -> None:
     step = np.arange(24, dtype=np.float32).reshape(8, 3).copy()
     other = step + 100
     for parts in (
