@@ -1,10 +1,10 @@
-"""Passes without CUDA graphs by each attention backend: prompts, and verify of ``--attention-backend flashinfer``.
+"""Time passes without CUDA graphs for each attention backend: prefill and verify.
 
     python -m benchmarks.gpu.checkpoint --output DIR
     python -m benchmarks.gpu.attention --model DIR/target [--profile]
 
-In one process and without services; matmuls are not tuned on either side. FlashInfer's part is left out where it is
-not installed. Where few rows are passed the host decides the time: there the profile tells the attentions apart.
+It runs in one process, without services and without tuned matmuls. Without FlashInfer, only Triton
+is timed. With few rows the host decides the time; use ``--profile`` to compare the backends there.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from foretoken.models.batch import chain_batch
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import FlashInferAttention, obstacle
 
-# It needs triton, without which --help answers too.
+# Imported for types only: it needs triton, and --help answers without triton.
 if TYPE_CHECKING:
     from verifier_svc.model.device_runner import DeviceRunner
 
-# Tokens of a prompt's chunk behind so many others.
+# Prefill chunks: (tokens of the chunk, tokens before it).
 CHUNKS = ((512, 0), (2048, 0), (2048, 14336))
 ROWS = (1, 6, 32)
 
 
 def measure(runner: DeviceRunner, profile: bool) -> None:
-    """Prints the passes' times. Their first launches compile kernels, FlashInfer's for a minute or two."""
+    """Print the times of the passes.
+
+    The first launches compile kernels; FlashInfer's take a minute or two.
+    """
     from foretoken.models.device_llama import DeviceLlama
 
     config, cache = runner.config, runner.cache

@@ -1,6 +1,7 @@
-"""What a step may cost on one H200: the bars, the peers' figures that they are set by, and which rows a run must have.
+"""The bars for step times on one H200, the peers' figures behind them, and the rows of a full run.
 
-Llama-3.1-8B shape, bfloat16, 128-token prompts, 256 tokens decoded; milliseconds a step, medians.
+All bars are for the shape of Llama-3.1-8B in bfloat16, with 128-token prompts and 256 decoded
+tokens. Times are medians, in milliseconds a step.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ GPU = "H200"
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 256
 MIN_STEPS = 200
-# Through the gateway, and of two processes over one.
+# Highest ratio of step times: gateway to verifier alone, and two processes to one.
 MAX_OVERHEAD = 1.03
-# Of the copy bandwidth, at batch 1: a pass of the target over a tree of 32 nodes, and a level of a draft of 5-8-32.
+# Least share of the copy bandwidth at batch 1, for the target's pass over a tree of 32 nodes and for
+# one level of a 5-8-32 draft.
 MIN_VERIFY_SHARE, MIN_LEVEL_SHARE = 0.75, 0.70
-# Of a step in steady decode, that the GPU may be idle (benchmarks.gpu.idle).
+# Largest share of a steady decode step in which the GPU may be idle (benchmarks.gpu.idle).
 MAX_IDLE = 0.02
-# One row at 5-8-32 beside 15 roots: its verify part against that of 48 plain rows, and what the whole step may take
-# beside that and the draft of one such tree (benchmarks.gpu.mixed).
+# A step with one 5-8-32 tree and 15 roots may take RAGGED_VERIFY times a step of 48 plain rows, plus
+# the draft of one such tree, plus RAGGED_SLACK_MS (benchmarks.gpu.mixed).
 RAGGED_VERIFY = 1.05
 RAGGED_SLACK_MS = 0.1
 PEERS_SOURCE = (
@@ -27,8 +29,8 @@ PEERS_SOURCE = (
     "measured on one H200 with random weights, the same prompts and lengths, acceptance forced"
 )
 
-# processes: at the verifier, its drafter in a process of its own; gateway: the same, as a client of the REST API sees
-# it; in-process: at the verifier, with the drafter inside it.
+# Where a step is timed. processes: at the verifier, with the drafter in its own process; gateway: the
+# same stack, seen by a client of the REST API; in-process: at the verifier, with the drafter inside it.
 Path = Literal["processes", "gateway", "in-process"]
 PATHS: tuple[Path, ...] = ("processes", "gateway", "in-process")
 BATCHES = (1, 4, 16)
@@ -37,7 +39,11 @@ GATEWAY_BATCHES = (1, 16)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way of decoding. ``steps``, ``topk`` and ``tokens`` as --speculative-num-steps and so on; 0: plain decode."""
+    """One way of decoding.
+
+    ``steps``, ``topk`` and ``tokens`` are the values of --speculative-num-steps,
+    --speculative-eagle-topk and --speculative-num-draft-tokens; 0 means plain decode.
+    """
 
     name: str
     steps: int = 0
@@ -52,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Milliseconds a step: what must be reached, what is aimed at, and what peers take."""
+    """Milliseconds a step: the bar, the goal, and the peers' times."""
 
     must: float
     goal: float
@@ -61,7 +67,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Which row of a run."""
+    """Identifies a row of a run."""
 
     setting: str
     batch: int
@@ -101,7 +107,7 @@ BARS: dict[tuple[str, int], Bar] = {
 
 
 def required_rows() -> list[Key]:
-    """Every row that a whole run has, in the order in which it is measured."""
+    """Return the keys of all rows of a full run, in the order of measurement."""
     rows = []
     for setting in SETTINGS:
         rows += [Key(setting.name, batch, "processes") for batch in BATCHES if (setting.name, batch) in BARS]

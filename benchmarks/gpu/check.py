@@ -1,10 +1,14 @@
-"""``make bench-gpu-check``: the newest run of benchmarks.gpu.steps beside the bars.
+"""``make bench-gpu-check``: hold the newest run of benchmarks.gpu.steps against the bars.
 
     python -m benchmarks.gpu.check [FILE]
 
-The exit status is 0 if every bar is reached, 1 if one is missed, and 2 if the file is refused: a row is missing or too
-short or went without drafts for too many steps, rows are of different runs, or it was measured on something else than
-the bars are for, or by a commit that this one does not come from.
+The exit status is 0 if every bar is reached, 1 if one is missed, and 2 if the file is refused. A file
+is refused if
+
+- a row is missing, is too short, or had too many steps without drafts,
+- its rows are from different runs,
+- the bars are for another device or model, or
+- its commit is not an ancestor of HEAD.
 """
 
 from __future__ import annotations
@@ -25,24 +29,29 @@ from benchmarks.gpu.checkpoint import LLAMA_3_1_8B
 
 RESULTS = environment.ROOT / "benchmarks" / "gpu" / "results"
 FORMAT = 1
-# What all rows of a run have in common, whatever they measure.
+# Fields that have one value in all rows of a run.
 COMMON = ("invocation", "commit", "gpu", "mode", "dtype", "model_fingerprint")
-# Tokens a step may differ so much from the forced length, and so many intervals may be no ordinary step.
+# Largest relative error of tokens a step against the forced length, and largest share of intervals that
+# are no ordinary step.
 MAX_LENGTH_ERROR = 0.03
 MAX_DROPPED = 0.05
-# Of all steps of all sequences, that may have had no draft: their median is still that of steps with one, but with some
-# of the batch in plain decode they are another measurement.
+# Largest share of steps without a draft. The median would still be a step with a draft, but with a part
+# of the batch in plain decode.
 MAX_WITHOUT_DRAFT = 0.05
 
 Row = dict[str, Any]
 
 
 class RefusedError(Exception):
-    """The file says nothing about the bars; one reason a line."""
+    """The file cannot be judged. The message has one reason a line."""
 
 
 def newest(folder: Path) -> Path:
-    """The file that says that it began last. Raises RefusedError if there is none, or one is no run's."""
+    """Return the file of the run that began last.
+
+    Raises:
+        RefusedError: there is no file, or one does not hold a run.
+    """
     found = {file: str(load(file).get("began_at", "")) for file in sorted(folder.glob("*.json"))}
     if not found:
         raise RefusedError(f"{folder} has no result")
@@ -50,7 +59,7 @@ def newest(folder: Path) -> Path:
 
 
 def load(file: Path) -> dict[str, Any]:
-    """Raises RefusedError if it is not one run's JSON."""
+    """Read one run's JSON. Raises RefusedError if the file holds something else."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -61,7 +70,7 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def refusals(result: dict[str, Any], is_ancestor: Callable[[str], bool]) -> list[str]:
-    """Why the run cannot be held against the bars, a line each."""
+    """Return the reasons why the run cannot be judged."""
     reasons = []
     rows: list[Row] = result["rows"]
     keys = [_key(row) for row in rows]
@@ -106,7 +115,7 @@ def _row_refusals(row: Row, output_tokens: int) -> list[str]:
     if not setting.is_plain:
         sequences = row["num_rounds"] * row["batch"]
         steps = round(sequences * output_tokens / setting.accept_length)
-        # A sequence's first step comes before its first draft.
+        # The first step of a sequence never has a draft.
         without = row["num_fallback_steps"] - sequences
         if without > MAX_WITHOUT_DRAFT * steps:
             reasons.append(f"{without} of {steps} steps of single sequences had no draft")
@@ -132,7 +141,7 @@ def _workload_refusals(result: dict[str, Any]) -> list[str]:
 
 
 def judge(result: dict[str, Any]) -> tuple[str, list[str]]:
-    """A table of medians beside the bars, and a line for each bar that is missed."""
+    """Return a table of medians and bars, and a line for each missed bar."""
     medians = {_key(row): median(row["step_ms"]) for row in result["rows"]}
     missed = []
     lines = ["| ms a step, median | batch | foretoken | must | goal | | peers |"]
@@ -161,13 +170,13 @@ def judge(result: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def is_ancestor(commit: str, root: Path = environment.ROOT) -> bool:
-    """Whether HEAD comes from ``commit``; no for one that is not there."""
+    """Return whether ``commit`` is an ancestor of HEAD; false for an unknown commit."""
     done = subprocess.run(["git", "-C", str(root), "merge-base", "--is-ancestor", commit, "HEAD"], capture_output=True)
     return done.returncode == 0
 
 
 def check(file: Path) -> tuple[str, list[str]]:
-    """As ``judge``. Raises RefusedError."""
+    """Check that the run can be judged, then judge it. Raises RefusedError."""
     result = load(file)
     try:
         reasons = refusals(result, is_ancestor)

@@ -1,8 +1,8 @@
-"""Checkpoints of any shape with random weights, made on the spot: what a step costs does not depend on the weights.
+"""Make checkpoints of any shape with random weights. Step times do not depend on the weights.
 
     python -m benchmarks.gpu.checkpoint --output DIR [--shape llama-3.1-8b]
 
-writes DIR/target and DIR/eagle3. Random numbers are made on a GPU where there is one, which takes seconds for 8B.
+It writes DIR/target and DIR/eagle3. If there is a GPU, it makes the random numbers: seconds for 8B.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from foretoken.models.decoder_weights import tensor_shapes
 
 DEMO = environment.ROOT / "models" / "demo"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-# Of the matrices: logits then have a standard deviation of about one at the width of 4,096.
+# Standard deviation of the matrices. At a width of 4,096, logits then have one of about 1.
 STD = 0.02
-# Of an embedding: what the layers add is smaller, so that the token still matters at the end.
+# Standard deviation of an embedding. The layers add less, so the token still matters at the end.
 EMBEDDING_STD = 1.0
 DRAFT_VOCAB_SIZE = 32_000
-# Of a head's logits. With a flat distribution the best nodes of a tree would all be children of the root, where a
-# trained head is sure enough of itself to go deep.
+# Standard deviation of a head's logits. With a flat distribution the best nodes of a tree would all be
+# children of the root; a trained head is sure enough to go deep.
 DRAFT_LOGIT_STD = 10.0
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -43,7 +43,7 @@ LLAMA3_ROPE = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Llama. ``rope_scaling`` as in config.json."""
+    """The sizes of a Llama model. ``rope_scaling`` is the field of config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -57,7 +57,7 @@ class Shape:
     max_position_embeddings: int = 131_072
 
     def config(self, **changes: Any) -> dict[str, Any]:
-        """config.json of an untied Llama in bfloat16; ids are those of the demo's tokenizer."""
+        """Return config.json of an untied Llama in bfloat16, with the token ids of the demo tokenizer."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -97,8 +97,8 @@ LLAMA_3_1_8B = Shape(
 )
 SHAPES = {
     "llama-3.1-8b": LLAMA_3_1_8B,
-    # The same structure in a size that a CPU serves, to see that a command works; deep, so that a draft costs less than
-    # it could save, and is waited for.
+    # The same structure in a size that a CPU can serve, for trying commands. It is deep: a draft then
+    # costs less than it can save, so the verifier waits for it.
     "tiny": Shape(
         hidden_size=128,
         intermediate_size=384,
@@ -113,9 +113,9 @@ SHAPES = {
 
 
 def random_target(folder: Path, shape: Shape, *, seed: int = 0) -> None:
-    """A target of random weights and a tokenizer with as many ids as the vocabulary.
+    """Write a target with random weights, and a tokenizer with as many ids as the vocabulary.
 
-    The text means nothing, and is the same for the same seed and kind of device.
+    Its text has no meaning. The same seed and kind of device give the same text.
 
     Raises:
         ValueError: the vocabulary is smaller than the demo tokenizer's.
@@ -126,7 +126,7 @@ def random_target(folder: Path, shape: Shape, *, seed: int = 0) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     specs = {name: TensorSpec(size) for name, size in tensor_shapes(load_config(folder)).items()}
     random = RandomTensors(specs, seed)
-    # As GPT-2 is initialized: however deep, the layers together add as much.
+    # As in GPT-2's initialization: the sum that all layers add does not depend on their number.
     factors = {"o_proj": (2 * shape.num_layers) ** -0.5, "down_proj": (2 * shape.num_layers) ** -0.5}
     factors["embed_tokens"] = EMBEDDING_STD / STD
     write_checkpoint(folder, config, specs, lambda name: random(name).mul_(factors.get(name.split(".")[-2], 1.0)))
@@ -135,11 +135,12 @@ def random_target(folder: Path, shape: Shape, *, seed: int = 0) -> None:
 def random_eagle3(
     folder: Path, target: Path, *, draft_vocab_size: int = DRAFT_VOCAB_SIZE, seed: int = 1, **changes: Any
 ) -> None:
-    """An EAGLE-3 head of random weights beside the target in the folder ``target``, in the public heads' layout.
+    """Write an EAGLE-3 head with random weights for the target in ``target``, in the public layout.
 
-    One layer of the target's own sizes over the features of a low, a middle and a high layer (the usual ones, so the
-    config names none), an output head of its own over ``draft_vocab_size`` ids, spread evenly, and ``d2t``.
-    ``changes``: other fields of config.json, sizes included.
+    The head has one layer of the target's sizes. It reads the hidden states of the usual low, middle
+    and high layer, so its config names none. Its own output head has ``draft_vocab_size`` ids, spread
+    evenly over the target's vocabulary; ``d2t`` maps them. ``changes`` replaces fields of config.json,
+    sizes included.
     """
     raw = read_config_file(target)
     vocab_size = int(raw["vocab_size"])
@@ -162,7 +163,7 @@ def random_eagle3(
             return tables[name]
         tensor = random(name)
         if name == "lm_head.weight":
-            # The last norm leaves elements of about one.
+            # After the last norm, elements are about 1.
             tensor.mul_(DRAFT_LOGIT_STD / STD / config["hidden_size"] ** 0.5)
         return tensor
 
@@ -170,7 +171,7 @@ def random_eagle3(
 
 
 def head_specs(config: dict[str, Any], target_hidden_size: int, num_features: int = 3) -> dict[str, TensorSpec]:
-    """Every tensor of an EAGLE-3 head with an output head of its own, by config.json."""
+    """Return the tensors of an EAGLE-3 head with its own output head, as config.json defines them."""
     size, middle, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -195,9 +196,10 @@ def head_specs(config: dict[str, Any], target_hidden_size: int, num_features: in
 
 
 class RandomTensors:
-    """Makes the tensors of ``specs`` one by one: matrices normal with STD, vectors, which belong to norms, ones.
+    """Makes the tensors of ``specs`` one by one.
 
-    A tensor depends on the seed, its name and the kind of device alone.
+    Matrices are normal with standard deviation STD. Vectors belong to norms and are ones. A tensor
+    depends only on the seed, its name and the kind of device.
     """
 
     def __init__(self, specs: dict[str, TensorSpec], seed: int) -> None:
@@ -213,20 +215,21 @@ class RandomTensors:
 
 
 def random_matrix(shape: tuple[int, ...], key: str, device: torch.device) -> torch.Tensor:
-    """bfloat16, normal with STD; the same for the same ``key`` and kind of device."""
+    """Return a bfloat16 matrix, normal with STD, that depends only on ``key`` and the kind of device."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=STD, generator=generator)
 
 
 def best_device() -> torch.device:
-    """Where random numbers are made."""
+    """Return the device that makes the random numbers."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """The demo's tokenizer with ids added up to ``vocab_size`` that no text encodes to.
+    """Write the demo's tokenizer, with ids added up to ``vocab_size`` that no text encodes to.
 
-    With fewer ids than the output head has rows the sampler would leave rows unread, which a real model's does not.
+    With fewer ids than rows of the output head, the sampler would skip rows; a real model's sampler
+    reads all of them.
 
     Raises:
         ValueError: the demo's tokenizer has more ids.

@@ -1,4 +1,4 @@
-"""Rounds of the same streams against one stack, left alone or with a fault in the middle of the first one."""
+"""Run rounds of the same streams against one stack, undisturbed or with a fault in the first one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from benchmarks.gpu.watch import Return, Sighting, Watch, drafters_return
 from benchmarks.stack import StackError, service
 from foretoken.supervisor import STABLE_AFTER_S
 
-# What each stream has received of, several tokens or one at a time, before the fault.
+# Arrivals (of one or several tokens) that each stream has received before the fault.
 ARRIVALS_BEFORE = 40
-# A young process is started again with a delay; the supervisor learns late that one is ready.
+# The supervisor delays the restart of a process that has just started, and learns late that one is ready.
 SETTLE_S = STABLE_AFTER_S + 1.0
-# Also of each request, so that no stream waits for ever for what does not come back.
+# Also the timeout of each request, so that no stream waits forever.
 RECOVERY_TIMEOUT_S = 120.0
 POLL_S = 0.02
 # Drafts of a random head are accepted by chance, too rarely to wait for.
@@ -32,14 +32,14 @@ SERVICES = ("gateway", "verifier", "drafter")
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A fault and what came of it. Times are perf_counter seconds.
+    """A fault and its effects. Times are perf_counter seconds.
 
     Attributes:
-        rounds: the completions of the round that the fault met and of those behind it.
-        back: when the drafter was.
-        well_at: when every process that had ended was ready again and drafts were as before.
-        restarted: the services that have another process now.
-        said: the supervisor's lines.
+        rounds: the completions of the round with the fault, and of all later rounds.
+        back: when the drafter was attached and used again.
+        well_at: when every ended process was ready again, and drafts were as before.
+        restarted: the services that have a new process.
+        said: the supervisor's log lines.
     """
 
     rounds: list[list[Completion]]
@@ -56,8 +56,8 @@ class Subject:
 
     Attributes:
         model: the served name.
-        log: the file of its log.
-        prompts: of the streams of a round, at least as many as there are in the largest one.
+        log: the log file.
+        prompts: one for each stream of the largest round, or more.
     """
 
     address: Address
@@ -69,7 +69,7 @@ class Subject:
     _stable_at: float = field(init=False, default_factory=lambda: time.perf_counter() + SETTLE_S)
 
     def round(self, batch: int, on_arrival: OnArrival = lambda recordings: None) -> list[Completion]:
-        """One completion of each of the first ``batch`` prompts, at once. Raises StreamError."""
+        """Complete the first ``batch`` prompts at once. Raises StreamError."""
         bodies = [
             {
                 "model": self.model,
@@ -86,17 +86,17 @@ class Subject:
         return complete(self.address, bodies, RECOVERY_TIMEOUT_S, on_arrival)
 
     def settle(self, batch: int, fault: Fault) -> list[list[Completion]]:
-        """Undisturbed rounds, one at least, until ``fault`` would not meet a process that has only begun."""
+        """Run undisturbed rounds, at least one, until no process is too young for ``fault``."""
         rounds = [self.round(batch)]
         while fault.ends_at_once and time.perf_counter() < self._stable_at:
             rounds.append(self.round(batch))
         return rounds
 
     def disturb(self, batch: int, fault: Fault) -> Course:
-        """Rounds with ``fault`` in the middle of the first one, until all is well again and the last one is over.
+        """Run rounds with ``fault`` in the first one, until the stack has recovered and a round is over.
 
         Raises:
-            StackError: the fault did not do what it should, or all was not well in time.
+            StackError: the fault had another effect, or the stack did not recover in time.
             StreamError: a stream broke.
         """
         processes = self._processes()
@@ -135,7 +135,7 @@ class Subject:
         running: Future[list[list[Completion]]],
         num_lines: int,
     ) -> tuple[Return, float]:
-        """Send what is left of the fault when it is due, then look until all is well."""
+        """Send the other signals of the fault when they are due, then wait for the recovery."""
         accepts = before.num_accepted >= LEAST_ACCEPTED_PER_DRAFT * before.num_drafts
         lost = before.attachment if strike.fault.said else None
         sightings: list[Sighting] = []
@@ -143,7 +143,7 @@ class Subject:
         while True:
             time.sleep(POLL_S)
             if running.done():
-                # Only an error ends it before we say so.
+                # Only an error ends it before ``is_over`` is set.
                 running.result()
             if time.perf_counter() > deadline:
                 said = "\n".join(self._lines()[num_lines:])
@@ -171,10 +171,10 @@ class Subject:
 
 
 def is_restored(fault: Fault, said: Sequence[str]) -> bool:
-    """Whether every process that has ended since the fault is ready again, by the supervisor's lines.
+    """Return whether the supervisor reported every ended process as ready again.
 
     Raises:
-        StackError: none ended by this fault, or one did though the fault ends none.
+        StackError: the fault ended no process, or it ended one and should not.
     """
     ends = [line for line in said if "; starting it again" in line]
     if not any(fault.said in line for line in ends) if fault.said else ends:
@@ -183,7 +183,7 @@ def is_restored(fault: Fault, said: Sequence[str]) -> bool:
 
 
 class Strike:
-    """Brings a fault about in a process: its first signal as tokens arrive, the others when they are due."""
+    """Sends a fault's signals to a process: the first as tokens arrive, the others when they are due."""
 
     def __init__(self, fault: Fault, process: psutil.Process) -> None:
         self.fault = fault
@@ -192,14 +192,14 @@ class Strike:
         self._pending = list(fault.signals)
 
     def __call__(self, recordings: Sequence[Recording]) -> None:
-        """Takes what streams have received so far."""
+        """Send the first signal once every stream has received ARRIVALS_BEFORE times."""
         if self.at is None and all(len(recording.times) >= ARRIVALS_BEFORE for recording in recordings):
             _, number = self._pending.pop(0)
             self.at = time.perf_counter()
             self._process.send_signal(number)
 
     def is_done(self) -> bool:
-        """Whether all signals are sent. Sends one that is due. Not from the thread that receives."""
+        """Send a signal that is due, and return whether all are sent. Not for the receiving thread."""
         if self.at is None:
             return False
         if self._pending and time.perf_counter() >= self.at + self._pending[0][0]:

@@ -1,6 +1,6 @@
-"""What may happen to a drafter or a verifier on a GPU, as signals that bring it about.
+"""Faults of a drafter or a verifier on a GPU, as signals that cause them.
 
-Faults of a kernel need a drafter that was started with HOOKS on its PYTHONPATH.
+Kernel faults need a drafter that was started with HOOKS on its PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ HOOKS = Path(__file__).parent / "fault_hooks"
 FAIL_ASSERTION = signal.SIGUSR1
 WRITE_ASTRAY = signal.SIGUSR2
 
-# Many steps, and less than a step waits for a draft.
+# Longer than many steps, and shorter than a step waits for a draft.
 AWAITED_S = 0.05
 MOMENT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One way to go.
+    """One fault of a process.
 
     Attributes:
-        service: whom it befalls, as in ``foretoken SERVICE``.
-        signals: what it is sent, each with its time in seconds after the first.
-        said: part of the supervisor's line about it; empty: the process lives, and nothing is said.
-        needs_gpu: a CPU has no such fault.
+        service: the process that receives the signals, as in ``foretoken SERVICE``.
+        signals: the signals, each with its time in seconds after the first.
+        said: part of the supervisor's log line about it; empty if the process survives and the
+            supervisor logs nothing.
+        needs_gpu: the fault exists only on a GPU.
     """
 
     name: str
@@ -42,16 +43,16 @@ class Fault:
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether the process ends now, rather than when its silence is noticed, or not at all."""
+        """Whether the fault ends the process at once, not later by the supervisor or never."""
         return self.signals[-1][1] not in (signal.SIGSTOP, signal.SIGCONT)
 
 
-# Those behind which a verifier must start come last, so that less is lost where none does.
+# Faults that restart the verifier come last: if it does not come back, fewer measurements are lost.
 FAULTS = (
     Fault("stopped for a moment", "drafter", ((0.0, signal.SIGSTOP), (MOMENT_S, signal.SIGCONT)), ""),
     Fault("killed", "drafter", ((0.0, signal.SIGKILL),), "(SIGKILL)"),
     Fault("stopped", "drafter", ((0.0, signal.SIGSTOP),), "did not answer for"),
-    # The verifier's stream surely waits for it by then.
+    # By the time of the kill, the verifier's stream waits for the drafter.
     Fault("killed while awaited", "drafter", ((0.0, signal.SIGSTOP), (AWAITED_S, signal.SIGKILL)), "(SIGKILL)"),
     Fault("assertion", "drafter", ((0.0, FAIL_ASSERTION),), f"(status {ASSERTION_STATUS}", needs_gpu=True),
     Fault("illegal address", "drafter", ((0.0, WRITE_ASTRAY),), f"(status {CONTEXT_LOST_STATUS}", needs_gpu=True),
@@ -60,6 +61,6 @@ FAULTS = (
 
 
 def with_hooks(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` with HOOKS in front of its PYTHONPATH."""
+    """Return ``environment`` with HOOKS in front of its PYTHONPATH."""
     path = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": f"{HOOKS}{os.pathsep}{path}" if path else str(HOOKS)}

@@ -1,4 +1,4 @@
-"""The picture of one run: medians beside the bars and the peers."""
+"""Draw one run: medians beside the bars and the peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _MARKS = {"SGLang": ("v", "tab:orange"), "vLLM": ("^", "tab:green")}
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Write a PNG: one panel a batch size, one column a setting, measured at the verifier with two processes."""
+    """Write a PNG with a panel for each batch size and a column for each setting.
+
+    It shows times at the verifier, with the drafter in its own process.
+    """
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,9 +1,9 @@
-"""The least time that a step can take: its bytes over the device's copy bandwidth.
+"""Compute the least time of a step: the bytes that it reads over the device's copy bandwidth.
 
     python -m benchmarks.gpu.floor
 
-prints the device, its versions and its bandwidth as JSON. It is a program of its own so that whoever measures services
-holds no memory of the GPU.
+It prints the device, its versions and its bandwidth as JSON. It is a program of its own: a process
+that measures services then holds no GPU memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ COPIES = 10
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that a step must read: of the target once, of a draft head once and once a level, of the cache once."""
+    """The bytes that a step must read.
+
+    Attributes:
+        target: read once a step.
+        head_once: of the draft head, read once a step.
+        head_level: of the draft head, read once for each level of the tree.
+        cache_per_token: of the KV cache, read once for each token of context.
+    """
 
     target: int
     head_once: int
@@ -33,13 +40,21 @@ class StepBytes:
     cache_per_token: int
 
     def of_step(self, levels: int, batch: int, context: int) -> int:
-        """``levels``: of the draft tree, 0 for plain decode; ``context``: tokens of one sequence."""
+        """Return the bytes of one step.
+
+        Args:
+            levels: levels of the draft tree; 0 for plain decode.
+            context: tokens of one sequence.
+        """
         head = self.head_once + levels * self.head_level if levels else 0
         return self.target + head + batch * context * self.cache_per_token
 
 
 def step_bytes(model: Path, head: Path) -> StepBytes:
-    """Of a target and an EAGLE-3 head with an output head of its own, as stored. Embedding tables are not read."""
+    """Return the bytes of a stored target and of an EAGLE-3 head with its own output head.
+
+    Embedding tables do not count, because a step reads few of their rows.
+    """
     from foretoken.models.config import load_config
     from foretoken.models.weights import Checkpoint
 
@@ -58,7 +73,7 @@ def step_bytes(model: Path, head: Path) -> StepBytes:
 
 
 def _sizes(checkpoint: Any) -> dict[str, int]:
-    """Bytes of each tensor but the tables between two vocabularies."""
+    """Return the bytes of each tensor, without the tables that map one vocabulary to the other."""
     sizes = {}
     for name in checkpoint.names:
         if name in ("d2t", "t2d"):
@@ -71,7 +86,7 @@ def _sizes(checkpoint: Any) -> dict[str, int]:
 
 
 def describe_device() -> dict[str, Any]:
-    """What ``python -m benchmarks.gpu.floor`` prints."""
+    """Run ``python -m benchmarks.gpu.floor`` and return what it prints."""
     command = [sys.executable, "-m", "benchmarks.gpu.floor"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -79,7 +94,10 @@ def describe_device() -> dict[str, Any]:
 
 
 def measure_device() -> dict[str, Any]:
-    """Name, driver and bandwidth (bytes a second, read and written counted) of the first GPU, or of the processor."""
+    """Return name, driver and copy bandwidth of the first GPU, or of the processor without a GPU.
+
+    The bandwidth is in bytes a second; bytes read and bytes written both count.
+    """
     import torch
 
     if not torch.cuda.is_available():

@@ -1,9 +1,10 @@
-"""How long the GPU is idle in a step of steady decode, and between which kernels.
+"""Measure how long the GPU is idle in a step of steady decode, and between which kernels.
 
     python -m benchmarks.gpu.idle --model DIR/target --drafter-head DIR/eagle3 --output FILE
 
-One ``foretoken verifier`` with the drafter inside it is driven at its gRPC stream; its process records what the GPU did
-(benchmarks.gpu.traced_verifier). Recording makes the gaps between kernels longer, so steps are timed without it first:
+It drives one ``foretoken verifier``, with the drafter inside, through its gRPC stream. The verifier's
+process records the GPU's work (benchmarks.gpu.traced_verifier). Recording makes the gaps between
+kernels longer, so steps are timed without it first:
 
     idle, recorded       1 - busy / recorded time of whole steps; an upper bound
     idle of a step       1 - busy time of a recorded step / time of a step without recording (medians)
@@ -38,13 +39,13 @@ from benchmarks.stack import StackError
 SETTINGS = ("plain", "chain 5-1-6", "tree 5-8-32")
 BATCHES = (1, 16)
 STOP_TIMEOUT_S = 60.0
-# Rows of the tables of gaps and kernels, and characters of a kernel's name.
+# Rows in the tables of gaps and kernels, and characters of a kernel's name.
 MOST_ROWS = 10
 NAME_CHARS = 60
 
 
 class Recorder:
-    """The process that benchmarks.gpu.traced_verifier is. ``folder`` is for what it records."""
+    """A process of benchmarks.gpu.traced_verifier. It writes its recordings into ``folder``."""
 
     def __init__(self, child: subprocess.Popen[str], folder: Path) -> None:
         self._child, self._folder = child, folder
@@ -56,7 +57,7 @@ class Recorder:
         self._command("start")
 
     def stop(self) -> dict[str, Any]:
-        """The Chrome trace of what happened since ``start``."""
+        """Return the Chrome trace of the time since ``start``."""
         file = self._folder / "trace.json"
         self._command(f"stop {file}")
         trace: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -74,7 +75,11 @@ class Recorder:
 
 @contextlib.contextmanager
 def traced_verifier(model: Path, flags: Sequence[str]) -> Iterator[tuple[VerifierClient, Recorder]]:
-    """A verifier that is ready, and a connection to it. ``flags``: of ``foretoken verifier``. Raises StackError."""
+    """Start ``foretoken verifier`` with ``flags``; yield it when ready, with a connection.
+
+    Raises:
+        StackError: it did not start.
+    """
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{folder}/verifier.sock"
         command = [sys.executable, "-m", "benchmarks.gpu.traced_verifier", str(model), "--address", address]
@@ -87,7 +92,7 @@ def traced_verifier(model: Path, flags: Sequence[str]) -> Iterator[tuple[Verifie
                 yield client, recorder
         finally:
             assert child.stdin is not None and child.stdout is not None
-            # Nothing is in them: each line is flushed as it is written.
+            # Their buffers are empty, because each line is flushed.
             child.stdin.close()
             try:
                 child.wait(STOP_TIMEOUT_S)
@@ -98,7 +103,7 @@ def traced_verifier(model: Path, flags: Sequence[str]) -> Iterator[tuple[Verifie
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each setting and batch. Raises StackError or TraceError."""
+    """Yield a row for each setting and batch. Raises StackError or TraceError."""
     extra = ["--threads", str(options.threads), "--numerics", options.numerics, *shlex.split(options.verifier_flags)]
     vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
     for setting in bars.SETTINGS:
@@ -109,7 +114,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         workload = Workload(vocab_size, options.prompt_tokens, num_tokens, options.min_steps, 0.0)
         flags = [*verifier_flags(setting, options.drafter_head.resolve(), max(options.batches)), *extra]
         with traced_verifier(options.model.resolve(), flags) as (client, recorder):
-            # All of them first: who knows what the profiler leaves behind.
+            # Time all batches before the first recording: the profiler may slow down what follows.
             untraced = [_untraced(client, setting, batch, workload) for batch in options.batches]
             for row in untraced:
                 prompts = workload.prompts(row["batch"], "recorded")
@@ -122,7 +127,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def verifier_flags(setting: Setting, head: Path, batch: int) -> list[str]:
-    """The flags of ``foretoken verifier`` for one setting: a drafter that it is given without an address is its own."""
+    """Return the flags of ``foretoken verifier``; a drafter without an address runs inside it."""
     flags = serve_flags(setting, head, in_process=True, batch=batch)
     for flag in ("--speculative-algorithm", "--drafter-placement"):
         if flag in flags:
@@ -155,7 +160,7 @@ def _untraced(client: VerifierClient, setting: Setting, batch: int, workload: Wo
 
 
 def figures(timeline: Timeline, step_ms: float) -> dict[str, Any]:
-    """What a recording says, beside the time of a step without recording."""
+    """Return the figures of a recording, beside the step time without recording."""
     return {
         "num_recorded_steps": len(timeline.step_us),
         "recorded_step_ms": median(timeline.step_us) / 1e3,
@@ -179,7 +184,7 @@ def to_line(row: dict[str, Any]) -> str:
 
 
 def to_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Every row as a line of a table, and of each row the largest gaps and what the GPU does longest."""
+    """Return a table of all rows, and for each row its largest gaps and longest kernels."""
     lines = [
         "| | batch | ms a step | busy | idle | ms a step, recorded | idle, recorded | gaps below 2 us | steps ahead |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -1,10 +1,11 @@
-"""What a decode step costs where the requests of a batch differ, through the real services.
+"""Measure decode steps of batches with different requests, through the real services.
 
     python -m benchmarks.gpu.mixed --model DIR/target --drafter-head DIR/eagle3 --output FILE
 
-As benchmarks.gpu.steps measures it, with verifier and drafter as two processes and the acceptance forced: one tree
-beside requests that want no drafts; and chains beside one request that steps cannot run ahead of the host for, because
-something of it has to be seen there between two steps. Each batch is held against one without the odd request.
+It measures as benchmarks.gpu.steps does, with verifier and drafter as two processes and a forced
+acceptance. One batch has a tree beside requests without drafts. The others have chains beside one
+request whose steps cannot overlap, because the host must see a result between two steps. Each batch
+is compared with one without the odd request.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ BATCH = 16
 # As many rows as a tree of 32 beside 15 roots, and one more.
 PLAIN_ROWS = 48
 NGRAM_FLAGS = ("--drafter", "name=ngram,algorithm=NGRAM,placement=in-process")
-# Never complete so that nothing may follow, and no token of most vocabularies fits.
+# It never forces an end, and admits few tokens of most vocabularies.
 REGEX = "[a-z ]*"
 NUM_LOGPROBS = 5
-# An n-gram drafter finds something in a text that repeats itself.
+# An n-gram drafter finds drafts in a text that repeats itself.
 REPEATED_TOKEN = 100
 REPEATED_BIAS = 100.0
 
-# Sets what a request wants.
+# Sets the options of a request.
 Wants = Callable[[verifier_pb2.Sequence], None]
 
 
@@ -72,9 +73,9 @@ def ngram(sequence: verifier_pb2.Sequence) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch: ``size`` requests that want the same, but for the last one where there is an ``odd`` one.
+    """A batch of ``size`` requests with the same options. ``odd`` sets those of the last one instead.
 
-    ``against``: the case that it is held against.
+    ``against`` names the case to compare with.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Case:
     against: str = ""
 
     def sequences(self, workload: Workload, seed: str, accept_length: float, steps: int) -> list[verifier_pb2.Sequence]:
-        """Each lasts for ``steps`` steps, if one with a draft gives ``accept_length`` tokens."""
+        """Return the requests. Each lasts ``steps`` steps if a drafted step gives ``accept_length`` tokens."""
         found = []
         for index, prompt in enumerate(workload.prompts(self.size, seed)):
             sequence = new_sequence(index, prompt, 1)
@@ -100,7 +101,7 @@ def tokens_a_step(sequence: verifier_pb2.Sequence, accept_length: float) -> floa
 
 
 def ragged_cases(batch: int, plain_rows: int) -> list[Case]:
-    """Of a server whose trees are TREE's."""
+    """Return the cases for a server with the trees of TREE."""
     base = f"{batch} plain"
     return [
         Case(base, batch, plain),
@@ -111,7 +112,7 @@ def ragged_cases(batch: int, plain_rows: int) -> list[Case]:
 
 
 def host_cases(batch: int) -> list[Case]:
-    """Of a server whose trees are CHAIN's, with an n-gram drafter beside."""
+    """Return the cases for a server with the trees of CHAIN and an n-gram drafter."""
     base = f"{batch} chains"
     odd = (("a grammar", grammar), ("n-grams", ngram), ("logprobs", logprobs))
     return [
@@ -121,10 +122,10 @@ def host_cases(batch: int) -> list[Case]:
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each case, each server started once. Raises StackError."""
+    """Yield a row for each case. Each server starts once. Raises StackError."""
     model, head = options.model.resolve(), options.drafter_head.resolve()
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    # How many tokens a request decodes, its case says.
+    # Each case sets how many tokens its requests decode.
     workload = Workload(vocab_size, options.prompt_tokens, 1, options.min_steps, 0.0)
     extra = ["--numerics", options.numerics, *shlex.split(options.serve_flags)]
     groups = (
@@ -144,7 +145,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _row(client: VerifierClient, setting: Setting, case: Case, workload: Workload, steps: int) -> dict[str, Any]:
-    """Warm up, decode batches until there are enough steps of the first sequence, and say all about them."""
+    """Warm up, decode batches until the first sequence has enough steps, and return the figures."""
     of_odd: list[Arrivals] = []
 
     def decode(seed: str) -> list[Arrivals]:
@@ -187,13 +188,16 @@ def _row(client: VerifierClient, setting: Setting, case: Case, workload: Workloa
 
 
 def mean_tokens(sequences: Sequence[Arrivals], most: int) -> float:
-    """Of a sequence's steps; 0 where there was none. More than ``most`` tokens at once are those of several steps."""
+    """Return the mean tokens of a sequence's steps; 0 without steps.
+
+    More than ``most`` tokens at once came from several steps and do not count.
+    """
     counts = [has - had for each in sequences for (_, had), (_, has) in itertools.pairwise(each) if has - had <= most]
     return sum(counts) / max(len(counts), 1)
 
 
 def to_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Every row as a line of a table, beside the one that it is held against."""
+    """Return a table of all rows, each beside the row that it is compared with."""
     medians = {row["case"]: row["median_ms"] for row in rows}
     lines = ["| | ms a step | without the odd one | costs | steps ahead of the host | tokens a step of the last |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
@@ -208,7 +212,10 @@ def to_markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def judge(rows: Sequence[dict[str, Any]], batch: int, plain_rows: int, draft_ms: float) -> tuple[bool, str]:
-    """Whether the ragged step reaches its bar, and a line that says so. ``draft_ms``: of one tree alone."""
+    """Return whether the ragged step reaches its bar, and a line about it.
+
+    ``draft_ms`` is the time of one tree's draft alone.
+    """
     medians = {row["case"]: row["median_ms"] for row in rows}
     _, many, _, ragged = (medians[case.name] for case in ragged_cases(batch, plain_rows))
     factor, slack = bars.RAGGED_VERIFY, bars.RAGGED_SLACK_MS

@@ -1,11 +1,12 @@
-"""Fast mode's promise: where drafts or a batch change a text, its first other token was as good as the one it replaced.
+"""Check fast mode's promise: a text changes only where two tokens are about equally likely.
 
     python -m benchmarks.gpu.near_ties --model DIR/target --drafter-head DIR/eagle3 --output FILE
 
-Held-out prompts are completed greedily, alone and in batches, with drafts and without. Of each text that is not the
-other one, the first token that differs is looked up: one more request has prompt and common text as its prompt, and
-asks for the logprobs behind it. Their difference for the two tokens is the gap. A gap that rounding cannot explain
-fails, and so does any text that differs in strict mode. See BOUNDS. The file is written with each comparison.
+It completes held-out prompts greedily, alone and in batches, with drafts and without. Where two texts
+differ, one more request sends the prompt and the common text, and asks for the logprobs of the next
+token. The gap is the difference between the logprobs of the two tokens. A gap that rounding cannot
+explain fails (see BOUNDS). In strict mode any different text fails. The file is written after each
+comparison.
 """
 
 from __future__ import annotations
@@ -33,32 +34,36 @@ from benchmarks.stack import StackError, describe, running_stack
 
 TIMEOUT_S = 600.0
 NUM_LOGPROBS = 5
-# Nats. Two ways to compute a position differ in the order of their sums, and so in which of two neighbours some hidden
-# states are rounded to: in the end a logit is known to about one step of the element type at its size. The demo model's
-# best logits are 11 to 23, where neighbours in bfloat16 (8 bits) are up to 0.125 apart; a difference of two has twice
-# that. With the noise of float32 sums added before each rounding, its best token turned at 69 of 7,339 positions of
-# held-out code, at gaps of 0.03 (median) and 0.13 (largest). In float32 sums of another order are all there is.
+# Nats. Two ways to compute a position differ in the order of their sums, and therefore in how some
+# hidden states are rounded. So a logit is exact to about one step of the element type at its size. The
+# demo model's best logits are 11 to 23, where neighbours in bfloat16 (8 bits) are up to 0.125 apart; the
+# difference of two logits has twice that error. With the noise of float32 sums added before each
+# rounding, the best token changed at 69 of 7,339 positions of held-out code, at gaps of 0.03 (median)
+# and 0.13 (largest). In float32 only the order of sums matters.
 BOUNDS = {"bfloat16": 0.25, "float32": 1e-3}
-# What is held against what: drafts or not, in a batch or alone.
+# Pairs to compare: with or without drafts, in a batch or alone.
 COMPARISONS = (
     ("drafted, alone", "plain, alone"),
     ("plain, in batches", "plain, alone"),
     ("drafted, in batches", "plain, in batches"),
 )
 
-# Completes prompts at once, with drafts or without; returns the tokens of each.
+# Completes prompts at once, with or without drafts; returns the tokens of each.
 Complete = Callable[[Sequence[Sequence[int]], bool], list[list[int]]]
-# The best tokens behind a prompt, with their logprobs.
+# Returns the best next tokens of a prompt, with their logprobs.
 Best = Callable[[Sequence[int]], dict[int, float]]
 
 
 class UnexpectedAnswerError(Exception):
-    """The server answered with something else than what was asked for."""
+    """The server's answer does not match the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a text first differs: at its ``at``-th token. ``gap``: nats; None: one of them is not among the best."""
+    """The first difference of two texts, at token ``at``.
+
+    ``gap`` is in nats, or None if one of the two tokens is not among the best.
+    """
 
     prompt: int
     at: int
@@ -68,7 +73,10 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All prompts, completed in two ways. ``num_tokens``: up to where each text differs, or to its end."""
+    """All prompts, completed in two ways.
+
+    ``num_tokens`` counts each text up to its first difference, or to its end.
+    """
 
     texts: str
     against: str
@@ -85,7 +93,7 @@ class Comparison:
         return [each.gap for each in self.divergences if each.gap is not None]
 
     def failures(self, bound: float | None) -> list[str]:
-        """Divergences of more than ``bound`` nats; None: all."""
+        """Return the divergences of more than ``bound`` nats, or all for None."""
         return [
             f"{self.texts} against {self.against}: prompt {each.prompt}, token {each.at}: {each.tokens[0]} and "
             f"{each.tokens[1]}, {_shown(each.gap)} apart"
@@ -95,14 +103,17 @@ class Comparison:
 
 
 def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index at which two texts of one length differ; None if they are the same."""
+    """Return the first index at which two texts of one length differ, or None."""
     return next((at for at, (one, two) in enumerate(zip(text, other, strict=True)) if one != two), None)
 
 
 def compare(
     prompts: Sequence[Sequence[int]], texts: Iterable[tuple[str, list[list[int]]]], best: Best
 ) -> Iterator[Comparison]:
-    """Each of COMPARISONS as soon as both of its texts are there. ``texts``: with their names, as they come."""
+    """Yield each of COMPARISONS as soon as both of its texts exist.
+
+    ``texts`` yields each text with its name.
+    """
     known: dict[str, list[list[int]]] = {}
     for latest, found in texts:
         known[latest] = found
@@ -125,14 +136,14 @@ def _comparison(
 
 
 def gap_of(best: dict[int, float], token: int, other: int) -> float | None:
-    """Nats between two tokens; None if one of them is not among the best."""
+    """Return the nats between two tokens, or None if one is not among the best."""
     return abs(best[token] - best[other]) if token in best and other in best else None
 
 
 def complete_all(
     prompts: Sequence[Sequence[int]], batch: int, complete: Complete
 ) -> Iterator[tuple[str, list[list[int]]]]:
-    """Every prompt four times, by the names of COMPARISONS."""
+    """Complete every prompt in four ways; yield each with its name in COMPARISONS."""
     for where, size in (("alone", 1), ("in batches", batch)):
         for what, drafted in (("plain", False), ("drafted", True)):
             name = f"{what}, {where}"
@@ -144,7 +155,7 @@ def complete_all(
 
 
 class Client:
-    """POST /generate of one server. Counts what drafts came to."""
+    """Calls POST /generate of one server, and counts drafts and accepted tokens."""
 
     def __init__(self, address: Address, num_tokens: int, drafter: str) -> None:
         self._url = f"http://{address.host}:{address.port}/generate"
@@ -152,7 +163,7 @@ class Client:
         self.num_drafted = self.num_accepted = 0
 
     def complete(self, prompts: Sequence[Sequence[int]], drafted: bool) -> list[list[int]]:
-        """Raises UnexpectedAnswerError."""
+        """Complete one prompt. Raises UnexpectedAnswerError."""
         speculative = {"enabled": True, "drafter": self._drafter} if drafted else {"enabled": False}
         answers = self._post(prompts, self._num_tokens, speculative=speculative)
         for answer in answers:
@@ -163,7 +174,7 @@ class Client:
         return [answer["output_ids"] for answer in answers]
 
     def best(self, prompt: Sequence[int]) -> dict[int, float]:
-        """The NUM_LOGPROBS best tokens behind a prompt. Raises UnexpectedAnswerError."""
+        """Return the NUM_LOGPROBS best next tokens of a prompt. Raises UnexpectedAnswerError."""
         wanted = {"return_logprob": True, "top_logprobs_num": NUM_LOGPROBS, "speculative": {"enabled": False}}
         (answer,) = self._post([prompt], 1, **wanted)
         (entries,) = answer["meta_info"]["output_top_logprobs"]
@@ -173,7 +184,7 @@ class Client:
         body = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True},
-            # A tenant of its own: nothing is cached, and nothing is known of other outputs.
+            # Each request is its own tenant: no prefix is cached, and no history exists.
             "cache_salt": uuid.uuid4().hex,
             **fields,
         }
@@ -189,7 +200,11 @@ class Client:
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Comparison]]]:
-    """What ran and the comparisons so far, once more with each. Raises StackError or UnexpectedAnswerError."""
+    """Yield the result again after each comparison, with all comparisons so far.
+
+    Raises:
+        StackError, UnexpectedAnswerError: the stack or an answer was wrong.
+    """
     model = options.model.resolve()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     found = code_prompts(tokenizer, options.prompts)
@@ -220,7 +235,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[
 
 
 def to_markdown(comparisons: Sequence[Comparison]) -> str:
-    """Every comparison as a line of a table."""
+    """Return a table with a line for each comparison."""
     lines = ["| texts | against | that differ | of 1000 tokens | median gap, nats | largest gap |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
     for each in comparisons:

@@ -1,13 +1,13 @@
-"""What the GPU itself takes for the parts of a step: the target's pass, sampling and walk, and a draft.
+"""Measure the GPU's own time for the parts of a step: the target's pass, and a draft.
 
     python -m benchmarks.gpu.checkpoint --output DIR
     python -m benchmarks.gpu.passes --model DIR/target --drafter-head DIR/eagle3 [--profile]
 
-In one process and without services. A pass's time is that of launches one behind the other, so that the host's work is
-hidden by the device's. A draft has two times: that of a whole call, which waits for its trees, and that of its graphs
-alone, each replayed by itself. A share is of the copy bandwidth: the time in which it would bring what must be read
-(benchmarks.gpu.floor), over the time taken. The exit status is 1 if a share misses its bar (benchmarks.gpu.bars; the
-target's is for fast mode).
+It runs in one process, without services. Passes are launched without waits between them, so the
+device's work hides the host's. A draft has two times: of a whole call, which waits for its trees, and
+of its graphs alone, each replayed by itself. A share is the least time to read the bytes at the copy
+bandwidth (benchmarks.gpu.floor), divided by the measured time. The exit status is 1 if a share misses
+its bar (benchmarks.gpu.bars). The target's bar is for fast mode.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from foretoken.models.config import load_config
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
 
-# What needs triton is imported where it is used: --help answers without it.
+# Modules that need triton are imported where they are used: --help answers without it.
 if TYPE_CHECKING:
     from verifier_svc.model.device_runner import DeviceRunner
 
@@ -47,18 +47,18 @@ MAX_BATCH = 16
 BATCHES = (1, 4, 16)
 # Rows of one sequence: plain decode, chains, trees.
 ROWS = (1, 2, 4, 6, 32, 64)
-# One sequence with a tree beside others in plain decode, against as many rows of plain decode.
+# The nodes of a tree beside sequences in plain decode, and the rows of the plain batch to compare with.
 RAGGED_TREE, PLAIN_ROWS = 32, 48
 # Steps, branches, nodes, and tokens accepted a step.
 SHAPES = ((1, 1, 2, 2), (3, 1, 4, 3), (5, 1, 6, 4), (5, 8, 32, 4), (5, 8, 64, 4))
-# Whose shares have bars.
+# The rows and the shape whose shares have bars.
 BAR_ROWS, BAR_SHAPE = 32, (5, 8, 32, 4)
 REPEATS = 30
 BLOCKS_PER_SEQ = -(-(CONTEXT + 80) // BLOCK) + 1
 
 
 class Floor(NamedTuple):
-    """``bandwidth``: bytes a second."""
+    """The bytes of a step and the copy ``bandwidth`` in bytes a second."""
 
     sizes: StepBytes
     bandwidth: float
@@ -68,18 +68,29 @@ class Floor(NamedTuple):
 
 
 class DraftTimes(NamedTuple):
-    """Milliseconds of the device: to write new tokens' entries, the roots' logits among it, and to grow the trees."""
+    """Milliseconds of the device for the two parts of a draft.
+
+    Attributes:
+        entries: to write the KV entries of new tokens, with the logits of the roots.
+        trees: to grow the trees.
+    """
 
     entries: float
     trees: float
 
     def level(self, steps: int) -> float:
-        """Of one of the ``steps`` - 1 levels behind the roots', with its share of what begins and ends a tree."""
+        """Return the time of one of the ``steps`` - 1 levels below the roots' children.
+
+        It includes an equal share of the work that begins and ends a tree.
+        """
         return self.trees / (steps - 1)
 
 
 def verify_batch(rows: Sequence[int]) -> ForwardBatch:
-    """So many nodes of a bushy tree for each sequence: node i stands below node (i - 1) // 2."""
+    """Return a batch with a bushy tree of ``rows[i]`` nodes for sequence i.
+
+    The parent of node n is node (n - 1) // 2.
+    """
     most, total, batch = max(rows), sum(rows), len(rows)
     parents = (np.arange(most) - 1) // 2
     masks = np.zeros(most, np.uint64)
@@ -106,7 +117,7 @@ def verify_batch(rows: Sequence[int]) -> ForwardBatch:
 
 
 def draft_request(batch: int, shape: tuple[int, int, int, int], width: int, generation: int, step: int) -> DraftRequest:
-    """The request behind a step that accepted as many tokens as the shape says; step 0 tells the prompts."""
+    """Return the draft request after a step that accepted the shape's tokens; step 0 sends the prompts."""
     steps, branches, nodes, accepted = shape
     new = accepted if step else CONTEXT
     length = CONTEXT + step * accepted
@@ -139,7 +150,7 @@ def draft_request(batch: int, shape: tuple[int, int, int, int], width: int, gene
 
 
 def device_ms(launch: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Milliseconds of one call among ``repeats`` that follow each other without a wait."""
+    """Return the milliseconds of one call among ``repeats`` calls without waits between them."""
     launch()
     torch.cuda.synchronize()
     times: list[float] = []
@@ -157,7 +168,10 @@ def device_ms(launch: Callable[[], object], repeats: int = REPEATS) -> float:
 def draft_times(
     draft: Callable[[], object], measure: Callable[[Callable[[], object]], float] = device_ms
 ) -> DraftTimes:
-    """Of a draft whose graphs are replayed many times where it asks for them once: they leave the same each time."""
+    """Return the times of a draft, replaying each of its graphs many times.
+
+    A replay leaves the same result each time.
+    """
     from drafter_svc.device.levels import TreeShape
 
     found: dict[Hashable, float] = {}
@@ -174,7 +188,7 @@ def draft_times(
 
 
 def load_target(model: Path, backend: Backend, strict: bool = False) -> DeviceRunner:
-    """With noise in its cache."""
+    """Load the target and fill its KV cache with noise."""
     from verifier_svc.model.device_runner import DeviceRunner
 
     rows = MAX_BATCH * max(ROWS)
@@ -196,7 +210,11 @@ def load_target(model: Path, backend: Backend, strict: bool = False) -> DeviceRu
 def measure_target(
     model: Path, backend: Backend, profile: bool, matmuls: Path | None, strict: bool, floor: Floor
 ) -> tuple[tuple[int, int], float]:
-    """Prints the passes' times; returns the number of layers and the hidden size, and the share of BAR_ROWS rows."""
+    """Print the times of the passes.
+
+    Returns:
+        The number of layers and the hidden size, and the share of BAR_ROWS rows.
+    """
     rows = MAX_BATCH * max(ROWS)
     runner = load_target(model, backend, strict)
     # A strict pass has one matmul for each shape.
@@ -233,7 +251,7 @@ def _listed(names: Sequence[int], values: Sequence[float], form: str) -> str:
 def measure_draft(
     model: Path, head: Path, backend: Backend, size: tuple[int, int], profile: bool, floor: Floor
 ) -> float:
-    """Prints the drafts' times; returns the share of a level of BAR_SHAPE."""
+    """Print the times of the drafts, and return the share of a level of BAR_SHAPE."""
     (num_layers, hidden_size), sizes, bar_share = size, floor.sizes, 0.0
     began = time.perf_counter()
     drafter = HeadDrafter("EAGLE3", head, placement=ModelPlacement(backend, default_dtype(backend)))
@@ -289,7 +307,7 @@ def _info(model: Path, num_layers: int, hidden_size: int) -> TargetInfo:
 
 
 def show_profile(title: str, launch: Callable[[], object], repeats: int = 5) -> None:
-    """Print the kernels that take longest, microseconds a call."""
+    """Print the kernels that take longest, in microseconds a call."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:

@@ -1,4 +1,4 @@
-"""From when tokens came to how long streams paused behind a fault. No clock and no server here."""
+"""Compute how long streams paused after a fault, from the arrival times of their tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ class Pauses:
     """Seconds.
 
     Attributes:
-        next_token: from the fault until every stream that ran had another token. Tokens that were on their way count.
-        longest: the longest time that any stream was without a token, as far as it lies behind the fault.
-        longest_began: from the fault to the beginning of that time.
+        next_token: from the fault until every running stream had another token. Tokens that were
+            under way at the fault count.
+        longest: the longest pause of any stream; only the part after the fault counts.
+        longest_began: from the fault to the beginning of that pause.
     """
 
     next_token: float
@@ -23,10 +24,10 @@ class Pauses:
 
 
 def pauses_after(streams: Sequence[Sequence[float]], fault_at: float) -> Pauses:
-    """Of streams that met the fault and of those that came later.
+    """Return the pauses of the streams that met the fault and of all later ones.
 
     Args:
-        streams: when the tokens of each came; ascending, seconds.
+        streams: the arrival times of each stream's tokens, ascending, in seconds.
 
     Raises:
         ValueError: no stream ran at the time of the fault.
@@ -46,5 +47,5 @@ def pauses_after(streams: Sequence[Sequence[float]], fault_at: float) -> Pauses:
 
 
 def longest_pause(streams: Sequence[Sequence[float]]) -> float:
-    """The longest time between two tokens of one stream; 0 where none has two."""
+    """Return the longest time between two tokens of one stream; 0 if no stream has two tokens."""
     return max((after - before for times in streams for before, after in itertools.pairwise(times)), default=0.0)

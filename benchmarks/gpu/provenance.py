@@ -1,4 +1,4 @@
-"""A result: by which command, of which commit, when and on what it was measured, and the file that keeps it."""
+"""Record how a result was measured (command, commit, time, machine), and keep it in a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ GPU_PACKAGES = ("triton", "cuda-bindings")
 
 
 def run_facts(module: str, commit: str) -> dict[str, Any]:
-    """Of this program, ``python -m benchmarks.gpu.<module>``. ``commit``: if not empty, instead of the folder's own."""
+    """Return the facts of this run of ``python -m benchmarks.gpu.<module>``.
+
+    A non-empty ``commit`` replaces the folder's own.
+    """
     return {
         "began_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", f"benchmarks.gpu.{module}", *sys.argv[1:]]),
@@ -29,7 +32,7 @@ def run_facts(module: str, commit: str) -> dict[str, Any]:
 
 
 def keep(rows: Iterable[dict[str, Any]], result: dict[str, Any], file: Path) -> list[dict[str, Any]]:
-    """All rows, as the result's ``rows``; while they come the file holds those that are there."""
+    """Return all rows, and write the result to the file again after each row."""
     file.parent.mkdir(parents=True, exist_ok=True)
     kept: list[dict[str, Any]] = []
     for row in rows:

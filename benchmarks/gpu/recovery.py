@@ -1,13 +1,14 @@
-"""What the death of a drafter or a verifier costs the streams that run, and how long it is felt.
+"""Measure what the death of a drafter or a verifier costs running streams, and for how long.
 
     python -m benchmarks.gpu.checkpoint --output DIR
     python -m benchmarks.gpu.recovery --model DIR/target --drafter-head DIR/eagle3 --output FILE
 
-With MPS and without it starts ``foretoken serve`` and completes the same prompts over and over, greedily, through the
-gateway. In the middle of a round one process gets a fault (benchmarks.gpu.faults); rounds go on until all is well. A
-process that is started again finds weights in the page cache and kernels in theirs, where the one before it put them.
-Texts are held against an undisturbed round's: in strict mode another text is a failure, in fast mode near-ties turn.
-FILE is written anew behind each fault.
+It starts ``foretoken serve``, with and without MPS, and completes the same prompts again and again,
+greedily, through the gateway. In the middle of a round one process gets a fault
+(benchmarks.gpu.faults). Rounds go on until the stack has recovered. A restarted process finds weights
+in the page cache and compiled kernels on disk, because its predecessor put them there. Texts are
+compared with those of an undisturbed round: in strict mode a different text is a failure; in fast mode
+near-ties may change. FILE is written again after each fault.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from foretoken.mps import PIPES
 
 FORMAT = 1
 READY_TIMEOUT_S = 600.0
-# Of a row, and how the table calls them.
+# The figures of a row, and their names in the table.
 FIGURES = {
     "next_token_ms": "next token, ms",
     "longest_pause_ms": "longest pause, ms",
@@ -51,12 +52,12 @@ FIGURES = {
 
 
 def measure(options: argparse.Namespace, mps: str, server: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each fault of one stack, when it is over. What there is to say of the stack goes into ``server``.
+    """Yield a row after each fault of one stack. Facts about the stack go into ``server``.
 
     Raises:
         StackError, StreamError: the stack or a stream did not do what it should.
     """
-    # Folders: as a name without a slash, the head would be looked for on the hub.
+    # Absolute paths: a name without a slash would be looked up on the hub.
     model, head = options.model.resolve(), options.drafter_head.resolve()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     prompts = [prompt.token_ids for prompt in code_prompts(tokenizer, max(options.batches))]
@@ -68,7 +69,7 @@ def measure(options: argparse.Namespace, mps: str, server: dict[str, Any]) -> It
         options.threads,
         serve_flags(options, head, mps),
         ready_timeout_s=READY_TIMEOUT_S,
-        # A daemon that is there already may have other clients.
+        # An existing daemon may have other clients.
         environment={name: value for name, value in with_hooks(os.environ).items() if name != PIPES},
         log_file=log,
     ) as (address, root):
@@ -81,7 +82,7 @@ def measure(options: argparse.Namespace, mps: str, server: dict[str, Any]) -> It
 
 
 def serve_flags(options: argparse.Namespace, head: Path, mps: str) -> list[str]:
-    """Exact shapes: each step drafts, whether it pays or not."""
+    """Return the flags of ``foretoken serve``. With exact tree shapes each step drafts, paying or not."""
     steps, topk, tokens = map(str, options.tree)
     flags = ["--drafter", f"name=eagle3,algorithm=EAGLE3,model={head}", "--mps", mps]
     flags += ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk]
@@ -95,7 +96,7 @@ def serve_flags(options: argparse.Namespace, head: Path, mps: str) -> list[str]:
 def _rows(subject: Subject, options: argparse.Namespace, mps: str, mode: str) -> Iterator[dict[str, Any]]:
     expected: dict[int, list[str]] = {}
     for batch in options.batches:
-        # The first one captures graphs.
+        # The first round captures graphs.
         for _ in range(2):
             expected[batch] = _texts(subject.round(batch))
     for fault in (fault for fault in FAULTS if fault.name in options.faults):
@@ -110,7 +111,7 @@ def _rows(subject: Subject, options: argparse.Namespace, mps: str, mode: str) ->
                         f"{fault.name}: {error}: streams of {options.output_tokens} tokens are too short"
                     ) from error
                 row["undisturbed_pause_ms"] = 1e3 * longest_pause(_arrivals(undisturbed[-1]))
-                # Behind a comma stands what makes a text meaningless.
+                # After a comma the mode names options that make texts meaningless.
                 if "," not in mode:
                     row["num_other_texts"] = _num_others(course.rounds, expected[batch])
                     row["num_other_undisturbed_texts"] = _num_others(undisturbed, expected[batch])
@@ -120,7 +121,7 @@ def _rows(subject: Subject, options: argparse.Namespace, mps: str, mode: str) ->
 
 
 def figures(course: Course) -> dict[str, Any]:
-    """One fault in milliseconds and seconds from its first signal on; None: it was not seen."""
+    """Return one fault's figures, in milliseconds and seconds from its first signal; None: not seen."""
     arrivals = [times for completions in course.rounds for times in _arrivals(completions)]
     pauses = pauses_after(arrivals, course.fault_at)
     back = dataclasses.asdict(course.back) | {"well_at": course.well_at}
@@ -129,7 +130,7 @@ def figures(course: Course) -> dict[str, Any]:
         "next_token_ms": 1e3 * pauses.next_token,
         "longest_pause_ms": 1e3 * pauses.longest,
         "longest_pause_began_ms": 1e3 * pauses.longest_began,
-        # Of the streams that came behind it.
+        # Only streams that began after the fault.
         "longest_first_token_ms": 1e3 * max((each.first_at - each.sent_at for each in later), default=0.0) or None,
         **{name.replace("_at", "_s"): at and at - course.fault_at for name, at in back.items()},
         "restarted": course.restarted,
@@ -140,7 +141,10 @@ def figures(course: Course) -> dict[str, Any]:
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The repeats of each fault as one: of every figure the median and the worst, None where one has none."""
+    """Return median and worst of every figure over the repeats of each fault.
+
+    A figure is None if a repeat has none.
+    """
     found = []
     for key in dict.fromkeys((row["mps"], row["fault"], row["batch"]) for row in rows):
         same = [row for row in rows if (row["mps"], row["fault"], row["batch"]) == key]
@@ -156,7 +160,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def to_markdown(summary: Sequence[dict[str, Any]]) -> str:
-    """A line for each fault; a figure is its median, then the worst if there is more than one."""
+    """Return a line for each fault, with the median of each figure, and the worst of several repeats."""
     headers = ["MPS", "fault", "batch", *FIGURES.values(), "undisturbed pause, ms", "new process"]
     headers += ["other texts", "undisturbed"]
     lines = [f"| {' | '.join(headers)} |", "| --- | --- |" + " ---: |" * (len(FIGURES) + 2) + " --- | --- | --- |"]
@@ -250,7 +254,7 @@ def main() -> None:
                 if server["mode"] == "strict" and row["num_other_texts"]:
                     failures.append(f"MPS {mps}, {row['fault']}: texts differ in strict mode")
         except (StackError, StreamError) as error:
-            # The other stack may do better.
+            # Go on: the other stack may succeed.
             failures.append(f"MPS {mps}: {error}")
             progress(failures[-1])
     write()
