@@ -79,7 +79,7 @@ class DraftTimes(NamedTuple):
     trees: float
 
     def level(self, steps: int) -> float:
-        """Return the time of one of the ``steps`` - 1 levels below the roots' children.
+        """Return the time of one of the ``steps`` - 1 levels after the roots' own.
 
         It includes an equal share of the work that begins and ends a tree.
         """

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of any size tensor by tensor: at no time is more than one tensor in the host's memory."""
+"""Write a checkpoint of any size, with at most one tensor in the host's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torc
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor will be, before it is made."""
+    """Name, shape and type of a tensor that does not exist yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
@@ -37,14 +37,17 @@ def write_checkpoint(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """config.json and the tensors as safetensors, in several files with an index where ``shard_bytes`` asks for it.
+    """Write config.json, and the tensors as safetensors.
+
+    Tensors that exceed ``shard_bytes`` go into several files with an index.
 
     Args:
         folder: is created; files of the same names are replaced.
-        make: the tensor of a name, on any device; called once for each, in the order of ``specs``.
+        make: returns the tensor of a name, on any device. It is called once for each, in the order of
+            ``specs``.
 
     Raises:
-        ValueError: ``make`` returned another shape or type than ``specs`` says.
+        ValueError: a tensor from ``make`` does not have the shape or type in ``specs``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("model*.safetensors*"):
@@ -65,7 +68,10 @@ def write_checkpoint(
 
 
 def _shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> list[list[str]]:
-    """Names in order, cut where a file would grow past ``shard_bytes``; a larger tensor has one of its own."""
+    """Split the names, in order, into files of at most ``shard_bytes``.
+
+    A larger tensor gets a file of its own.
+    """
     shards: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
@@ -78,9 +84,10 @@ def _shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> list[list[str]
 
 
 def _write(file: Path, names: list[str], specs: Mapping[str, TensorSpec], make: Callable[[str], torch.Tensor]) -> None:
-    """One safetensors file: the header's length (8 bytes, little-endian), the header as JSON, then all bytes.
+    """Write one safetensors file: the header's length, the header as JSON, then the tensors' bytes.
 
-    The format: https://huggingface.co/docs/safetensors. The library's own writer wants all tensors of a file at once.
+    The length has 8 bytes, little-endian (https://huggingface.co/docs/safetensors). The library's own
+    writer needs all tensors of a file at once.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -92,7 +99,7 @@ def _write(file: Path, names: list[str], specs: Mapping[str, TensorSpec], make: 
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Tensors start at a multiple of 8.
+    # The tensors' bytes start at a multiple of 8.
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)

@@ -1,11 +1,12 @@
-"""What a trained head is worth at a large model's cost: end to end, against plain decode, on held-out code.
+"""Measure the speed-up of a trained head at a large model's cost, end to end, on held-out code.
 
     python -m benchmarks.gpu.widen --output DIR
     python -m benchmarks.gpu.speedup --model DIR/target --drafter-head DIR/eagle3 --output FILE
 
-The widened demo model (benchmarks.gpu.widen) writes the demo's text and accepts the demo's drafts, at the shape's cost.
-Every prompt is completed through the gateway, streamed, one at a time, with drafts and without in turns; nothing is
-simulated. In strict mode a text that differs is a failure; in fast mode near-ties may turn, and are counted.
+The widened demo model (benchmarks.gpu.widen) writes the demo's text and accepts the demo's drafts, at the
+cost of the larger shape. Nothing is simulated: each prompt is streamed through the gateway, one at a
+time, alternately with and without drafts. In strict mode a different text is a failure. In fast mode
+near-ties may change; they are counted.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ READY_TIMEOUT_S = 600.0
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All pairs of one tree shape. Raises StackError, StreamError, UnexpectedAnswerError or TooShortError."""
-    # Folders: as a name without a slash, the head would be looked for on the hub.
+    """Measure all pairs with one tree shape.
+
+    Raises:
+        StackError, StreamError, UnexpectedAnswerError, TooShortError: the run gave no result.
+    """
+    # Absolute paths: a name without a slash would be looked up on the hub.
     model, head = options.model.resolve(), options.drafter_head.resolve()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     steps, topk, tokens = options.tree
@@ -63,7 +68,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(pairs: list[Pair]) -> dict[str, Any]:
-    """The figures of all pairs: rates are tokens a second of one stream (benchmarks.figures.decode_rate)."""
+    """Return the figures of all pairs.
+
+    Rates are tokens a second of one stream (benchmarks.figures.decode_rate).
+    """
     plain = [sample for pair in pairs for sample in pair.plain]
     drafted = [sample for pair in pairs for sample in pair.speculative]
     return {

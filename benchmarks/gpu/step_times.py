@@ -1,4 +1,4 @@
-"""From when tokens came to how long steps took. No clock and no server here."""
+"""Compute step times from the arrival times of tokens."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# When tokens came, and how many the sequence had by then; ascending.
+# Arrival times, ascending, each with the sequence's tokens by then.
 Arrivals = Sequence[tuple[float, int]]
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Steps of which each sequence of a batch took part.
+    """Steps of a full batch.
 
     Attributes:
-        seconds: of each step, in order.
-        num_dropped: intervals that were not one ordinary step: several steps that came at once, or one without a draft.
-        num_tokens, num_intervals: of all sequences together, dropped intervals included.
+        seconds: the time of each step, in order.
+        num_dropped: intervals that were not one ordinary step: several steps arrived at once, or the
+            step had no draft.
+        num_tokens, num_intervals: totals over all sequences, dropped intervals included.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -27,7 +28,7 @@ class StepTimes:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean over all sequences; 0 where there was no step."""
+        """The mean over all sequences; 0 without steps."""
         return self.num_tokens / self.num_intervals if self.num_intervals else 0.0
 
     def extend(self, other: StepTimes) -> None:
@@ -38,15 +39,15 @@ class StepTimes:
 
 
 def step_times(sequences: Sequence[Arrivals], accept_length: float) -> StepTimes:
-    """The steps of one batch, whose sequences advance together, so that the first one's arrivals tell.
+    """Return the steps of one batch, from the arrivals of its first sequence.
 
-    Counted are intervals from the last sequence's first token to before the first sequence's end, so there is no
-    prefill and no half-empty batch in them. The first ones may lack a draft, which is made while a prompt is computed:
-    counting starts at the first step of full length.
+    The sequences advance together. Only intervals after the last sequence's first token and before the
+    first sequence's end count: they contain no prefill, and the batch is full. The first steps may have
+    no draft, because drafting starts during prefill. So counting starts at the first step of full
+    length.
 
     Args:
-        accept_length: tokens that a step gives on average. An interval with fewer than the next lower whole number or
-            more than the next higher one was not one ordinary step.
+        accept_length: average tokens of a step. An ordinary step has this number, rounded down or up.
     """
     least, most = math.floor(accept_length), math.ceil(accept_length)
     sequences = [_distinct(arrivals) for arrivals in sequences]
@@ -66,7 +67,7 @@ def step_times(sequences: Sequence[Arrivals], accept_length: float) -> StepTimes
         else:
             found.num_dropped += 1
     if first_at is not None and last_at is not None:
-        # Steps that came in one message count as the several that they were.
+        # Several steps in one message count as several steps.
         steps = sum(
             max(1, round((has - had) / accept_length))
             for (before, had), (at, has) in zip(sequences[0], sequences[0][1:], strict=False)
@@ -78,10 +79,10 @@ def step_times(sequences: Sequence[Arrivals], accept_length: float) -> StepTimes
 
 
 def _distinct(arrivals: Arrivals) -> list[tuple[float, int]]:
-    """What was read at the same time came at once."""
+    """Merge arrivals that have the same time."""
     return sorted(dict(arrivals).items())
 
 
 def _by(arrivals: Arrivals, at: float) -> int:
-    """Tokens that a sequence had at a time."""
+    """Return the tokens that a sequence had by a time."""
     return max((count for when, count in arrivals if when <= at), default=0)

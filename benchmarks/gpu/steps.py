@@ -1,12 +1,12 @@
-"""What a decode step costs, through the real services, with the acceptance forced.
+"""Measure decode steps through the real services, with a forced acceptance.
 
     python -m benchmarks.gpu.checkpoint --output DIR
     python -m benchmarks.gpu.steps --model DIR/target --drafter-head DIR/eagle3 --output benchmarks/gpu/results
 
-For every row of benchmarks.gpu.bars it starts ``foretoken serve`` with ``--simulate-accept-length`` (whose text means
-nothing) and decodes batches of random prompts, at the verifier's own gRPC stream or through the gateway. A step's time
-is the time between two arrivals of one sequence's tokens. One run writes one JSON with all step times, and a picture;
-with each row it writes what there is so far (.unfinished).
+For every row of benchmarks.gpu.bars it starts ``foretoken serve`` with ``--simulate-accept-length``, and
+decodes batches of random prompts through the verifier's gRPC stream or the gateway. The text has no
+meaning. A step's time is the time between two arrivals of one sequence's tokens. One run writes a
+JSON file with all step times, and a picture. After each row it saves the rows so far (.unfinished).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ FORMAT = 1
 READY_TIMEOUT_S = 600.0
 MOST_ROUNDS = 100
 
-# Decodes prompts and says for each when its tokens came.
+# Decodes prompts, and returns the arrivals of each.
 Decode = Callable[[Sequence[Sequence[int]]], list[Arrivals]]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every row decodes. ``vocab_size``: prompts are random ids below it."""
+    """What every row decodes. Prompts are random ids below ``vocab_size``."""
 
     vocab_size: int
     prompt_tokens: int
@@ -55,14 +55,14 @@ class Workload:
     temperature: float
 
     def prompts(self, count: int, seed: str) -> list[list[int]]:
-        """``count`` prompts; others for another ``seed``. The lowest ids are special and left out."""
+        """Return ``count`` prompts that depend on ``seed``. They leave out the lowest ids, which are special."""
         generator = random.Random(seed)
         return [[generator.randrange(16, self.vocab_size) for _ in range(self.prompt_tokens)] for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A stack that runs. ``environ`` is the verifier's."""
+    """A running stack. ``environ`` is the verifier's environment."""
 
     rest: Address
     verifier: str
@@ -73,7 +73,7 @@ class Server:
 def measure(
     model: Path, head: Path, keys: Sequence[Key], workload: Workload, threads: int, extra: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """One row after the other, each stack started once. ``extra``: more flags of ``foretoken serve``.
+    """Yield one row after the other. Each stack starts once, with ``extra`` flags of ``foretoken serve``.
 
     Raises:
         StackError, StreamError: a stack or a stream did not do what it should.
@@ -92,7 +92,7 @@ def measure(
 
 
 def serve_flags(setting: Setting, head: Path, *, in_process: bool, batch: int) -> list[str]:
-    """The flags of ``foretoken serve`` for one setting."""
+    """Return the flags of ``foretoken serve`` for one setting."""
     flags = ["--max-running-requests", str(batch), "--disable-radix-cache"]
     if setting.is_plain:
         return [*flags, "--speculative-algorithm", "NONE"]
@@ -105,7 +105,7 @@ def serve_flags(setting: Setting, head: Path, *, in_process: bool, batch: int) -
 
 @contextlib.contextmanager
 def served(what: str, model: Path, threads: int, flags: Sequence[str], *, num_drafters: int) -> Iterator[Server]:
-    """``foretoken serve``, ready. ``what``: for which it is started. Raises StackError."""
+    """Start ``foretoken serve`` for ``what``, and yield it when it is ready. Raises StackError."""
     progress(f"{what}: starting")
     began = time.perf_counter()
     with running_stack(model, threads, flags, num_drafters=num_drafters, ready_timeout_s=READY_TIMEOUT_S) as (
@@ -121,10 +121,14 @@ def served(what: str, model: Path, threads: int, flags: Sequence[str], *, num_dr
 def enough_steps(
     name: str, decode: Callable[[str], list[Arrivals]], accept_length: float, min_steps: int
 ) -> tuple[StepTimes, int]:
-    """Decode batches until there are ``min_steps`` steps; returns how many batches it took.
+    """Decode batches until there are ``min_steps`` steps; return the steps and the number of batches.
 
-    ``decode``: takes a seed, each batch its own. ``accept_length``: of a batch's first sequence. Raises StackError for
-    batches that have hardly any steps.
+    Args:
+        decode: decodes one batch. It takes a seed, a different one for each batch.
+        accept_length: average tokens of a step of the batch's first sequence.
+
+    Raises:
+        StackError: the batches have hardly any steps.
     """
     times = StepTimes()
     for number in range(MOST_ROUNDS):
@@ -135,7 +139,7 @@ def enough_steps(
 
 
 def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: StepBytes) -> dict[str, Any]:
-    """Warm up, decode batches until there are enough steps, and say all about them."""
+    """Warm up, decode batches until there are enough steps, and return the figures."""
     with VerifierClient(server.verifier) as client:
 
         def at_verifier(prompts: Sequence[Sequence[int]]) -> list[Arrivals]:
@@ -165,7 +169,7 @@ def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: 
         "dtype": after.dtype,
         "model_fingerprint": after.model_fingerprint,
         "drafters": {drafter.name: drafter.transport for drafter in after.drafters},
-        # Of a server without MPS it names a folder that is not there.
+        # Without MPS the variable names a folder that does not exist.
         "mps": Path(server.environ.get("CUDA_MPS_PIPE_DIRECTORY", "none")).is_dir(),
         "median_ms": step_ms,
         "tokens_per_step": times.tokens_per_step,
@@ -175,7 +179,7 @@ def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: 
         "num_fallback_steps": after.num_fallback_steps - before.num_fallback_steps,
         "num_rounds": num_rounds,
         "seconds": took,
-        # The verifier's own account of all steps meanwhile, those of prompts included.
+        # The verifier's own times of all steps meanwhile, prefill included.
         "phases_ms": {
             phase: (after.step_time_us[phase] - before.step_time_us[phase]) / 1e3 / max(steps, 1)
             for phase in sorted(after.step_time_us)
@@ -213,7 +217,7 @@ def _through_gateway(server: Server, prompts: Sequence[Sequence[int]], workload:
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What the JSON holds, once more with each row that is there. Raises StackError if there is none to measure."""
+    """Yield the JSON's content again after each row. Raises StackError if there is nothing to measure."""
     keys = [
         key
         for key in required_rows()
@@ -247,7 +251,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """Every row as a line of a table."""
+    """Return a table with a line for each row."""
     lines = ["| | batch | path | ms a step | tok/s | tokens a step | share of floor | where the time went, ms |"]
     lines.append("| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |")
     for row in result["rows"]:
@@ -286,7 +290,7 @@ def main() -> None:
         for result in run(options):
             stem = result["began_at"].replace(":", "").replace("+0000", "Z")
             file = options.output / f"steps-{stem}.json"
-            # A run that does not end is no result: the newest one is looked for among whole ones.
+            # An unfinished run is no result: only complete files are searched for the newest one.
             unfinished = file.with_suffix(".unfinished")
             unfinished.write_text(json.dumps(result, indent=1) + "\n")
     except (StackError, StreamError) as error:
@@ -299,7 +303,7 @@ def main() -> None:
 
 
 def progress(line: str) -> None:
-    """A line for who waits."""
+    """Print a progress line to stderr."""
     print(f"bench-gpu: {line}", file=sys.stderr, flush=True)
 
 

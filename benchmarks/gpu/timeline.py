@@ -1,4 +1,4 @@
-"""From what a GPU recorded of its work to how long it was idle between. No GPU and no profiler here."""
+"""Compute a GPU's idle time from a recording of its work."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 
 from benchmarks.figures import median
 
-# Categories of a Chrome trace as PyTorch's profiler writes it: what occupies the GPU.
+# Categories in a Chrome trace of PyTorch's profiler that occupy the GPU.
 CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-# The first kernel of each step that runs ahead of the host (foretoken_kernels.gpu.resident_rows).
+# The first kernel of each overlapped step (foretoken_kernels.gpu.resident_rows).
 STEP_KERNEL = "_lay_out_rows"
-# A run's first steps capture graphs, its last ones have fewer rows.
+# The first steps of a run capture graphs, and the last ones have fewer rows.
 EDGE_STEPS = 5
-# Between two kernels of one graph the GPU takes about a microsecond; longer, and something was waited for.
+# Between two kernels of one graph the GPU takes about a microsecond. In a longer gap it waits.
 SMALL_GAP_US = 2.0
 
 
 class TraceError(Exception):
-    """What was recorded has no steady steps in it."""
+    """The recording has no steady steps."""
 
 
 class Span(NamedTuple):
-    """One kernel, copy or fill. Times are microseconds of the trace's own clock."""
+    """One kernel, copy or fill. Times are microseconds of the trace's clock."""
 
     name: str
     start_us: float
@@ -33,7 +33,10 @@ class Span(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one kind of kernel, or of gap, comes to in a step. A gap's name says what ends and what begins."""
+    """Time and count of one kind of kernel or gap in a step.
+
+    A gap's name has the kernel before it and the kernel after it.
+    """
 
     name: str
     us_per_step: float
@@ -43,12 +46,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Whole steps that followed each other. Times are microseconds; lists go from the largest down.
+    """Successive whole steps. Times are microseconds; lists begin with the largest.
 
     Attributes:
-        step_us, busy_us: of each step: from its first kernel to the next one's, and what of it the GPU worked. Work
-            that overlaps counts once.
-        small_gaps_us: of an average step, all gaps below SMALL_GAP_US together.
+        step_us: the time of each step, from its first kernel to the first kernel of the next step.
+        busy_us: the time of each step in which the GPU worked. Overlapping work counts once.
+        small_gaps_us: the sum of all gaps below SMALL_GAP_US in an average step.
     """
 
     step_us: list[float]
@@ -60,16 +63,16 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """Of the recorded time. Recording makes gaps longer, so it is an upper bound."""
+        """The idle share of the recorded time: an upper bound, because recording makes gaps longer."""
         return 1 - sum(self.busy_us) / sum(self.step_us)
 
     def idle_share_of(self, step_us: float) -> float:
-        """If the same work is done in a step of another length: the median one without recording."""
+        """Return the idle share if a step of ``step_us``, without recording, does the same work."""
         return 1 - median(self.busy_us) / step_us
 
 
 def spans_of(trace: dict[str, Any]) -> list[Span]:
-    """The GPU's work in a Chrome trace, by start."""
+    """Return the GPU's work in a Chrome trace, sorted by start."""
     found = [
         Span(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         for event in trace["traceEvents"]
@@ -79,10 +82,12 @@ def spans_of(trace: dict[str, Any]) -> list[Span]:
 
 
 def timeline_of(spans: Sequence[Span], edge_steps: int = EDGE_STEPS) -> Timeline:
-    """The whole steps among spans that are sorted by start, ``edge_steps`` at either end left out.
+    """Return the whole steps in ``spans``, without ``edge_steps`` at either end.
+
+    ``spans`` are sorted by start.
 
     Raises:
-        TraceError: there are none.
+        TraceError: there are no whole steps.
     """
     starts = [span.start_us for span in spans if span.name.startswith(STEP_KERNEL)]
     borders = starts[edge_steps : len(starts) - edge_steps]
@@ -96,7 +101,7 @@ def timeline_of(spans: Sequence[Span], edge_steps: int = EDGE_STEPS) -> Timeline
 
 
 def _inside(spans: Iterable[Span], first_us: float, last_us: float) -> list[Span]:
-    """Cut to a window."""
+    """Return the spans cut to a window."""
     return [
         Span(span.name, max(span.start_us, first_us), min(span.end_us, last_us))
         for span in spans
@@ -105,7 +110,7 @@ def _inside(spans: Iterable[Span], first_us: float, last_us: float) -> list[Span
 
 
 class _Busy(NamedTuple):
-    """Time without a gap: what it began with, and what of it ended last."""
+    """Time without a gap, with the names of the span that began it and of the span that ended last."""
 
     start_us: float
     end_us: float
@@ -114,7 +119,7 @@ class _Busy(NamedTuple):
 
 
 def _busy(spans: Iterable[Span]) -> list[_Busy]:
-    """``spans``: by start."""
+    """Merge ``spans``, sorted by start, into times without a gap."""
     found: list[_Busy] = []
     for span in spans:
         if not found or span.start_us > found[-1].end_us:

@@ -1,9 +1,9 @@
-"""``foretoken verifier`` as it is, in a process that can record what it does on the GPU.
+"""Run ``foretoken verifier`` unchanged, in a process that can record its work on the GPU.
 
     python -m benchmarks.gpu.traced_verifier ARGUMENTS OF foretoken verifier
 
-Commands come by stdin, a line each, and each is answered by a line on stdout: ``start``, and ``stop FILE``, which
-writes FILE as a Chrome trace. The end of stdin ends the verifier.
+Commands are lines on stdin: ``start``, and ``stop FILE``, which writes FILE as a Chrome trace. A line on
+stdout answers each. The end of stdin ends the verifier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DONE = "done"
 def main() -> None:
     from foretoken import cli
 
-    # Whatever else is printed goes to stderr.
+    # All other output goes to stderr.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # As the command itself does before it loads PyTorch.
@@ -34,9 +34,9 @@ def main() -> None:
 
 
 def _obey(commands: IO[str], replies: IO[str], has_torch: threading.Event) -> None:
-    """Record from ``start`` to ``stop``, until there are no more commands; then stop this process."""
+    """Obey commands until stdin ends, then stop this process."""
     try:
-        # The profiler complains where another thread than its own has loaded PyTorch.
+        # The profiler complains if a thread other than its own loaded PyTorch.
         import torch  # noqa: F401
 
         has_torch.set()
@@ -59,7 +59,7 @@ def _start(line: str) -> Any:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    # Without a GPU there is nothing to be found, and the profiler wants something to look for.
+    # The profiler needs an activity to record; without a GPU it records the CPU's.
     recorder = profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU])
     recorder.start()
     return recorder

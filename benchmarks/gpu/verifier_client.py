@@ -1,4 +1,4 @@
-"""Sends a batch of sequences to a verifier, as a gateway does, and notes when their tokens come."""
+"""Send a batch of sequences to a verifier, as a gateway does, and record when their tokens arrive."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class VerifierClient:
         self._channel.close()
 
     def wait_ready(self, is_alive: Callable[[], bool], timeout_s: float) -> None:
-        """Until the verifier answers. ``is_alive``: whether its process is there. Raises StackError."""
+        """Wait until the verifier answers. Raises StackError if ``is_alive`` says that its process ended."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -52,15 +52,16 @@ class VerifierClient:
     def run(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, temperature: float = 0.0
     ) -> list[list[tuple[float, int]]]:
-        """As ``decode``, of prompts that want the same."""
+        """Decode prompts that all have the same options (``decode``)."""
         return self.decode(
             [new_sequence(index, prompt, num_tokens, temperature) for index, prompt in enumerate(prompts)]
         )
 
     def decode(self, sequences: Sequence[verifier_pb2.Sequence]) -> list[list[tuple[float, int]]]:
-        """All at once; request ids are their indices. For each, when tokens came and how many there were by then.
+        """Decode all sequences at once, and return the arrivals of each.
 
-        Times are perf_counter seconds, taken as a message is handed over by gRPC.
+        Request ids are the sequences' indices. Times are perf_counter seconds, taken when gRPC delivers
+        a message.
 
         Raises:
             StackError: a sequence failed, or the session ended before they did.
@@ -79,7 +80,7 @@ class VerifierClient:
                 arrivals[int(tokens.request_id)].append((now, tokens.offset + len(tokens.token_ids)))
             num_running -= len(response.finished)
             if num_running == 0:
-                # The session ends with our half of it.
+                # The end of our half ends the session.
                 requests.put(None)
         if num_running:
             raise StackError(f"the session ended while {num_running} sequences ran")
@@ -87,7 +88,7 @@ class VerifierClient:
 
 
 def new_sequence(index: int, prompt: Sequence[int], num_tokens: int, temperature: float = 0.0) -> verifier_pb2.Sequence:
-    """One of a batch, a tenant of its own; nothing but its length ends it."""
+    """Return a sequence of a batch. It is its own tenant, and only its length ends it."""
     return verifier_pb2.Sequence(
         request_id=str(index),
         prompt_token_ids=prompt,

@@ -1,4 +1,4 @@
-"""What a verifier says of its one drafter, looked at again and again, also while there is no verifier."""
+"""Ask a verifier again and again about its one drafter, even while no verifier answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ANSWER_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """The drafter as the verifier saw it at one time.
+    """The verifier's view of the drafter at one time.
 
     Attributes:
         at: perf_counter seconds.
-        attachment: the verifier's epoch and the number of attachments up to this one; None: there is none now.
-        num_drafts, num_accepted: trees that were verified and their accepted tokens, since the verifier's start.
+        attachment: the verifier's epoch, and the number of attachments so far; None without one.
+        num_drafts, num_accepted: verified trees and accepted tokens since the verifier's start.
     """
 
     at: float
@@ -34,7 +34,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """When the drafter was attached, its drafts were verified and accepted again. None: not yet."""
+    """When the drafter was attached again, and its drafts verified and accepted. None: not yet."""
 
     attached_at: float | None = None
     drafted_at: float | None = None
@@ -42,10 +42,10 @@ class Return:
 
 
 def drafters_return(sightings: Iterable[Sighting], lost: tuple[int, int] | None) -> Return:
-    """What the sightings behind a fault tell, in order of time.
+    """Return when the drafter came back, from the sightings after a fault in order of time.
 
     Args:
-        lost: the attachment that the fault ends, which may be seen for a while yet; None: it ends none.
+        lost: the attachment that the fault ends; early sightings may still show it. None: it ends none.
     """
     first: Sighting | None = None
     drafted_at = accepted_at = None
@@ -62,7 +62,7 @@ def drafters_return(sightings: Iterable[Sighting], lost: tuple[int, int] | None)
 
 
 class Watch:
-    """Asks the verifier at ``address``. Not for two threads at once."""
+    """Asks the verifier at ``address``. It must not be shared between threads."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -77,17 +77,17 @@ class Watch:
         self._channel.close()
 
     def info(self) -> verifier_pb2.GetInfoResponse:
-        """Raises grpc.RpcError where nobody answers."""
+        """Return the verifier's information. Raises grpc.RpcError if nobody answers."""
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(self._channel)
         answer: verifier_pb2.GetInfoResponse = stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=ANSWER_TIMEOUT_S)
         return answer
 
     def look(self) -> Sighting:
-        """The drafter now; a verifier that does not answer has none."""
+        """Return the drafter's state now. A verifier that does not answer has no drafter."""
         try:
             info = self.info()
         except grpc.RpcError:
-            # A new channel connects at once, where this one would wait before it tries again.
+            # A new channel connects at once; this one would wait before its next attempt.
             self._channel.close()
             self._channel = rpc.sync_channel(self._address)
             return Sighting(time.perf_counter())

@@ -1,26 +1,29 @@
-"""The trained demo target and its EAGLE-3 head in a larger shape: the same function at a large model's cost.
+"""Widen the trained demo target and its EAGLE-3 head: the same function at a large model's cost.
 
     python -m benchmarks.gpu.widen --output DIR [--shape llama-3.1-8b]
 
-writes DIR/target and DIR/eagle3. Text, acceptance and drafts are the demo's; bytes and operations are the shape's, so
-the speed-up that is measured on it is that of a real head on a model of this size. How each part keeps its function:
+It writes DIR/target and DIR/eagle3. Text, acceptance and drafts are the demo's; bytes and operations are
+the larger shape's. So a measured speed-up is that of a real head on a model of this size. How each
+part keeps its function:
 
-- *Hidden state.* The small state x lies in the wide one COPIES times, zeros behind. An RMS norm over it gives
-  ``x / sqrt(COPIES sum(x^2) / W' + eps')``, which with ``eps' = eps s^2`` is the small norm's output divided by
-  ``s = sqrt(COPIES W / W')``; so norm weights stay as they are, and the matrix behind the norm is multiplied by s.
-- *Matrices behind a norm* read all copies. ``s`` times a bfloat16 number is not one, so the product is split: its
-  rounding for the first copy, the rounding of what is left for the second, and so on. Three terms carry 24 bits, as
-  float32 does, though every stored number is a bfloat16.
-- *Matrices that write the hidden state* have their rows once for each copy: exact.
-- *Heads.* A pair of dimensions that the rotary embedding turns together is (i, i + d / 2) in both. With the base
-  ``theta' = theta^(d' / d)`` pair i of the wide head turns as fast as pair i of the small one. The scores' scale is
-  ``d'^-0.5``, so queries are multiplied by ``sqrt(d' / d)``, in the split above.
-- *Layers.* What an added layer would write is multiplied by zeros. They stand so that the three states that the head is
-  fed enter the layers that engines take by default: 2, n / 2 and n - 3.
-- *Vocabulary.* Added rows of the output head repeat the row of RESERVED_ID, which training never emits, so that an
-  engine that samples among all rows writes the same text.
+- *Hidden state.* The wide state holds the small state x COPIES times, then zeros. An RMS norm over it
+  gives ``x / sqrt(COPIES sum(x^2) / W' + eps')``. With ``eps' = eps s^2`` this is the small norm's output
+  divided by ``s = sqrt(COPIES W / W')``. So norm weights stay as they are, and the matrix after the
+  norm is multiplied by s.
+- *Matrices after a norm* read all copies. ``s`` times a bfloat16 number is not a bfloat16 number, so the
+  product is split: the first copy gets its rounding, the second the rounding of the remainder, and so
+  on. Three terms carry 24 bits, as float32 does, though every stored number is a bfloat16.
+- *Matrices that write the hidden state* repeat their rows for each copy. This is exact.
+- *Heads.* The rotary embedding rotates the pair of dimensions (i, i + d / 2) in both models. With the
+  base ``theta' = theta^(d' / d)`` pair i of the wide head rotates as fast as pair i of the small one. The
+  scores' scale is ``d'^-0.5``, so queries are multiplied by ``sqrt(d' / d)``, split as above.
+- *Layers.* Zeros multiply the output of an added layer. Added layers are placed so that the three hidden
+  states that the head reads enter the layers that engines take by default: 2, n / 2 and n - 3.
+- *Vocabulary.* Added rows of the output head repeat the row of RESERVED_ID, which training never emits.
+  So an engine that samples among all rows writes the same text.
 
-What no output depends on is random, not zero: a GPU draws less power for zeros, and runs faster.
+Weights that no output depends on are random, not zero: with zeros a GPU draws less power and runs
+faster.
 """
 
 from __future__ import annotations
@@ -53,18 +56,18 @@ from foretoken.models.draft_config import head_config, head_features
 from foretoken.models.weights import Checkpoint
 
 COPIES = 3
-# Of the demo's reserved ids the one whose logit stays farthest below the best: by 10.66 over 40 held-out
+# The reserved id of the demo whose logit stays farthest below the best one: by 10.66 over 40 held-out
 # prompts (benchmarks.gpu.widen_check.reserved_margins).
 RESERVED_ID = 9
 
 
 class WidenError(Exception):
-    """The shape cannot hold the small model, or the small one has what this does not widen."""
+    """The shape cannot hold the small model, or the small model has a part that cannot be widened."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Of one decoder layer, small or wide."""
+    """The sizes of one decoder layer, small or wide."""
 
     hidden: int
     middle: int
@@ -79,9 +82,9 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """From one model's sizes to another's. Every method takes a small tensor and returns the wide one, bfloat16.
+    """Widens tensors from one model's sizes to another's. Each method returns a wide bfloat16 tensor.
 
-    ``free`` arguments are [rows, columns] random values: what is left of them meets zeros only.
+    ``free`` arguments are random [rows, columns]; the random values that remain meet only zeros.
     """
 
     small: LayerSizes
@@ -97,31 +100,34 @@ class Widening:
 
     @property
     def norm_scale(self) -> float:
-        """What a norm's output is divided by in the wide model; its square is the factor of eps."""
+        """The divisor of a norm's output in the wide model. Its square is the factor of eps."""
         return math.sqrt(COPIES * self.small.hidden / self.wide.hidden)
 
     def norm(self, weight: torch.Tensor) -> torch.Tensor:
-        """[hidden]. Behind the copies there is nothing to scale."""
+        """Widen a norm's weights [hidden]. After the copies there is nothing to scale."""
         out = torch.ones(self.wide.hidden, dtype=torch.bfloat16)
         out[: COPIES * self.small.hidden] = weight.repeat(COPIES)
         return out
 
     def embedding(self, table: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """[vocab, hidden]; rows and columns that are added are zeros."""
+        """Widen the embedding [vocab, hidden]. Added rows and columns are zeros."""
         out = torch.zeros(vocab_size, self.wide.hidden, dtype=torch.bfloat16)
         out[: len(table), : COPIES * self.small.hidden] = table.repeat(1, COPIES)
         return out
 
     def output_head(self, rows: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """[vocab, hidden]; added rows repeat RESERVED_ID's."""
+        """Widen the output head [vocab, hidden]. Added rows repeat the row of RESERVED_ID."""
         read = self._read(rows, torch.zeros(len(rows), self.wide.hidden, dtype=torch.bfloat16))
         out = read[RESERVED_ID].repeat(vocab_size, 1)
         out[: len(rows)] = read
         return out
 
     def queries(self, matrix: torch.Tensor, free: torch.Tensor, inputs: int = 1) -> torch.Tensor:
-        """[heads * head_dim, inputs * hidden]. Dimensions that a head did not have are zero: keys may hold anything
-        there. ``inputs``: normed states side by side that are read, as in an EAGLE-3 layer."""
+        """Widen the query matrix [heads * head_dim, inputs * hidden].
+
+        Added dimensions of a head are zero, so keys may hold anything there. ``inputs``: the number of
+        normed states, side by side, that the matrix reads (two in an EAGLE-3 layer).
+        """
         small, wide = self.small, self.wide
         read = self._read(matrix, free[: len(matrix)], inputs, math.sqrt(wide.head_dim / small.head_dim))
         out = free.clone().view(wide.kv_heads, wide.group, wide.head_dim, -1)
@@ -132,7 +138,7 @@ class Widening:
         return out.view(wide.heads * wide.head_dim, -1)
 
     def keys(self, matrix: torch.Tensor, free: torch.Tensor, inputs: int = 1) -> torch.Tensor:
-        """[kv_heads * head_dim, inputs * hidden]."""
+        """Widen the key matrix [kv_heads * head_dim, inputs * hidden]."""
         small, wide = self.small, self.wide
         out = free.clone().view(wide.kv_heads, wide.head_dim, -1)
         read = self._read(matrix, free[: len(matrix)], inputs)
@@ -140,7 +146,10 @@ class Widening:
         return out.view(wide.kv_heads * wide.head_dim, -1)
 
     def values(self, matrix: torch.Tensor, free: torch.Tensor, inputs: int = 1) -> torch.Tensor:
-        """[kv_heads * head_dim, inputs * hidden]; a head's dimensions are its first ones."""
+        """Widen the value matrix [kv_heads * head_dim, inputs * hidden].
+
+        The small head's dimensions come first in the wide head.
+        """
         small, wide = self.small, self.wide
         out = free.clone().view(wide.kv_heads, wide.head_dim, -1)
         read = self._read(matrix, free[: len(matrix)], inputs)
@@ -148,7 +157,10 @@ class Widening:
         return out.view(wide.kv_heads * wide.head_dim, -1)
 
     def attention_output(self, matrix: torch.Tensor) -> torch.Tensor:
-        """[hidden, heads * head_dim]; zeros for heads and dimensions that are added."""
+        """Widen the output matrix of attention [hidden, heads * head_dim].
+
+        Added heads and dimensions get zeros.
+        """
         small, wide = self.small, self.wide
         out = torch.zeros(wide.hidden, wide.kv_heads, wide.group, wide.head_dim, dtype=torch.bfloat16)
         columns = self.written(matrix).view(COPIES * small.hidden, small.kv_heads, small.group, small.head_dim)
@@ -156,20 +168,22 @@ class Widening:
         return out.view(wide.hidden, -1)
 
     def gate_or_up(self, matrix: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
-        """[middle, hidden]."""
+        """Widen the gate or up matrix [middle, hidden]."""
         out = free.clone()
         out[: self.small.middle] = self._read(matrix, free[: self.small.middle])
         return out
 
     def down(self, matrix: torch.Tensor) -> torch.Tensor:
-        """[hidden, middle]; zeros for what is added."""
+        """Widen the down matrix [hidden, middle]. Added columns are zeros."""
         out = torch.zeros(self.wide.hidden, self.wide.middle, dtype=torch.bfloat16)
         out[: COPIES * self.small.hidden, : self.small.middle] = self.written(matrix)
         return out
 
     def features(self, matrix: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
-        """[hidden, features * hidden] of an EAGLE-3 head's first matrix, which reads states that no norm scaled: the
-        first copy of each."""
+        """Widen the first matrix of an EAGLE-3 head [hidden, features * hidden].
+
+        No norm scales the hidden states that it reads, so it reads only the first copy of each.
+        """
         size, wide = self.small.hidden, self.wide.hidden
         out = torch.zeros_like(free)
         columns = free[: COPIES * size].clone().view(COPIES * size, -1, wide)
@@ -179,16 +193,16 @@ class Widening:
         return out
 
     def written(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The rows once for each copy."""
+        """Repeat the rows for each copy."""
         return matrix.repeat(COPIES, 1)
 
     def _rotary_dims(self) -> torch.Tensor:
-        """Where the small head's dimensions lie in the wide one's: each half at the start of a half."""
+        """Return the small head's dimensions in the wide head: each half at the start of a wide half."""
         half = torch.arange(self.small.head_dim // 2)
         return torch.cat([half, half + self.wide.head_dim // 2])
 
     def _read(self, matrix: torch.Tensor, free: torch.Tensor, inputs: int = 1, factor: float = 1.0) -> torch.Tensor:
-        """[rows, inputs * hidden]: the matrix times ``factor`` and the norms' scale, for inputs in copies."""
+        """Return the matrix [rows, inputs * hidden] times ``factor`` and the norms' scale, split by copy."""
         size, rows = self.small.hidden, len(matrix)
         terms = split(matrix.to(torch.float64) * (factor * self.norm_scale))
         out = free.clone().view(rows, inputs, self.wide.hidden)
@@ -198,7 +212,7 @@ class Widening:
 
 
 def split(values: torch.Tensor) -> list[torch.Tensor]:
-    """COPIES bfloat16 tensors whose sum is ``values`` (float64) to about 8 bits for each of them."""
+    """Return COPIES bfloat16 tensors whose sum is ``values`` (float64). Each adds about 8 bits."""
     terms = []
     for _ in range(COPIES):
         term = values.to(torch.bfloat16)
@@ -210,10 +224,12 @@ def split(values: torch.Tensor) -> list[torch.Tensor]:
 def place_layers(
     num_small: int, num_wide: int, small_features: Sequence[int], wide_features: Sequence[int]
 ) -> list[int]:
-    """The wide layer of each small one: state ``small_features[i]`` enters wide layer ``wide_features[i]``.
+    """Return the wide layer for each small one.
+
+    The state that enters small layer ``small_features[i]`` enters wide layer ``wide_features[i]``.
 
     Raises:
-        WidenError: between two features there is no room for the layers that lie between them.
+        WidenError: there are too few wide layers between two of ``wide_features``.
     """
     places: list[int] = []
     edges = zip((0, *small_features), (0, *wide_features), strict=True)
@@ -231,7 +247,7 @@ def widen(
     """Write ``output``/target and ``output``/eagle3.
 
     Raises:
-        WidenError: see there.
+        WidenError: the shape cannot hold the model.
     """
     target = load_config(small)
     wanted = head_features(head_config(small_head), target.num_layers)
@@ -242,7 +258,7 @@ def widen(
 
 
 def widen_target(small: Path, output: Path, shape: Shape, places: Sequence[int]) -> None:
-    """The target in the folder ``small``; its layer i becomes layer ``places[i]``."""
+    """Widen the target in the folder ``small``. Its layer i becomes layer ``places[i]``."""
     raw, config = read_config_file(small), load_config(small)
     _check(config)
     if config.vocab_size > shape.vocab_size:
@@ -269,10 +285,10 @@ def widen_head(
     *,
     draft_vocab_size: int = DRAFT_VOCAB_SIZE,
 ) -> None:
-    """The EAGLE-3 head in the folder ``small``, which drafts with its target's output head.
+    """Widen the EAGLE-3 head in the folder ``small``, which drafts with its target's output head.
 
-    The wide one has the public heads' layout: an output head of its own, the first ``draft_vocab_size`` rows of the
-    wide target's. ``features``: the layers of the wide target that it is fed the inputs of.
+    The wide head has the public layout with its own output head: the first ``draft_vocab_size`` rows of
+    the wide target's. ``features``: the layers of the wide target whose inputs it reads.
     """
     raw, parsed, target = read_config_file(small), head_config(small), load_config(small_target)
     body = parsed.body
@@ -286,7 +302,7 @@ def widen_head(
     wide_raw = raw | _changed_fields(body, shape, widening)
     wide_raw |= {"intermediate_size": shape.intermediate_size, "draft_vocab_size": draft_vocab_size}
     wide_raw["eagle_config"] = {
-        # Named by the layer whose output they are.
+        # The config names hidden states by the layer that outputs them.
         "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in features],
         "use_aux_hidden_state": True,
     }
@@ -297,7 +313,7 @@ def widen_head(
 
 
 class _Maker:
-    """What makes both kinds of model: small tensors, and random values for what nothing depends on."""
+    """Makes the tensors of both models, from small tensors and from random values without effect."""
 
     def __init__(
         self, checkpoint: Checkpoint, config: ModelConfig, widening: Widening, specs: dict[str, TensorSpec]
@@ -312,7 +328,7 @@ class _Maker:
         return random_matrix(self._specs[name].shape, name, self._device).cpu()
 
     def _of_layer(self, small: str, name: str, inputs: int = 1) -> torch.Tensor:
-        """A tensor of a decoder layer, from its small namesake."""
+        """Return a tensor of a decoder layer, made from the small tensor of the same name."""
         widening, kind = self._widening, name.split(".")[-2]
         matrix = self._small(small)
         if kind == "q_proj":
@@ -355,7 +371,7 @@ class _TargetMaker(_Maker):
             return self._of_layer(f"model.layers.{self._small_layers[int(layer)]}.{rest}", name)
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16)
-        # A layer that leaves the hidden state as it is, at the cost of any other.
+        # This layer does not change the hidden state, at the cost of any other layer.
         return torch.zeros(shape, dtype=torch.bfloat16) if "o_proj" in name or "down_proj" in name else self._free(name)
 
 
@@ -386,7 +402,7 @@ class _HeadMaker(_Maker):
 
 
 def output_rows(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor:
-    """A target's output head, bfloat16 [vocab, hidden]."""
+    """Return a target's output head, bfloat16 [vocab, hidden]."""
     name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     return checkpoint.read(name, (config.vocab_size, config.hidden_size)).to(torch.bfloat16)
 
@@ -407,7 +423,7 @@ def _wide_sizes(shape: Shape, middle: int) -> LayerSizes:
 
 
 def _changed_fields(config: ModelConfig, shape: Shape, widening: Widening) -> dict[str, Any]:
-    """Fields of config.json that target and head have in common."""
+    """Return the changed fields of config.json that target and head share."""
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,

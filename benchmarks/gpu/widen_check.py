@@ -1,9 +1,9 @@
-"""Holds a widened model against the small one: logits, greedy text, drafts, and the reserved id.
+"""Compare a widened model with the small one: logits, greedy text, drafts, and the reserved id.
 
     python -m benchmarks.gpu.widen_check DIR [--prompts 8] [--tokens 64]
 
-DIR is what benchmarks.gpu.widen wrote. All arithmetic is float32; the targets are computed by transformers, on a GPU
-where there is one. The exit status is 1 if a text differs or an error is above its limit.
+benchmarks.gpu.widen wrote DIR. All arithmetic is float32. transformers computes the targets, on a GPU if
+there is one. The exit status is 1 if a text differs or an error is above its limit.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from foretoken.models.draft_weights import HeadSource
 from foretoken.models.target_weights import load_target_weights
 from models.demo.held_out import held_out_prompts
 
-# Float32 sums in another order over 32 layers.
+# The error of float32 sums in another order, over 32 layers.
 MAX_RELATIVE_ERROR = 1e-3
 BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Over all prompts and the small model's greedy tokens behind them.
+    """The differences over all prompts and the small model's greedy tokens after them.
 
     Attributes:
-        num_positions: compared.
-        logit_error: greatest, over positions, of the logits' distance over their length (2-norms).
-        num_other_tokens: positions where the best of all of the wide model's ids is not the small model's.
-        smallest_gap: least distance of the small model's best logit from its second, where text could turn.
-        draft_error: as ``logit_error``, of the head's.
+        num_positions: compared positions.
+        logit_error: the largest relative distance of the logits at a position (2-norms).
+        num_other_tokens: positions where the wide model's best id is not the small model's.
+        smallest_gap: the least difference between the small model's two best logits.
+        draft_error: the largest relative distance of the head's logits.
         num_other_drafts: positions where the two heads' best ids differ.
-        reserved_margin: greatest, over positions, of RESERVED_ID's logit less the best one.
+        reserved_margin: the largest value of RESERVED_ID's logit minus the best logit.
     """
 
     num_positions: int
@@ -57,7 +57,7 @@ class Comparison:
     reserved_margin: float
 
     def failures(self) -> list[str]:
-        """Why the wide model is not the small one, a line each."""
+        """Return the reasons why the wide model differs from the small one."""
         found = []
         if not max(self.logit_error, self.draft_error) < MAX_RELATIVE_ERROR:
             found.append(f"logits differ by {self.logit_error:.2g}, drafts' by {self.draft_error:.2g}")
@@ -69,10 +69,10 @@ class Comparison:
 
 
 def compare(small: Path, small_head: Path, wide: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> Comparison:
-    """The small target and its head against ``wide``/target and ``wide``/eagle3.
+    """Compare the small target and its head with ``wide``/target and ``wide``/eagle3.
 
-    The small model writes ``num_tokens`` greedy tokens behind each prompt; both then compute that whole text. Where all
-    best ids agree, the wide model's own greedy text is the same.
+    The small model adds ``num_tokens`` greedy tokens to each prompt; then both models compute the whole
+    text. If all best ids agree, the wide model's own greedy text is the same.
     """
     features = [head_features(head_config(head), load_config(target).num_layers)
                 for head, target in ((small_head, small), (wide / "eagle3", wide / "target"))]  # fmt: skip
@@ -88,7 +88,7 @@ def compare(small: Path, small_head: Path, wide: Path, prompts: Sequence[Sequenc
     logit_errors, draft_errors, others, other_drafts, gaps, margins = [], [], 0, 0, [], []
     for text, prompt, (logits, states), (wide_logits, wide_states) in zip(texts, prompts, expected, found, strict=True):
         logit_errors.append(_relative_error(wide_logits[:, :vocab_size], logits))
-        # Only what follows the prompt is text of the model's own.
+        # Only the text after the prompt is the model's own.
         others += _num_different(wide_logits[len(prompt) - 1 :], logits[len(prompt) - 1 :])
         best = logits.topk(2).values
         gaps.append(float((best[:, 0] - best[:, 1])[len(prompt) - 1 :].min()))
@@ -109,7 +109,7 @@ def compare(small: Path, small_head: Path, wide: Path, prompts: Sequence[Sequenc
 
 
 def reserved_margins(small: Path, prompts: Sequence[Sequence[int]], ids: Sequence[int]) -> dict[int, float]:
-    """By id, the greatest of its logit less the best one, over all positions of the prompts."""
+    """Return for each id the largest value of its logit minus the best one, over all prompt positions."""
     model = _load(small)
     rows = [_outputs(model, prompt, ())[0] for prompt in prompts]
     return {i: max(float((logits[:, i] - logits.max(dim=1).values).max()) for logits in rows) for i in ids}
@@ -124,7 +124,7 @@ def _load(folder: Path) -> Any:
 
 @torch.inference_mode()
 def _continued(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The prompt and the model's greedy text, past any end of text."""
+    """Return the prompt and the model's greedy text, which goes on after an end-of-text token."""
     ids = torch.tensor([list(prompt)], device=model.device)
     model.generation_config.eos_token_id = None
     out = model.generate(
@@ -135,7 +135,7 @@ def _continued(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 @torch.inference_mode()
 def _outputs(model: Any, text: Sequence[int], features: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [tokens, vocab], and the states that enter the layers ``features``, side by side."""
+    """Return logits [tokens, vocab] and the hidden states that enter ``features``, side by side."""
     out = model(torch.tensor([list(text)], device=model.device), output_hidden_states=bool(features))
     states = [out.hidden_states[layer][0] for layer in features] or [torch.empty(len(text), 0)]
     return out.logits[0].cpu(), torch.cat(states, dim=1).cpu()
@@ -149,7 +149,10 @@ def _load_head(folder: Path, target: Path) -> HostDraftHead:
 
 
 def _draft_logits(head: HostDraftHead, text: Sequence[int], states: torch.Tensor) -> torch.Tensor:
-    """[tokens - 1, draft vocab]: what the head drafts behind each token but the first, beside the state before it."""
+    """Return the head's logits [tokens - 1, draft vocab] after each token except the first.
+
+    Each comes from the token and the hidden state before it.
+    """
     rows = len(text) - 1
     slots = np.arange(1, rows + 1, dtype=np.int32)
     batch = ForwardBatch(
@@ -169,7 +172,7 @@ def _draft_logits(head: HostDraftHead, text: Sequence[int], states: torch.Tensor
 
 
 def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Greatest over rows; NaN where one is NaN."""
+    """Return the largest relative error of a row; NaN if one is NaN."""
     return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
 

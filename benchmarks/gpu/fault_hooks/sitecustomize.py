@@ -1,7 +1,7 @@
-"""With this folder on PYTHONPATH a drafter's process faults on its GPU when it is told to; everything else is as ever.
+"""Let signals cause GPU faults in a drafter's process that has this folder on its PYTHONPATH.
 
-Python imports a module of this name at each start. SIGUSR1: a kernel's assertion fails. SIGUSR2: a kernel writes to an
-address that is nobody's. benchmarks/gpu/faults.py sends them.
+Python imports a module of this name at each start. At SIGUSR1 a kernel's assertion fails. At SIGUSR2 a
+kernel writes to an unmapped address. benchmarks/gpu/faults.py sends the signals.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def write_astray(number: int, frame: object) -> None:
     wild_store.wild_store[(1,)](torch.zeros(1, device="cuda"))
 
 
-# There is no sys.argv yet.
+# sys.argv does not exist yet.
 if "drafter" in sys.orig_argv:
     signal.signal(signal.SIGUSR1, fail_assertion)
     signal.signal(signal.SIGUSR2, write_astray)

@@ -1,4 +1,4 @@
-"""A kernel that writes 64 TiB behind a tensor."""
+"""A kernel that writes to an address 64 TiB above a tensor."""
 
 from __future__ import annotations
 
