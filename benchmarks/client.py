@@ -1,7 +1,7 @@
-"""A lean HTTP client for streamed completions: bytes and arrival times while it runs, meaning afterwards.
+"""A lean HTTP client for streamed completions.
 
-It shares the machine's cores with the server that it times, so while streams run it only receives and notes the time;
-HTTP framing and JSON are taken apart when all streams have ended.
+It shares the machine's cores with the measured server. So while streams run it only records bytes and
+arrival times; it parses HTTP and JSON after all streams have ended.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ RECEIVE_BYTES = 65536
 
 
 class StreamError(Exception):
-    """The server refused a request, broke a stream, or sent what is no stream of completions."""
+    """The server refused a request, broke a stream, or sent something other than completions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the REST API listens."""
+    """The address of the REST API."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Of ``http://host:port``. Raises ValueError for anything else."""
+        """Parse ``http://host:port``. Raises ValueError for anything else."""
         scheme, _, rest = url.partition("://")
         host, _, port = rest.rstrip("/").rpartition(":")
         if scheme != "http" or not host or not port.isdecimal():
@@ -41,7 +41,7 @@ class Address:
 
 @dataclass(slots=True)
 class Recording:
-    """One response as it came. ``ends[i]`` bytes had arrived by ``times[i]`` (perf_counter seconds)."""
+    """One raw response. ``ends[i]`` bytes had arrived by ``times[i]`` (perf_counter seconds)."""
 
     sent_at: float
     raw: bytearray = field(default_factory=bytearray)
@@ -49,17 +49,20 @@ class Recording:
     times: list[float] = field(default_factory=list)
 
     def arrival(self, num_bytes: int) -> float:
-        """When the first ``num_bytes`` bytes were there."""
+        """Return when the first ``num_bytes`` bytes had arrived."""
         return self.times[bisect.bisect_left(self.ends, num_bytes)]
 
 
-# Called with what all responses came to so far, at each arrival; it holds up the reading of all.
+# Called at each arrival with all responses so far. No stream is read until it returns.
 OnArrival = Callable[[Sequence[Recording]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One event that carried text. ``num_tokens``: output tokens up to and with it; None if the server did not say."""
+    """One event with text.
+
+    ``num_tokens`` counts the output tokens up to and including it, or is None if unknown.
+    """
 
     at: float
     text: str
@@ -70,7 +73,8 @@ class Chunk:
 class Completion:
     """One streamed completion. ``sent_at`` is in perf_counter seconds.
 
-    ``token_ids`` is empty unless asked for; ``speculation`` holds the server's own figures, empty if it sends none.
+    ``token_ids`` is empty unless the request asked for it. ``speculation`` has the server's own figures,
+    if it sends any.
     """
 
     sent_at: float
@@ -101,7 +105,7 @@ def complete(
     timeout_s: float = 120.0,
     on_arrival: OnArrival = lambda recordings: None,
 ) -> list[Completion]:
-    """POST all bodies to /v1/completions at once, each on its own connection, and read the streams to their ends.
+    """POST all bodies to /v1/completions at once, each on its own connection, and read all streams.
 
     Raises:
         StreamError: a response is not a complete stream of one completion.
@@ -115,7 +119,11 @@ def record(
     timeout_s: float,
     on_arrival: OnArrival = lambda recordings: None,
 ) -> list[Recording]:
-    """The responses to all bodies, requested at once. Raises StreamError past ``timeout_s`` seconds of silence."""
+    """Send all bodies at once and return the responses.
+
+    Raises:
+        StreamError: nothing arrived for ``timeout_s`` seconds.
+    """
     requests = [_request(address, body) for body in bodies]
     connections: list[socket.socket] = []
     try:
@@ -137,7 +145,7 @@ def record(
 
 
 def get(address: Address, path: str, timeout_s: float = 5.0) -> tuple[int, bytes]:
-    """Status and body of a GET. Raises OSError if nothing answers."""
+    """Return status and body of a GET. Raises OSError if nothing answers."""
     recording = Recording(time.perf_counter())
     with socket.create_connection((address.host, address.port), timeout_s) as connection:
         connection.sendall(_head("GET", address, path))
@@ -147,7 +155,7 @@ def get(address: Address, path: str, timeout_s: float = 5.0) -> tuple[int, bytes
 
 
 def read_completion(recording: Recording) -> Completion:
-    """Take one recorded stream apart. Raises StreamError if it is not a complete one."""
+    """Parse one recorded stream. Raises StreamError if it is incomplete."""
     status, pieces = _take_apart(recording)
     if status != 200:
         body = b"".join(piece for piece, _ in pieces).decode(errors="replace")
@@ -221,7 +229,7 @@ def _receive(
 
 
 def _take_apart(recording: Recording) -> tuple[int, list[tuple[bytes, int]]]:
-    """The status, and the body's pieces, each with the offset in the raw response where it ends."""
+    """Return the status and the body's pieces, each with its end in the raw response."""
     raw = bytes(recording.raw)
     head, separator, _ = raw.partition(b"\r\n\r\n")
     status_line, *lines = head.split(b"\r\n")
@@ -236,7 +244,7 @@ def _take_apart(recording: Recording) -> tuple[int, list[tuple[bytes, int]]]:
 
 
 def _dechunk(raw: bytes, at: int) -> list[tuple[bytes, int]]:
-    """The chunks of a chunked body that starts at ``at``. Raises StreamError if it was cut off."""
+    """Return the chunks of a chunked body that starts at ``at``. Raises StreamError if it is cut off."""
     pieces: list[tuple[bytes, int]] = []
     while True:
         line_end = raw.find(b"\r\n", at)
@@ -253,7 +261,10 @@ def _dechunk(raw: bytes, at: int) -> list[tuple[bytes, int]]:
 
 
 def _events(pieces: Sequence[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
-    """The data of each server-sent event, with the raw offset of the piece that completed it; comments left out."""
+    """Yield the data of each server-sent event, with the raw offset of the piece that completed it.
+
+    Comments are left out.
+    """
     events = []
     pending = b""
     for piece, end in pieces:

@@ -1,9 +1,9 @@
-"""``make bench-drafters``: what each drafter of the demo model accepts, and what the server's own choice is worth.
+"""``make bench-drafters``: measure each drafter of the demo model, and the server's own choice.
 
     python -m benchmarks.drafters [--quick] [--output FILE]
 
-Prints tables with every figure, its formula and its bar; the exit status is 1 if a bar is missed or a text differs.
-Prompts and cold runs are those of ``make bench`` (benchmarks/run.py).
+It prints tables with every figure, its formula and its bar. The exit status is 1 if a bar is missed or a
+text differs. It uses the prompts and cold runs of ``make bench`` (benchmarks/run.py).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ NUM_CORES = 2
 NUM_PROMPTS = 20
 NUM_TOKENS = 128
 NUM_PAIRS = 5
-# Of the target's vocabulary of 8,192, as FR-Spec drafts over a quarter of the vocabulary of its targets.
+# A quarter of the target's 8,192 token ids, as in FR-Spec.
 TOKEN_MAP_SIZE = 2048
-# Share of an output's tokens in repeated 8-grams from which on a prompt counts as one of repeated code.
+# A prompt counts as repeated code from this share of its output's tokens in repeated 8-grams.
 REPEATED = 0.5
 TREE = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "16")
 CHAIN = ("--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5")
@@ -50,7 +50,7 @@ SERVED = (
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What one way of drafting came to over all prompts.
+    """The acceptance of one way of drafting over all prompts.
 
     ``per_position[k]``: accepted tokens at depth k + 1 / steps that drafted.
     """
@@ -65,7 +65,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that is shown."""
+    """Everything in the report."""
 
     facts: dict[str, str]
     accepted: list[Accepted]
@@ -75,18 +75,18 @@ class Result:
     judged: bool
 
     def failures(self) -> list[str]:
-        """Why the run fails, a line each. Texts must be equal in any run; bars count if the run is judged."""
+        """The reasons why the run fails. Texts must be equal in any run; bars count in a judged run."""
         return [*self.mismatches, *(missed_bars(self.figures) if self.judged else ())]
 
 
 class Measurement:
-    """Runs the stacks one after the other and keeps what came out."""
+    """Runs the stacks one after the other and keeps the results."""
 
     def __init__(self, num_prompts: int, num_tokens: int, num_pairs: int) -> None:
         tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
         self._code = Workload("held-out code", code_prompts(tokenizer, num_prompts), num_tokens)
         self._num_pairs = num_pairs
-        # The server's own choice.
+        # 0: the server chooses.
         self._threads = 0
         self.accepted: list[Accepted] = []
         self.samples: dict[tuple[str, str, float], list[Sample]] = {}
@@ -126,7 +126,7 @@ class Measurement:
                 self.mismatches += [f"auto, pair {number}, prompt {i}: not plain text" for i in pair.mismatches()]
 
     def _take_plain(self, bench: Bench) -> None:
-        """Plain texts at each temperature, and which prompts are of repeated code."""
+        """Measure plain texts at each temperature, and find the prompts with repeated code."""
         for temperature in (0.0, 0.7, 1.0):
             samples = bench.plain(replace(self._code, temperature=temperature))
             self.plain[temperature] = [sample.text for sample in samples]
@@ -147,18 +147,18 @@ class Measurement:
         _progress(f"{name} ({shape}) at T {temperature:g}: {entry.tokens_per_step:.2f} tokens a step")
 
     def tokens(self, name: str, *, temperature: float = 0.0, only: Sequence[int] | None = None) -> float:
-        """Tokens a step of a drafter, over all prompts or those of ``only``."""
+        """Return a drafter's tokens a step, over all prompts or over ``only``."""
         (samples,) = [found for key, found in self.samples.items() if (key[0], key[2]) == (name, temperature)]
         return mean_tokens([sample for sample in samples if only is None or sample.prompt_index in only])
 
 
 def mean_tokens(samples: Sequence[Sample]) -> float:
-    """Tokens of all decode steps / decode steps, prefill excluded, mean over requests."""
+    """Return tokens of all decode steps / decode steps, without prefill: the mean over requests."""
     return sum(sample.tokens_per_step for sample in samples) / len(samples)
 
 
 def per_position(samples: Sequence[Sample]) -> tuple[float, ...]:
-    """Accepted tokens at each depth over all drafters / steps that drafted."""
+    """Return accepted tokens at each depth over all drafters / steps that drafted."""
     counts: list[int] = []
     steps = sum(sample.speculation["num_spec_steps"] for sample in samples)
     for sample in samples:
@@ -171,12 +171,12 @@ def per_position(samples: Sequence[Sample]) -> tuple[float, ...]:
 
 
 def step_ms(sample: Sample) -> float:
-    """Milliseconds of a decode step, as the client sees it."""
+    """Return the milliseconds of a decode step, measured at the client."""
     return sample.timing.ms_per_token * sample.tokens_per_step
 
 
 def figures_of(measured: Measurement) -> list[Figure]:
-    """What issue bars count."""
+    """Return the figures that have bars."""
     step = "tokens of all decode steps / decode steps; mean over prompts"
     eagle3, eagle2 = measured.tokens("eagle3"), measured.tokens("eagle2")
     merged, best = measured.tokens("eagle3+ngram"), max(eagle3, measured.tokens("ngram"))

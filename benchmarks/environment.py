@@ -1,4 +1,4 @@
-"""Where and on what a run took place: machine, versions, commit."""
+"""Describe the environment of a run: machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ ROOT = Path(__file__).parents[1]
 
 
 def pin_cores(count: int) -> int:
-    """Keep this process and all that it starts on ``count`` cores, or on those there are; returns how many."""
+    """Keep this process and its children on ``count`` cores, or on all if there are fewer.
+
+    Returns:
+        The number of cores.
+    """
     cores = sorted(os.sched_getaffinity(0))[:count]
     os.sched_setaffinity(0, cores)
     return len(cores)
 
 
 def machine() -> str:
-    """The processor's name and the number of its cores."""
+    """Return the processor's name and its number of cores."""
     return f"{processor_name(Path('/proc/cpuinfo').read_text())}, {os.cpu_count()} cores, {platform.system()}"
 
 
 def processor_name(cpuinfo: str) -> str:
-    """The first ``model name`` of /proc/cpuinfo; some processors have none, and then it is the architecture."""
+    """Return the first ``model name`` in /proc/cpuinfo, or the architecture if there is none."""
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -35,14 +39,14 @@ def processor_name(cpuinfo: str) -> str:
 
 
 def versions() -> str:
-    """Python and the packages that matter to speed."""
+    """Return the versions of Python and of the packages that matter to speed."""
     return ", ".join(
         [f"Python {platform.python_version()}", *(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)]
     )
 
 
 def optional_versions(packages: Sequence[str]) -> str:
-    """The versions of packages that need not be installed."""
+    """Return the versions of optional packages that are installed."""
     found = []
     for name in packages:
         try:
@@ -53,7 +57,7 @@ def optional_versions(packages: Sequence[str]) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, and whether tracked files differ from it; empty outside a clone."""
+    """Return the commit and whether tracked files differ from it; empty outside a clone."""
     head = _git("rev-parse", "--short=12", "HEAD")
     return f"{head} with changes" if head and _git("status", "--porcelain", "--untracked-files=no") else head
 
@@ -62,6 +66,6 @@ def _git(*words: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        # An archive without history, or no git: there is no commit to name.
+        # There is no commit in an archive without history, or without git.
         return ""
     return done.stdout.strip()

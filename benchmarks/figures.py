@@ -1,4 +1,4 @@
-"""The formulas of the benchmark, and nothing else. Times are seconds, rates are output tokens a second."""
+"""The formulas of the benchmark. Times are seconds, rates are output tokens a second."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ NGRAM = 8
 
 
 class TooShortError(Exception):
-    """A run that is too short to have a rate."""
+    """The run is too short for a rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When the tokens of one output came, whoever made it: ``decode_s`` = last token - first token."""
+    """Token times of one output. ``decode_s`` = last token - first token."""
 
     num_tokens: int
     first_token_s: float
@@ -25,17 +25,17 @@ class Timing:
 
     @property
     def tokens_per_s(self) -> float:
-        """(tokens - 1) / (last token - first token)."""
+        """Return (tokens - 1) / (last token - first token)."""
         return decode_rate([self])
 
     @property
     def ms_per_token(self) -> float:
-        """1000 x (last token - first token) / (tokens - 1)."""
+        """Return 1000 x (last token - first token) / (tokens - 1)."""
         return 1e3 / self.tokens_per_s
 
 
 def timing_of(completion: Completion) -> Timing:
-    """What the client saw of one completion; time to first token counts from sending the request."""
+    """Return a completion's times at the client. Time to first token begins with the request."""
     return Timing(
         completion.num_tokens,
         completion.first_at - completion.sent_at,
@@ -44,7 +44,7 @@ def timing_of(completion: Completion) -> Timing:
 
 
 def decode_rate(timings: Sequence[Timing]) -> float:
-    """sum(tokens - 1) / sum(last token - first token) over runs that followed each other."""
+    """Return sum(tokens - 1) / sum(last token - first token) over runs that followed each other."""
     num_tokens = sum(timing.num_tokens - 1 for timing in timings)
     seconds = sum(timing.decode_s for timing in timings)
     if num_tokens < 1 or seconds <= 0:
@@ -53,10 +53,11 @@ def decode_rate(timings: Sequence[Timing]) -> float:
 
 
 def concurrent_rate(completions: Sequence[Completion]) -> float:
-    """Tokens that came while all streams were active / length of that time.
+    """Return tokens that arrived while all streams were active / length of that time.
 
-    The window is from the last stream's first token to the first stream's last token, so that no prefill and no
-    half-empty batch is in it. A token at the window's start is not counted: it was made before.
+    The window goes from the last first token of a stream to the first last token of one. It contains
+    no prefill, and the batch is full. A token at the start of the window was computed before it and
+    does not count.
     """
     start = max(completion.first_at for completion in completions)
     end = min(completion.last_at for completion in completions)
@@ -66,7 +67,10 @@ def concurrent_rate(completions: Sequence[Completion]) -> float:
 
 
 def tokens_by(completion: Completion, at: float) -> int:
-    """Output tokens that had arrived by ``at``. Needs running totals in the stream (continuous_usage_stats)."""
+    """Return the output tokens that had arrived by ``at``.
+
+    The stream must have running totals (continuous_usage_stats).
+    """
     arrived = 0
     for chunk in completion.chunks:
         if chunk.num_tokens is None:
@@ -77,7 +81,7 @@ def tokens_by(completion: Completion, at: float) -> int:
 
 
 def repeated_share(outputs: Sequence[Sequence[int]], size: int = NGRAM) -> float:
-    """Share of output tokens that lie in an n-gram of ``size`` tokens which occurs twice or more in the same output."""
+    """Return the share of tokens inside an n-gram of ``size`` that the same output repeats."""
     inside = 0
     for tokens in outputs:
         starts: dict[tuple[int, ...], list[int]] = {}
@@ -90,5 +94,5 @@ def repeated_share(outputs: Sequence[Sequence[int]], size: int = NGRAM) -> float
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value; of an even number, the mean of the two middle ones."""
+    """Return the middle value, or the mean of the two middle ones."""
     return float(statistics.median(values))

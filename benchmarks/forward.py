@@ -1,11 +1,10 @@
-"""Milliseconds of one forward pass by row count, beside transformers' one-token decode on the same random weights, and
-of one step of an EAGLE-3 head beside it.
+"""Time forward passes by row count, steps of an EAGLE-3 head, and one-token decode of transformers.
 
     python benchmarks/forward.py [--threads 2] [--dtype float32] [--weights bfloat16]
 
-A decode row attends to 400 positions; the rows of ``tree`` are nodes of one tree, those of ``batch`` are sequences of
-their own. The head has one layer of the target's width and as many output tokens as it. Medians and minima of many
-passes.
+All use the same random weights. A decode row attends to 400 positions. Rows of ``tree`` are nodes of
+one tree; rows of ``batch`` are separate sequences. The head has one layer of the target's width, and the
+target's vocabulary. Times are medians and minima of many passes, in milliseconds.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ BLOCKS_PER_SEQ = 32
 
 
 def demo_shape() -> LlamaConfig:
-    """The shape of the bundled demo model."""
+    """Return the shape of the bundled demo model."""
     return LlamaConfig(
         vocab_size=8192,
         hidden_size=384,
@@ -60,7 +59,7 @@ def demo_shape() -> LlamaConfig:
 
 
 def tree_batch(num_nodes: int) -> ForwardBatch:
-    """One sequence's tree, a chain, whose root is at position 400."""
+    """Return a batch of one sequence whose tree is a chain with its root at position 400."""
     nodes = np.arange(num_nodes, dtype=np.int32)
     return ForwardBatch(
         token_ids=nodes + 1,
@@ -76,7 +75,7 @@ def tree_batch(num_nodes: int) -> ForwardBatch:
 
 
 def plain_batch(num_seqs: int) -> ForwardBatch:
-    """One decode row at position 400 of each of ``num_seqs`` sequences."""
+    """Return a batch of ``num_seqs`` sequences with one decode row each, at position 400."""
     seqs = np.arange(num_seqs, dtype=np.int32)
     return ForwardBatch(
         token_ids=seqs + 1,
@@ -92,7 +91,7 @@ def plain_batch(num_seqs: int) -> ForwardBatch:
 
 
 def prefill_batch(length: int, first: int = 0) -> ForwardBatch:
-    """A prompt of ``length`` tokens from position ``first``; logits of its last row."""
+    """Return a prefill batch of ``length`` tokens from position ``first``, with logits of its last row."""
     positions = np.arange(first, first + length, dtype=np.int32)
     return ForwardBatch(
         token_ids=positions % 8192,
@@ -108,7 +107,7 @@ def prefill_batch(length: int, first: int = 0) -> ForwardBatch:
 
 
 def measure(step: Callable[[], object], repeats: int) -> str:
-    """``median (min)`` in ms."""
+    """Return ``median (min)`` in ms."""
     for _ in range(5):
         step()
     times = []
@@ -130,7 +129,7 @@ def measure_runner(runner: ModelRunner) -> None:
 
 
 def random_head(target: Path, folder: Path, threads: int) -> HostDraftHead:
-    """An EAGLE-3 head for the target in ``target`` that uses its embedding and output head."""
+    """Return an EAGLE-3 head that uses the embedding and output head of the target in ``target``."""
     config = load_config(target)
     size, queries, keys = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {"fc": (size, 3 * size), "midlayer.self_attn.o_proj": (size, queries)}
@@ -151,7 +150,7 @@ def random_head(target: Path, folder: Path, threads: int) -> HostDraftHead:
 
 
 def measure_head(head: HostDraftHead) -> None:
-    """A recurrent step over as many nodes of one tree, and the taking in of a prompt."""
+    """Measure recurrent steps over nodes of one tree, and reading a prompt."""
     features = np.zeros((CONTEXT, head.feature_width), np.float32)
     head.forward(prefill_batch(CONTEXT, 1), features, from_target=True)
     for rows in (1, 2, 4, 8):
@@ -164,7 +163,10 @@ def measure_head(head: HostDraftHead) -> None:
 
 @torch.inference_mode()
 def measure_transformers(model: LlamaForCausalLM, rows: int) -> str:
-    """One-token steps of ``rows`` sequences over a cache of 400 positions; the cache is cut back after each."""
+    """Measure one-token steps of ``rows`` sequences over a cache of 400 positions.
+
+    The cache is cut back after each step.
+    """
     cache = DynamicCache(config=model.config)
     model(torch.ones((rows, CONTEXT), dtype=torch.long), past_key_values=cache, logits_to_keep=1)
     token = torch.ones((rows, 1), dtype=torch.long)

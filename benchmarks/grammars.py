@@ -1,9 +1,10 @@
-"""What a grammar costs: compiling it, once more for each sequence, and each token, on the demo model's vocabulary.
+"""Measure the cost of a grammar on the demo model's vocabulary: to compile, a sequence, a token.
 
     python -m benchmarks.grammars [--folder CHECKPOINT]
 
-A token costs one step of the matcher and the mask of the next row, both on the engine's thread. Outputs are random
-walks through the grammar, which see more of it than a model would. Each pays for what its lexer learns.
+A token costs one step of the matcher and the mask of the next row, both on the engine's thread. Outputs
+are random walks, which reach more of the grammar than a model would. Each output fills the cache of its
+own lexer.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ T = TypeVar("T")
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """What it returns, and seconds."""
+    """Call a function; return its result and the seconds that it took."""
     began = time.perf_counter()
     result = work()
     return result, time.perf_counter() - began
 
 
 def walk(matcher: Matcher, rng: np.random.Generator) -> list[float]:
-    """Seconds of each token of one random output."""
+    """Return the seconds of each token of one random output."""
     seconds = []
     for _ in range(MAX_TOKENS):
         allowed = np.flatnonzero(np.unpackbits(matcher.allowed, bitorder="little"))

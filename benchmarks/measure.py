@@ -1,4 +1,7 @@
-"""The measurements: which requests run in which order. Formulas stand in figures.py, judgement in report.py."""
+"""The measurements: which requests run, in which order.
+
+benchmarks/figures.py has the formulas, and benchmarks/report.py judges the figures.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from benchmarks.figures import Timing, concurrent_rate, decode_rate, timing_of
 from benchmarks.prompts import BenchPrompt
 
 Progress = Callable[[str], None]
-# Sends all bodies to the server at once and returns what came of each, in order.
+# Sends all bodies to the server at once, and returns their completions in order.
 Complete = Callable[[Sequence[dict[str, Any]]], list[Completion]]
 
 
@@ -23,18 +26,18 @@ class Decoder(Protocol):
 
 
 class UnexpectedAnswerError(Exception):
-    """The server answered with something else than what was asked for, so its times mean nothing."""
+    """The server's answer does not match the request, so its times mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts, and how they are sampled. The seed of prompt i is i, the same in every run."""
+    """Prompts and their sampling options. Prompt i has seed i in every run."""
 
     name: str
     prompts: Sequence[BenchPrompt]
     num_tokens: int
     temperature: float = 0.0
-    # As a request names it; None: the server's own choice.
+    # The drafter's name in requests; None: the server chooses.
     drafter: str | None = None
 
 
@@ -60,32 +63,32 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """Rate of all speculative runs / rate of all plain runs (figures.decode_rate)."""
+        """Return rate of all speculative runs / rate of all plain runs (figures.decode_rate)."""
         return rate_of(self.speculative) / rate_of(self.plain)
 
     def mismatches(self) -> list[int]:
-        """Indices of prompts whose two texts differ."""
+        """Return the indices of prompts whose two texts differ."""
         both = zip(self.plain, self.speculative, strict=True)
         return [plain.prompt_index for plain, speculative in both if plain.text != speculative.text]
 
 
 @dataclass(frozen=True, slots=True)
 class ReferencePass:
-    """All prompts three times, interleaved: served plain decode, the engine alone, transformers."""
+    """All prompts three times, interleaved: served plain decode, engine alone, transformers."""
 
     served: list[Timing] = field(default_factory=list)
     engine: list[Timing] = field(default_factory=list)
     transformers: list[Timing] = field(default_factory=list)
-    # Prompts for which transformers had the served tokens.
+    # Prompts for which transformers generated the served tokens.
     num_equal_outputs: int = 0
 
     def added_ms(self) -> list[float]:
-        """Per prompt: milliseconds a token at the client - milliseconds a token of the engine alone."""
+        """Return for each prompt: milliseconds a token at the client - milliseconds of the engine alone."""
         return [a.ms_per_token - b.ms_per_token for a, b in zip(self.served, self.engine, strict=True)]
 
 
 def rate_of(samples: Sequence[Sample]) -> float:
-    """figures.decode_rate of the samples' timings."""
+    """Return figures.decode_rate of the samples' timings."""
     return decode_rate([sample.timing for sample in samples])
 
 
@@ -93,18 +96,18 @@ class Bench:
     """Sends the requests of every measurement to one server."""
 
     def __init__(self, complete: Complete, model: str, progress: Progress) -> None:
-        """``model``: the served name. ``progress`` gets a line for each thing done."""
+        """``model`` is the served name. ``progress`` gets a line after each measurement."""
         self._complete = complete
         self._model = model
         self._progress = progress
 
     def warm_up(self, workload: Workload) -> None:
-        """One untimed request of each kind."""
+        """Send one untimed request of each kind."""
         for speculative in (False, True):
             self._request(workload, 0, speculative=speculative)
 
     def pairs(self, workload: Workload, count: int) -> list[Pair]:
-        """``count`` cold pairs. Which of the two runs first alternates by prompt and by pair."""
+        """Measure ``count`` cold pairs. Which of the two runs first alternates by prompt and by pair."""
         pairs = []
         for number in range(count):
             pair = Pair()
@@ -119,15 +122,15 @@ class Bench:
         return pairs
 
     def plain(self, workload: Workload) -> list[Sample]:
-        """Each prompt once, cold, without drafts."""
+        """Complete each prompt once, cold, without drafts."""
         return [self._sample(workload, index, speculative=False) for index in range(len(workload.prompts))]
 
     def drafted(self, workload: Workload) -> list[Sample]:
-        """Each prompt once, cold, with drafts."""
+        """Complete each prompt once, cold, with drafts."""
         return [self._sample(workload, index, speculative=True) for index in range(len(workload.prompts))]
 
     def outputs(self, workload: Workload, salt: str) -> list[tuple[int, ...]]:
-        """Untimed: each prompt's output tokens. Leaves them in the history of ``salt``."""
+        """Return each prompt's output tokens, untimed. The history of ``salt`` then has them."""
         found = []
         for index in range(len(workload.prompts)):
             completion = self._request(workload, index, speculative=True, salt=salt, return_token_sources=True)
@@ -135,7 +138,7 @@ class Bench:
         return found
 
     def warm_pair(self, workload: Workload, salt: str) -> Pair:
-        """One pair under a salt whose history has every prompt's output (``outputs``)."""
+        """Measure one pair under a salt whose history has every prompt's output (``outputs``)."""
         pair = Pair()
         for index in range(len(workload.prompts)):
             pair.plain.append(self._sample(workload, index, speculative=False, salt=salt))
@@ -144,7 +147,7 @@ class Bench:
         return pair
 
     def concurrent(self, workload: Workload, num_streams: int, rounds: int) -> list[float]:
-        """Tokens a second of ``num_streams`` plain streams at once (figures.concurrent_rate), one value a round."""
+        """Return the rate of ``num_streams`` plain streams in each round (figures.concurrent_rate)."""
         rates = []
         for number in range(rounds):
             indices = [(number * num_streams + i) % len(workload.prompts) for i in range(num_streams)]
@@ -161,10 +164,10 @@ class Bench:
     def references(
         self, workload: Workload, outputs: Sequence[Sequence[int]], engine: Decoder, transformers: Decoder
     ) -> ReferencePass:
-        """Served, engine and transformers prompt by prompt, in turns; while one runs the others sleep.
+        """Measure the server, the engine and transformers in turn for each prompt; the others sleep.
 
         Raises:
-            UnexpectedAnswerError: the engine's tokens are not the served ones (``outputs``).
+            UnexpectedAnswerError: the engine's tokens differ from the served ones (``outputs``).
         """
         served, engine_times, transformers_times = [], [], []
         num_equal = 0
@@ -206,7 +209,7 @@ class Bench:
         return completion
 
     def _body(self, workload: Workload, index: int, *, speculative: bool, salt: str | None = None) -> dict[str, Any]:
-        """Without ``salt``, a new one: neither prefix cache nor n-gram history has anything for it."""
+        """Return a request's body. By default its salt is new: no prefix cache or history has entries for it."""
         return {
             "model": self._model,
             "prompt": list(workload.prompts[index].token_ids),
@@ -222,7 +225,7 @@ class Bench:
 
 
 def _check(completion: Completion, workload: Workload, index: int, *, speculative: bool, cold: bool) -> None:
-    """Raises UnexpectedAnswerError unless the completion is what its request meant."""
+    """Raise UnexpectedAnswerError unless the completion matches its request."""
     prompt = workload.prompts[index]
     if completion.num_tokens != workload.num_tokens:
         raise UnexpectedAnswerError(f"prompt {index}: {completion.num_tokens} tokens, not {workload.num_tokens}")

@@ -1,11 +1,12 @@
 """Microbenchmark of the n-gram drafter at full size: python -m benchmarks.ngram
 
-Fills the trie with the standard library's source code until eviction runs, then streams held-out files through it as
-a verifier would: in each step some rows get a few new tokens each, then a tree is drafted for all of them. Inserting
-and matching are timed apart, as calls of ``NgramDrafter.draft``, Python included. What a call with nothing to do costs
-has its own line; it is taken off the insert times (a batch pays it once), not off the match times. The same is measured
-once more with predictions that are close (their own text, one token in eight changed), with predictions of no use
-(another file), and with corpora. Bars are for the medians; exits with 1 above one.
+It fills the trie with the standard library's source code until eviction runs. Then it streams held-out
+files through the trie as a verifier would: in each step some rows get a few new tokens, then a tree is
+drafted for each row. Inserting and matching are timed separately, as calls of ``NgramDrafter.draft``,
+Python included. A call without work has its own line; its time is subtracted from the insert times (a
+batch pays it once), but not from the match times. All is measured again with close predictions (the
+file's own text, one token in eight changed), with useless predictions (another file), and with corpora.
+Bars are for the medians. The exit status is 1 above a bar.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_SEQUENCE = 8192
 FILL_CHUNK = 512
 CORPUS_TOKENS = 2_000_000
 SALT = 1
-# Seconds. The second leaves out when other processes had the core.
+# Clocks in seconds. "cpu" does not count time in which other processes had the core.
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.thread_time}
 
@@ -47,7 +48,7 @@ MAX_MEMORY_MB = 600.0
 
 @dataclass
 class Row:
-    """A slot that a stream of sequences runs through."""
+    """A batch slot, and the sequences that use it one after the other."""
 
     slot: int
     sequences: Iterator[NDArray[np.int32]]
@@ -56,7 +57,7 @@ class Row:
     generation: int = 0
 
     def take(self, count: int) -> NDArray[np.int32]:
-        """The next tokens, of a new sequence once this one has ended."""
+        """Return the next tokens; after the end of a sequence, those of a new one."""
         if self.length == len(self.tokens):
             self.tokens, self.length, self.generation = next(self.sequences), 0, self.generation + 1
         taken = self.tokens[self.length : self.length + count]
@@ -65,7 +66,7 @@ class Row:
 
 
 def make_tokenizer() -> tuple[str, int, Callable[[str], NDArray[np.int32]]]:
-    """(name, vocabulary, text to ids)."""
+    """Return a tokenizer's name, its vocabulary's size and a function from text to ids."""
     if TOKENIZER.is_file():
         from tokenizers import Tokenizer
 
@@ -79,7 +80,7 @@ def make_tokenizer() -> tuple[str, int, Callable[[str], NDArray[np.int32]]]:
 
 
 def load(files: list[Path], encode: Callable[[str], NDArray[np.int32]]) -> list[NDArray[np.int32]]:
-    """Token ids of files, cut into sequences."""
+    """Return the token ids of files, cut into sequences."""
     sequences = []
     for file in files:
         ids = encode(file.read_text(encoding="utf-8", errors="replace"))
@@ -120,7 +121,7 @@ def make_request(
 
 
 def edited(tokens: NDArray[np.int32], random: np.random.Generator) -> NDArray[np.int32]:
-    """A text as a client might predict it: of each 64 tokens 8 are others, fewer, or more."""
+    """Return a text as a client might predict it: in each 64 tokens, 8 are changed, removed or added."""
     parts = []
     for low in range(0, len(tokens), 64):
         changed = random.choice(tokens, size=int(random.integers(0, 17)))
@@ -131,7 +132,7 @@ def edited(tokens: NDArray[np.int32], random: np.random.Generator) -> NDArray[np
 def fill(
     drafter: NgramDrafter, sequences: list[NDArray[np.int32]], slot: int, extra_tokens: int, clock: Clock
 ) -> tuple[int, float]:
-    """Insert sequences until the trie is full and then ``extra_tokens`` more: (tokens, seconds)."""
+    """Insert sequences until the trie is full, then ``extra_tokens`` more; return tokens and seconds."""
     row = Row(slot, itertools.cycle(sequences))
     total, seconds, left = 0, 0.0, extra_tokens
     for step in itertools.count(1):
@@ -148,7 +149,7 @@ def fill(
 
 
 def idle_call(drafter: NgramDrafter, rows: list[Row], nothing: list[NDArray[np.int32]], clock: Clock) -> float:
-    """Median seconds of a call for these rows that neither inserts nor matches."""
+    """Return the median seconds of a call for these rows that neither inserts nor matches."""
     request = make_request(0, rows, nothing, max_nodes=1)
     calls = []
     for _ in range(1000):
@@ -169,9 +170,9 @@ def stream(
     clock: Clock,
     predict: Callable[[Row], NDArray[np.int32]] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-    """Per step: microseconds of inserting per token, of matching per row; and nodes drafted per row in the mean.
+    """Return insert microseconds a token and match microseconds a row, by step, and mean nodes a row.
 
-    ``predict``: what a row's client expects of its sequence, told with its first tokens.
+    ``predict`` returns a row's prediction, which is sent with the first tokens of its sequence.
     """
     inserts, matches, nodes = [], [], 0
     nothing = [np.zeros(0, np.int32)] * len(rows)
@@ -195,13 +196,13 @@ def stream(
 
 
 def resident_mb() -> float:
-    """Resident memory of this process in units of 10**6 bytes."""
+    """Return the resident memory of this process in units of 10**6 bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) * 1024 / 1e6
 
 
 def report(name: str, values: NDArray[np.float64], bar: float) -> bool:
-    """Print a line; whether the median is under the bar."""
+    """Print a line, and return whether the median is under the bar."""
     p50, p99 = np.percentile(values, [50, 99])
     good = bool(p50 < bar)
     print(f"{name:<66} p50 {p50:6.2f} us   p99 {p99:6.2f} us   bar {bar:.0f} us at p50: {'ok' if good else 'OVER'}")
@@ -237,7 +238,7 @@ def main() -> int:
         f"{gauges['ngram_nodes']:,.0f} nodes, {gauges['ngram_evictions']:,.0f} evictions; clock: {arguments.clock}"
     )
     good = True
-    # Each part gets text that is new to the drafter.
+    # The text of each part is new to the drafter.
     sequences = itertools.cycle(streamed[:-8])
     random = np.random.default_rng(0)
     kinds: dict[str, Callable[[Row], NDArray[np.int32]] | None] = {

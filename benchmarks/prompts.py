@@ -1,4 +1,4 @@
-"""The prompts of the benchmark, chosen by rules from a seed: held-out code, and text that nothing can predict."""
+"""Choose the benchmark's prompts from a seed: held-out code, and unpredictable text."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ IDENTIFIERS_PER_LINE = 6
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """Token ids, and where they are from: a file below the standard library's folder, or the rule's name."""
+    """Token ids and their source: a file in the standard library's folder, or the rule's name."""
 
     token_ids: tuple[int, ...]
     source: str
 
 
 def code_prompts(tokenizer: TextEncoder, count: int, seed: int = 0) -> list[BenchPrompt]:
-    """``count`` prompts of 200 to 400 tokens from held-out files (models/demo/held_out.py has the rule).
+    """Return ``count`` prompts of 200 to 400 tokens from held-out files (models/demo/held_out.py).
 
     Raises:
-        ValueError: they come from fewer than ``min(count, MIN_FILES)`` files.
+        ValueError: the prompts come from fewer than ``min(count, MIN_FILES)`` files.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     found = held_out_prompts(tokenizer, count, min_tokens=MIN_TOKENS, max_tokens=MAX_TOKENS, seed=seed)
@@ -40,7 +40,10 @@ def code_prompts(tokenizer: TextEncoder, count: int, seed: int = 0) -> list[Benc
 
 
 def random_prompts(tokenizer: TextEncoder, count: int, seed: int = 0) -> list[BenchPrompt]:
-    """``count`` prompts of 200 to 400 tokens: lines of six random identifiers of 3 to 10 letters."""
+    """Return ``count`` prompts of 200 to 400 tokens.
+
+    Their lines have six random identifiers of 3 to 10 letters.
+    """
     generator = random.Random(f"random identifiers {seed}")
     prompts = []
     for _ in range(count):
@@ -53,7 +56,7 @@ def random_prompts(tokenizer: TextEncoder, count: int, seed: int = 0) -> list[Be
 
 
 def num_files(prompts: Sequence[BenchPrompt]) -> int:
-    """How many different sources the prompts have."""
+    """Return the number of different sources of the prompts."""
     return len({prompt.source for prompt in prompts})
 
 

@@ -1,9 +1,10 @@
-"""What the served figures are compared with, each in a process of its own that answers one prompt at a time.
+"""References for the served figures. Each is a process that answers one prompt at a time.
 
     python -m benchmarks.reference (transformers | engine) MODEL --threads N
 
-``transformers``: ``generate`` with its cache, greedy, float32. ``engine``: the verifier's own engine without services,
-gRPC or drafters. A request is one line of JSON on stdin, the answer one line on stdout. While it waits it uses no CPU.
+``transformers`` is ``generate`` with its cache, greedy, float32. ``engine`` is the verifier's engine
+without services, gRPC or drafters. A request is one line of JSON on stdin, the answer one line on stdout.
+A waiting process uses no CPU.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ KINDS = ("transformers", "engine")
 
 
 class ReferenceFailedError(Exception):
-    """A reference process ended or sent nonsense."""
+    """A reference process ended or sent something invalid."""
 
 
 class Generator(Protocol):
-    """Greedy decoding of one prompt, end-of-sequence ignored."""
+    """Decodes one prompt greedily and ignores end-of-sequence tokens."""
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
-        """Output tokens, and when each was there (perf_counter seconds)."""
+        """Return the output tokens and the time of each (perf_counter seconds)."""
         ...
 
 
@@ -43,7 +44,7 @@ class Reference:
         self._answers = answers
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> tuple[list[int], Timing]:
-        """Output tokens and their times. Raises ReferenceFailedError if the process is gone."""
+        """Return the output tokens and their times. Raises ReferenceFailedError if the process ended."""
         try:
             self._requests.write(json.dumps({"prompt_ids": list(prompt_ids), "num_tokens": num_tokens}) + "\n")
             self._requests.flush()
@@ -53,7 +54,7 @@ class Reference:
         return answer["token_ids"], Timing(len(answer["token_ids"]), answer["first_token_s"], answer["decode_s"])
 
     def wait_ready(self) -> None:
-        """Until the model is loaded."""
+        """Wait until the model is loaded."""
         self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -66,7 +67,7 @@ class Reference:
 
 @contextlib.contextmanager
 def running_reference(kind: str, model: Path, threads: int) -> Iterator[Reference]:
-    """A reference process with its model loaded."""
+    """Start a reference process, and yield it when its model is loaded."""
     command = [sys.executable, "-m", "benchmarks.reference", kind, str(model), "--threads", str(threads)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
@@ -80,7 +81,7 @@ def running_reference(kind: str, model: Path, threads: int) -> Iterator[Referenc
 
 
 class TransformersGenerator:
-    """``AutoModelForCausalLM.generate`` in float32; a streamer notes the time of each token."""
+    """``AutoModelForCausalLM.generate`` in float32. A streamer records the time of each token."""
 
     def __init__(self, model: Path, threads: int) -> None:
         import torch
@@ -89,7 +90,7 @@ class TransformersGenerator:
         torch.set_num_threads(threads)
         self._torch = torch
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        # Goes on after the end of a sequence, as the requests with ignore_eos do.
+        # Go on after an end-of-sequence token, as requests with ignore_eos do.
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
@@ -109,7 +110,7 @@ class TransformersGenerator:
 
 
 class _TokenTimes:
-    """What ``generate`` wants of a streamer. Its first call hands over the prompt."""
+    """A streamer for ``generate``. Its first call gets the prompt."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -123,11 +124,11 @@ class _TokenTimes:
         self._saw_prompt = True
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no token is held back."""
 
 
 class EngineGenerator:
-    """The verifier's engine, stepped by this thread; a token's time is the end of the step that made it."""
+    """The verifier's engine, stepped by this thread. A token's time is the end of its step."""
 
     def __init__(self, model: Path, threads: int) -> None:
         from verifier_svc.config import VerifierSettings
@@ -160,7 +161,7 @@ class EngineGenerator:
                         raise RuntimeError(f"the engine refused a request: {event}")
 
     def _submission(self, prompt_ids: Sequence[int], num_tokens: int) -> Any:
-        """Greedy, without drafts, and with a tenant of its own: nothing is found in the prefix cache."""
+        """Return a greedy submission without drafts. Its own tenant keeps the prefix cache empty."""
         from foretoken.sampling import SamplingParams, SpeculationOptions
         from verifier_svc.messages import SequenceKey, Submit
 
@@ -179,11 +180,11 @@ class EngineGenerator:
 
 
 def _no_progress(done: int, total: int, what: str) -> None:
-    """The parent has progress lines of its own."""
+    """Print nothing: the parent prints its own progress."""
 
 
 def _nobody_waits() -> None:
-    """The outbox is read after every step by the thread that fills it."""
+    """Do nothing: the thread that fills the outbox also reads it after every step."""
 
 
 def serve(generator: Generator, requests: IO[str], answers: IO[str]) -> None:
@@ -207,7 +208,7 @@ def main() -> None:
         "transformers": TransformersGenerator,
         "engine": EngineGenerator,
     }
-    # Libraries that print must not write between the answers.
+    # Output of libraries must not appear between the answers.
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         serve(kinds[options.kind](options.model, options.threads), sys.stdin, answers)

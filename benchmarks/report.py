@@ -1,4 +1,4 @@
-"""What was measured, judged against the bars, as Markdown and as JSON."""
+"""Judge measurements against the bars, and report them as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.measure import Pair, ReferencePass, Sample
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a figure must reach."""
+    """The limit that a figure must hold."""
 
     kind: Literal["at least", "above", "below"]
     limit: float
 
     def holds(self, value: float) -> bool:
-        """A value that is not a number holds nowhere."""
+        """Return whether a value holds the bar; NaN never does."""
         if self.kind == "below":
             return value < self.limit
         return value > self.limit if self.kind == "above" else value >= self.limit
@@ -27,24 +27,24 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number that a bar counts, with its formula. ``value`` of None: not measured in this run."""
+    """One number with its formula and its bar. ``value`` is None if this run did not measure it."""
 
     name: str
     value: float | None
     unit: str
     formula: str
     bar: Bar
-    # The values behind a median.
+    # The values that a median was taken of.
     values: tuple[float, ...] = ()
 
     @property
     def passed(self) -> bool | None:
-        """None where there is nothing to judge."""
+        """Whether the figure holds its bar; None without a value."""
         return None if self.value is None else self.bar.holds(self.value)
 
 
 def missed_bars(figures: Sequence[Figure]) -> list[str]:
-    """A line for each figure that was measured and misses its bar."""
+    """Return a line for each measured figure that misses its bar."""
     return [
         f"{figure.name}: {figure.value:.3g} {figure.unit}, must be {figure.bar.kind} {figure.bar.limit:g}"
         for figure in figures
@@ -54,7 +54,7 @@ def missed_bars(figures: Sequence[Figure]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of decoding, in one table."""
+    """One way of decoding, as a row of a table."""
 
     name: str
     tokens_per_s: float
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is shown. ``judged`` is false for a run too short to hold against the bars."""
+    """Everything in the report. ``judged`` is false if the run is too short for the bars."""
 
     facts: dict[str, str]
     cold: list[Row]
@@ -78,12 +78,12 @@ class Report:
     prompts: list[dict[str, Any]] = field(default_factory=list)
 
     def failures(self) -> list[str]:
-        """Why the run fails, a line each. Texts must be equal in any run; bars count if the run is judged."""
+        """The reasons why the run fails. Texts must be equal in any run; bars count in a judged run."""
         return [*self.mismatches, *(missed_bars(self.figures) if self.judged else ())]
 
 
 def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
-    """Plain and n-gram over all pairs."""
+    """Return rows for plain and n-gram decoding over all pairs."""
     plain = [sample for pair in pairs for sample in pair.plain]
     speculative = [sample for pair in pairs for sample in pair.speculative]
     ratio = median([pair.ratio for pair in pairs])
@@ -97,7 +97,7 @@ def _row(name: str, samples: Sequence[Sample], ratio: float) -> Row:
 
 
 def reference_rows(passes: Sequence[ReferencePass], plain: Row) -> list[Row]:
-    """The engine alone and transformers; ratios are to the served plain runs of the same passes."""
+    """Return rows for the engine alone and transformers, with ratios to the served plain runs."""
     rows = []
     for name, timings_of in (("engine alone, in process", _engine), ("transformers generate", _transformers)):
         timings = [timing for one in passes for timing in timings_of(one)]
@@ -123,7 +123,7 @@ def _first_token_ms(timings: Sequence[Timing]) -> float:
 
 
 def mismatch_lines(workload: str, pairs: Sequence[Pair]) -> list[str]:
-    """A line for each prompt whose texts differ within a pair, or between pairs."""
+    """Return a line for each prompt whose texts differ within a pair or between pairs."""
     lines = []
     for number, pair in enumerate(pairs, start=1):
         lines += [f"{workload}, pair {number}, prompt {i}: n-gram text is not plain text" for i in pair.mismatches()]
@@ -133,7 +133,7 @@ def mismatch_lines(workload: str, pairs: Sequence[Pair]) -> list[str]:
 
 
 def to_json(report: Report) -> str:
-    """All of the report. Figures have ``passed`` beside the bar."""
+    """Return the whole report as JSON. Figures have ``passed`` beside the bar."""
     value = asdict(report)
     for entry, figure in zip(value["figures"], report.figures, strict=True):
         entry["passed"] = figure.passed if report.judged else None
@@ -142,7 +142,7 @@ def to_json(report: Report) -> str:
 
 
 def to_markdown(report: Report) -> str:
-    """Tables and notes for a terminal or a README."""
+    """Return tables and notes for a terminal or a README."""
     parts = ["\n".join(f"- {name}: {text}" for name, text in report.facts.items())]
     parts.append("Cold, held-out code, greedy:\n\n" + _rows_table(report.cold, "vs plain"))
     parts.append("Cold, random identifiers, temperature 1.0:\n\n" + _rows_table(report.random, "vs plain"))
@@ -162,7 +162,7 @@ def _rows_table(rows: Sequence[Row], ratio_title: str) -> str:
 
 
 def figures_table(figures: Sequence[Figure], *, judged: bool) -> str:
-    """Each figure with its bar, its verdict if the run is judged, and its formula."""
+    """Return a table of figures with bar, formula and, in a judged run, verdict."""
     lines = ["| figure | value | bar | | formula |", "| --- | ---: | ---: | --- | --- |"]
     for figure in figures:
         value = "not measured" if figure.value is None else f"{figure.value:.3g} {figure.unit}"

@@ -1,8 +1,9 @@
-"""``make bench``: the stack against itself without speculation, and against transformers.
+"""``make bench``: compare the stack with itself without speculation, and with transformers.
 
     python -m benchmarks.run [--quick] [--url http://127.0.0.1:8000] [--model FOLDER] [--threads N] [--output FILE]
 
-Prints tables with every figure, its formula and its bar; the exit status is 1 if a bar is missed or a text differs.
+It prints tables with every figure, its formula and its bar. The exit status is 1 if a bar is missed or a
+text differs.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from verifier_svc.model.runner import default_threads
 RESULTS = environment.ROOT / "benchmarks" / "results"
 NUM_CORES = 2
 NUM_STREAMS = 8
-# A stack has just served: what it still tidies up is not idling.
+# Wait this long before measuring an idle stack: after requests it still cleans up.
 SETTLE_S = 2.0
 WARM_SALT_SUFFIX_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured. Bars are judged at full size only."""
+    """The size of a run. Bars are judged at full size only."""
 
     num_pairs: int = 5
     num_prompts: int = 20
@@ -107,7 +108,7 @@ def _parse() -> argparse.Namespace:
 
 
 def measure_all(options: argparse.Namespace) -> Report:
-    """The whole run: the stack is started, measured and stopped."""
+    """Start the stack, measure it, and stop it."""
     plan = QUICK if options.quick else FULL
     num_cores = environment.pin_cores(NUM_CORES)
     load = os.getloadavg()[0]
@@ -129,7 +130,7 @@ def measure_all(options: argparse.Namespace) -> Report:
 
 @contextlib.contextmanager
 def _server(options: argparse.Namespace, threads: int) -> Iterator[tuple[Address, psutil.Process | None]]:
-    """The server under test; its supervisor too if it is ours."""
+    """Yield the server under test, and its supervisor if this run started it."""
     if options.url is not None:
         yield options.url, None
         return
@@ -173,7 +174,7 @@ def _measure(
 
 
 def summarize(measured: Measured, *, judged: bool) -> Report:
-    """Figures, rows and notes of a run."""
+    """Return figures, rows and notes of a run."""
     plain = rate_of([sample for pair in measured.code_pairs for sample in pair.plain])
     cold = report.pair_rows(measured.code_pairs)
     cold += report.reference_rows(measured.passes, cold[0])

@@ -1,4 +1,4 @@
-"""Starts the stack under test as a user would, with ``foretoken serve``, and stops it."""
+"""Start the stack under test as a user would, with ``foretoken serve``, and stop it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.1
 LOG_TAIL_LINES = 20
-# Where ports are looked for, and how many at least.
+# The lowest port to try, and the least number of candidates.
 LEAST_PORT = 20_000
 NUM_PORTS = 10_000
 
@@ -33,7 +33,7 @@ _given_ports: set[int] = set()
 
 
 class StackError(Exception):
-    """The stack did not start, or is not what the benchmark needs."""
+    """The stack did not start, or does not meet the benchmark's needs."""
 
 
 @contextlib.contextmanager
@@ -47,17 +47,17 @@ def running_stack(
     environment: Mapping[str, str] | None = None,
     log_file: Path | None = None,
 ) -> Iterator[tuple[Address, psutil.Process]]:
-    """``foretoken serve`` with ``flags`` on free ports, ready and with its drafters attached.
+    """Start ``foretoken serve`` with ``flags`` on free ports; yield its address and its supervisor.
 
-    Yields its address and its supervisor.
+    It is ready, and its drafters are attached.
 
     Args:
-        num_drafters: how many there are at least.
-        environment: of its processes; None: ours.
-        log_file: where its log is kept; None: nowhere.
+        num_drafters: the least number of attached drafters.
+        environment: the environment of its processes; None: this process's own.
+        log_file: keeps the log; None: the log is not kept.
 
     Raises:
-        StackError: it ended or was not ready in time; the message has the end of its log.
+        StackError: the stack ended or was not ready in time. The message has the end of its log.
     """
     port, grpc_port = free_ports(2)
     command = [sys.executable, "-P", "-m", "foretoken", "serve", str(model)]
@@ -77,8 +77,10 @@ def running_stack(
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends this process by an exception meanwhile: what it has started is in a session of its own, and would
-    keep its ports and a GPU's memory."""
+    """Let SIGTERM end this process by an exception, so that it stops the stack that it started.
+
+    The stack is in another session; it would go on and keep its ports and a GPU's memory.
+    """
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -94,15 +96,16 @@ def terminable() -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, each given once.
+    """Return ports that nobody listens on now, each only once.
 
-    Below those that the kernel gives to whoever asks for any: until it is bound, another's connection could have it.
+    They are below the kernel's range of ephemeral ports: until a port is bound, a connection could get
+    an ephemeral one.
     """
     first_of_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     candidates = range(LEAST_PORT, max(first_of_any, LEAST_PORT + NUM_PORTS))
     found: list[int] = []
     while len(found) < count:
-        # Not of a seed that others start from as well.
+        # Other processes may seed the default generator alike and try the same ports.
         port = random.SystemRandom().choice(candidates)
         if port not in _given_ports and _is_free(port):
             _given_ports.add(port)
@@ -120,7 +123,11 @@ def _is_free(port: int) -> bool:
 
 
 def describe(address: Address) -> dict[str, Any]:
-    """GET /version: the model, its mode, and each drafter with its transport. Raises StackError."""
+    """Return GET /version: the model, its mode, and each drafter with its transport.
+
+    Raises:
+        StackError: the server did not answer.
+    """
     try:
         status, body = get(address, "/version")
     except (OSError, StreamError) as error:
@@ -132,13 +139,17 @@ def describe(address: Address) -> dict[str, Any]:
 
 
 def service(root: psutil.Process, name: str) -> psutil.Process:
-    """The one child of a stack's supervisor that runs ``foretoken NAME``. Raises StackError unless there is one."""
+    """Return the child of a stack's supervisor that runs ``foretoken NAME``.
+
+    Raises:
+        StackError: there is not exactly one.
+    """
     found = []
     for process in root.children():
         try:
             words = process.cmdline()
         except psutil.NoSuchProcess:
-            # It ended between the two questions.
+            # The process ended between the two calls.
             continue
         if "foretoken" in words and words[words.index("foretoken") + 1 :][:1] == [name]:
             found.append(process)
@@ -148,7 +159,7 @@ def service(root: psutil.Process, name: str) -> psutil.Process:
 
 
 def cpu_seconds(root: psutil.Process) -> dict[int, float]:
-    """CPU seconds, user and system, that each process of the tree has used, by process id."""
+    """Return the user and system CPU seconds of each process of the tree, by process id."""
     used = {}
     for process in (root, *root.children(recursive=True)):
         times = process.cpu_times()
@@ -157,10 +168,10 @@ def cpu_seconds(root: psutil.Process) -> dict[int, float]:
 
 
 def idle_share(root: psutil.Process, seconds: float) -> float:
-    """CPU seconds of the whole tree during ``seconds`` without a request / ``seconds``.
+    """Return CPU seconds of the whole tree during ``seconds`` without a request / ``seconds``.
 
     Raises:
-        StackError: a process ended or began meanwhile, so that the sum says nothing.
+        StackError: a process ended or began meanwhile, so the sum is invalid.
     """
     before, began = cpu_seconds(root), time.perf_counter()
     time.sleep(seconds)
@@ -183,7 +194,7 @@ def _wait_ready(
 
 
 def _is_ready(address: Address, num_drafters: int) -> bool:
-    """Whether requests are taken and every drafter is attached."""
+    """Return whether the stack accepts requests and every drafter is attached."""
     try:
         status, body = get(address, "/ready")
     except (OSError, StreamError):
@@ -201,7 +212,7 @@ def _tail(log: IO[bytes]) -> str:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End the stack: its supervisor by SIGTERM; past the time that it promises, the whole process group."""
+    """Stop the supervisor by SIGTERM; if it takes too long, kill the whole process group."""
     if child.poll() is None:
         child.terminate()
     try:

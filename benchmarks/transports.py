@@ -1,10 +1,10 @@
-"""Round trip of a draft request through each transport, with a drafter that does next to nothing.
+"""Time the round trip of a draft request through each transport, with a trivial drafter.
 
     python -m benchmarks.transports [--rows 1] [--steps 3000] [--gap-us 0] [--spin-us 0]
 
-Prints p50 and p99 in microseconds at the verifier, and the CPU time that both processes used a step. The drafter runs
-in a process of its own, except in-process. ``--gap-us`` idles that long between steps, as a target's forward pass
-would: then a waiter that blocks must be woken from sleep, which is what spinning avoids.
+It prints p50 and p99 in microseconds at the verifier, and the CPU time a step of both processes. The
+drafter runs in its own process, except in-process. ``--gap-us`` idles between steps, as during a target's
+forward pass: a blocked waiter must then be woken from sleep, which spinning avoids.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TIMEOUT_S = 30.0
 
 
 class ConstantDrafter:
-    """Answers each request with the same kind of chain: what remains is the transport."""
+    """Answers each request with a chain of one shape, so that only the transport takes time."""
 
     @property
     def algorithm(self) -> str:
@@ -47,7 +47,7 @@ class ConstantDrafter:
         return DrafterNeeds()
 
     def attach(self, target: TargetInfo, weights: object) -> None:
-        """Nothing to prepare."""
+        """Prepare nothing."""
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         rows = request.num_rows
@@ -61,19 +61,19 @@ class ConstantDrafter:
         )
 
     def release(self, slots: object) -> None:
-        """Nothing is kept."""
+        """Release nothing."""
 
     def gauges(self) -> dict[str, float]:
         return {}
 
 
 def run_drafter(address: str, spin_us: int) -> None:
-    """The drafter's process."""
+    """Run the drafter in its own process."""
     uvloop.run(serve(DrafterSettings(name="constant", address=address), ConstantDrafter, spin_us))
 
 
 def new_request(step_id: int, rows: int) -> DraftRequest:
-    """A decode step in which each row got two new tokens."""
+    """Return the draft request of a decode step that gave each row two new tokens."""
     records = np.ones(rows, ROW_DTYPE)
     records["slots"], records["max_nodes"] = np.arange(rows), NODES
     records["lengths"], records["prompt_lengths"] = 300 + 2 * step_id, 300
@@ -83,7 +83,7 @@ def new_request(step_id: int, rows: int) -> DraftRequest:
 
 
 def measure(source: DraftSource, rows: int, steps: int, gap_us: int) -> tuple[np.ndarray, float]:
-    """Microseconds of each round trip, and CPU microseconds of this process a step."""
+    """Return the microseconds of each round trip, and this process's CPU microseconds a step."""
     while (transport := source.transport) is None:
         time.sleep(0.01)
     trips = np.zeros(steps)

@@ -2,9 +2,9 @@
 
     python -m models.demo.build_data --output DATA [--extra-root FOLDER ...] [--tokenizer FOLDER]
 
-Writes ``tokenizer/``, ``train.npy`` and ``held_out.npy`` (uint16 [num_tokens], documents separated by the
-end-of-text id), ``held_out_bytes`` and all statistics in ``corpus.json``. With ``--tokenizer``
-that one is used and none is trained: what a drafter of an existing target needs.
+It writes ``tokenizer/``, ``train.npy`` and ``held_out.npy`` (uint16 [num_tokens], documents separated by
+the end-of-text id), ``held_out_bytes``, and all statistics in ``corpus.json``. With ``--tokenizer`` it
+uses that tokenizer and trains none, as a drafter for an existing target needs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _FILES_PER_TASK = 32
 def build_data(
     output: Path, extra_roots: Sequence[Path], vocab_size: int, num_workers: int, tokenizer: Path | None = None
 ) -> None:
-    """Run every stage and print one line with its wall time. ``tokenizer``: a folder with one to use as it is."""
+    """Run every stage and print one line with its wall time.
+
+    ``tokenizer`` is the folder of an existing tokenizer to use.
+    """
     output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     corpus = build_corpus(extra_roots, num_workers)
@@ -85,7 +88,7 @@ def build_data(
 def tokenize(
     files: Sequence[SourceFile], tokenizer_file: Path, num_workers: int, with_chat: bool
 ) -> NDArray[np.uint16]:
-    """All documents in order, each led by the end-of-text id; with a quarter of the chat samples if asked."""
+    """Return all documents in order, each after the end-of-text id; with chat samples if asked."""
     tasks = [files[start : start + _FILES_PER_TASK] for start in range(0, len(files), _FILES_PER_TASK)]
     work = partial(_tokenize_task, tokenizer_file=tokenizer_file, with_chat=with_chat)
     if num_workers == 1:

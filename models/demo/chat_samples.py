@@ -1,6 +1,6 @@
 """Chat-shaped training samples: a function's first docstring line as the request, its source as the reply.
 
-They are cut from training files only, so that the chat template has meaning for the demo models.
+They give the chat template a meaning for the demo models. They come from training files only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ChatSample:
 
 
 def chat_samples(text: str) -> Iterator[ChatSample]:
-    """The samples in one source text: its top-level functions that have a docstring and a moderate length."""
+    """Return the samples in one source text: top-level functions of moderate length with a docstring."""
     lines = text.split("\n")
     for node in ast.parse(text).body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:

@@ -1,9 +1,16 @@
-"""The corpus of installed Python sources: what is found, what is kept, and the train / held-out split.
+"""Build the corpus of installed Python sources, and split it into training and held-out files.
 
-The rule, in order: discover files below the roots; drop junk (``source_rule``); set the held-out packages
-aside (``held_out``); drop exact copies; drop files whose shingles mostly occur in held-out files; drop near
-duplicates of held-out files and of training files already kept; cap each package's bytes. The order of
-files is fixed by their package and path, so the same installation gives the same split.
+The rule, in order:
+
+1. Discover files below the roots.
+2. Drop junk (``source_rule``).
+3. Set the held-out packages aside (``held_out``).
+4. Drop exact copies.
+5. Drop files whose shingles mostly occur in held-out files.
+6. Drop near duplicates of held-out files and of training files already kept.
+7. Cap each package's bytes.
+
+Package and path fix the order of files, so the same installation gives the same split.
 """
 
 from __future__ import annotations
@@ -57,7 +64,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class ScannedFile:
-    """A readable file with what the duplicate rules need; ``rejected`` names why it has none of that."""
+    """A readable file with its keys for the duplicate rules. ``rejected`` says why it has no keys."""
 
     source: SourceFile
     num_bytes: int
@@ -69,7 +76,7 @@ class ScannedFile:
 
 @dataclass(slots=True)
 class Corpus:
-    """The split. ``dropped`` counts files by reason; held-out files are de-duplicated among themselves too."""
+    """The split. ``dropped`` counts files by reason. Held-out files have no duplicates among them."""
 
     train: list[SourceFile] = field(default_factory=list)
     held_out: list[SourceFile] = field(default_factory=list)
@@ -78,12 +85,15 @@ class Corpus:
 
 
 def build_corpus(extra_roots: Sequence[Path] = (), num_workers: int | None = None) -> Corpus:
-    """Apply the whole rule to the running interpreter's files and to ``extra_roots`` (laid out like site-packages)."""
+    """Apply the rule to the running interpreter's files and to ``extra_roots``.
+
+    ``extra_roots`` have the layout of site-packages.
+    """
     return split_corpus(discover(extra_roots), num_workers)
 
 
 def discover(extra_roots: Sequence[Path] = ()) -> list[SourceFile]:
-    """All candidate files: the standard library, then site-packages, then ``extra_roots``; sorted inside each."""
+    """Return all candidate files: standard library, site-packages, ``extra_roots``; each sorted."""
     paths = sysconfig.get_paths()
     files = list(_discover_root(Path(paths["stdlib"]), is_standard_library=True))
     seen_packages = {file.package for file in files}
@@ -138,7 +148,7 @@ def _deduplicate(held_out: Sequence[ScannedFile], train: Sequence[ScannedFile]) 
 
 
 def scan_file(source: SourceFile, held_out_shingles: Path | None = None) -> ScannedFile:
-    """Read one file, judge it, and compute its duplicate keys, also against the shingles in a ``.npy`` file."""
+    """Read and judge one file, and compute its duplicate keys, also against shingles in a ``.npy`` file."""
     try:
         text = read_source(source.path)
         check_syntax(text)
@@ -182,7 +192,7 @@ def _discover_root(root: Path, is_standard_library: bool = False) -> Iterator[So
 
 
 def _distribution_names(root: Path) -> dict[str, str]:
-    """``name version`` of the distribution that owns each top-level import name below ``root``."""
+    """Return ``name version`` of the distribution of each top-level import name below ``root``."""
     names: dict[str, str] = {}
     for distribution in importlib.metadata.distributions(path=[str(root)]):
         label = f"{distribution.metadata['Name']} {distribution.version}"
@@ -193,7 +203,7 @@ def _distribution_names(root: Path) -> dict[str, str]:
 
 
 def package_table(corpus: Corpus) -> list[dict[str, str | int]]:
-    """One row per distribution and side of the split: files and bytes kept, largest first."""
+    """Return a row for each distribution and side of the split: files and bytes kept, largest first."""
     rows: dict[tuple[str, str], NDArray[np.int64]] = {}
     for side, files in (("train", corpus.train), ("held-out", corpus.held_out)):
         for file in files:

@@ -1,4 +1,4 @@
-"""Measure a demo target: held-out bits per byte beside xz, and what sampled completions look like.
+"""Measure a demo target: held-out bits per byte beside xz, and samples of its completions.
 
     python -m models.demo.evaluate --target models/demo/target --output FOLDER
 
@@ -36,7 +36,7 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """One set of files: sizes in bytes, and bits per byte of the model and of ``xz -9e`` on it."""
+    """The compression of one set of files: bytes, and bits per byte of the model and of ``xz -9e``."""
 
     files: int
     bytes: int
@@ -47,7 +47,7 @@ class Compression:
 
 
 def compression(model: PreTrainedModel, tokenizer: Tokenizer, files: Sequence[Path]) -> Compression:
-    """Bits per byte over whole files: every token is predicted, the first ones from the separator alone."""
+    """Return bits per byte over whole files. Every token counts; the first follows only the separator."""
     texts = [read_source(path) for path in files]
     data = [text.encode() for text in texts]
     num_bytes = sum(map(len, data))
@@ -63,7 +63,7 @@ def compression(model: PreTrainedModel, tokenizer: Tokenizer, files: Sequence[Pa
 
 @torch.no_grad()
 def document_nats(model: PreTrainedModel, ids: Sequence[int]) -> float:
-    """The document's total loss in nats, in windows of the context length that move by ``STRIDE``."""
+    """Return the document's total loss in nats, over context-length windows that move by ``STRIDE``."""
     tokens = torch.tensor([0, *ids], device=model.device)
     total, done = 0.0, 1
     while done < len(tokens):
@@ -79,7 +79,7 @@ def document_nats(model: PreTrainedModel, ids: Sequence[int]) -> float:
 def complete(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int, greedy: bool
 ) -> list[list[int]]:
-    """Completions of one batch, sampled with nucleus sampling or greedy; each ends before its first stop id."""
+    """Return completions of one batch, greedy or by nucleus sampling, each up to its first stop id."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(each)) + list(each) for each in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts], device=model.device)
@@ -96,9 +96,10 @@ def complete(
 
 
 def verdict(prompt: str, completion: str) -> str:
-    """``parses``, ``unfinished`` (more lines could make it parse) or ``wrong``, cut after the last full line.
+    """Judge a completion, cut after its last full line.
 
-    A completion without a full line is ``wrong``, so that the prompt alone earns nothing.
+    It is ``parses``, ``unfinished`` (more lines could make it parse) or ``wrong``. A completion without
+    a full line is ``wrong``, so that the prompt alone does not count.
     """
     if "\n" not in completion:
         return "wrong"

@@ -1,4 +1,4 @@
-"""FR-Spec's token map: the most frequent tokens of some text (arXiv 2502.14856), here of the standard library.
+"""Write FR-Spec's token map (arXiv 2502.14856): the most frequent tokens of the standard library.
 
 python -m models.demo.frequent_tokens --size 3072 --output models/demo/token_map.safetensors
 """
@@ -20,9 +20,10 @@ MAX_FILES = 1500
 
 
 def write_token_map(path: Path, target: Path, size: int) -> None:
-    """``token_map`` in a safetensors file: int64 [size], ids of ``target``'s tokenizer, most frequent first.
+    """Write ``token_map`` (int64 [size]) to a safetensors file, most frequent ids first.
 
-    Counted over files of the standard library that the demo model's benchmarks do not use.
+    The ids are of ``target``'s tokenizer. They are counted over files of the standard library that the
+    demo model's benchmarks do not use.
     """
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     held_out = {file.resolve() for file in held_out_files()}
@@ -35,7 +36,7 @@ def write_token_map(path: Path, target: Path, size: int) -> None:
     counts: Counter[int] = Counter()
     for encoding in tokenizer.encode_batch([file.read_text(errors="replace") for file in files]):
         counts.update(encoding.ids)
-    # Tokens that do not occur fill the rest, by id.
+    # Tokens that do not occur fill the rest, in the order of their ids.
     ids = [token for token, _ in counts.most_common(size)]
     seen = set(ids)
     ids += [token for token in range(tokenizer.get_vocab_size()) if token not in seen][: size - len(ids)]

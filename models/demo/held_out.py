@@ -1,7 +1,7 @@
-"""The held-out side of the corpus: which packages no model of this folder was trained on, and prompts from them.
+"""The held-out side of the corpus: packages that no model of this folder was trained on, and prompts.
 
-The default set comes from the standard library alone, so it depends on the Python version and on
-nothing else. Needs no training data, no torch and no numpy.
+The default set comes from the standard library, so it depends only on the Python version. This module
+needs no training data, no torch and no numpy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MAX_CHARS_PER_TOKEN = 12
 
 
 class Encoding(Protocol):
-    """What ``tokenizers`` returns for a text."""
+    """The result of ``tokenizers`` for a text."""
 
     @property
     def ids(self) -> list[int]: ...
@@ -70,7 +70,7 @@ class Prompt:
     Attributes:
         text: the code; ends with a newline.
         token_ids: its tokens, without special ones.
-        file: where it is from.
+        file: its source file.
         start_offset: its first character in the file's normalised text (see ``read_source``).
     """
 
@@ -81,9 +81,9 @@ class Prompt:
 
 
 def held_out_files(min_bytes: int = 4_096, include_dependencies: bool = False) -> list[Path]:
-    """Held-out source files of at least ``min_bytes`` bytes, ordered by package and path.
+    """Return held-out source files of at least ``min_bytes`` bytes, ordered by package and path.
 
-    Files below test directories and those that the junk rule rejects are left out.
+    Files in test directories and files that break the junk rule are left out.
 
     Args:
         min_bytes: the smallest file size.
@@ -100,14 +100,14 @@ def held_out_files(min_bytes: int = 4_096, include_dependencies: bool = False) -
 def held_out_prompts(
     tokenizer: TextEncoder, count: int, min_tokens: int = 200, max_tokens: int = 400, seed: int = 0
 ) -> list[Prompt]:
-    """``count`` prompts of ``min_tokens`` to ``max_tokens`` tokens from held-out files of the standard library.
+    """Return ``count`` prompts from held-out files of the standard library.
 
-    Files are visited in an order shuffled by ``seed``, one prompt a visit, so up to ``count`` different
-    files take part. Each prompt starts at a top-level statement and ends at a line boundary; no two
-    prompts share a start.
+    They have ``min_tokens`` to ``max_tokens`` tokens. ``seed`` shuffles the order of files, and each
+    visit of a file gives one prompt, so up to ``count`` different files are used. Each prompt starts at
+    a top-level statement and ends at a line boundary. No two prompts share a start.
 
     Raises:
-        ValueError: the held-out files do not hold that many prompts.
+        ValueError: the held-out files have too few prompts.
     """
     generator = random.Random(seed)
     files = held_out_files()
@@ -152,7 +152,7 @@ def _is_acceptable(path: Path) -> bool:
 
 
 def _statement_starts(text: str) -> list[int]:
-    """Character offsets of the top-level statements' first lines, decorators included."""
+    """Return the character offsets of top-level statements, decorators included."""
     line_starts = [0]
     for line in text.split("\n"):
         line_starts.append(line_starts[-1] + len(line) + 1)
@@ -164,7 +164,7 @@ def _statement_starts(text: str) -> list[int]:
 
 
 def _cut_prompt(tokenizer: TextEncoder, text: str, max_tokens: int) -> tuple[str, list[int]] | None:
-    """The longest run of whole lines at the start of ``text`` with at most ``max_tokens`` tokens."""
+    """Return the longest run of whole lines at the start of ``text`` within ``max_tokens`` tokens."""
     lines = text.split("\n")[:-1]
     low, high = 0, len(lines)
     best: tuple[str, list[int]] | None = None
@@ -180,6 +180,6 @@ def _cut_prompt(tokenizer: TextEncoder, text: str, max_tokens: int) -> tuple[str
 
 
 def token_ids(tokenizer: TextEncoder, text: str) -> list[int]:
-    """The text's ids without special tokens, from either kind of tokenizer."""
+    """Return the text's ids without special tokens, from either kind of tokenizer."""
     encoded = tokenizer.encode(text, add_special_tokens=False)
     return encoded if isinstance(encoded, list) else encoded.ids

@@ -17,7 +17,7 @@ INITIAL_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """The sizes of a Llama model, in the words of its ``config.json``."""
+    """The sizes of a Llama model, named as in its ``config.json``."""
 
     vocab_size: int = 8_192
     hidden_size: int = 384
@@ -31,7 +31,7 @@ class LlamaShape:
     max_position_embeddings: int = 2_048
 
     def config(self) -> dict[str, object]:
-        """The ``config.json`` of a checkpoint of this shape."""
+        """Return the ``config.json`` of a checkpoint of this shape."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``hidden`` [batch, length, hidden_size]; ``cos``, ``sin`` [length, head_dim]."""
+        """Attend over ``hidden`` [batch, length, hidden_size]; ``cos`` and ``sin`` are [length, head_dim]."""
         heads = (*hidden.shape[:2], -1, self.head_dim)
         query = rotate(self.q_proj(hidden).view(heads).transpose(1, 2), cos, sin)
         key = rotate(self.k_proj(hidden).view(heads).transpose(1, 2), cos, sin)
@@ -111,7 +111,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class LlamaModel(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama language model whose head is its embedding; ``forward`` gives the mean loss of the next tokens."""
+    """A Llama language model whose head is its embedding. ``forward`` returns the mean loss."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -164,11 +164,11 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=residual_std if is_residual else INITIAL_STD)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[batch, length] ids to [batch, length, vocab_size] logits of each next token."""
+        """Return the logits [batch, length, vocab_size] of the tokens after ids [batch, length]."""
         return functional.linear(self.model(tokens), self.model.embed_tokens.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean cross entropy in nats of ``tokens[:, 1:]`` [batch, length] given what precedes each."""
+        """Return the mean cross entropy in nats of ``tokens[:, 1:]``, each predicted from all before it."""
         logits = self.logits(tokens[:, :-1]).flatten(0, 1)
         return functional.cross_entropy(logits.float(), tokens[:, 1:].flatten())
 
@@ -178,7 +178,7 @@ class Llama(nn.Module):
 
 
 def rotary_tables(shape: LlamaShape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [max_position_embeddings, head_dim], both halves alike."""
+    """Return cosines and sines [max_position_embeddings, head_dim]; both halves are equal."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     angles = torch.arange(shape.max_position_embeddings, dtype=torch.float64)[:, None] / shape.rope_theta**exponents
     both = torch.cat([angles, angles], dim=-1)
@@ -186,6 +186,9 @@ def rotary_tables(shape: LlamaShape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of ``heads`` [batch, num_heads, length, head_dim] by their positions."""
+    """Rotate the pairs (i, i + head_dim / 2) by their positions.
+
+    ``heads`` is [batch, num_heads, length, head_dim].
+    """
     first, second = heads.chunk(2, dim=-1)
     return (heads * cos + torch.cat([-second, first], dim=-1) * sin).to(heads.dtype)

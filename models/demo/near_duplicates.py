@@ -1,7 +1,7 @@
-"""Exact and near duplicates of source texts: content hashes, token shingles, MinHash and an LSH index.
+"""Find exact and near duplicates of source texts: content hashes, token shingles, MinHash, LSH.
 
 Two texts are near duplicates if the Jaccard similarity of their sets of ``SHINGLE_TOKENS``-token
-shingles, estimated from ``NUM_HASHES`` minima, reaches a threshold. Knows nothing of files or packages.
+shingles, estimated from ``NUM_HASHES`` minima, reaches a threshold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _POLYNOMIAL_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _hash_family() -> tuple[UInt64, UInt64]:
-    """Multipliers (odd) and offsets of the hash functions, [1, NUM_HASHES] each, the same in every run."""
+    """Return odd multipliers and offsets of the hash functions, [1, NUM_HASHES], equal in every run."""
     generator = np.random.Generator(np.random.PCG64(20_240_229))
     multipliers = generator.integers(1, 2**63, size=(1, NUM_HASHES), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     offsets = generator.integers(0, 2**63, size=(1, NUM_HASHES), dtype=np.uint64)
@@ -37,14 +37,14 @@ _MULTIPLIERS, _OFFSETS = _hash_family()
 
 
 def content_hash(text: str) -> str:
-    """A hash that ignores blank lines, whole-line comments and white space at line ends."""
+    """Return a hash that ignores blank lines, whole-line comments and white space at line ends."""
     lines = (line.rstrip() for line in text.split("\n"))
     kept = "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
     return hashlib.sha256(kept.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def shingles(text: str) -> UInt64:
-    """Sorted distinct hashes of the text's token shingles, [num_shingles]; white space does not count."""
+    """Return sorted distinct hashes [num_shingles] of the text's token shingles, without white space."""
     tokens = np.array([zlib.crc32(token.encode("utf-8", "surrogatepass")) for token in _TOKEN.findall(text)], np.uint64)
     num_shingles = max(len(tokens) - SHINGLE_TOKENS + 1, 0)
     hashes = np.zeros(num_shingles, np.uint64)
@@ -57,7 +57,7 @@ def shingles(text: str) -> UInt64:
 
 
 def signature(text_shingles: UInt64) -> UInt64:
-    """The MinHash signature of a set of shingles, [NUM_HASHES]; an empty set gives all ones."""
+    """Return the MinHash signature [NUM_HASHES] of a set of shingles; all ones for an empty set."""
     minima = np.full(NUM_HASHES, np.iinfo(np.uint64).max, np.uint64)
     for start in range(0, len(text_shingles), _CHUNK_SHINGLES):
         chunk = text_shingles[start : start + _CHUNK_SHINGLES, None]
@@ -66,7 +66,7 @@ def signature(text_shingles: UInt64) -> UInt64:
 
 
 def share_inside(text_shingles: UInt64, reference: UInt64) -> float:
-    """The share of a text's shingles that also occur in ``reference`` (sorted), between 0 and 1."""
+    """Return the share (0 to 1) of a text's shingles that also occur in ``reference`` (sorted)."""
     if not len(text_shingles) or not len(reference):
         return 0.0
     slots = np.minimum(np.searchsorted(reference, text_shingles), len(reference) - 1)
@@ -74,14 +74,14 @@ def share_inside(text_shingles: UInt64, reference: UInt64) -> float:
 
 
 class NearDuplicateIndex:
-    """Signatures seen so far, found again by any one of ``NUM_BANDS`` bands of ``ROWS_PER_BAND`` equal minima."""
+    """Known signatures, found by any of ``NUM_BANDS`` bands of ``ROWS_PER_BAND`` equal minima."""
 
     def __init__(self) -> None:
         self._signatures: list[UInt64] = []
         self._bands: dict[tuple[int, bytes], list[int]] = {}
 
     def highest_similarity(self, candidate: UInt64) -> float:
-        """The largest estimated Jaccard similarity to a signature of the index that shares a band, else 0."""
+        """Return the largest estimated Jaccard similarity to a signature that shares a band, else 0."""
         found: set[int] = set()
         for key in self._keys(candidate):
             found.update(self._bands.get(key, ()))
@@ -91,7 +91,7 @@ class NearDuplicateIndex:
         return float((others == candidate).mean(axis=1).max())
 
     def add(self, new: UInt64) -> None:
-        """Put one signature into the index."""
+        """Add one signature to the index."""
         for key in self._keys(new):
             self._bands.setdefault(key, []).append(len(self._signatures))
         self._signatures.append(new)

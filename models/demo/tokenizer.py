@@ -1,8 +1,9 @@
-"""The demo tokenizer: byte-level BPE whose pieces suit code, its special tokens and its chat template.
+"""The demo tokenizer: byte-level BPE for code, with its special tokens and chat template.
 
-Pieces before BPE: runs of line ends; runs of two or more blanks (indentation, kept whole, so a prompt may
-end in it); up to three digits; an identifier part with at most one space before it; punctuation likewise;
-one leftover blank. No normaliser and no clean-up: ``decode(encode(text)) == text``.
+Before BPE the text is split into pieces: runs of line ends; runs of two or more blanks (indentation stays
+whole, so a prompt may end in it); up to three digits; an identifier part with at most one space before
+it; punctuation likewise; one leftover blank. There is no normaliser and no clean-up:
+``decode(encode(text)) == text``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Learn the merges from ``texts``; the special tokens get the first ids, in the order of ``SPECIAL_TOKENS``."""
+    """Learn the merges from ``texts``. ``SPECIAL_TOKENS`` get the first ids, in their order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,7 +54,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer.json`` and the two configuration files that ``transformers`` reads beside it."""
+    """Write ``tokenizer.json`` and the two configuration files that ``transformers`` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -73,7 +74,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load_for_corpus(file: Path) -> Tokenizer:
-    """The tokenizer as training uses it: a special token's *name* inside a file is ordinary text."""
+    """Load the tokenizer for training: the *name* of a special token in a file is ordinary text."""
     tokenizer: Tokenizer = Tokenizer.from_file(str(file))
     tokenizer.encode_special_tokens = True
     return tokenizer

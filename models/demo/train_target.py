@@ -2,8 +2,9 @@
 
     python -m models.demo.train_target --data DATA --output TARGET --minutes 7
 
-The schedule follows the clock (or ``--steps``): warm-up, constant, then a linear decay to zero that always
-finishes. Writes the checkpoint into ``--output`` and ``loss.csv`` (training and held-out loss) beside it.
+The schedule follows the clock (or ``--steps``): warm-up, constant, then a linear decay to zero that
+always finishes. It writes the checkpoint into ``--output`` and ``loss.csv`` (training and held-out loss)
+beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LOG_EVERY_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How to train. Exactly one of ``minutes`` and ``steps`` is set."""
+    """The training options. Exactly one of ``minutes`` and ``steps`` is set."""
 
     batch_size: int = 128
     context_length: int = 2_048
@@ -54,7 +55,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True)
 class LossRow:
-    """One line of the loss log; losses in nats a token, ``held_out`` only where it was measured."""
+    """One line of the loss log. Losses are nats a token; ``held_out`` is set only if measured."""
 
     step: int
     tokens: int
@@ -65,13 +66,19 @@ class LossRow:
 
 
 def learning_rate_share(step: int, progress: float) -> float:
-    """The factor on all learning rates: linear warm-up by step, constant, linear decay by progress (0 to 1)."""
+    """Return the factor on all learning rates.
+
+    It warms up linearly by step, stays constant, and decays linearly by progress (0 to 1).
+    """
     warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
     return min(warm_up, max(0.0, (1.0 - progress) / DECAY_SHARE))
 
 
 def training_windows(tokens: Tensor, plan: TrainingPlan, generator: torch.Generator) -> Iterator[Tensor]:
-    """Endless batches [batch_size, context_length + 1], every window of an epoch once, epochs shifted at random."""
+    """Yield endless batches [batch_size, context_length + 1].
+
+    An epoch has every window once. Each epoch is shifted at random.
+    """
     length = plan.context_length + 1
     if len(tokens) < 2 * length:
         raise ValueError(f"{len(tokens)} training tokens are too few for windows of {length}")
@@ -87,7 +94,7 @@ def training_windows(tokens: Tensor, plan: TrainingPlan, generator: torch.Genera
 
 
 class Trainer:
-    """One training run: the model, its two optimisers, the clock and the log."""
+    """One training run: the model, two optimisers, the clock and the log."""
 
     def __init__(self, shape: LlamaShape, plan: TrainingPlan, device: torch.device) -> None:
         torch.manual_seed(plan.seed)
@@ -123,7 +130,7 @@ class Trainer:
             recent.append(self._step(next(windows), rate))
             step += 1
             if step == 1:
-                self._synchronize()  # the clock of the schedule starts after compilation
+                self._synchronize()  # The clock of the schedule starts after compilation.
                 started = time.monotonic()
             if step % LOG_EVERY_STEPS == 0:
                 self._log(step, time.monotonic() - started, rate, recent, held_out_tokens)
@@ -131,7 +138,7 @@ class Trainer:
         self._log(step, time.monotonic() - started, 0.0, recent, held_out_tokens, is_last=True)
 
     def held_out_loss(self, tokens: Tensor) -> float:
-        """Mean loss in nats a token over evenly spread windows of the held-out tokens, as in training."""
+        """Return the mean loss in nats a token over evenly spread windows of the held-out tokens."""
         length = self.plan.context_length + 1
         count = min(self.plan.held_out_sequences, max(1, (len(tokens) - 1) // self.plan.context_length))
         starts = torch.linspace(0, max(0, len(tokens) - length), count).long().to(tokens.device)
@@ -191,7 +198,7 @@ class Trainer:
 
 
 def write_log(rows: list[LossRow], file: Path) -> None:
-    """One CSV line a logged step; ``held_out`` is empty where it was not measured."""
+    """Write one CSV line for each logged step. ``held_out`` is empty if it was not measured."""
     with file.open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(LossRow.__slots__)
@@ -210,7 +217,7 @@ def write_log(rows: list[LossRow], file: Path) -> None:
 
 
 def parse_shape(text: str) -> LlamaShape:
-    """A shape from JSON whose keys are ``LlamaShape``'s; the default for what is left out."""
+    """Return a shape from JSON with ``LlamaShape``'s fields. Missing fields get their defaults."""
     return LlamaShape(**json.loads(text))
 
 
