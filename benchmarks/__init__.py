@@ -1,1 +1,1 @@
-"""Benchmarks of foretoken: the whole stack (run), and parts of it alone. Not part of the installed package."""
+"""Benchmarks of foretoken: the whole stack (run), and its parts. The wheel does not carry them."""

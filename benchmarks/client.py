@@ -1,7 +1,7 @@
 """A lean HTTP client for streamed completions.
 
-It shares the machine's cores with the measured server. So while streams run it only records bytes and
-arrival times; it parses HTTP and JSON after all streams have ended.
+It shares the machine's cores with the measured server. So while streams run it only records bytes
+and arrival times; it parses HTTP and JSON after all streams have ended.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Chunk:
 class Completion:
     """One streamed completion. ``sent_at`` is in perf_counter seconds.
 
-    ``token_ids`` is empty unless the request asked for it. ``speculation`` has the server's own figures,
-    if it sends any.
+    ``token_ids`` is empty unless the request asked for it. ``speculation`` has the server's own
+    figures, if it sends any.
     """
 
     sent_at: float
@@ -244,7 +244,7 @@ def _take_apart(recording: Recording) -> tuple[int, list[tuple[bytes, int]]]:
 
 
 def _dechunk(raw: bytes, at: int) -> list[tuple[bytes, int]]:
-    """Return the chunks of a chunked body that starts at ``at``. Raises StreamError if it is cut off."""
+    """Return the chunks of the chunked body at ``at``. Raises StreamError if it is cut off."""
     pieces: list[tuple[bytes, int]] = []
     while True:
         line_end = raw.find(b"\r\n", at)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.drafters [--quick] [--output FILE]
 
-It prints tables with every figure, its formula and its bar. The exit status is 1 if a bar is missed or a
-text differs. It uses the prompts and cold runs of ``make bench`` (benchmarks/run.py).
+It prints tables with every figure, its formula and its bar. The exit status is 1 if a bar is missed
+or a text differs. It uses the prompts and cold runs of ``make bench`` (benchmarks/run.py).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Result:
     judged: bool
 
     def failures(self) -> list[str]:
-        """The reasons why the run fails. Texts must be equal in any run; bars count in a judged run."""
+        """The reasons why the run fails. Texts must always be equal; bars count in a judged run."""
         return [*self.mismatches, *(missed_bars(self.figures) if self.judged else ())]
 
 

@@ -55,9 +55,9 @@ def decode_rate(timings: Sequence[Timing]) -> float:
 def concurrent_rate(completions: Sequence[Completion]) -> float:
     """Return tokens that arrived while all streams were active / length of that time.
 
-    The window goes from the last first token of a stream to the first last token of one. It contains
-    no prefill, and the batch is full. A token at the start of the window was computed before it and
-    does not count.
+    The window goes from the last first token of a stream to the first last token of one. It
+    contains no prefill, and the batch is full. A token at the start of the window was computed
+    before it and does not count.
     """
     start = max(completion.first_at for completion in completions)
     end = min(completion.last_at for completion in completions)

@@ -2,9 +2,9 @@
 
     python benchmarks/forward.py [--threads 2] [--dtype float32] [--weights bfloat16]
 
-All use the same random weights. A decode row attends to 400 positions. Rows of ``tree`` are nodes of
-one tree; rows of ``batch`` are separate sequences. The head has one layer of the target's width, and the
-target's vocabulary. Times are medians and minima of many passes, in milliseconds.
+All use the same random weights. A decode row attends to 400 positions. Rows of ``tree`` are nodes
+of one tree; rows of ``batch`` are separate sequences. The head has one layer of the target's width,
+and the target's vocabulary. Times are medians and minima of many passes, in milliseconds.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def plain_batch(num_seqs: int) -> ForwardBatch:
 
 
 def prefill_batch(length: int, first: int = 0) -> ForwardBatch:
-    """Return a prefill batch of ``length`` tokens from position ``first``, with logits of its last row."""
+    """Return a prefill batch of ``length`` tokens from position ``first``, with its last logits."""
     positions = np.arange(first, first + length, dtype=np.int32)
     return ForwardBatch(
         token_ids=positions % 8192,
@@ -129,7 +129,7 @@ def measure_runner(runner: ModelRunner) -> None:
 
 
 def random_head(target: Path, folder: Path, threads: int) -> HostDraftHead:
-    """Return an EAGLE-3 head that uses the embedding and output head of the target in ``target``."""
+    """Return an EAGLE-3 head that shares the embedding and output head of the target."""
     config = load_config(target)
     size, queries, keys = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {"fc": (size, 3 * size), "midlayer.self_attn.o_proj": (size, queries)}

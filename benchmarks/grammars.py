@@ -2,9 +2,9 @@
 
     python -m benchmarks.grammars [--folder CHECKPOINT]
 
-A token costs one step of the matcher and the mask of the next row, both on the engine's thread. Outputs
-are random walks, which reach more of the grammar than a model would. Each output fills the cache of its
-own lexer.
+A token costs one step of the matcher and the mask of the next row, both on the engine's thread.
+Outputs are random walks, which reach more of the grammar than a model would. Each output fills the
+cache of its own lexer.
 """
 
 from __future__ import annotations

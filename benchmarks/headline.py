@@ -2,8 +2,8 @@
 
     python -m benchmarks.headline
 
-Two panels show the decode speed of one stream, plain and with drafts: the widened demo model on a GPU
-(``benchmarks.gpu.speedup``) and the demo model on a CPU (``benchmarks.run``).
+Two panels show the decode speed of one stream, plain and with drafts: the widened demo model on a
+GPU (``benchmarks.gpu.speedup``) and the demo model on a CPU (``benchmarks.run``).
 """
 
 from __future__ import annotations

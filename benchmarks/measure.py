@@ -83,7 +83,7 @@ class ReferencePass:
     num_equal_outputs: int = 0
 
     def added_ms(self) -> list[float]:
-        """Return for each prompt: milliseconds a token at the client - milliseconds of the engine alone."""
+        """Return for each prompt: milliseconds a token at the client - those in the engine."""
         return [a.ms_per_token - b.ms_per_token for a, b in zip(self.served, self.engine, strict=True)]
 
 
@@ -107,7 +107,7 @@ class Bench:
             self._request(workload, 0, speculative=speculative)
 
     def pairs(self, workload: Workload, count: int) -> list[Pair]:
-        """Measure ``count`` cold pairs. Which of the two runs first alternates by prompt and by pair."""
+        """Measure ``count`` cold pairs. The order of the two alternates by prompt and by pair."""
         pairs = []
         for number in range(count):
             pair = Pair()
@@ -147,7 +147,7 @@ class Bench:
         return pair
 
     def concurrent(self, workload: Workload, num_streams: int, rounds: int) -> list[float]:
-        """Return the rate of ``num_streams`` plain streams in each round (figures.concurrent_rate)."""
+        """Return each round's rate of ``num_streams`` plain streams (figures.concurrent_rate)."""
         rates = []
         for number in range(rounds):
             indices = [(number * num_streams + i) % len(workload.prompts) for i in range(num_streams)]
@@ -164,7 +164,7 @@ class Bench:
     def references(
         self, workload: Workload, outputs: Sequence[Sequence[int]], engine: Decoder, transformers: Decoder
     ) -> ReferencePass:
-        """Measure the server, the engine and transformers in turn for each prompt; the others sleep.
+        """Measure server, engine and transformers in turn for each prompt; the others sleep.
 
         Raises:
             UnexpectedAnswerError: the engine's tokens differ from the served ones (``outputs``).
@@ -209,7 +209,7 @@ class Bench:
         return completion
 
     def _body(self, workload: Workload, index: int, *, speculative: bool, salt: str | None = None) -> dict[str, Any]:
-        """Return a request's body. By default its salt is new: no prefix cache or history has entries for it."""
+        """Return a request's body. By default its salt is new: nothing is cached, no history exists."""
         return {
             "model": self._model,
             "prompt": list(workload.prompts[index].token_ids),

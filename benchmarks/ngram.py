@@ -1,12 +1,13 @@
 """Microbenchmark of the n-gram drafter at full size: python -m benchmarks.ngram
 
-It fills the trie with the standard library's source code until eviction runs. Then it streams held-out
-files through the trie as a verifier would: in each step some rows get a few new tokens, then a tree is
-drafted for each row. Inserting and matching are timed separately, as calls of ``NgramDrafter.draft``,
-Python included. A call without work has its own line; its time is subtracted from the insert times (a
-batch pays it once), but not from the match times. All is measured again with close predictions (the
-file's own text, one token in eight changed), with useless predictions (another file), and with corpora.
-Bars are for the medians. The exit status is 1 above a bar.
+It fills the trie with the standard library's source code until eviction runs. Then it streams
+held-out files through the trie as a verifier would: in each step some rows get a few new tokens,
+then a tree is drafted for each row. Inserting and matching are timed separately, as calls of
+``NgramDrafter.draft``, Python included. A call without work has its own line; its time is
+subtracted from the insert times (a batch pays it once), but not from the match times. All is
+measured again with close predictions (the file's own text, one token in eight changed), with
+useless predictions (another file), and with corpora. Bars are for the medians. The exit status is 1
+above a bar.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def make_request(
 
 
 def edited(tokens: NDArray[np.int32], random: np.random.Generator) -> NDArray[np.int32]:
-    """Return a text as a client might predict it: in each 64 tokens, 8 are changed, removed or added."""
+    """Return a prediction of a text: in each 64 tokens, 8 are changed, removed or added."""
     parts = []
     for low in range(0, len(tokens), 64):
         changed = random.choice(tokens, size=int(random.integers(0, 17)))
@@ -132,7 +133,7 @@ def edited(tokens: NDArray[np.int32], random: np.random.Generator) -> NDArray[np
 def fill(
     drafter: NgramDrafter, sequences: list[NDArray[np.int32]], slot: int, extra_tokens: int, clock: Clock
 ) -> tuple[int, float]:
-    """Insert sequences until the trie is full, then ``extra_tokens`` more; return tokens and seconds."""
+    """Insert sequences until the trie is full, then ``extra_tokens``; return tokens and seconds."""
     row = Row(slot, itertools.cycle(sequences))
     total, seconds, left = 0, 0.0, extra_tokens
     for step in itertools.count(1):
@@ -170,7 +171,7 @@ def stream(
     clock: Clock,
     predict: Callable[[Row], NDArray[np.int32]] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-    """Return insert microseconds a token and match microseconds a row, by step, and mean nodes a row.
+    """Return each step's insert microseconds a token and match microseconds a row, and nodes a row.
 
     ``predict`` returns a row's prediction, which is sent with the first tokens of its sequence.
     """

@@ -2,9 +2,9 @@
 
     python -m benchmarks.reference (transformers | engine) MODEL --threads N
 
-``transformers`` is ``generate`` with its cache, greedy, float32. ``engine`` is the verifier's engine
-without services, gRPC or drafters. A request is one line of JSON on stdin, the answer one line on stdout.
-A waiting process uses no CPU.
+``transformers`` is ``generate`` with its cache, greedy, float32. ``engine`` is the verifier's
+engine without services, gRPC or drafters. A request is one line of JSON on stdin, the answer one
+line on stdout. A waiting process uses no CPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Reference:
         self._answers = answers
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> tuple[list[int], Timing]:
-        """Return the output tokens and their times. Raises ReferenceFailedError if the process ended."""
+        """Return output tokens and their times. Raises ReferenceFailedError if the process ended."""
         try:
             self._requests.write(json.dumps({"prompt_ids": list(prompt_ids), "num_tokens": num_tokens}) + "\n")
             self._requests.flush()
@@ -161,7 +161,7 @@ class EngineGenerator:
                         raise RuntimeError(f"the engine refused a request: {event}")
 
     def _submission(self, prompt_ids: Sequence[int], num_tokens: int) -> Any:
-        """Return a greedy submission without drafts. Its own tenant keeps the prefix cache empty."""
+        """Return a greedy submission without drafts. Its tenant is new, so nothing is cached."""
         from foretoken.sampling import SamplingParams, SpeculationOptions
         from verifier_svc.messages import SequenceKey, Submit
 

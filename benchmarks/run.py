@@ -2,8 +2,8 @@
 
     python -m benchmarks.run [--quick] [--url http://127.0.0.1:8000] [--model FOLDER] [--threads N] [--output FILE]
 
-It prints tables with every figure, its formula and its bar. The exit status is 1 if a bar is missed or a
-text differs.
+It prints tables with every figure, its formula and its bar. The exit status is 1 if a bar is missed
+or a text differs.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def terminable() -> Iterator[None]:
 def free_ports(count: int) -> list[int]:
     """Return ports that nobody listens on now, each only once.
 
-    They are below the kernel's range of ephemeral ports: until a port is bound, a connection could get
-    an ephemeral one.
+    They are below the kernel's range of ephemeral ports: until a port is bound, a connection could
+    get an ephemeral one.
     """
     first_of_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     candidates = range(LEAST_PORT, max(first_of_any, LEAST_PORT + NUM_PORTS))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.transports [--rows 1] [--steps 3000] [--gap-us 0] [--spin-us 0]
 
-It prints p50 and p99 in microseconds at the verifier, and the CPU time a step of both processes. The
-drafter runs in its own process, except in-process. ``--gap-us`` idles between steps, as during a target's
-forward pass: a blocked waiter must then be woken from sleep, which spinning avoids.
+It prints p50 and p99 in microseconds at the verifier, and the CPU time a step of both processes.
+The drafter runs in its own process, except in-process. ``--gap-us`` idles between steps, as during
+a target's forward pass: a blocked waiter must then be woken from sleep, which spinning avoids.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ OUTPUT_TOKENS = 256
 MIN_STEPS = 200
 # Highest ratio of step times: gateway to verifier alone, and two processes to one.
 MAX_OVERHEAD = 1.03
-# Least share of the copy bandwidth at batch 1, for the target's pass over a tree of 32 nodes and for
-# one level of a 5-8-32 draft.
+# Least share of the copy bandwidth at batch 1, for the target's pass over a tree of 32 nodes and
+# for one level of a 5-8-32 draft.
 MIN_VERIFY_SHARE, MIN_LEVEL_SHARE = 0.75, 0.70
 # Largest share of a steady decode step in which the GPU may be idle (benchmarks.gpu.idle).
 MAX_IDLE = 0.02
-# A step with one 5-8-32 tree and 15 roots may take RAGGED_VERIFY times a step of 48 plain rows, plus
-# the draft of one such tree, plus RAGGED_SLACK_MS (benchmarks.gpu.mixed).
+# A step with one 5-8-32 tree and 15 roots may take RAGGED_VERIFY times a step of 48 plain rows,
+# plus the draft of one such tree, plus RAGGED_SLACK_MS (benchmarks.gpu.mixed).
 RAGGED_VERIFY = 1.05
 RAGGED_SLACK_MS = 0.1
 PEERS_SOURCE = (
@@ -29,8 +29,9 @@ PEERS_SOURCE = (
     "measured on one H200 with random weights, the same prompts and lengths, acceptance forced"
 )
 
-# Where a step is timed. processes: at the verifier, with the drafter in its own process; gateway: the
-# same stack, seen by a client of the REST API; in-process: at the verifier, with the drafter inside it.
+# Where a step is timed. processes: at the verifier, with the drafter in its own process; gateway:
+# the same stack, seen by a client of the REST API; in-process: at the verifier, with the drafter
+# inside it.
 Path = Literal["processes", "gateway", "in-process"]
 PATHS: tuple[Path, ...] = ("processes", "gateway", "in-process")
 BATCHES = (1, 4, 16)

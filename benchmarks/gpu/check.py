@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.check [FILE]
 
-The exit status is 0 if every bar is reached, 1 if one is missed, and 2 if the file is refused. A file
-is refused if
+The exit status is 0 if every bar is reached, 1 if one is missed, and 2 if the file is refused. A
+file is refused if
 
 - a row is missing, is too short, or had too many steps without drafts,
 - its rows are from different runs,
@@ -31,12 +31,12 @@ RESULTS = environment.ROOT / "benchmarks" / "gpu" / "results"
 FORMAT = 1
 # Fields that have one value in all rows of a run.
 COMMON = ("invocation", "commit", "gpu", "mode", "dtype", "model_fingerprint")
-# Largest relative error of tokens a step against the forced length, and largest share of intervals that
-# are no ordinary step.
+# Largest relative error of tokens a step against the forced length, and largest share of intervals
+# that are no ordinary step.
 MAX_LENGTH_ERROR = 0.03
 MAX_DROPPED = 0.05
-# Largest share of steps without a draft. The median would still be a step with a draft, but with a part
-# of the batch in plain decode.
+# Largest share of steps without a draft. The median would still be a step with a draft, but with a
+# part of the batch in plain decode.
 MAX_WITHOUT_DRAFT = 0.05
 
 Row = dict[str, Any]

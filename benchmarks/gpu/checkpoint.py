@@ -29,8 +29,8 @@ STD = 0.02
 # Standard deviation of an embedding. The layers add less, so the token still matters at the end.
 EMBEDDING_STD = 1.0
 DRAFT_VOCAB_SIZE = 32_000
-# Standard deviation of a head's logits. With a flat distribution the best nodes of a tree would all be
-# children of the root; a trained head is sure enough to go deep.
+# Standard deviation of a head's logits. With a flat distribution the best nodes of a tree would all
+# be children of the root; a trained head is sure enough to go deep.
 DRAFT_LOGIT_STD = 10.0
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -57,7 +57,7 @@ class Shape:
     max_position_embeddings: int = 131_072
 
     def config(self, **changes: Any) -> dict[str, Any]:
-        """Return config.json of an untied Llama in bfloat16, with the token ids of the demo tokenizer."""
+        """Return config.json of an untied Llama in bfloat16, with the demo tokenizer's ids."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -97,8 +97,8 @@ LLAMA_3_1_8B = Shape(
 )
 SHAPES = {
     "llama-3.1-8b": LLAMA_3_1_8B,
-    # The same structure in a size that a CPU can serve, for trying commands. It is deep: a draft then
-    # costs less than it can save, so the verifier waits for it.
+    # The same structure in a size that a CPU can serve, for trying commands. It is deep: a draft
+    # then costs less than it can save, so the verifier waits for it.
     "tiny": Shape(
         hidden_size=128,
         intermediate_size=384,
@@ -137,10 +137,10 @@ def random_eagle3(
 ) -> None:
     """Write an EAGLE-3 head with random weights for the target in ``target``, in the public layout.
 
-    The head has one layer of the target's sizes. It reads the hidden states of the usual low, middle
-    and high layer, so its config names none. Its own output head has ``draft_vocab_size`` ids, spread
-    evenly over the target's vocabulary; ``d2t`` maps them. ``changes`` replaces fields of config.json,
-    sizes included.
+    The head has one layer of the target's sizes. It reads the hidden states of the usual low,
+    middle and high layer, so its config names none. Its own output head has ``draft_vocab_size``
+    ids, spread evenly over the target's vocabulary; ``d2t`` maps them. ``changes`` replaces fields
+    of config.json, sizes included.
     """
     raw = read_config_file(target)
     vocab_size = int(raw["vocab_size"])
@@ -171,7 +171,7 @@ def random_eagle3(
 
 
 def head_specs(config: dict[str, Any], target_hidden_size: int, num_features: int = 3) -> dict[str, TensorSpec]:
-    """Return the tensors of an EAGLE-3 head with its own output head, as config.json defines them."""
+    """Return the tensors of an EAGLE-3 head with its own output head, from config.json."""
     size, middle, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -215,7 +215,7 @@ class RandomTensors:
 
 
 def random_matrix(shape: tuple[int, ...], key: str, device: torch.device) -> torch.Tensor:
-    """Return a bfloat16 matrix, normal with STD, that depends only on ``key`` and the kind of device."""
+    """Return a normal bfloat16 matrix (STD) that depends only on ``key`` and the kind of device."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=STD, generator=generator)
 

@@ -1,4 +1,4 @@
-"""Run rounds of the same streams against one stack, undisturbed or with a fault in the first one."""
+"""Run rounds of the same streams against one stack, with or without a fault in the first one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from foretoken.supervisor import STABLE_AFTER_S
 
 # Arrivals (of one or several tokens) that each stream has received before the fault.
 ARRIVALS_BEFORE = 40
-# The supervisor delays the restart of a process that has just started, and learns late that one is ready.
+# The supervisor delays the restart of a process that has just started, and learns late that one is
+# ready.
 SETTLE_S = STABLE_AFTER_S + 1.0
 # Also the timeout of each request, so that no stream waits forever.
 RECOVERY_TIMEOUT_S = 120.0
@@ -93,7 +94,7 @@ class Subject:
         return rounds
 
     def disturb(self, batch: int, fault: Fault) -> Course:
-        """Run rounds with ``fault`` in the first one, until the stack has recovered and a round is over.
+        """Run rounds, with ``fault`` in the first one, until the stack has recovered.
 
         Raises:
             StackError: the fault had another effect, or the stack did not recover in time.
@@ -183,7 +184,7 @@ def is_restored(fault: Fault, said: Sequence[str]) -> bool:
 
 
 class Strike:
-    """Sends a fault's signals to a process: the first as tokens arrive, the others when they are due."""
+    """Sends a fault's signals to a process: the first as tokens arrive, the others when due."""
 
     def __init__(self, fault: Fault, process: psutil.Process) -> None:
         self.fault = fault
@@ -199,7 +200,7 @@ class Strike:
             self._process.send_signal(number)
 
     def is_done(self) -> bool:
-        """Send a signal that is due, and return whether all are sent. Not for the receiving thread."""
+        """Send a due signal, and return whether all are sent. Not for the receiving thread."""
         if self.at is None:
             return False
         if self._pending and time.perf_counter() >= self.at + self._pending[0][0]:

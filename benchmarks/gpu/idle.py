@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.idle --model DIR/target --drafter-head DIR/eagle3 --output FILE
 
-It drives one ``foretoken verifier``, with the drafter inside, through its gRPC stream. The verifier's
-process records the GPU's work (benchmarks.gpu.traced_verifier). Recording makes the gaps between
-kernels longer, so steps are timed without it first:
+It drives one ``foretoken verifier``, with the drafter inside, through its gRPC stream. The
+verifier's process records the GPU's work (benchmarks.gpu.traced_verifier). Recording makes the gaps
+between kernels longer, so steps are timed without it first:
 
     idle, recorded       1 - busy / recorded time of whole steps; an upper bound
     idle of a step       1 - busy time of a recorded step / time of a step without recording (medians)

@@ -73,7 +73,7 @@ def ngram(sequence: verifier_pb2.Sequence) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch of ``size`` requests with the same options. ``odd`` sets those of the last one instead.
+    """A batch of ``size`` requests with the same options; ``odd`` sets the last one's instead.
 
     ``against`` names the case to compare with.
     """
@@ -85,7 +85,7 @@ class Case:
     against: str = ""
 
     def sequences(self, workload: Workload, seed: str, accept_length: float, steps: int) -> list[verifier_pb2.Sequence]:
-        """Return the requests. Each lasts ``steps`` steps if a drafted step gives ``accept_length`` tokens."""
+        """Return requests that last ``steps`` steps if drafted steps give ``accept_length`` tokens."""
         found = []
         for index, prompt in enumerate(workload.prompts(self.size, seed)):
             sequence = new_sequence(index, prompt, 1)

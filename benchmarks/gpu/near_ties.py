@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu.near_ties --model DIR/target --drafter-head DIR/eagle3 --output FILE
 
-It completes held-out prompts greedily, alone and in batches, with drafts and without. Where two texts
-differ, one more request sends the prompt and the common text, and asks for the logprobs of the next
-token. The gap is the difference between the logprobs of the two tokens. A gap that rounding cannot
-explain fails (see BOUNDS). In strict mode any different text fails. The file is written after each
-comparison.
+It completes held-out prompts greedily, alone and in batches, with drafts and without. Where two
+texts differ, one more request sends the prompt and the common text, and asks for the logprobs of
+the next token. The gap is the difference between the logprobs of the two tokens. A gap that
+rounding cannot explain fails (see BOUNDS). In strict mode any different text fails. The file is
+written after each comparison.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from benchmarks.stack import StackError, describe, running_stack
 TIMEOUT_S = 600.0
 NUM_LOGPROBS = 5
 # Nats. Two ways to compute a position differ in the order of their sums, and therefore in how some
-# hidden states are rounded. So a logit is exact to about one step of the element type at its size. The
-# demo model's best logits are 11 to 23, where neighbours in bfloat16 (8 bits) are up to 0.125 apart; the
-# difference of two logits has twice that error. With the noise of float32 sums added before each
-# rounding, the best token changed at 69 of 7,339 positions of held-out code, at gaps of 0.03 (median)
-# and 0.13 (largest). In float32 only the order of sums matters.
+# hidden states are rounded. So a logit is exact to about one step of the element type at its size.
+# The demo model's best logits are 11 to 23, where neighbours in bfloat16 (8 bits) are up to 0.125
+# apart; the difference of two logits has twice that error. With the noise of float32 sums added
+# before each rounding, the best token changed at 69 of 7,339 positions of held-out code, at gaps of
+# 0.03 (median) and 0.13 (largest). In float32 only the order of sums matters.
 BOUNDS = {"bfloat16": 0.25, "float32": 1e-3}
 # Pairs to compare: with or without drafts, in a batch or alone.
 COMPARISONS = (

@@ -4,10 +4,10 @@
     python -m benchmarks.gpu.passes --model DIR/target --drafter-head DIR/eagle3 [--profile]
 
 It runs in one process, without services. Passes are launched without waits between them, so the
-device's work hides the host's. A draft has two times: of a whole call, which waits for its trees, and
-of its graphs alone, each replayed by itself. A share is the least time to read the bytes at the copy
-bandwidth (benchmarks.gpu.floor), divided by the measured time. The exit status is 1 if a share misses
-its bar (benchmarks.gpu.bars). The target's bar is for fast mode.
+device's work hides the host's. A draft has two times: of a whole call, which waits for its trees,
+and of its graphs alone, each replayed by itself. A share is the least time to read the bytes at the
+copy bandwidth (benchmarks.gpu.floor), divided by the measured time. The exit status is 1 if a share
+misses its bar (benchmarks.gpu.bars). The target's bar is for fast mode.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ MAX_BATCH = 16
 BATCHES = (1, 4, 16)
 # Rows of one sequence: plain decode, chains, trees.
 ROWS = (1, 2, 4, 6, 32, 64)
-# The nodes of a tree beside sequences in plain decode, and the rows of the plain batch to compare with.
+# The nodes of a tree beside sequences in plain decode, and the rows of the plain batch to compare
+# with.
 RAGGED_TREE, PLAIN_ROWS = 32, 48
 # Steps, branches, nodes, and tokens accepted a step.
 SHAPES = ((1, 1, 2, 2), (3, 1, 4, 3), (5, 1, 6, 4), (5, 8, 32, 4), (5, 8, 64, 4))
@@ -117,7 +118,7 @@ def verify_batch(rows: Sequence[int]) -> ForwardBatch:
 
 
 def draft_request(batch: int, shape: tuple[int, int, int, int], width: int, generation: int, step: int) -> DraftRequest:
-    """Return the draft request after a step that accepted the shape's tokens; step 0 sends the prompts."""
+    """Return the draft request after a step of the shape; step 0 sends the prompts."""
     steps, branches, nodes, accepted = shape
     new = accepted if step else CONTEXT
     length = CONTEXT + step * accepted

@@ -5,10 +5,10 @@
 
 It starts ``foretoken serve``, with and without MPS, and completes the same prompts again and again,
 greedily, through the gateway. In the middle of a round one process gets a fault
-(benchmarks.gpu.faults). Rounds go on until the stack has recovered. A restarted process finds weights
-in the page cache and compiled kernels on disk, because its predecessor put them there. Texts are
-compared with those of an undisturbed round: in strict mode a different text is a failure; in fast mode
-near-ties may change. FILE is written again after each fault.
+(benchmarks.gpu.faults). Rounds go on until the stack has recovered. A restarted process finds
+weights in the page cache and compiled kernels on disk, because its predecessor put them there.
+Texts are compared with those of an undisturbed round: in strict mode a different text is a failure;
+in fast mode near-ties may change. FILE is written again after each fault.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, mps: str, server: dict[str, Any]) -> It
 
 
 def serve_flags(options: argparse.Namespace, head: Path, mps: str) -> list[str]:
-    """Return the flags of ``foretoken serve``. With exact tree shapes each step drafts, paying or not."""
+    """Return the flags of ``foretoken serve``. With exact tree shapes each step drafts."""
     steps, topk, tokens = map(str, options.tree)
     flags = ["--drafter", f"name=eagle3,algorithm=EAGLE3,model={head}", "--mps", mps]
     flags += ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk]
@@ -121,7 +121,7 @@ def _rows(subject: Subject, options: argparse.Namespace, mps: str, mode: str) ->
 
 
 def figures(course: Course) -> dict[str, Any]:
-    """Return one fault's figures, in milliseconds and seconds from its first signal; None: not seen."""
+    """Return one fault's figures, counted from its first signal. None: not seen."""
     arrivals = [times for completions in course.rounds for times in _arrivals(completions)]
     pauses = pauses_after(arrivals, course.fault_at)
     back = dataclasses.asdict(course.back) | {"well_at": course.well_at}
@@ -160,7 +160,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def to_markdown(summary: Sequence[dict[str, Any]]) -> str:
-    """Return a line for each fault, with the median of each figure, and the worst of several repeats."""
+    """Return a line for each fault: each figure's median, and the worst of several repeats."""
     headers = ["MPS", "fault", "batch", *FIGURES.values(), "undisturbed pause, ms", "new process"]
     headers += ["other texts", "undisturbed"]
     lines = [f"| {' | '.join(headers)} |", "| --- | --- |" + " ---: |" * (len(FIGURES) + 2) + " --- | --- | --- |"]

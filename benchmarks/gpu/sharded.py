@@ -43,8 +43,8 @@ def write_checkpoint(
 
     Args:
         folder: is created; files of the same names are replaced.
-        make: returns the tensor of a name, on any device. It is called once for each, in the order of
-            ``specs``.
+        make: returns the tensor of a name, on any device. It is called once for each, in the order
+            of ``specs``.
 
     Raises:
         ValueError: a tensor from ``make`` does not have the shape or type in ``specs``.
@@ -86,8 +86,8 @@ def _shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> list[list[str]
 def _write(file: Path, names: list[str], specs: Mapping[str, TensorSpec], make: Callable[[str], torch.Tensor]) -> None:
     """Write one safetensors file: the header's length, the header as JSON, then the tensors' bytes.
 
-    The length has 8 bytes, little-endian (https://huggingface.co/docs/safetensors). The library's own
-    writer needs all tensors of a file at once.
+    The length has 8 bytes, little-endian (https://huggingface.co/docs/safetensors). The library's
+    own writer needs all tensors of a file at once.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

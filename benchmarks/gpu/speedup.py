@@ -3,10 +3,10 @@
     python -m benchmarks.gpu.widen --output DIR
     python -m benchmarks.gpu.speedup --model DIR/target --drafter-head DIR/eagle3 --output FILE
 
-The widened demo model (benchmarks.gpu.widen) writes the demo's text and accepts the demo's drafts, at the
-cost of the larger shape. Nothing is simulated: each prompt is streamed through the gateway, one at a
-time, alternately with and without drafts. In strict mode a different text is a failure. In fast mode
-near-ties may change; they are counted.
+The widened demo model (benchmarks.gpu.widen) writes the demo's text and accepts the demo's drafts,
+at the cost of the larger shape. Nothing is simulated: each prompt is streamed through the gateway,
+one at a time, alternately with and without drafts. In strict mode a different text is a failure. In
+fast mode near-ties may change; they are counted.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ class StepTimes:
 
     Attributes:
         seconds: the time of each step, in order.
-        num_dropped: intervals that were not one ordinary step: several steps arrived at once, or the
-            step had no draft.
+        num_dropped: intervals that were not one ordinary step: several steps arrived at once, or
+            the step had no draft.
         num_tokens, num_intervals: totals over all sequences, dropped intervals included.
     """
 
@@ -41,13 +41,14 @@ class StepTimes:
 def step_times(sequences: Sequence[Arrivals], accept_length: float) -> StepTimes:
     """Return the steps of one batch, from the arrivals of its first sequence.
 
-    The sequences advance together. Only intervals after the last sequence's first token and before the
-    first sequence's end count: they contain no prefill, and the batch is full. The first steps may have
-    no draft, because drafting starts during prefill. So counting starts at the first step of full
-    length.
+    The sequences advance together. Only intervals after the last sequence's first token and before
+    the first sequence's end count: they contain no prefill, and the batch is full. The first steps
+    may have no draft, because drafting starts during prefill. So counting starts at the first step
+    of full length.
 
     Args:
-        accept_length: average tokens of a step. An ordinary step has this number, rounded down or up.
+        accept_length: average tokens of a step. An ordinary step has this number, rounded down or
+            up.
     """
     least, most = math.floor(accept_length), math.ceil(accept_length)
     sequences = [_distinct(arrivals) for arrivals in sequences]

@@ -3,10 +3,11 @@
     python -m benchmarks.gpu.checkpoint --output DIR
     python -m benchmarks.gpu.steps --model DIR/target --drafter-head DIR/eagle3 --output benchmarks/gpu/results
 
-For every row of benchmarks.gpu.bars it starts ``foretoken serve`` with ``--simulate-accept-length``, and
-decodes batches of random prompts through the verifier's gRPC stream or the gateway. The text has no
-meaning. A step's time is the time between two arrivals of one sequence's tokens. One run writes a
-JSON file with all step times, and a picture. After each row it saves the rows so far (.unfinished).
+For every row of benchmarks.gpu.bars it starts ``foretoken serve`` with
+``--simulate-accept-length``, and decodes batches of random prompts through the verifier's gRPC
+stream or the gateway. The text has no meaning. A step's time is the time between two arrivals of
+one sequence's tokens. One run writes a JSON file with all step times, and a picture. After each row
+it saves the rows so far (.unfinished).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Workload:
     temperature: float
 
     def prompts(self, count: int, seed: str) -> list[list[int]]:
-        """Return ``count`` prompts that depend on ``seed``. They leave out the lowest ids, which are special."""
+        """Return ``count`` prompts that depend on ``seed``, without the lowest ids (special ones)."""
         generator = random.Random(seed)
         return [[generator.randrange(16, self.vocab_size) for _ in range(self.prompt_tokens)] for _ in range(count)]
 
@@ -73,7 +74,7 @@ class Server:
 def measure(
     model: Path, head: Path, keys: Sequence[Key], workload: Workload, threads: int, extra: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row after the other. Each stack starts once, with ``extra`` flags of ``foretoken serve``.
+    """Yield the rows. Each stack starts once, with ``extra`` flags of ``foretoken serve``.
 
     Raises:
         StackError, StreamError: a stack or a stream did not do what it should.
@@ -121,7 +122,7 @@ def served(what: str, model: Path, threads: int, flags: Sequence[str], *, num_dr
 def enough_steps(
     name: str, decode: Callable[[str], list[Arrivals]], accept_length: float, min_steps: int
 ) -> tuple[StepTimes, int]:
-    """Decode batches until there are ``min_steps`` steps; return the steps and the number of batches.
+    """Decode batches until there are ``min_steps`` steps; return them and the number of batches.
 
     Args:
         decode: decodes one batch. It takes a seed, a different one for each batch.
@@ -217,7 +218,7 @@ def _through_gateway(server: Server, prompts: Sequence[Sequence[int]], workload:
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the JSON's content again after each row. Raises StackError if there is nothing to measure."""
+    """Yield the JSON's content after each row. Raises StackError if there is nothing to measure."""
     keys = [
         key
         for key in required_rows()

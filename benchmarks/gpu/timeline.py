@@ -63,7 +63,7 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """The idle share of the recorded time: an upper bound, because recording makes gaps longer."""
+        """The idle share of the recording: an upper bound, because recording makes gaps longer."""
         return 1 - sum(self.busy_us) / sum(self.step_us)
 
     def idle_share_of(self, step_us: float) -> float:
@@ -110,7 +110,7 @@ def _inside(spans: Iterable[Span], first_us: float, last_us: float) -> list[Span
 
 
 class _Busy(NamedTuple):
-    """Time without a gap, with the names of the span that began it and of the span that ended last."""
+    """Time without a gap, with the names of its first span and of the span that ended last."""
 
     start_us: float
     end_us: float

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.traced_verifier ARGUMENTS OF foretoken verifier
 
-Commands are lines on stdin: ``start``, and ``stop FILE``, which writes FILE as a Chrome trace. A line on
-stdout answers each. The end of stdin ends the verifier.
+Commands are lines on stdin: ``start``, and ``stop FILE``, which writes FILE as a Chrome trace. A
+line on stdout answers each. The end of stdin ends the verifier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Send a batch of sequences to a verifier, as a gateway does, and record when their tokens arrive."""
+"""Send a batch of sequences to a verifier, as a gateway does, and record the arrivals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class VerifierClient:
         self._channel.close()
 
     def wait_ready(self, is_alive: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until the verifier answers. Raises StackError if ``is_alive`` says that its process ended."""
+        """Wait until the verifier answers. Raises StackError if its process ended (``is_alive``)."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -60,8 +60,8 @@ class VerifierClient:
     def decode(self, sequences: Sequence[verifier_pb2.Sequence]) -> list[list[tuple[float, int]]]:
         """Decode all sequences at once, and return the arrivals of each.
 
-        Request ids are the sequences' indices. Times are perf_counter seconds, taken when gRPC delivers
-        a message.
+        Request ids are the sequences' indices. Times are perf_counter seconds, taken when gRPC
+        delivers a message.
 
         Raises:
             StackError: a sequence failed, or the session ended before they did.

@@ -45,7 +45,8 @@ def drafters_return(sightings: Iterable[Sighting], lost: tuple[int, int] | None)
     """Return when the drafter came back, from the sightings after a fault in order of time.
 
     Args:
-        lost: the attachment that the fault ends; early sightings may still show it. None: it ends none.
+        lost: the attachment that the fault ends; early sightings may still show it. None: it ends
+            none.
     """
     first: Sighting | None = None
     drafted_at = accepted_at = None

@@ -2,25 +2,27 @@
 
     python -m benchmarks.gpu.widen --output DIR [--shape llama-3.1-8b]
 
-It writes DIR/target and DIR/eagle3. Text, acceptance and drafts are the demo's; bytes and operations are
-the larger shape's. So a measured speed-up is that of a real head on a model of this size. How each
-part keeps its function:
+It writes DIR/target and DIR/eagle3. Text, acceptance and drafts are the demo's; bytes and
+operations are the larger shape's. So a measured speed-up is that of a real head on a model of this
+size. How each part keeps its function:
 
-- *Hidden state.* The wide state holds the small state x COPIES times, then zeros. An RMS norm over it
-  gives ``x / sqrt(COPIES sum(x^2) / W' + eps')``. With ``eps' = eps s^2`` this is the small norm's output
-  divided by ``s = sqrt(COPIES W / W')``. So norm weights stay as they are, and the matrix after the
-  norm is multiplied by s.
-- *Matrices after a norm* read all copies. ``s`` times a bfloat16 number is not a bfloat16 number, so the
-  product is split: the first copy gets its rounding, the second the rounding of the remainder, and so
-  on. Three terms carry 24 bits, as float32 does, though every stored number is a bfloat16.
+- *Hidden state.* The wide state holds the small state x COPIES times, then zeros. An RMS norm over
+  it gives ``x / sqrt(COPIES sum(x^2) / W' + eps')``. With ``eps' = eps s^2`` this is the small
+  norm's output divided by ``s = sqrt(COPIES W / W')``. So norm weights stay as they are, and the
+  matrix after the norm is multiplied by s.
+- *Matrices after a norm* read all copies. ``s`` times a bfloat16 number is not a bfloat16 number,
+  so the product is split: the first copy gets its rounding, the second the rounding of the
+  remainder, and so on. Three terms carry 24 bits, as float32 does, though every stored number is a
+  bfloat16.
 - *Matrices that write the hidden state* repeat their rows for each copy. This is exact.
-- *Heads.* The rotary embedding rotates the pair of dimensions (i, i + d / 2) in both models. With the
-  base ``theta' = theta^(d' / d)`` pair i of the wide head rotates as fast as pair i of the small one. The
-  scores' scale is ``d'^-0.5``, so queries are multiplied by ``sqrt(d' / d)``, split as above.
-- *Layers.* Zeros multiply the output of an added layer. Added layers are placed so that the three hidden
-  states that the head reads enter the layers that engines take by default: 2, n / 2 and n - 3.
-- *Vocabulary.* Added rows of the output head repeat the row of RESERVED_ID, which training never emits.
-  So an engine that samples among all rows writes the same text.
+- *Heads.* The rotary embedding rotates the pair of dimensions (i, i + d / 2) in both models. With
+  the base ``theta' = theta^(d' / d)`` pair i of the wide head rotates as fast as pair i of the
+  small one. The scores' scale is ``d'^-0.5``, so queries are multiplied by ``sqrt(d' / d)``, split
+  as above.
+- *Layers.* Zeros multiply the output of an added layer. Added layers are placed so that the three
+  hidden states that the head reads enter the layers that engines take by default: 2, n / 2, n - 3.
+- *Vocabulary.* Added rows of the output head repeat the row of RESERVED_ID, which training never
+  emits. So an engine that samples among all rows writes the same text.
 
 Weights that no output depends on are random, not zero: with zeros a GPU draws less power and runs
 faster.
@@ -56,13 +58,13 @@ from foretoken.models.draft_config import head_config, head_features
 from foretoken.models.weights import Checkpoint
 
 COPIES = 3
-# The reserved id of the demo whose logit stays farthest below the best one: by 10.66 over 40 held-out
-# prompts (benchmarks.gpu.widen_check.reserved_margins).
+# The reserved id of the demo whose logit stays farthest below the best one: by 10.66 over 40
+# held-out prompts (benchmarks.gpu.widen_check.reserved_margins).
 RESERVED_ID = 9
 
 
 class WidenError(Exception):
-    """The shape cannot hold the small model, or the small model has a part that cannot be widened."""
+    """The shape cannot hold the small model, or a part of the model cannot be widened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """Widens tensors from one model's sizes to another's. Each method returns a wide bfloat16 tensor.
+    """Widens tensors to another model's sizes. Each method returns a wide bfloat16 tensor.
 
     ``free`` arguments are random [rows, columns]; the random values that remain meet only zeros.
     """
@@ -125,8 +127,8 @@ class Widening:
     def queries(self, matrix: torch.Tensor, free: torch.Tensor, inputs: int = 1) -> torch.Tensor:
         """Widen the query matrix [heads * head_dim, inputs * hidden].
 
-        Added dimensions of a head are zero, so keys may hold anything there. ``inputs``: the number of
-        normed states, side by side, that the matrix reads (two in an EAGLE-3 layer).
+        Added dimensions of a head are zero, so keys may hold anything there. ``inputs``: the number
+        of normed states, side by side, that the matrix reads (two in an EAGLE-3 layer).
         """
         small, wide = self.small, self.wide
         read = self._read(matrix, free[: len(matrix)], inputs, math.sqrt(wide.head_dim / small.head_dim))
@@ -197,12 +199,12 @@ class Widening:
         return matrix.repeat(COPIES, 1)
 
     def _rotary_dims(self) -> torch.Tensor:
-        """Return the small head's dimensions in the wide head: each half at the start of a wide half."""
+        """Return the small head's dimensions in the wide head: each half starts a wide half."""
         half = torch.arange(self.small.head_dim // 2)
         return torch.cat([half, half + self.wide.head_dim // 2])
 
     def _read(self, matrix: torch.Tensor, free: torch.Tensor, inputs: int = 1, factor: float = 1.0) -> torch.Tensor:
-        """Return the matrix [rows, inputs * hidden] times ``factor`` and the norms' scale, split by copy."""
+        """Return the matrix [rows, inputs * hidden] times ``factor`` and norm scale, split by copy."""
         size, rows = self.small.hidden, len(matrix)
         terms = split(matrix.to(torch.float64) * (factor * self.norm_scale))
         out = free.clone().view(rows, inputs, self.wide.hidden)
@@ -287,8 +289,8 @@ def widen_head(
 ) -> None:
     """Widen the EAGLE-3 head in the folder ``small``, which drafts with its target's output head.
 
-    The wide head has the public layout with its own output head: the first ``draft_vocab_size`` rows of
-    the wide target's. ``features``: the layers of the wide target whose inputs it reads.
+    The wide head has the public layout with its own output head: the first ``draft_vocab_size``
+    rows of the wide target's. ``features``: the layers of the wide target whose inputs it reads.
     """
     raw, parsed, target = read_config_file(small), head_config(small), load_config(small_target)
     body = parsed.body
@@ -313,7 +315,7 @@ def widen_head(
 
 
 class _Maker:
-    """Makes the tensors of both models, from small tensors and from random values without effect."""
+    """Makes the tensors of both models from small tensors and random values without effect."""
 
     def __init__(
         self, checkpoint: Checkpoint, config: ModelConfig, widening: Widening, specs: dict[str, TensorSpec]

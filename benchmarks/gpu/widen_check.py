@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.widen_check DIR [--prompts 8] [--tokens 64]
 
-benchmarks.gpu.widen wrote DIR. All arithmetic is float32. transformers computes the targets, on a GPU if
-there is one. The exit status is 1 if a text differs or an error is above its limit.
+benchmarks.gpu.widen wrote DIR. All arithmetic is float32. transformers computes the targets, on a
+GPU if there is one. The exit status is 1 if a text differs or an error is above its limit.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Comparison:
 def compare(small: Path, small_head: Path, wide: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> Comparison:
     """Compare the small target and its head with ``wide``/target and ``wide``/eagle3.
 
-    The small model adds ``num_tokens`` greedy tokens to each prompt; then both models compute the whole
-    text. If all best ids agree, the wide model's own greedy text is the same.
+    The small model adds ``num_tokens`` greedy tokens to each prompt; then both models compute the
+    whole text. If all best ids agree, the wide model's own greedy text is the same.
     """
     features = [head_features(head_config(head), load_config(target).num_layers)
                 for head, target in ((small_head, small), (wide / "eagle3", wide / "target"))]  # fmt: skip
@@ -109,7 +109,7 @@ def compare(small: Path, small_head: Path, wide: Path, prompts: Sequence[Sequenc
 
 
 def reserved_margins(small: Path, prompts: Sequence[Sequence[int]], ids: Sequence[int]) -> dict[int, float]:
-    """Return for each id the largest value of its logit minus the best one, over all prompt positions."""
+    """Return for each id the largest value of its logit minus the best one, over all prompts."""
     model = _load(small)
     rows = [_outputs(model, prompt, ())[0] for prompt in prompts]
     return {i: max(float((logits[:, i] - logits.max(dim=1).values).max()) for logits in rows) for i in ids}

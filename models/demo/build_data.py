@@ -2,9 +2,9 @@
 
     python -m models.demo.build_data --output DATA [--extra-root FOLDER ...] [--tokenizer FOLDER]
 
-It writes ``tokenizer/``, ``train.npy`` and ``held_out.npy`` (uint16 [num_tokens], documents separated by
-the end-of-text id), ``held_out_bytes``, and all statistics in ``corpus.json``. With ``--tokenizer`` it
-uses that tokenizer and trains none, as a drafter for an existing target needs.
+It writes ``tokenizer/``, ``train.npy`` and ``held_out.npy`` (uint16 [num_tokens], documents
+separated by the end-of-text id), ``held_out_bytes``, and all statistics in ``corpus.json``. With
+``--tokenizer`` it uses that tokenizer and trains none, as a drafter for an existing target needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat-shaped training samples: a function's first docstring line as the request, its source as the reply.
+"""Chat-shaped training samples: a docstring's first line asks, the function's source answers.
 
 They give the chat template a meaning for the demo models. They come from training files only.
 """
@@ -16,14 +16,14 @@ MIN_REPLY_LINES, MAX_REPLY_LINES = 4, 50
 
 @dataclass(frozen=True, slots=True)
 class ChatSample:
-    """One exchange: ``request`` is a line of prose, ``reply`` a function at column 0 that ends with a newline."""
+    """One exchange: a line of prose, and a function at column 0 that ends with a newline."""
 
     request: str
     reply: str
 
 
 def chat_samples(text: str) -> Iterator[ChatSample]:
-    """Return the samples in one source text: top-level functions of moderate length with a docstring."""
+    """Return a source text's samples: top-level functions of moderate length with a docstring."""
     lines = text.split("\n")
     for node in ast.parse(text).body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:

@@ -1,4 +1,4 @@
-"""Write a trained model in the Hugging Face layout: bfloat16 safetensors, configuration, tokenizer."""
+"""Write a trained model in the Hugging Face layout: bfloat16 safetensors, config, tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def save_checkpoint(model: Llama, tokenizer_folder: Path, output: Path) -> None:
-    """Write ``model`` and a copy of the tokenizer to ``output``; the tied head is not stored twice."""
+    """Write ``model`` and a copy of the tokenizer to ``output``, with the tied head only once."""
     output.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.state_dict().items()

@@ -64,7 +64,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class ScannedFile:
-    """A readable file with its keys for the duplicate rules. ``rejected`` says why it has no keys."""
+    """A readable file with its duplicate keys. ``rejected`` says why it has none."""
 
     source: SourceFile
     num_bytes: int
@@ -76,7 +76,7 @@ class ScannedFile:
 
 @dataclass(slots=True)
 class Corpus:
-    """The split. ``dropped`` counts files by reason. Held-out files have no duplicates among them."""
+    """The split. ``dropped`` counts files by reason. Held-out files have no duplicates."""
 
     train: list[SourceFile] = field(default_factory=list)
     held_out: list[SourceFile] = field(default_factory=list)
@@ -148,7 +148,7 @@ def _deduplicate(held_out: Sequence[ScannedFile], train: Sequence[ScannedFile]) 
 
 
 def scan_file(source: SourceFile, held_out_shingles: Path | None = None) -> ScannedFile:
-    """Read and judge one file, and compute its duplicate keys, also against shingles in a ``.npy`` file."""
+    """Judge a file and compute its duplicate keys, also against shingles in a ``.npy`` file."""
     try:
         text = read_source(source.path)
         check_syntax(text)
@@ -203,7 +203,7 @@ def _distribution_names(root: Path) -> dict[str, str]:
 
 
 def package_table(corpus: Corpus) -> list[dict[str, str | int]]:
-    """Return a row for each distribution and side of the split: files and bytes kept, largest first."""
+    """Return kept files and bytes of each distribution and side of the split, largest first."""
     rows: dict[tuple[str, str], NDArray[np.int64]] = {}
     for side, files in (("train", corpus.train), ("held-out", corpus.held_out)):
         for file in files:

@@ -2,7 +2,8 @@
 
     python -m models.demo.evaluate --target models/demo/target --output FOLDER
 
-Writes ``evaluation.json`` and ``samples.md`` into ``--output``. Uses ``transformers`` as it is installed.
+Writes ``evaluation.json`` and ``samples.md`` into ``--output``. Uses ``transformers`` as it is
+installed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """The compression of one set of files: bytes, and bits per byte of the model and of ``xz -9e``."""
+    """The compression of some files: bytes, and bits per byte of the model and ``xz -9e``."""
 
     files: int
     bytes: int
@@ -47,7 +48,7 @@ class Compression:
 
 
 def compression(model: PreTrainedModel, tokenizer: Tokenizer, files: Sequence[Path]) -> Compression:
-    """Return bits per byte over whole files. Every token counts; the first follows only the separator."""
+    """Return bits per byte over whole files. The first token follows only the separator."""
     texts = [read_source(path) for path in files]
     data = [text.encode() for text in texts]
     num_bytes = sum(map(len, data))
@@ -63,7 +64,7 @@ def compression(model: PreTrainedModel, tokenizer: Tokenizer, files: Sequence[Pa
 
 @torch.no_grad()
 def document_nats(model: PreTrainedModel, ids: Sequence[int]) -> float:
-    """Return the document's total loss in nats, over context-length windows that move by ``STRIDE``."""
+    """Return the document's loss in nats, over context-length windows that move by ``STRIDE``."""
     tokens = torch.tensor([0, *ids], device=model.device)
     total, done = 0.0, 1
     while done < len(tokens):
@@ -79,7 +80,7 @@ def document_nats(model: PreTrainedModel, ids: Sequence[int]) -> float:
 def complete(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int, greedy: bool
 ) -> list[list[int]]:
-    """Return completions of one batch, greedy or by nucleus sampling, each up to its first stop id."""
+    """Return one batch's completions, greedy or by nucleus sampling, up to the first stop id."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(each)) + list(each) for each in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts], device=model.device)
@@ -98,8 +99,8 @@ def complete(
 def verdict(prompt: str, completion: str) -> str:
     """Judge a completion, cut after its last full line.
 
-    It is ``parses``, ``unfinished`` (more lines could make it parse) or ``wrong``. A completion without
-    a full line is ``wrong``, so that the prompt alone does not count.
+    It is ``parses``, ``unfinished`` (more lines could make it parse) or ``wrong``. A completion
+    without a full line is ``wrong``, so that the prompt alone does not count.
     """
     if "\n" not in completion:
         return "wrong"

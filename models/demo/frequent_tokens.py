@@ -22,8 +22,8 @@ MAX_FILES = 1500
 def write_token_map(path: Path, target: Path, size: int) -> None:
     """Write ``token_map`` (int64 [size]) to a safetensors file, most frequent ids first.
 
-    The ids are of ``target``'s tokenizer. They are counted over files of the standard library that the
-    demo model's benchmarks do not use.
+    The ids are of ``target``'s tokenizer. They are counted over files of the standard library that
+    the demo model's benchmarks do not use.
     """
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     held_out = {file.resolve() for file in held_out_files()}

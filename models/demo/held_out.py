@@ -1,7 +1,7 @@
-"""The held-out side of the corpus: packages that no model of this folder was trained on, and prompts.
+"""The held-out packages, which no model of this folder was trained on, and prompts from them.
 
-The default set comes from the standard library, so it depends only on the Python version. This module
-needs no training data, no torch and no numpy.
+The default set comes from the standard library, so it depends only on the Python version. This
+module needs no training data, no torch and no numpy.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def held_out_prompts(
 ) -> list[Prompt]:
     """Return ``count`` prompts from held-out files of the standard library.
 
-    They have ``min_tokens`` to ``max_tokens`` tokens. ``seed`` shuffles the order of files, and each
-    visit of a file gives one prompt, so up to ``count`` different files are used. Each prompt starts at
-    a top-level statement and ends at a line boundary. No two prompts share a start.
+    They have ``min_tokens`` to ``max_tokens`` tokens. ``seed`` shuffles the order of files, and
+    each visit of a file gives one prompt, so up to ``count`` different files are used. Each prompt
+    starts at a top-level statement and ends at a line boundary. No two prompts share a start.
 
     Raises:
         ValueError: the held-out files have too few prompts.
@@ -164,7 +164,7 @@ def _statement_starts(text: str) -> list[int]:
 
 
 def _cut_prompt(tokenizer: TextEncoder, text: str, max_tokens: int) -> tuple[str, list[int]] | None:
-    """Return the longest run of whole lines at the start of ``text`` within ``max_tokens`` tokens."""
+    """Return as many whole first lines of ``text`` as ``max_tokens`` tokens hold."""
     lines = text.split("\n")[:-1]
     low, high = 0, len(lines)
     best: tuple[str, list[int]] | None = None

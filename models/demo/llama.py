@@ -1,6 +1,7 @@
-"""The Llama architecture for training: float32 weights named as in Hugging Face checkpoints, causal attention.
+"""The Llama architecture for training: float32 weights with Hugging Face names, causal attention.
 
-No KV cache and no generation: a trained checkpoint is loaded by ``transformers`` or by the server itself.
+No KV cache and no generation: a trained checkpoint is loaded by ``transformers`` or by the server
+itself.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend over ``hidden`` [batch, length, hidden_size]; ``cos`` and ``sin`` are [length, head_dim]."""
+        """Attend over ``hidden`` [batch, length, hidden_size]; ``cos``, ``sin``: [length, head_dim]."""
         heads = (*hidden.shape[:2], -1, self.head_dim)
         query = rotate(self.q_proj(hidden).view(heads).transpose(1, 2), cos, sin)
         key = rotate(self.k_proj(hidden).view(heads).transpose(1, 2), cos, sin)
@@ -168,7 +169,7 @@ class Llama(nn.Module):
         return functional.linear(self.model(tokens), self.model.embed_tokens.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the mean cross entropy in nats of ``tokens[:, 1:]``, each predicted from all before it."""
+        """Return the mean cross entropy in nats of ``tokens[:, 1:]`` [batch, length]."""
         logits = self.logits(tokens[:, :-1]).flatten(0, 1)
         return functional.cross_entropy(logits.float(), tokens[:, 1:].flatten())
 

@@ -1,7 +1,7 @@
 """Muon: momentum whose update is orthogonalised, for the weight matrices of hidden layers.
 
-After K. Jordan's Muon with the update scale of Moonlight (root mean square 0.2, so AdamW's learning rates
-apply). Matrices of one shape are orthogonalised in one batch.
+After K. Jordan's Muon with the update scale of Moonlight (root mean square 0.2, so AdamW's learning
+rates apply). Matrices of one shape are orthogonalised in one batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UPDATE_RMS = 0.2
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised, with decoupled weight decay. Every parameter must be a matrix."""
+    """Orthogonalised Nesterov momentum with decoupled weight decay, for matrices only."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0

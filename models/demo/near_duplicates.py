@@ -26,7 +26,7 @@ _POLYNOMIAL_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _hash_family() -> tuple[UInt64, UInt64]:
-    """Return odd multipliers and offsets of the hash functions, [1, NUM_HASHES], equal in every run."""
+    """Return the hash functions' odd multipliers and offsets [1, NUM_HASHES], fixed by a seed."""
     generator = np.random.Generator(np.random.PCG64(20_240_229))
     multipliers = generator.integers(1, 2**63, size=(1, NUM_HASHES), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     offsets = generator.integers(0, 2**63, size=(1, NUM_HASHES), dtype=np.uint64)
@@ -44,7 +44,7 @@ def content_hash(text: str) -> str:
 
 
 def shingles(text: str) -> UInt64:
-    """Return sorted distinct hashes [num_shingles] of the text's token shingles, without white space."""
+    """Return sorted distinct hashes of the text's token shingles; white space does not count."""
     tokens = np.array([zlib.crc32(token.encode("utf-8", "surrogatepass")) for token in _TOKEN.findall(text)], np.uint64)
     num_shingles = max(len(tokens) - SHINGLE_TOKENS + 1, 0)
     hashes = np.zeros(num_shingles, np.uint64)
@@ -81,7 +81,7 @@ class NearDuplicateIndex:
         self._bands: dict[tuple[int, bytes], list[int]] = {}
 
     def highest_similarity(self, candidate: UInt64) -> float:
-        """Return the largest estimated Jaccard similarity to a signature that shares a band, else 0."""
+        """Return the largest estimated similarity to a signature that shares a band, else 0."""
         found: set[int] = set()
         for key in self._keys(candidate):
             found.update(self._bands.get(key, ()))

@@ -49,7 +49,7 @@ _DIGIT = re.compile(r"\d")
 
 
 class RejectedSource(Exception):
-    """The corpus leaves the file out. ``reason`` is one of a dozen short words for the statistics."""
+    """The corpus leaves the file out. ``reason`` is a short word for the statistics."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -1,8 +1,8 @@
 """The demo tokenizer: byte-level BPE for code, with its special tokens and chat template.
 
-Before BPE the text is split into pieces: runs of line ends; runs of two or more blanks (indentation stays
-whole, so a prompt may end in it); up to three digits; an identifier part with at most one space before
-it; punctuation likewise; one leftover blank. There is no normaliser and no clean-up:
+Before BPE the text is split into pieces: runs of line ends; runs of two or more blanks (indentation
+stays whole, so a prompt may end in it); up to three digits; an identifier part with at most one
+space before it; punctuation likewise; one leftover blank. There is no normaliser and no clean-up:
 ``decode(encode(text)) == text``.
 """
 

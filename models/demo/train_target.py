@@ -3,8 +3,8 @@
     python -m models.demo.train_target --data DATA --output TARGET --minutes 7
 
 The schedule follows the clock (or ``--steps``): warm-up, constant, then a linear decay to zero that
-always finishes. It writes the checkpoint into ``--output`` and ``loss.csv`` (training and held-out loss)
-beside it.
+always finishes. It writes the checkpoint into ``--output`` and ``loss.csv`` (training and held-out
+loss) beside it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Trainer:
         self._log(step, time.monotonic() - started, 0.0, recent, held_out_tokens, is_last=True)
 
     def held_out_loss(self, tokens: Tensor) -> float:
-        """Return the mean loss in nats a token over evenly spread windows of the held-out tokens."""
+        """Return the mean loss in nats a token over evenly spread windows of held-out tokens."""
         length = self.plan.context_length + 1
         count = min(self.plan.held_out_sequences, max(1, (len(tokens) - 1) // self.plan.context_length))
         starts = torch.linspace(0, max(0, len(tokens) - length), count).long().to(tokens.device)

@@ -1,7 +1,7 @@
 """Let signals cause GPU faults in a drafter's process that has this folder on its PYTHONPATH.
 
-Python imports a module of this name at each start. At SIGUSR1 a kernel's assertion fails. At SIGUSR2 a
-kernel writes to an unmapped address. benchmarks/gpu/faults.py sends the signals.
+Python imports a module of this name at each start. At SIGUSR1 a kernel's assertion fails. At
+SIGUSR2 a kernel writes to an unmapped address. benchmarks/gpu/faults.py sends the signals.
 """
 
 from __future__ import annotations
