@@ -46,7 +46,7 @@ def versions() -> str:
 
 
 def optional_versions(packages: Sequence[str]) -> str:
-    """Return the versions of optional packages that are installed."""
+    """Return the versions of optional packages, or that there are none."""
     found = []
     for name in packages:
         try:

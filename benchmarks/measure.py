@@ -209,7 +209,7 @@ class Bench:
         return completion
 
     def _body(self, workload: Workload, index: int, *, speculative: bool, salt: str | None = None) -> dict[str, Any]:
-        """Return a request's body. By default its salt is new: nothing is cached, no history exists."""
+        """Return a request's body. Without ``salt`` it gets a new one: nothing is cached."""
         return {
             "model": self._model,
             "prompt": list(workload.prompts[index].token_ids),

@@ -122,7 +122,7 @@ def make_request(
 
 
 def edited(tokens: NDArray[np.int32], random: np.random.Generator) -> NDArray[np.int32]:
-    """Return a prediction of a text: in each 64 tokens, 8 are changed, removed or added."""
+    """Return a text as a client might predict it: 0 to 16 tokens replace 8 of each 64."""
     parts = []
     for low in range(0, len(tokens), 64):
         changed = random.choice(tokens, size=int(random.integers(0, 17)))

@@ -44,7 +44,7 @@ class Reference:
         self._answers = answers
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> tuple[list[int], Timing]:
-        """Return output tokens and their times. Raises ReferenceFailedError if the process ended."""
+        """Return output tokens and times. Raises ReferenceFailedError if the process ended."""
         try:
             self._requests.write(json.dumps({"prompt_ids": list(prompt_ids), "num_tokens": num_tokens}) + "\n")
             self._requests.flush()

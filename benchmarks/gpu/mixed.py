@@ -85,7 +85,7 @@ class Case:
     against: str = ""
 
     def sequences(self, workload: Workload, seed: str, accept_length: float, steps: int) -> list[verifier_pb2.Sequence]:
-        """Return requests that last ``steps`` steps if drafted steps give ``accept_length`` tokens."""
+        """Return requests of ``steps`` steps if drafted steps give ``accept_length`` tokens."""
         found = []
         for index, prompt in enumerate(workload.prompts(self.size, seed)):
             sequence = new_sequence(index, prompt, 1)

@@ -56,7 +56,7 @@ class Workload:
     temperature: float
 
     def prompts(self, count: int, seed: str) -> list[list[int]]:
-        """Return ``count`` prompts that depend on ``seed``, without the lowest ids (special ones)."""
+        """Return ``count`` prompts from ``seed``, without the lowest ids, which are special."""
         generator = random.Random(seed)
         return [[generator.randrange(16, self.vocab_size) for _ in range(self.prompt_tokens)] for _ in range(count)]
 

@@ -35,7 +35,7 @@ class VerifierClient:
         self._channel.close()
 
     def wait_ready(self, is_alive: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until the verifier answers. Raises StackError if its process ended (``is_alive``)."""
+        """Wait until the verifier answers. Raises StackError if ``is_alive`` returns false."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:

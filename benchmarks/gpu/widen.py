@@ -204,7 +204,7 @@ class Widening:
         return torch.cat([half, half + self.wide.head_dim // 2])
 
     def _read(self, matrix: torch.Tensor, free: torch.Tensor, inputs: int = 1, factor: float = 1.0) -> torch.Tensor:
-        """Return the matrix [rows, inputs * hidden] times ``factor`` and norm scale, split by copy."""
+        """Return [rows, inputs * hidden] times ``factor`` and norm scale, split by copy."""
         size, rows = self.small.hidden, len(matrix)
         terms = split(matrix.to(torch.float64) * (factor * self.norm_scale))
         out = free.clone().view(rows, inputs, self.wide.hidden)
