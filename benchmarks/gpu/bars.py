@@ -1,4 +1,4 @@
-"""The bars for step times on one H200, the peers' figures behind them, and the rows of a full run.
+"""The bars for step times on one H200, the peers' figures they rest on, and a full run's rows.
 
 All bars are for the shape of Llama-3.1-8B in bfloat16, with 128-token prompts and 256 decoded
 tokens. Times are medians, in milliseconds a step.
