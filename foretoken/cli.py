@@ -61,6 +61,9 @@ def main() -> None:
 
     Either is one line on stderr.
     """
+    # gRPC reads it when loaded, and settings load it. The processes fork only to start programs,
+    # and gRPC's fork handlers would complain about each start on stderr.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         app(prog_name="foretoken")
     except Exception as error:
@@ -93,9 +96,6 @@ def serve(given: Given) -> None:
     After Ctrl-C or SIGTERM running streams have 14 seconds to finish; a second Ctrl-C stops at
     once.
     """
-    # gRPC reads it when loaded. The supervisor forks only to start programs, and gRPC's fork
-    # handlers would complain about each start on stderr.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from foretoken.commands.service_settings import ServeOptions, stack_settings
     from foretoken.runtime_folder import runtime_folder
 
