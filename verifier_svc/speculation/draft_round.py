@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
@@ -27,7 +28,7 @@ MODEL_PAYS_FROM = 1.3
 Found = dict[tuple[int, int], list[Draft]]
 
 
-class DraftRound:
+class DraftRound(ABC):
     """What both rounds share: who takes part, what each row asks for, and what came of it."""
 
     has_model: ClassVar[bool]
@@ -41,9 +42,9 @@ class DraftRound:
         self._costs = costs
         self._bounds = bounds
 
+    @abstractmethod
     def gate(self, sequence: Sequence) -> Gate:
         """Return the gate of a row under the drafters of this round."""
-        raise NotImplementedError
 
     def attached(self) -> list[tuple[DrafterHandle, Attachment]]:
         """Return the drafters of this round that are attached now."""
