@@ -1,15 +1,17 @@
-"""Run overlapped decode steps on the GPU: the host launches a step before it has read the last one.
+"""Launch and read overlapped steps on the GPU: a step is launched before the last one was read.
 
-A *run* is a series of such steps over the same sequences, each in its *seat* (batch row). Lengths,
-last tokens, remaining tokens, trees and results live in device memory. A step is one graph, and the
-GPU never waits for the host. A sequence that has ended takes no part in later steps.
+A sequence joins with its whole prompt but the last token computed, takes a *seat* (batch row), and
+keeps it to its end. Lengths, last tokens, remaining tokens, trees and results live in device
+memory. A step is one graph, and the GPU never waits for the host. A sequence that has ended takes
+no part in later steps.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +19,16 @@ from foretoken_kernels.gpu.forced_walk import force_walk
 from foretoken_kernels.gpu.kv_commit import kv_commit
 from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
 from foretoken_kernels.gpu.resident_rows import lay_out_rows
-from foretoken_kernels.resident_state import DraftedTrees, Seats, StepResults, StepRows, new_seats
+from foretoken_kernels.gpu.resident_seats import join_seats
+from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
 
+from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_llama import ResidentPass
-from foretoken.models.pinned_buffers import SendRing
+from foretoken.models.pinned_buffers import PinnedBuffers, SendRing
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.model.device_runner import DeviceRunner
-from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_result
+from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_results
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
 
 # Most block tables that may be in transfer at once.
@@ -32,7 +36,7 @@ _TABLES_IN_FLIGHT = 4
 
 
 class _Shape(NamedTuple):
-    """The sizes that a run's graphs are captured for."""
+    """The sizes that a step's graph is captured for."""
 
     rows: int
     seqs: int
@@ -66,13 +70,21 @@ class _Stage:
         self.tables = SendRing(arrays.block_tables, _TABLES_IN_FLIGHT)
 
 
+class _Launched(NamedTuple):
+    """A step that was not read yet. ``stage``: None for an empty step, whose end is ``reached``."""
+
+    stage: _Stage | None
+    seats: tuple[Seat | None, ...]
+    reached: Any
+
+
 class ResidentStep:
-    """Launch and read overlapped steps. Not thread-safe.
+    """Seat sequences, launch steps, and read them. Not thread-safe.
 
     Args:
-        memory: the memory for results and trees; see ``plain_memory``.
+        memory: the memory for results, trees and prompts' hidden states; see ``plain_memory``.
         order: the stream order with the drafter that uses ``memory``.
-        max_seats: most seats of a run.
+        max_seats: most seats.
         simulated: mean tokens of a step with a tree, for benchmarks only. None: the target decides.
         graphs: whether to capture launches as graphs.
     """
@@ -92,32 +104,39 @@ class ResidentStep:
         self.memory, self._order = memory, order
         self._simulated = simulated
         device = runner.planes.device
-        self._device = device
+        self._is_cuda = device.type == "cuda"
         self._state: Seats = new_seats(max_seats, device)
+        self._joining = PinnedBuffers({name: ((max_seats,), torch.int32) for name in Joining._fields}, device)
         self._owed = torch.zeros(max_seats, dtype=torch.float32, device=device)
         self._trees = DraftedTrees(memory.draft_stamp, memory.num_nodes, memory.draft_tokens, memory.draft_parents)
         self._outcome = StepResults(
             memory.stamp, memory.counts, memory.lengths, memory.num_left, memory.new_tokens, memory.hidden
         )
         self._stages: dict[_Shape, _Stage] = {}
-        self._graphs = DeviceGraphs(graphs and device.type == "cuda")
+        self._graphs = DeviceGraphs(graphs and self._is_cuda)
         # The generation of the pass's buffers that stages and graphs use.
         self._generation = -1
-        # The current run's seats, shape and block counts.
-        self._seats: list[Seat] = []
+        self._features: tuple[int, ...] = ()
+        # The seats of the next step, and the block tables that the device has of them.
+        self._seats: list[Seat | None] = [None] * max_seats
+        self._tables = np.zeros((max_seats, 0), np.int32)
+        self._num_blocks = [0] * max_seats
+        # What has changed since the last launch: seats that were taken, and whether the rows must
+        # be divided anew.
+        self._joined: list[int] = []
+        self._is_laid_out = False
         self._shape: _Shape | None = None
-        self._num_blocks: list[int] = []
-        # The numbers of the last launched step and of the last one that was read.
+        self._in_flight: deque[_Launched] = deque()
+        # The number of the last launched step.
         self.number = 0
-        self._num_read = 0
 
     @property
     def num_in_flight(self) -> int:
-        return self.number - self._num_read
+        return len(self._in_flight)
 
     @property
-    def seats(self) -> Items[Seat]:
-        """Return the current run's seats."""
+    def seats(self) -> Items[Seat | None]:
+        """Return the seats of the next step."""
         return self._seats
 
     @property
@@ -126,48 +145,172 @@ class ResidentStep:
         return self.memory.layout.tokens
 
     @torch.inference_mode()
-    def begin(self, seats: Items[Seat], features: tuple[int, ...], number: int) -> None:
-        """Start a new run after step ``number``. No step may be in flight.
+    def begin(self, features: tuple[int, ...], number: int) -> None:
+        """Start with empty seats after step ``number``. No step may be in flight.
 
         ``features``: the layers whose hidden states the target captures.
         """
-        assert self.num_in_flight == 0
-        self.number = self._num_read = number
-        widths = [seat.width for seat in seats]
-        blocks = max(len(seat.sequence.block_ids) for seat in seats)
-        resident = self._runner.resident_pass(features, sum(widths), len(seats), max(widths), blocks)
-        stage = self._stage(resident, features)
-        assert self._shape is not None
-        self._seats, self._num_blocks = list(seats), [0] * len(seats)
-        starts = np.full(self._shape.seqs + 1, sum(widths), np.int32)
-        starts[: len(seats)] = np.cumsum([0, *widths[:-1]])
-        resident.batch.clear(starts)
-        self._walker.seat([seat.sequence for seat in seats])
-        self._fill_walk(stage, starts)
-        self._fill_state()
-        self._fill_trees()
-        self.send_tables()
+        assert not self._in_flight
+        self._features, self.number = features, number
+        self._seats = [None] * len(self._seats)
+        self._num_blocks = [0] * len(self._seats)
+        self._joined = []
+        self._is_laid_out = False
+        self._state.step.fill_(number)
 
     @torch.inference_mode()
     def warm_up(self, features: tuple[int, ...]) -> None:
         """Compile the kernels around the pass before the first request, with empty seats."""
-        assert self.num_in_flight == 0
+        assert not self._in_flight
+        self._features = features
         nodes = self.memory.layout.nodes
-        resident = self._runner.resident_pass(features, nodes, 1, nodes, 1)
-        stage = self._stage(resident, features)
+        stage = self._stage(nodes, 1, nodes, 1)
         assert self._shape is not None
         starts = np.full(self._shape.seqs + 1, nodes, np.int32)
         starts[0] = 0
-        self._seats = []
-        resident.batch.clear(starts)
+        stage.resident.batch.clear(starts)
         self._fill_walk(stage, starts)
-        self._fill_state()
+        join_seats(self._state, Joining(**self._joining.device))
         self._lay_out(stage, self._shape.max_width)
         self._conclude(stage, self._shape.max_width)
+        self._is_laid_out = False
 
-    def _stage(self, resident: ResidentPass, features: tuple[int, ...]) -> _Stage:
+    # Seats.
+
+    def free_seat(self) -> int:
+        """Return the lowest free seat. There is one for each batch slot."""
+        return self._seats.index(None)
+
+    def join(self, index: int, seat: Seat) -> None:
+        """Seat a sequence in a free seat, from the next step on. Its first tree is its root."""
+        assert self._seats[index] is None
+        self._seats[index] = seat
+        self._num_blocks[index] = 0
+        self._joined.append(index)
+        self._is_laid_out = False
+
+    def leave(self, index: int) -> None:
+        """Free the seat of a sequence that has ended. No later step has rows for it."""
+        self._seats[index] = None
+        self._is_laid_out = False
+        if index in self._joined:
+            self._joined.remove(index)
+
+    def resize(self, index: int, width: int) -> None:
+        """Change the most nodes of a seat's next trees."""
+        seat = self._seats[index]
+        assert seat is not None
+        if seat.width != width:
+            seat.width = width
+            self._is_laid_out = False
+
+    # Launches.
+
+    @torch.inference_mode()
+    def prefill(self, batch: ForwardBatch, first_hidden: int | None) -> None:
+        """Launch a pass over prompt tokens, without logits.
+
+        ``first_hidden``: the row of ``memory.prompt_hidden`` for the hidden states of the pass's
+        first row; those of the other rows follow. None: nobody wants them.
+        """
+        if first_hidden is None:
+            self._runner.forward(batch)
+            return
+        self._runner.forward(batch, self._features)
+        rows = self.memory.prompt_hidden[first_hidden : first_hidden + batch.num_rows]
+        rows.copy_(self._runner.features[: batch.num_rows])
+
+    @torch.inference_mode()
+    def launch(self, *, is_drafted: bool) -> None:
+        """Launch the next step. Without seats it is empty: it only gets its number.
+
+        ``is_drafted``: wait on the GPU for the trees that follow the last step; they may still be
+        missing.
+        """
+        assert len(self._in_flight) < MAX_IN_FLIGHT
+        stage = self._prepare()
+        if is_drafted:
+            self._order.await_draft(self.number)
+        if stage is None:
+            finish_step(self._state, self._outcome)
+        else:
+            assert self._shape is not None
+            self._graphs.run(self._shape, partial(self._launch_kernels, stage, self._shape.max_width))
+        self.number += 1
+        self._order.signal_step(self.number)
+        if stage is not None:
+            stage.walk.found.record()
+        reached = torch.cuda.Event() if stage is None and self._is_cuda else None  # type: ignore[no-untyped-call]
+        if reached is not None:
+            reached.record()
+        self._in_flight.append(_Launched(stage, tuple(self._seats), reached))
+
+    def release(self) -> None:
+        """Let steps in flight go on without the trees that they wait for."""
+        self._order.release_draft(self.number)
+
+    def is_done(self) -> bool:
+        """Return whether the oldest step in flight is done."""
+        stage, _, reached = self._in_flight[0]
+        if stage is not None:
+            return stage.walk.found.is_ready()
+        return reached is None or bool(reached.query())
+
+    def receive(self) -> list[SeatResult]:
+        """Return the results of the oldest step in flight, which must be done."""
+        stage, seats, _ = self._in_flight.popleft()
+        if stage is None:
+            return []
+        found = stage.walk.found.take()
+        taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
+        walks = walk_results(found, [(index, seat.number) for index, seat in taken])
+        num_nodes = found["num_nodes"].tolist()
+        return [SeatResult(seat, walk, num_nodes[index]) for (index, seat), walk in zip(taken, walks, strict=True)]
+
+    def _prepare(self) -> _Stage | None:
+        """Bring the device up to date with seats and block tables; return the next step's stage."""
+        longest = 0
+        grown = False
+        for index, seat in enumerate(self._seats):
+            if seat is None:
+                continue
+            count = len(seat.sequence.block_ids)
+            longest = max(longest, count)
+            grown |= count > self._num_blocks[index]
+        if longest == 0:
+            return None
+        shape = self._shape
+        if not self._is_laid_out or shape is None or longest > shape.blocks or self._has_moved():
+            return self._lay_out_seats(longest)
+        if grown:
+            self._send_tables(shape)
+        return self._stages[shape]
+
+    def _has_moved(self) -> bool:
+        return self._generation != self._runner.generation
+
+    def _lay_out_seats(self, longest: int) -> _Stage:
+        """Divide the rows anew among the seats. Steps in flight keep their own stages' results."""
+        last = max(index for index, seat in enumerate(self._seats) if seat is not None)
+        widths = [0 if seat is None else seat.width for seat in self._seats[: last + 1]]
+        stage = self._stage(sum(widths), last + 1, max(widths), longest)
+        shape = self._shape
+        assert shape is not None
+        starts = np.full(shape.seqs + 1, sum(widths), np.int32)
+        starts[: last + 1] = np.cumsum([0, *widths[:-1]])
+        stage.resident.batch.clear(starts)
+        self._walker.seat([seat.sequence for index in self._joined if (seat := self._seats[index]) is not None])
+        self._fill_walk(stage, starts)
+        self._send_joining()
+        self._num_blocks = [0] * len(self._seats)
+        self._send_tables(shape)
+        self._is_laid_out = True
+        return stage
+
+    def _stage(self, rows: int, seqs: int, max_width: int, blocks: int) -> _Stage:
+        resident = self._runner.resident_pass(self._features, rows, seqs, max_width, blocks)
         batch = resident.batch.shape
-        shape = _Shape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, features)
+        shape = _Shape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self._features)
         if resident.generation != self._generation:
             self._stages.clear()
             self._graphs.clear()
@@ -187,95 +330,52 @@ class ResidentStep:
         for name in ("row_seqs", "parents", "tokens"):
             host[name][:] = -1
         host["row_starts"][:] = row_starts
+        slots = [0 if seat is None else seat.sequence.slot for seat in self._seats[: len(host["slots"])]]
         host["slots"][:] = 0
-        host["slots"][: len(self._seats)] = [seat.sequence.slot for seat in self._seats]
+        host["slots"][: len(slots)] = slots
         host["max_new"][:] = 1
         asked.send()
 
-    def _fill_state(self) -> None:
-        state = np.zeros((5, len(self._state.slots)), np.int32)
-        for index, seat in enumerate(self._seats):
+    def _send_joining(self) -> None:
+        """Tell the device of the sequences that join."""
+        if not self._joined:
+            return
+        joining = self._joining
+        joining.wait()
+        joining.host["joins"][:] = 0
+        for index in self._joined:
+            seat = self._seats[index]
+            assert seat is not None
             sequence = seat.sequence
-            state[:, index] = (
+            values = (
+                1,
                 sequence.slot,
                 len(sequence.tokens),
                 sequence.max_new_tokens,
                 sequence.num_output_tokens,
                 sequence.tokens[-1],
+                self.number,
             )
-        for column, values in zip(self._state[:5], torch.from_numpy(state).to(self._device), strict=True):
-            column.copy_(values)
-        self._state.step.fill_(self.number)
+            for name, value in zip(Joining._fields, values, strict=True):
+                joining.host[name][index] = value
+        joining.send()
+        join_seats(self._state, Joining(**joining.device))
+        self._joined = []
 
-    def _fill_trees(self) -> None:
-        """Write the first step's trees, stamped with the last step's number, as a drafter would."""
-        memory = self.memory
-        num_seats, nodes = memory.draft_tokens.shape
-        counts = np.ones(num_seats, np.int32)
-        both = np.zeros((2, num_seats, nodes), np.int32)
-        for index, seat in enumerate(self._seats):
-            if seat.tree is not None:
-                counts[index] = seat.tree.num_nodes
-                both[:, index, : seat.tree.num_nodes] = seat.tree.tokens, seat.tree.parents
-        memory.num_nodes.copy_(torch.from_numpy(counts))
-        on_device = torch.from_numpy(both).to(self._device)
-        memory.draft_tokens.copy_(on_device[0])
-        memory.draft_parents.copy_(on_device[1])
-        memory.draft_stamp.copy_(self._state.step)
-
-    def has_room(self, num_blocks: int) -> bool:
-        """Return whether the run's block tables hold ``num_blocks`` blocks of one sequence."""
-        assert self._shape is not None
-        return num_blocks <= self._shape.blocks
-
-    @torch.inference_mode()
-    def send_tables(self) -> None:
+    def _send_tables(self, shape: _Shape) -> None:
         """Send block tables with the sequences' new blocks, for the steps launched after this."""
-        assert self._shape is not None
-        counts = [0 if seat.is_left else len(seat.sequence.block_ids) for seat in self._seats]
-        if all(new <= old for new, old in zip(counts, self._num_blocks, strict=True)):
-            return
-        tables = np.zeros((self._shape.seqs, self._shape.blocks), np.int32)
-        for index, (seat, count) in enumerate(zip(self._seats, counts, strict=True)):
-            if count:
-                tables[index, :count] = seat.sequence.block_ids
-        self._num_blocks = counts
-        self._stages[self._shape].tables.send(tables)
-
-    @torch.inference_mode()
-    def launch(self, *, is_drafted: bool) -> None:
-        """Launch the next step.
-
-        ``is_drafted``: wait on the GPU for the trees that follow the last step; they may still be
-        missing.
-        """
-        assert self._shape is not None and self.num_in_flight < MAX_IN_FLIGHT
-        stage = self._stages[self._shape]
-        if is_drafted:
-            self._order.await_draft(self.number)
-        self._graphs.run(self._shape, partial(self._launch_kernels, stage, self._shape.max_width))
-        self.number += 1
-        self._order.signal_step(self.number)
-        stage.walk.found.record()
-
-    def release(self) -> None:
-        """Let steps in flight go on without the trees that they wait for."""
-        self._order.release_draft(self.number)
-
-    def is_done(self) -> bool:
-        """Return whether the oldest step in flight is done."""
-        assert self._shape is not None
-        return self._stages[self._shape].walk.found.is_ready()
-
-    def receive(self) -> list[SeatResult]:
-        """Return the results by seat of the oldest step in flight, which must be done."""
-        assert self._shape is not None
-        found = self._stages[self._shape].walk.found.take()
-        self._num_read += 1
-        return [
-            SeatResult(walk_result(found, index, seat.number), int(found["num_nodes"][index]))
-            for index, seat in enumerate(self._seats)
-        ]
+        if self._tables.shape[1] < shape.blocks:
+            grown = np.zeros((len(self._seats), shape.blocks), np.int32)
+            grown[:, : self._tables.shape[1]] = self._tables
+            self._tables = grown
+        for index, seat in enumerate(self._seats):
+            if seat is None:
+                continue
+            blocks, known = seat.sequence.block_ids, self._num_blocks[index]
+            if len(blocks) > known:
+                self._tables[index, known : len(blocks)] = blocks[known:]
+                self._num_blocks[index] = len(blocks)
+        self._stages[shape].tables.send(np.ascontiguousarray(self._tables[: shape.seqs, : shape.blocks]))
 
     def _launch_kernels(self, stage: _Stage, max_width: int) -> None:
         """Launch all kernels of one step; a graph captures this."""
@@ -318,6 +418,6 @@ class ResidentStep:
 
 
 def plain_memory(max_seats: int, device: torch.device) -> ResidentMemory:
-    """Return the memory for runs without a drafter."""
+    """Return the memory for steps without a drafter."""
     layout = ResidentLayout(seats=max_seats, tokens=1, nodes=1, hidden_width=0, hidden_dtype=torch.float32)
     return ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)

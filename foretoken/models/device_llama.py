@@ -72,6 +72,11 @@ class DeviceLlama(Llama[DeviceProgram]):
         self._passes.launch(self._loaded(()), arrays)
         return self._passes.buffer(kernel.LOGITS, len(arrays.logit_rows), self.config.vocab_size)
 
+    @property
+    def generation(self) -> int:
+        """Return the generation of the passes' buffers; see ResidentPass."""
+        return self._passes.generation
+
     def resident_pass(
         self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
     ) -> ResidentPass:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from foretoken_kernels.resident_state import NO_NODE, NO_SLOT, DraftedTrees, Seats, StepResults, StepRows
+from foretoken_kernels.resident_state import NO_NODE, NO_SLOT, DraftedTrees, Joining, Seats, StepResults, StepRows
 from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, WalkResult
+
+
+def join_seats_reference(seats: Seats, joining: Joining) -> None:
+    """Define gpu.resident_seats.join_seats: seat the sequences that join."""
+    for seat in joining.joins.nonzero()[:, 0].tolist():
+        for name in Joining._fields[1:]:
+            getattr(seats, name)[seat] = getattr(joining, name)[seat]
 
 
 def lay_out_rows_reference(
@@ -19,8 +26,9 @@ def lay_out_rows_reference(
 ) -> None:
     """Define gpu.resident_rows.lay_out_rows: lay out each seat's root and tree as rows."""
     num_seats = len(rows.tree_starts)
-    is_drafted = int(trees.stamp[0]) == int(seats.step[0])
+    step = int(seats.step[0])
     for seat in range(num_seats):
+        is_drafted = int(trees.stamp[0]) == step > int(seats.joined[seat])
         start, end = int(rows.row_starts[seat]), int(rows.row_starts[seat + 1])
         left, length = int(seats.num_left[seat]), int(seats.lengths[seat])
         table = block_tables[seat].tolist()

@@ -1,6 +1,7 @@
 """Tensors that an overlapped step keeps on the device: its sequences, their trees, their results.
 
-A *seat* is a sequence's batch row in a run of such steps. reference_resident.py defines the
+A *seat* is a sequence's batch row in such steps: it keeps it from the step in which it joins to its
+end. reference_resident.py defines the
 operations.
 """
 
@@ -25,6 +26,8 @@ class Seats(NamedTuple):
         num_left: tokens that may still be emitted; 0: the sequence has ended, or the seat is empty.
         num_outputs: output tokens.
         last_tokens: the roots.
+        joined: the number of the step before the sequence's first: a tree that was drafted after
+            that step, or before, was drafted for another sequence.
         step: int32 [1]; number of the last step.
     """
 
@@ -33,7 +36,25 @@ class Seats(NamedTuple):
     num_left: torch.Tensor
     num_outputs: torch.Tensor
     last_tokens: torch.Tensor
+    joined: torch.Tensor
     step: torch.Tensor
+
+
+class Joining(NamedTuple):
+    """The sequences that join before a step. int32 [seats].
+
+    Attributes:
+        joins: 1 for a seat that is taken now, else 0.
+        slots, lengths, num_left, num_outputs, last_tokens, joined: as in Seats, for these seats.
+    """
+
+    joins: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    num_left: torch.Tensor
+    num_outputs: torch.Tensor
+    last_tokens: torch.Tensor
+    joined: torch.Tensor
 
 
 class DraftedTrees(NamedTuple):
@@ -112,5 +133,4 @@ def new_seats(num_seats: int, device: torch.device | str) -> Seats:
     def zeros(size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=device)
 
-    slots, lengths, num_left, num_outputs, last_tokens = (zeros(num_seats) for _ in range(5))
-    return Seats(slots, lengths, num_left, num_outputs, last_tokens, zeros(1))
+    return Seats(*(zeros(num_seats) for _ in Seats._fields[:-1]), step=zeros(1))

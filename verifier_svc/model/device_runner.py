@@ -128,6 +128,11 @@ class DeviceRunner(TargetModel):
         moves = torch.from_numpy(np.stack([src_slots, dst_slots])).to(self._device, non_blocking=True)
         copy_slots(self.planes, moves[0], moves[1])
 
+    @property
+    def generation(self) -> int:
+        """Return a number that grows when the passes' buffers move; see ResidentPass."""
+        return self._model.generation
+
     def resident_pass(
         self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
     ) -> ResidentPass:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ _RULES = (
     "num_bias",
     "num_stops",
 )
+# Besides these, one row for each batch slot.
+_ROWS = ("stop_ids",)
 _FINISHES = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
 # Most stop ids of one request, including the model's.
 _MAX_STOPS = 128
@@ -122,11 +124,11 @@ class DeviceWalker:
         self._device = device
         self._workspace: SampleWorkspace = sample_workspace(max_rows, vocab_size, device)
         state = new_sampler_state(max_slots, vocab_size, MAX_LOGIT_BIAS_ENTRIES, _MAX_STOPS, device)
-        # One copy sends the rules of all slots. Biases and stop ids are copied only if a request
-        # has some.
-        columns = {name: (tuple(getattr(state, name).shape), getattr(state, name).dtype) for name in _RULES}
+        # One copy sends the rules of all slots. Biases are copied only if a request has some.
+        sent = (*_RULES, *_ROWS)
+        columns = {name: (tuple(getattr(state, name).shape), getattr(state, name).dtype) for name in sent}
         self._rules = PinnedBuffers(columns, device)
-        for name in _RULES:
+        for name in sent:
             self._rules.host[name][:] = getattr(state, name).cpu().numpy()
         self._state: SamplerState = state._replace(**self._rules.device)
         # For each batch slot, the generation of the sequence whose rules it holds.
@@ -144,7 +146,7 @@ class DeviceWalker:
             stage.found.record()
             stage.found.wait()
             found = stage.found.take()
-            walked = [walk_result(found, index, each.sources) for index, each in enumerate(on_device)]
+            walked = walk_results(found, [(index, each.sources) for index, each in enumerate(on_device)])
             for each, result in zip(on_device, _with_logprobs(on_device, found["nodes"], walked, logits), strict=True):
                 results[id(each)] = result
         for each in walks:
@@ -244,11 +246,17 @@ class DeviceWalker:
         )
         for name, value in zip(_RULES, values, strict=True):
             self._rules.host[name][slot] = value
+        self._rules.host["stop_ids"][slot, : len(stops)] = stops
         if bias:
-            self._state.bias_ids[slot, : len(bias)] = torch.tensor(list(bias), dtype=torch.int32)
-            self._state.bias_values[slot, : len(bias)] = torch.tensor(list(bias.values()))
-        if stops:
-            self._state.stop_ids[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int32)
+            self._state.bias_ids[slot, : len(bias)] = self._sent(list(bias), torch.int32)
+            self._state.bias_values[slot, : len(bias)] = self._sent(list(bias.values()), torch.float32)
+
+    def _sent(self, values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+        """Return values on the device, copied in stream order: the host waits for no step."""
+        on_host = torch.tensor(values, dtype=dtype)
+        if self._device.type == "cuda":
+            on_host = on_host.pin_memory()
+        return on_host.to(self._device, non_blocking=True)
 
     def _count(self, sequences: list[SampledSequence]) -> None:
         """Count the tokens of prompt and output so far on the device, for the penalties."""
@@ -257,40 +265,51 @@ class DeviceWalker:
             split, limit = sequence.num_prompt_tokens, self._state.counts.shape[1]
             prompt += [(sequence.slot, token) for token in set(sequence.tokens[:split]) if token < limit]
             output += [(sequence.slot, token) for token in sequence.tokens[split:]]
-        slots = torch.tensor([s.slot for s in sequences], device=self._device)
-        pairs = [torch.tensor(each, dtype=torch.int64).reshape(-1, 2).to(self._device) for each in (prompt, output)]
+        slots = self._sent([s.slot for s in sequences], torch.int64)
+        pairs = [self._sent(each, torch.int64).reshape(-1, 2) for each in (prompt, output)]
         reset_slots(self._state, slots, pairs[0][:, 1], pairs[0][:, 0], pairs[1][:, 1], pairs[1][:, 0])
 
 
-def walk_result(found: Mapping[str, np.ndarray], index: int, sources: Items[int] | int | None) -> WalkResult:
-    """Return one sequence's walk result, without logprobs.
+def walk_results(
+    found: Mapping[str, np.ndarray], wanted: Items[tuple[int, Items[int] | int | None]]
+) -> list[WalkResult]:
+    """Return walk results without logprobs.
 
     Args:
         found: the device's WalkResult, fetched.
-        index: the sequence's index in it.
-        sources: as in Walk; a number stands for all nodes.
+        wanted: for each result, the sequence's index in ``found`` and its nodes' sources, as in
+            Walk; a number stands for all nodes.
     """
-    num_walked, num_tokens = int(found["num_walked"][index]), int(found["num_tokens"][index])
-    tokens = found["tokens"][index, :num_walked].tolist()
-    matched = found["accepted"][index, : int(found["num_matched"][index])].tolist()
-    accepted = matched[: int(found["num_accepted"][index])]
-    if sources is None or isinstance(sources, int):
-        from_drafters = [1 if sources is None else sources] * len(accepted)
-    else:
-        from_drafters = [int(sources[node]) for node in accepted]
-    end = int(found["finish"][index])
-    finish = _FINISHES.get(end)
-    return WalkResult(
-        tokens=tokens[:num_tokens],
-        accepted_nodes=accepted,
-        sources=from_drafters + [0] * (num_tokens - len(accepted)),
-        finish=finish,
-        stop_token_id=tokens[-1] if finish is FinishReason.STOP else None,
-        logprobs=[],
-        num_walked_tokens=num_walked,
-        matched_nodes=matched,
-        error=broken_logits() if end == FINISH_BROKEN else None,
+    # Whole arrays at once: elements of numpy arrays are slow to read one by one.
+    num_walked, num_tokens, num_matched, num_accepted, finishes = (
+        found[name].tolist() for name in ("num_walked", "num_tokens", "num_matched", "num_accepted", "finish")
     )
+    longest = max(num_walked, default=0)
+    all_tokens, all_accepted = found["tokens"][:, :longest].tolist(), found["accepted"][:, :longest].tolist()
+    results = []
+    for index, sources in wanted:
+        count = num_tokens[index]
+        tokens, matched = all_tokens[index][: num_walked[index]], all_accepted[index][: num_matched[index]]
+        accepted = matched[: num_accepted[index]]
+        if sources is None or isinstance(sources, int):
+            from_drafters = [1 if sources is None else sources] * len(accepted)
+        else:
+            from_drafters = [int(sources[node]) for node in accepted]
+        finish = _FINISHES.get(finishes[index])
+        results.append(
+            WalkResult(
+                tokens=tokens[:count],
+                accepted_nodes=accepted,
+                sources=from_drafters + [0] * (count - len(accepted)),
+                finish=finish,
+                stop_token_id=tokens[-1] if finish is FinishReason.STOP else None,
+                logprobs=[],
+                num_walked_tokens=num_walked[index],
+                matched_nodes=matched,
+                error=broken_logits() if finishes[index] == FINISH_BROKEN else None,
+            )
+        )
+    return results
 
 
 def _with_logprobs(

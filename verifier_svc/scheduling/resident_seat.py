@@ -1,10 +1,9 @@
-"""Hold a sequence's batch row (its seat) in a run of overlapped steps (verifier_svc.overlap)."""
+"""Hold a sequence's batch row (its seat) in overlapped steps (verifier_svc.overlap)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from foretoken.tree import DraftTree
 from verifier_svc.sampling.verify import WalkResult
 from verifier_svc.scheduling.sequence import Sequence
 
@@ -12,20 +11,20 @@ from verifier_svc.scheduling.sequence import Sequence
 MAX_IN_FLIGHT = 2
 
 
-class Seat(NamedTuple):
-    """One sequence's batch row for a whole run.
+class Seat:
+    """One sequence's batch row, from the step in which it joins to its end.
 
     Attributes:
-        sequence: a sequence that decodes.
-        width: most nodes of its trees, including the root.
-        tree: the first step's tree. None: the root alone.
+        sequence: its last token is the root of its next tree.
+        width: rows of its next step: most nodes of its tree, including the root.
         number: the drafter's number, which marks drafted tokens in ``WalkResult.sources``.
+        is_new: whether no result has been read: the first token ends the prefill.
     """
 
-    sequence: Sequence
-    width: int
-    tree: DraftTree | None
-    number: int
+    __slots__ = ("is_new", "number", "sequence", "width")
+
+    def __init__(self, sequence: Sequence, width: int, number: int, *, is_new: bool) -> None:
+        self.sequence, self.width, self.number, self.is_new = sequence, width, number, is_new
 
     @property
     def is_left(self) -> bool:
@@ -36,8 +35,9 @@ class Seat(NamedTuple):
 class SeatResult(NamedTuple):
     """A step's result for one seat.
 
-    ``num_nodes``: nodes of the verified tree, including the root; 0 if the seat was left.
+    ``num_nodes``: nodes of the verified tree, including the root; 0 if the sequence took no part.
     """
 
+    seat: Seat
     walk: WalkResult
     num_nodes: int

@@ -40,7 +40,8 @@ def _lay_out_rows(
     node = tl.arange(0, NODES)
     is_row = node < width
 
-    drafted = tl.load(trees.stamp) == tl.load(seats.step)
+    step = tl.load(seats.step)
+    drafted = (tl.load(trees.stamp) == step) & (step > tl.load(seats.joined + seat))
     count = tl.minimum(tl.minimum(tl.load(trees.num_nodes + seat), left), tl.minimum(width, tree_stride))
     count = tl.where(drafted, tl.maximum(count, 1), 1)
     count = tl.where((left > 0) & (width > 0), count, 0)
@@ -117,8 +118,8 @@ def lay_out_rows(
 ) -> None:
     """Fill ``rows`` except ``row_starts``; reference_resident.lay_out_rows_reference defines it.
 
-    A tree without the seats' step as its stamp, an invalid tree, or a tree that is too deep becomes
-    a root alone. A tree that is too large for its rows, or for the tokens that may still be
+    A tree without the seats' step as its stamp, one that was drafted before the sequence joined, an
+    invalid tree, or a tree that is too deep becomes a root alone. A tree that is too large for its rows, or for the tokens that may still be
     emitted, is cut: ancestors come first.
 
     Args:
