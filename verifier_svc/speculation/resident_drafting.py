@@ -1,54 +1,69 @@
-"""Request drafts during a run of overlapped steps, and record what the drafter was sent."""
+"""Request drafts of overlapped steps, and record what the drafter was sent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-from foretoken.drafting import DeviceStep
+import numpy as np
+
+from foretoken.drafting import ROW_DTYPE, DeviceStep, DraftRequest, starts_of
 from foretoken.resident import ResidentMemory, StreamOrder
-from foretoken.tree import DraftTree
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
-from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
-from verifier_svc.scheduling.draft import Draft, DrafterShare
-from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT
+from verifier_svc.drafters.request import NO_DRAFT, Row, Shape, record_of, request_of
+from verifier_svc.scheduling.draft import DrafterShare
+from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.sequence import Sequence
-from verifier_svc.speculation.row_state import RowStates
+from verifier_svc.speculation.controller import Controller
+
+_NO_TOKENS = np.zeros(0, np.int32)
+_NO_HIDDEN = np.zeros((0, 0), np.float32)
+# An empty seat: no slot, no tokens, nothing asked.
+_EMPTY = np.zeros(1, ROW_DTYPE)
+_EMPTY["slots"], _EMPTY["max_nodes"], _EMPTY["max_depths"], _EMPTY["max_branches"] = -1, *NO_DRAFT
 
 
 class ResidentDrafting:
-    """The drafting of one run. Only the engine thread uses it.
+    """The drafting of one run of overlapped steps. Only the engine thread uses it.
 
     Args:
-        rows: states of all rows.
         drafter: the drafter. None: plain decode.
-        attachment: the drafter's attachment when the run was planned.
-        shapes: shapes of the requested trees, by batch slot. Other sequences get roots.
-        drafts: trees for the first step, by batch slot.
-        features: layers whose hidden states the target captures.
-        most_steps: most steps for which the shapes hold. None: any number.
+        attachment: the drafter's attachment when the run began.
+        controller: chooses the shape of the batch's trees; without a drafter, when to draft again.
+        controlled: the number of the controller's drafter.
+        captured: layers whose hidden states the target captures.
+        is_above_limit: whether the batch is too large to draft for.
+        most_steps: most steps of the run. None: any number.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what one run has of a drafter
         self,
-        rows: RowStates,
         drafter: DrafterHandle | None = None,
         attachment: Attachment | None = None,
-        shapes: Mapping[int, Shape] | None = None,
-        drafts: Mapping[int, Draft] | None = None,
-        features: tuple[int, ...] = (),
+        *,
+        controller: Controller | None = None,
+        controlled: int = 0,
+        captured: tuple[int, ...] = (),
+        is_above_limit: bool = False,
         most_steps: int | None = None,
     ) -> None:
-        self._states = rows
         self.drafter, self.attachment = drafter, attachment
-        self.features = features
+        self.controller, self.controlled = controller, controlled
+        self.features = captured
+        self.is_above_limit = is_above_limit
         self.most_steps = most_steps
-        self._shapes, self._drafts = shapes or {}, drafts or {}
-        self._rows: list[Row] = []
-        # Blocks of each row that the drafter knows.
+        # The shape of the trees that the next request asks for.
+        self.shape = NO_DRAFT
+        # The sequences that are drafted for.
+        self._drafted: set[Sequence] = set()
+        # The seats, their records and shape in the last request; blocks that it has named.
+        self._seats: tuple[Seat | None, ...] | None = None
+        self._records = np.zeros(0, ROW_DTYPE)
         self._num_blocks: list[int] = []
-        self._has_begun = False
+        self._asked_shape = NO_DRAFT
+        self._prompts: list[Row] = []
+        # Tokens of each sequence before the last step that was read.
+        self._lengths: dict[Sequence, int] = {}
 
     @property
     def memory(self) -> ResidentMemory | None:
@@ -61,12 +76,17 @@ class ResidentDrafting:
         return self.attachment.resident_number if self.attachment is not None else 0
 
     @property
+    def drafter_number(self) -> int:
+        """Return the drafter's number, by which its tokens are marked; 0 without a drafter."""
+        return self.drafter.number if self.drafter is not None else 0
+
+    @property
     def order(self) -> StreamOrder:
         return self.attachment.transport.order if self.attachment is not None else StreamOrder()
 
     @property
     def is_current(self) -> bool:
-        """Return whether the drafter still has the attachment that the run was planned with."""
+        """Return whether the drafter still has the attachment that the run began with."""
         return self.drafter is None or self.drafter.attachment is self.attachment
 
     @property
@@ -74,48 +94,172 @@ class ResidentDrafting:
         """Return whether the drafter's transport is open, as far as a quick check shows."""
         return self.attachment is None or self.attachment.transport.is_open()
 
-    def shape(self, sequence: Sequence) -> Shape:
-        """Return the shape of the trees to request for a sequence."""
-        return self._shapes.get(sequence.slot, NO_DRAFT)
+    @property
+    def has_prompts(self) -> bool:
+        """Return whether the next request sends prompts."""
+        return bool(self._prompts)
 
-    def tree(self, sequence: Sequence) -> DraftTree | None:
-        """Return a sequence's tree for the run's first step, or None."""
-        draft = self._drafts.get(sequence.slot)
-        return draft.tree if draft is not None else None
+    @property
+    def is_for_all(self) -> bool:
+        """Return whether every seat of the last request is drafted for."""
+        return self._seats is not None and all(
+            seat is None or seat.is_left or self.is_for(seat.sequence) for seat in self._seats
+        )
 
     def is_for(self, sequence: Sequence) -> bool:
         """Return whether a running sequence is drafted for, even if only with roots."""
-        return sequence.slot in self._shapes
+        return sequence in self._drafted
 
-    def begin(self, sequences: Seq[Sequence]) -> None:
-        """Start the run with one seat for each of ``sequences``."""
-        if self.attachment is None:
-            return
-        sent = [self.attachment.sent.length(sequence) for sequence in sequences]
-        size = self.attachment.sent.block_size
-        self._num_blocks = [-(-length // size) for length in sent]
-        self._rows = [
-            Row(s, s.slot, s.generation, length, [], [], [], (), self.shape(s), False)
-            for s, length in zip(sequences, sent, strict=True)
-        ]
+    @property
+    def _block_size(self) -> int:
+        assert self.attachment is not None
+        return self.attachment.sent.block_size
 
-    def post(self, number: int, *, is_last: bool) -> None:
-        """Request the trees that follow step ``number``, which was launched.
+    def shape_of(self, sequence: Sequence) -> Shape:
+        """Return the shape of the trees to request for a sequence."""
+        if not self.is_for(sequence):
+            return NO_DRAFT
+        most = sequence.speculation.max_draft_tokens
+        if most is None or most >= self.shape.nodes - 1:
+            return self.shape
+        return Shape(1 + most, min(self.shape.depth, max(most, 1)), self.shape.branches)
+
+    # What the drafter is sent.
+
+    def add(self, sequence: Sequence) -> None:
+        """Draft for a running sequence. If it decodes already, send what the drafter lacks of it."""
+        self._drafted.add(sequence)
+        if sequence.num_uncomputed == 1 and sequence.is_decoding:
+            self.send_prompt(sequence, 0)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended. The drafter has learnt all of it in the run."""
+        self._drafted.discard(sequence)
+        self._lengths.pop(sequence, None)
+        if self.attachment is not None:
+            self.attachment.final_updates.forget_known()
+
+    def send_prompt(self, sequence: Sequence, num_hidden: int) -> bool:
+        """Send the tokens that the last prefill pass computed, and the one after them.
+
+        Returns whether it sends them with ``num_hidden`` hidden states in device memory, those of
+        the pass's rows of this sequence.
+        """
+        attachment = self.attachment
+        if attachment is None or not self.is_for(sequence):
+            return False
+        sent, length = attachment.sent.length(sequence), min(sequence.num_computed + 1, len(sequence.tokens))
+        if sent >= length:
+            return False
+        if not self._has_room(length - sent):
+            self._drafted.discard(sequence)
+            return False
+        blocks = sequence.block_ids[sent // self._block_size : (length - 1) // self._block_size + 1]
+        key = sequence.slot, sequence.generation
+        has_hidden = bool(attachment.needs.features) and 0 < num_hidden <= length - sent
+        self._prompts.append(
+            Row(
+                sequence,
+                *key,
+                length,
+                sequence.tokens[sent:length],
+                [],
+                blocks,
+                (),
+                NO_DRAFT,
+                False,
+                device_hidden=num_hidden if has_hidden else 0,
+            )
+        )
+        attachment.sent.mark(*key, length)
+        return has_hidden
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """Return whether the next request holds so many tokens more: one long prefix beside a chunk."""
+        assert self.memory is not None
+        counts = [num_tokens, *(len(row.new_tokens) for row in self._prompts)]
+        return sum(counts) - max(counts) <= self.memory.layout.prompt_rows
+
+    def post(self, number: int, seats: tuple[Seat | None, ...], prompt_start: int, *, is_last: bool = False) -> None:
+        """Request the trees that follow step ``number``, which was launched with these seats.
 
         Does nothing if the drafter has detached, because the run is about to end, or has attached
         again, because it then does not know the run.
+
+        Args:
+            prompt_start: the first row of the memory's ``prompt_hidden`` that belongs to the prompts
+                sent since the last request.
+            is_last: whether the step was read and ends the run.
         """
         if self.attachment is None or not self.is_current:
+            self._prompts = []
             return
-        rows = []
-        for index, row in enumerate(self._rows):
-            blocks = self._blocks(row.sequence, self.attachment.sent.block_size)
-            rows.append(row._replace(block_ids=blocks[self._num_blocks[index] :]))
-            self._num_blocks[index] = max(self._num_blocks[index], len(blocks))
-        self.attachment.post_resident(rows, DeviceStep(number, not self._has_begun, is_last, len(rows)))
-        self._has_begun = True
+        begins = self._begins(seats)
+        if begins:
+            self._name(seats, is_read=is_last)
+        step = DeviceStep(number, begins, is_last, len(self._records), prompt_start)
+        self.attachment.post_resident(self._request(), step)
+        self._prompts = []
 
-    def _blocks(self, sequence: Sequence, block_size: int) -> list[int]:
+    def _begins(self, seats: tuple[Seat | None, ...]) -> bool:
+        """Return whether the drafter must be told the seats anew: not for those that were left."""
+        if self._seats is None or self._prompts or self.shape != self._asked_shape or len(seats) > len(self._seats):
+            return True
+        return any(seat is not None and seat is not known for seat, known in zip(seats, self._seats, strict=False))
+
+    def _name(self, seats: tuple[Seat | None, ...], *, is_read: bool) -> None:
+        """Name the seats of a step. ``is_read``: whether the host has read the step's tokens."""
+        taken = [index for index, seat in enumerate(seats) if seat is not None and not seat.is_left]
+        seats = seats[: max(taken, default=-1) + 1]
+        self._seats, self._asked_shape = seats, self.shape
+        self._records = np.repeat(_EMPTY, len(seats))
+        self._num_blocks = [0] * len(seats)
+        assert self.attachment is not None
+        for index in taken:
+            seat = seats[index]
+            assert seat is not None
+            sequence = seat.sequence
+            length = self.attachment.sent.length(sequence) if self.is_for(sequence) else len(sequence.tokens)
+            if is_read:
+                # The request itself tells of those tokens.
+                length = self._lengths.get(sequence, length)
+            self._num_blocks[index] = -(-length // self._block_size)
+            shape = self.shape_of(sequence)
+            row = Row(sequence, sequence.slot, sequence.generation, length, [], [], [], (), shape, False)
+            self._records[index] = record_of(row)
+
+    def _request(self) -> DraftRequest:
+        """Return the request of the named seats and of the prompts, without epoch and step."""
+        assert self._seats is not None
+        named: list[list[int]] = []
+        for index, seat in enumerate(self._seats):
+            blocks = [] if seat is None else self._blocks(seat.sequence)
+            named.append(blocks[self._num_blocks[index] :])
+            self._num_blocks[index] = max(self._num_blocks[index], len(blocks))
+        nothing, counts = [0] * len(named), [len(blocks) for blocks in named]
+        ids = np.array([block for blocks in named for block in blocks], np.int32)
+        seats = DraftRequest(
+            0,
+            0,
+            self._records,
+            starts_of(nothing, nothing, counts, nothing),
+            _NO_TOKENS,
+            _NO_HIDDEN,
+            ids,
+            _NO_TOKENS,
+        )
+        if not self._prompts:
+            return seats
+        prompts = request_of(0, 0, self._prompts)
+        ends = seats.starts[:, -1:] + prompts.starts[:, 1:]
+        return replace(
+            prompts,
+            rows=np.concatenate([seats.rows, prompts.rows]),
+            starts=np.concatenate([seats.starts, ends], axis=1),
+            block_ids=np.concatenate([ids, prompts.block_ids]),
+        )
+
+    def _blocks(self, sequence: Sequence) -> list[int]:
         """Return the blocks that steps in flight may write to.
 
         More blocks are reserved, but a request may not name all of them, and no KV entries lie
@@ -126,24 +270,41 @@ class ResidentDrafting:
             return []
         assert self.memory is not None
         most = min(len(sequence.tokens) + MAX_IN_FLIGHT * self.memory.layout.tokens, sequence.max_len)
-        return sequence.block_ids[: -(-most // block_size)]
+        return sequence.block_ids[: -(-most // self._block_size)]
 
-    def observe(
-        self, sequence: Sequence, num_nodes: int, num_matched: int, num_tokens: int
-    ) -> tuple[DrafterShare, ...]:
+    def end(self, number: int, seats: tuple[Seat | None, ...], prompt_start: int) -> None:
+        """End the run after step ``number``, which was read and had these seats.
+
+        The drafter learns what that step committed and the last prompts, if sequences go on.
+        """
+        if self.attachment is None or not self.is_current:
+            return
+        goes_on = self._prompts or any(seat is not None and not seat.is_left for seat in seats)
+        if goes_on and number > self.attachment.resident_number:
+            self.post(number, seats, prompt_start, is_last=True)
+        for row in reversed(self._prompts):
+            # No step was launched that a request could have told of.
+            self.attachment.sent.mark(row.slot, row.generation, row.length - len(row.new_tokens))
+        self.attachment.resident_number = number
+
+    # What came of it.
+
+    def observe(self, seat: Seat, num_nodes: int, num_matched: int, num_tokens: int) -> tuple[DrafterShare, ...]:
         """Record a step's acceptance before its tokens are appended; return the drafter's share.
 
         The tokens count as sent, because the next request includes them.
         """
-        drafter = self.drafter
+        drafter, sequence = self.drafter, seat.sequence
         if drafter is None or self.attachment is None or not self.is_for(sequence):
             return ()
+        self._lengths[sequence] = len(sequence.tokens)
         self.attachment.sent.mark(sequence.slot, sequence.generation, len(sequence.tokens) + num_tokens)
         if num_nodes <= 1:
             return ()
         share = DrafterShare(drafter.number, num_nodes - 1, tuple(range(1, num_matched + 1)))
-        depth = min(self.shape(sequence).depth, num_nodes - 1)
-        self._states.of(sequence).model_gate.observe(num_matched, depth)
+        depth = min(self.shape.depth, num_nodes - 1)
         drafter.counters.add(share.num_drafted, share.accepted_depths)
         drafter.record.acceptance.observe(num_matched, depth)
+        if self.controller is not None:
+            self.controller.observe_walk(self.shape, num_matched, depth)
         return (share,)
