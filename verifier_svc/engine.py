@@ -57,8 +57,10 @@ class Engine:
         self.lifecycle = Lifecycle(scheduler, speculator, self.counters, bounds, model_name)
         self._target = TargetStep(runner, walker or HostWalker(), speculator, self.lifecycle)
         self._run_ahead = run_ahead
+        # Whether the last step was an ordinary one, which asked all drafters.
+        self._has_asked = False
         self._inbox = Inbox()
-        self._is_stopping = False
+        self.is_stopping = False
         self._thread: threading.Thread | None = None
 
     # Called by the service, from any thread.
@@ -99,7 +101,7 @@ class Engine:
 
     def stop(self) -> None:
         """Stop the thread after the current step. Drops sequences that still run."""
-        self._is_stopping = True
+        self.is_stopping = True
         self._inbox.wake()
         if self._thread is not None:
             self._thread.join()
@@ -110,8 +112,8 @@ class Engine:
     def _run(self) -> None:
         try:
             while True:
-                self._inbox.wait(lambda: self._is_stopping or self.scheduler.has_work)
-                if self._is_stopping:
+                self._inbox.wait(lambda: self.is_stopping or self.scheduler.has_work)
+                if self.is_stopping:
                     return
                 self.run_step()
         except BaseException as error:
@@ -123,10 +125,16 @@ class Engine:
     # One step.
 
     def run_step(self) -> None:
-        """Handle messages, run one step if there is work, and publish its events."""
+        """Handle messages, run overlapped steps or else one step, and publish the events."""
         times = StepTimes()
         with times.phase("schedule"):
-            scheduled = self._schedule()
+            # First, because it decides which drafters take part in this step.
+            self._target.captured = self.speculator.capture(self.scheduler.running)
+            self.handle_messages()
+        if self._run_overlapped():
+            return
+        with times.phase("schedule"):
+            scheduled = self.scheduler.schedule(self._num_nodes, time.monotonic())
         if scheduled:
             self._run_target(scheduled, times)
         computed_s = times.elapsed_s()
@@ -140,23 +148,32 @@ class Engine:
             self.speculator.collect()
         with times.phase("publish"):
             self.lifecycle.sessions.publish()
+        self._has_asked = bool(scheduled)
         if not scheduled:
             return
         if all(part.was_decoding for part in scheduled):
             self.speculator.costs.observe_overhead(times.elapsed_s() - computed_s, has_model=waits_for_model)
         self.counters.add_step(times)
-        if self._run_ahead is not None:
-            self._run_overlapped(self._run_ahead)
 
-    def _schedule(self) -> list[Scheduled]:
-        """Handle messages, end overdue sequences, and choose this step's parts."""
+    def handle_messages(self) -> None:
+        """Handle the messages that have come, and end overdue sequences."""
         now = time.monotonic()
-        # First, because it decides which drafters take part in this step.
-        self._target.captured = self.speculator.capture(self.scheduler.running)
         while (message := self._inbox.take()) is not None:
             self.lifecycle.handle(message, now)
         self.lifecycle.end_overdue(now)
-        return self.scheduler.schedule(self._num_nodes, now)
+
+    def _run_overlapped(self) -> bool:
+        """Run overlapped steps as long as possible; count why none could run. Return whether any ran."""
+        if self._run_ahead is None or not self.scheduler.has_work:
+            return False
+        blocked = self._run_ahead.run(
+            self.scheduler, self.speculator, self.lifecycle, self, has_asked=self._has_asked
+        )
+        self._has_asked = False
+        if blocked is not None:
+            self.counters.count_blocked_overlap(blocked.value)
+        self.lifecycle.sessions.publish()
+        return blocked is None
 
     def _run_target(self, scheduled: list[Scheduled], times: StepTimes) -> None:
         """Run the target on the scheduled parts, sample, and commit."""
@@ -174,16 +191,6 @@ class Engine:
             [s for s in running if s.is_decoding], [s for s in running if not s.is_decoding and s.num_computed > 0]
         )
         self._target.fetch_hidden_states(running)
-
-    def _run_overlapped(self, run_ahead: RunAhead) -> None:
-        """Run overlapped steps as long as possible, or count the reason why none can run."""
-        blocked = run_ahead.run(self.scheduler, self.speculator, self.lifecycle, self._is_undisturbed)
-        if blocked is not None:
-            self.counters.count_blocked_overlap(blocked.value)
-
-    def _is_undisturbed(self) -> bool:
-        """Return whether no stop, message or overdue sequence waits for the engine."""
-        return not (self._is_stopping or self._inbox or self.lifecycle.is_overdue(time.monotonic()))
 
     def _num_nodes(self, sequence: Sequence) -> int:
         """Return how many nodes the sequence's next step verifies, including the root."""

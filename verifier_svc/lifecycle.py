@@ -98,10 +98,6 @@ class Lifecycle:
         for sequence in self._overdue(now):
             self.fail(sequence, DeadlineError("the request's deadline has passed"))
 
-    def is_overdue(self, now: float) -> bool:
-        """Return whether any sequence's deadline has passed."""
-        return bool(self._overdue(now))
-
     def _overdue(self, now: float) -> list[Sequence]:
         return [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]
 

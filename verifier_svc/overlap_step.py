@@ -207,18 +207,27 @@ class ResidentStep:
     # Launches.
 
     @torch.inference_mode()
-    def prefill(self, batch: ForwardBatch, first_hidden: int | None) -> None:
-        """Launch a pass over prompt tokens, without logits.
-
-        ``first_hidden``: the row of ``memory.prompt_hidden`` for the hidden states of the pass's
-        first row; those of the other rows follow. None: nobody wants them.
-        """
-        if first_hidden is None:
-            self._runner.forward(batch)
-            return
+    def prefill(self, batch: ForwardBatch) -> None:
+        """Launch a pass over prompt tokens, without logits."""
         self._runner.forward(batch, self._features)
-        rows = self.memory.prompt_hidden[first_hidden : first_hidden + batch.num_rows]
-        rows.copy_(self._runner.features[: batch.num_rows])
+
+    @torch.inference_mode()
+    def keep_hidden(self, parts: Items[tuple[int, int]]) -> int:
+        """Copy hidden states of the last prefill pass, one part after the other, for the drafter.
+
+        Returns the row of ``memory.prompt_hidden`` where the first one is.
+
+        Args:
+            parts: first row and number of rows in the pass.
+        """
+        layout = self.memory.layout
+        # The drafter has read this half: the last step in flight waits for its trees.
+        first = at = layout.prompt_rows * (self.number % 2)
+        if layout.hidden_width:
+            for start, count in parts:
+                self.memory.prompt_hidden[at : at + count].copy_(self._runner.features[start : start + count])
+                at += count
+        return first
 
     @torch.inference_mode()
     def launch(self, *, is_drafted: bool) -> None:

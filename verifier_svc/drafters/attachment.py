@@ -200,29 +200,17 @@ class Attachment:
         step = DeviceStep(self.resident_number, begins=True, is_last=True, num_seats=len(rows))
         return replace(request, resident=step)
 
-    def post_resident(self, rows: list[Row], step: DeviceStep) -> None:
-        """Ask for the trees after a step whose results are in device memory. The rows name only blocks.
+    def post_resident(self, request: DraftRequest, step: DeviceStep) -> None:
+        """Send a request about a step whose results are in device memory; nobody waits for the answer on the host.
 
-        If the step ``is_last``, it has been read, and ``collect`` returns the trees of sequences that still run.
+        ``request``: without epoch and step id.
         """
         self._step_id += 1
         self.resident_number = step.number
         try:
-            self.transport.post(replace(request_of(self._settings.epoch, self._step_id, rows), resident=step))
+            self.transport.post(replace(request, epoch=self._settings.epoch, step_id=self._step_id, resident=step))
         except TransportClosedError as error:
             self._record.source.report_failure(str(error))
-            return
-        if step.is_last:
-            self._posted = Posted(
-                self._step_id,
-                [
-                    row._replace(shape=NO_DRAFT)
-                    if row.has_ended
-                    else row._replace(new_tokens=row.sequence.tokens[-1:], awaited=row.shape.nodes > 1)
-                    for row in rows
-                ],
-                is_resident=True,
-            )
 
     def collect(self, worth_s: Callable[[Posted], float]) -> list[tuple[Row, Draft]]:
         """Wait for the trees that are worth it; return the sound ones, those that are only a root included.

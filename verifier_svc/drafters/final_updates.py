@@ -25,6 +25,10 @@ class FinalUpdates:
             for part in row.hidden:
                 part.values()
 
+    def forget_known(self) -> None:
+        """Drop the rows of sequences that the drafter knows to their ends."""
+        self._rows = [row for row in self._rows if row.new_tokens]
+
     def merge(self, rows: list[Row]) -> tuple[list[Row], list[int]]:
         """Put the queued rows before the ones of the next request; return them, and the slots to release first.
 

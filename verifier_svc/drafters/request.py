@@ -85,6 +85,8 @@ class Row(NamedTuple):
     shape: Shape
     # Whether the step waits for the answer.
     awaited: bool
+    # How many of the last new tokens have a hidden state in device memory (foretoken.drafting.DeviceStep).
+    device_hidden: int = 0
 
     @property
     def root(self) -> int:
@@ -102,7 +104,7 @@ def request_of(epoch: int, step_id: int, rows: Items[Row]) -> DraftRequest:
     return DraftRequest(
         epoch,
         step_id,
-        rows=np.array([_record(row) for row in rows], ROW_DTYPE),
+        rows=np.array([record_of(row) for row in rows], ROW_DTYPE),
         starts=starts_of(
             [len(row.new_tokens) for row in rows],
             [sum(map(len, row.hidden)) for row in rows],
@@ -116,7 +118,7 @@ def request_of(epoch: int, step_id: int, rows: Items[Row]) -> DraftRequest:
     )
 
 
-def _record(row: Row) -> tuple[float, ...]:
+def record_of(row: Row) -> tuple[float, ...]:
     """Return the values of ROW_DTYPE in its order."""
     sequence, shape = row.sequence, row.shape
     params = sequence.sampling
@@ -135,7 +137,7 @@ def _record(row: Row) -> tuple[float, ...]:
         params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
         params.top_p,
         params.min_p,
-        0,
+        row.device_hidden,
     )
 
 

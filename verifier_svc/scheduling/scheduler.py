@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from verifier_svc.scheduling.batch import Scheduled
 from verifier_svc.scheduling.block_manager import BlockManager
@@ -26,7 +27,7 @@ class Scheduler:
         """
         self.blocks = blocks
         self._max_waiting = max_waiting
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._generations = [0] * max_running
         self.running: list[Sequence] = []
@@ -60,9 +61,9 @@ class Scheduler:
         return len(self.running) + min(len(self.waiting), len(self._free_slots))
 
     @property
-    def can_admit(self) -> bool:
-        """Return whether a sequence waits and a batch slot is free, though maybe no blocks are."""
-        return bool(self.waiting and self._free_slots)
+    def admissible(self) -> list[Sequence]:
+        """Return the waiting sequences for which there are batch slots, though maybe no blocks."""
+        return list(islice(self.waiting, len(self._free_slots)))
 
     def reserve_ahead(self, sequence: Sequence, least: int, wanted: int) -> bool:
         """Reserve blocks for ``wanted`` tokens of a running sequence, or else for ``least``.
@@ -104,13 +105,13 @@ class Scheduler:
             nodes = self._reserve_nodes(sequence, num_nodes(sequence))
             if nodes:
                 scheduled.append(Scheduled(sequence, 1, nodes))
-        budget = self._chunk_tokens
+        budget = self.chunk_tokens
         for sequence in [s for s in self.running if not s.is_decoding]:
             if budget <= 0:
                 break
             budget -= self._schedule_chunk(sequence, budget, scheduled)
         while budget > 0 and self._free_slots:
-            admitted = self._admit(now)
+            admitted = self.admit(now)
             if admitted is None:
                 break
             budget -= self._schedule_chunk(admitted, budget, scheduled)
@@ -159,8 +160,11 @@ class Scheduler:
         self.blocks.reserve(table, num_slots)
         return True
 
-    def _admit(self, now: float) -> Sequence | None:
-        """Start the first waiting sequence that may start, and return it; None if none may."""
+    def admit(self, now: float) -> Sequence | None:
+        """Start the first waiting sequence that may start, and return it; None if none may.
+
+        There must be a free batch slot.
+        """
         for sequence in self.waiting:
             if self.blocks.enable_prefix_cache and self._waits_for_sibling(sequence):
                 continue

@@ -1,4 +1,4 @@
-"""Whether steps may overlap with the host's work, and why not where they may not."""
+"""Decide whether steps overlap with the host's work, who drafts in them, and why not where they do not."""
 
 from __future__ import annotations
 
@@ -7,42 +7,40 @@ from enum import Enum
 
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
-from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
+from verifier_svc.drafters.request import NO_DRAFT, TreeBounds
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.capture import Capture
+from verifier_svc.speculation.controller import Controller
+from verifier_svc.speculation.costs import DraftCosts
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.routing import AUTO, DrafterRouting
 from verifier_svc.speculation.row_state import RowStates
 
-# Steps that overlap with the shapes that paid when they began.
-PLAN_HOLDS = 64
-# The same beside look-up drafters that had found nothing: they must see the tokens to find something.
+# Steps that overlap beside look-up drafters that had found nothing: they must see the tokens to find something.
 LOOKUP_RESTS = 16
+# Steps in a row in which drafts do not pay, after which a run goes on without the drafter.
+PLAIN_AFTER = 64
 
 
 class OverlapBlock(Enum):
     """Why the next step cannot overlap with the host's work. The values are the reasons in metrics."""
 
-    DISTURBED = "disturbed"  # a message or a deadline wants the engine
-    NOT_STEADY = "not_steady"  # a prompt, a grammar, logprobs, or a sequence that may be admitted
+    HOST_WORK = "host_work"  # a grammar or logprobs: the host works between two steps
     NO_FREE_BLOCKS = "no_free_blocks"
     SEVERAL_DRAFTERS = "several_drafters"
     LOOKUP_DRAFTER = "lookup_drafter"  # it must see the tokens of a step before it drafts the next
     NOT_ATTACHED = "not_attached"
     OTHER_HIDDEN_STATES = "other_hidden_states"  # the target captures more than the one drafter wants
     NO_DEVICE_MEMORY = "no_device_memory"  # the drafter is not on the target's GPU
-    FINAL_UPDATE = "final_update"  # a sequence has just ended, and the drafter must be sent its last tokens
     CATCHING_UP = "catching_up"
     UNANSWERED = "unanswered"  # the drafter may still read what it was sent
     NO_WAIT_BUDGET = "no_wait_budget"
-    UNDRAFTED_ROW = "undrafted_row"  # the drafter owes KV entries, which it writes with ordinary requests only
-    UNSENT_TOKENS = "unsent_tokens"
 
 
 class OverlapPolicy:
-    """Used by the engine thread alone, after the trees of an ordinary step were collected."""
+    """Used by the engine thread alone, between two steps."""
 
     def __init__(
         self,
@@ -52,71 +50,107 @@ class OverlapPolicy:
         trees: NextTrees,
         bounds: TreeBounds,
         limit: BatchLimit,
+        costs: DraftCosts,
     ) -> None:
         self._routing, self._rows, self._capture = routing, rows, capture
-        self._trees, self._bounds, self._limit = trees, bounds, limit
+        self._trees, self._bounds, self._limit, self._costs = trees, bounds, limit, costs
+        # What was learned of each drafter with a model, and for how many steps its drafts have not
+        # paid, by its number.
+        self._controllers: dict[int, Controller] = {}
+        self._num_plain: dict[int, int] = {}
 
-    def drafting(self, decoding: Seq[Sequence]) -> ResidentDrafting | OverlapBlock:
+    def controller(self, drafter: DrafterHandle) -> Controller:
+        """Return the controller of a drafter with a model. It outlives attachments."""
+        known = self._controllers.get(drafter.number)
+        if known is None:
+            known = self._controllers[drafter.number] = Controller(self._bounds, self._costs.plain_step_s)
+        return known
+
+    def drafting(
+        self, running: Seq[Sequence], waiting: Seq[Sequence], *, has_asked: bool
+    ) -> ResidentDrafting | OverlapBlock:
         """Return who drafts while steps overlap: one model on the target's GPU, or nobody; else what prevents it.
 
-        The trees that were collected are those of the first step. Those of later steps have the shapes that were asked
-        for.
+        Args:
+            waiting: the sequences that could start now.
+            has_asked: whether the last step asked the look-up drafters.
         """
-        if self._limit.is_exceeded(len(decoding)):
-            return ResidentDrafting(self._rows)
-        wanted = [(sequence, self._drafters_of(sequence)) for sequence in decoding]
+        sequences = [*running, *waiting]
+        if any(map(needs_host, sequences)):
+            return OverlapBlock.HOST_WORK
+        if self._limit.is_exceeded(len(sequences)):
+            return ResidentDrafting(is_above_limit=True)
+        wanted = [(sequence, self._drafters_of(sequence)) for sequence in sequences]
         drafters = {drafter.number: drafter for _, found in wanted for drafter in found}
         rests = any(len(found) < len(self._routing.of(sequence)) for sequence, found in wanted)
+        if rests and not has_asked:
+            return OverlapBlock.LOOKUP_DRAFTER
+        most_steps = LOOKUP_RESTS if rests else None
         if not drafters:
-            return ResidentDrafting(self._rows, most_steps=LOOKUP_RESTS if rests else None)
+            return ResidentDrafting(most_steps=most_steps)
         if len(drafters) > 1:
             return OverlapBlock.SEVERAL_DRAFTERS
         (drafter,) = drafters.values()
-        drafted = [sequence for sequence, found in wanted if found]
         attachment = drafter.attachment
         if attachment is None:
             return OverlapBlock.NOT_ATTACHED
-        block = self._block(drafter, attachment, drafted)
+        block = self._block(drafter, attachment)
         if block is not None:
             return block
-        shapes = self._shapes(drafter, drafted)
-        drafts = {s.slot: draft for s in drafted if (draft := self._trees.of(s)) is not None}
-        most_steps = LOOKUP_RESTS if rests else None if self._bounds.is_fixed else PLAN_HOLDS
-        return ResidentDrafting(self._rows, drafter, attachment, shapes, drafts, self._capture.layers, most_steps)
+        controller = self.controller(drafter)
+        if self._num_plain.get(drafter.number, 0) >= PLAIN_AFTER:
+            return ResidentDrafting(controller=controller, controlled=drafter.number, most_steps=most_steps)
+        drafting = ResidentDrafting(
+            drafter,
+            attachment,
+            controller=controller,
+            controlled=drafter.number,
+            captured=self._capture.layers,
+            most_steps=most_steps,
+        )
+        for sequence in running:
+            self.start(sequence, drafting)
+        return drafting
 
-    def _block(self, drafter: DrafterHandle, attachment: Attachment, drafted: Seq[Sequence]) -> OverlapBlock | None:
-        """Return what keeps the one drafter of these sequences from drafting ahead, or None."""
+    def start(self, sequence: Sequence, drafting: ResidentDrafting) -> None:
+        """Draft for a running sequence of a run if its request wants that."""
+        if drafting.attachment is not None and self._drafters_of(sequence):
+            drafting.add(sequence)
+
+    def joins(self, sequence: Sequence, drafting: ResidentDrafting) -> bool:
+        """Return whether a sequence that waits may join a run; if not, the run has to end for it."""
+        if needs_host(sequence):
+            return False
+        if drafting.is_above_limit or (drafting.drafter is None and drafting.controller is not None):
+            return True
+        found = self._drafters_of(sequence)
+        return not found or list(found) == [drafting.drafter]
+
+    def choose(self, drafting: ResidentDrafting, num_sequences: int) -> bool:
+        """Choose the shape of a run's next trees; return whether the run can go on with it."""
+        controller, number = drafting.controller, drafting.controlled
+        if controller is None:
+            return True
+        drafting.shape = controller.choose(num_sequences)
+        is_plain = drafting.shape == NO_DRAFT
+        self._num_plain[number] = num_plain = self._num_plain.get(number, 0) + 1 if is_plain else 0
+        return is_plain if drafting.drafter is None else num_plain < PLAIN_AFTER
+
+    def _block(self, drafter: DrafterHandle, attachment: Attachment) -> OverlapBlock | None:
+        """Return what keeps the one drafter of a batch from drafting ahead, or None."""
         if not drafter.has_model:
             return OverlapBlock.LOOKUP_DRAFTER
         if attachment.needs.features != self._capture.layers:
             return OverlapBlock.OTHER_HIDDEN_STATES
         if not attachment.has_resident:
             return OverlapBlock.NO_DEVICE_MEMORY
-        if attachment.final_updates:
-            return OverlapBlock.FINAL_UPDATE
         if attachment.is_catching_up():
             return OverlapBlock.CATCHING_UP
         if not attachment.has_answered():
             return OverlapBlock.UNANSWERED
         if not attachment.can_afford_wait():
             return OverlapBlock.NO_WAIT_BUDGET
-        if any((sequence.slot, sequence.generation) in self._trees.undrafted for sequence in drafted):
-            return OverlapBlock.UNDRAFTED_ROW
-        if any(attachment.sent.length(sequence) != len(sequence.tokens) for sequence in drafted):
-            return OverlapBlock.UNSENT_TOKENS
         return None
-
-    def _shapes(self, drafter: DrafterHandle, drafted: Seq[Sequence]) -> dict[int, Shape]:
-        """Return the shapes of these sequences' trees by batch slot."""
-        reaches = {plan.sequence.slot: plan.reach for plan in self._trees.plans if drafter in plan.drafters}
-        shapes: dict[int, Shape] = {}
-        for sequence in drafted:
-            # The device cuts a tree to what may still be emitted.
-            most = sequence.speculation.max_draft_tokens
-            most = self._bounds.max_nodes - 1 if most is None else min(most, self._bounds.max_nodes - 1)
-            reach = most if self._bounds.is_fixed else reaches.get(sequence.slot, 0)
-            shapes[sequence.slot] = self._bounds.of_row(True, reach, most) if reach else NO_DRAFT
-        return shapes
 
     def _drafters_of(self, sequence: Sequence) -> Seq[DrafterHandle]:
         """Return the drafters of a row that must be asked before each step.
@@ -132,14 +166,14 @@ class OverlapPolicy:
         proposed = draft.sources if draft is not None else []
         return [drafter for drafter in drafters if drafter.has_model or drafter.number in proposed]
 
-    def still_drafts(self, drafting: ResidentDrafting, decoding: Seq[Sequence]) -> bool:
-        """Return whether the sequences of a run that still run would be drafted for as they are.
-
-        The same drafters must be attached as when it began, and no end may have taken away the last sequence that has
-        a drafter, or the batch below the limit of drafting.
-        """
+    def still_drafts(self, drafting: ResidentDrafting, num_sequences: int) -> bool:
+        """Return whether a run would begin again with the same drafter, or again with none."""
         if not drafting.is_current or not self._routing.is_as_attached:
             return False
-        if drafting.drafter is not None:
-            return any(drafting.is_for(sequence) for sequence in decoding)
-        return self._limit.is_exceeded(len(decoding)) or not any(map(self._drafters_of, decoding))
+        return self._limit.is_exceeded(num_sequences) == drafting.is_above_limit
+
+
+def needs_host(sequence: Sequence) -> bool:
+    """Return whether the host works on a sequence's logits between two steps."""
+    sampling = sequence.sampling
+    return sampling.grammar is not None or sampling.logprobs is not None or sequence.wants_prompt_logprobs

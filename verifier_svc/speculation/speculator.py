@@ -25,7 +25,6 @@ from verifier_svc.speculation.draft_round import Found, LookupRound, ModelRound
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.overlap_policy import OverlapPolicy
 from verifier_svc.speculation.plan import DraftPlan
-from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.routing import AUTO, DrafterRouting
 from verifier_svc.speculation.row_state import RowStates
 
@@ -49,7 +48,9 @@ class Speculator:
         self._routing = DrafterRouting(partial(DrafterHandle, settings=settings), self._pays, self.rows)
         self.hidden_states = Capture(self._routing)
         self.trees = NextTrees(self.costs, bounds)
-        self.overlap = OverlapPolicy(self._routing, self.rows, self.hidden_states, self.trees, bounds, self.limit)
+        self.overlap = OverlapPolicy(
+            self._routing, self.rows, self.hidden_states, self.trees, bounds, self.limit, self.costs
+        )
         shared = (self._routing, self.rows, self.hidden_states, self.costs, bounds)
         self.lookup_round, self.model_round = LookupRound(*shared), ModelRound(*shared)
         self._bounds = bounds
@@ -167,25 +168,17 @@ class Speculator:
         self.costs.end_waits(self.drafters)
         self.trees.choose(found, self._batch)
 
-    def end_overlap(self, drafting: ResidentDrafting, number: int, num_steps: int, decoding: Seq[Sequence]) -> None:
-        """Get the next step's trees after a run of ``num_steps`` overlapped steps.
-
-        Args:
-            number: the number of the last step, which was read.
-            decoding: the sequences that still run.
-        """
+    def begin_overlap(self) -> None:
+        """Forget the trees of the next step: overlapped steps begin with roots."""
         self.trees.clear()
+
+    def end_overlap(self, num_steps: int, decoding: Seq[Sequence]) -> None:
+        """Count ``num_steps`` overlapped steps, after which ``decoding`` still run."""
         # Answers to the step before the run: pauses for them were over within the run.
         self.lookup_round.read_scouts()
         for sequence in decoding:
             self.lookup_round.gate(sequence).pass_steps(num_steps)
         self.costs.begin_step(self.drafters, len(decoding), num_steps)
-        self._batch = max(len(decoding), 1)
-        if drafting.drafter is None:
-            return
-        self.trees.plans = self.model_round.plan(decoding, self._batch)
-        drafting.post(number, is_last=True)
-        self.collect()
 
     def observe(self, sequence: Sequence, draft: Draft, matched: Seq[int], shares: Seq[DrafterShare]) -> None:
         """Learn from a verified tree, in which the walk went through the nodes ``matched``."""
@@ -202,4 +195,8 @@ class Speculator:
             drafter.record.estimates.observe([draft.scores[node] for node in mine], [node in matched for node in mine])
 
     def _pays(self, drafter: DrafterHandle) -> bool:
+        attachment = drafter.attachment
+        if attachment is not None and attachment.has_resident:
+            # In overlapped steps the controller decides, for the whole batch.
+            return True
         return self.model_round.pays(drafter, self._batch)
