@@ -1,49 +1,48 @@
-"""Overlap steps of steady decode with the host's work: decide when a run starts and ends.
+"""Run overlapped steps: the host launches a step before it has read the last one.
 
-A run of overlapped steps (ResidentStep) takes place between two ordinary steps of the engine. Every
-sequence must be in plain decode, or draft with one and the same model on this GPU. The host
-launches step n + 1, requests the trees that follow it, and then reads the results of step n. The
-run ends, once the steps in flight are read, if anything else needs the engine: a message, a
-deadline, a missing block, a drafter that attached or detached, or a waiting sequence that could
-start. The last trees of the run are for the engine's next ordinary step.
+Sequences join and end while steps are in flight. Each turn of the loop
 
-A sequence that ends by itself leaves its seat. The run goes on without it as long as a pass over a
-smaller batch would cost about as much. Other seats may get its blocks at once, although steps are
-in flight, because none of those steps writes to them:
+1. handles messages, starts waiting sequences, and chooses the shape of the trees;
+2. requests the trees that follow the step in flight;
+3. launches a prefill pass, if there are prompts, and the next step, for whose trees the GPU waits;
+4. waits for the step in flight, reads it, commits its tokens and publishes them.
 
-- Within a run only the device ends sequences. Step n, which ends one, sets num_left = 0
-  (advance_seats) after the target's pass and before kv_commit. The host reads step n, and so frees
-  the blocks, after all of that.
+A run ends, once the steps in flight are read, when something needs the host between two steps (a
+grammar, logprobs, a look-up drafter), a drafter attaches or detaches, blocks run out, or nothing is
+left to do.
+
+A sequence's blocks go to others as soon as the host has read its end, although steps are in flight,
+because those steps do not write to them:
+
+- Step n, which ends a sequence, sets num_left = 0 (advance_seats) after the target's pass and
+  before kv_commit. The host reads step n, and so frees the blocks, after all of that.
 - Step n + 1 may be launched by then. Its lay_out_rows finds num_left = 0 and gives the seat no rows,
-  so it writes and reads no KV entry. Its advance_seats leaves no accepted nodes for kv_commit to
-  move, and no tokens for a drafter.
-- A block's new owner gets it by the block tables of a later step, which follow the steps in the
-  stream.
-- The drafter's cache uses the same block ids. The draft after step n writes the KV entries of the
-  ended sequence's last tokens, maybe after the host has read step n. A later draft in the same
-  stream writes the new owner's entries. It does no harm if the drafter's host hears of the new owner
-  first (DraftRows.advance).
-- Nobody writes to a block whose content the prefix cache can find. A seat gets such a block only
-  after its content is forgotten; sequences with the same prefix get it only after the run. Only new
-  sequences get batch slots, also after the run.
+  so it writes and reads no KV entry, has no accepted nodes to move, and no tokens for a drafter.
+- If the host ends a sequence (an abort, a deadline), steps in flight may still write to its blocks.
+  A new owner's passes are launched later, so they write after that, and nobody reads between.
+- The same holds for the drafter's cache, which uses the same block ids: its passes for a new owner
+  follow in its stream. It does no harm if the drafter's host hears of the new owner first
+  (DraftRows.advance).
+- Nobody writes to a block whose content the prefix cache can find.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from foretoken.models.device_batch import bucket
+from foretoken.models.device_batch import seq_bucket
 from foretoken.resident import ResidentMemory, StreamOrder
 from verifier_svc.drafters.handle import DrafterHandle
-from verifier_svc.sampling.verify import WalkResult
-from verifier_svc.scheduling.draft import DrafterShare
-from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
+from verifier_svc.drafters.request import Shape
+from verifier_svc.lifecycle import Lifecycle
+from verifier_svc.scheduling.batch import Scheduled, build_batch
+from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.scheduling.sequence import Sequence
-from verifier_svc.speculation.costs import DraftCosts
 from verifier_svc.speculation.overlap_policy import OverlapBlock
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.speculator import Speculator
@@ -56,28 +55,38 @@ if TYPE_CHECKING:
 _POLL_S = 50e-6
 # Tokens to reserve blocks for in advance, so that block tables change rarely.
 _PAGES_AHEAD = 64
-# Draft timeouts that a run's first draft may take, because it captures graphs of its shape.
+# Draft timeouts that a draft of a new kind may take: the drafter captures its graph.
 _FIRST_TIMEOUTS = 10
-# A run ends if a pass over the remaining batch takes at most this share of its own. That repays the
-# end (an empty pipeline, an ordinary step) in about eight steps. If weights bound a pass, no batch
-# is that much faster.
-_PAYS_FROM = 7 / 8
+# Seconds that a step may take longer for each prompt token of its prefill pass.
+_TOKEN_S = 1e-3
+# Steps of a run whose times say nothing of later ones.
+_UNTIMED_STEPS = 2
 
 
-class Committer(Protocol):
-    """The engine's side of a finished step."""
+class Messages(Protocol):
+    """The engine's side of a run."""
 
-    def commit_decode(self, sequence: Sequence, result: WalkResult, shares: tuple[DrafterShare, ...]) -> None:
-        """Append a decode step's tokens, emit their event, and end the sequence if it is done."""
+    def handle_messages(self) -> None:
+        """Handle messages, and end overdue sequences."""
         ...
 
-    def end_step(self, num_rows: int, seconds: float, *, is_plain: bool) -> None:
-        """Record a finished step, ``seconds`` after the one before, and publish its events."""
-        ...
+    @property
+    def is_stopping(self) -> bool: ...
+
+
+class _Facts(NamedTuple):
+    """What was known of a step when it was launched. ``kind``: of its draft."""
+
+    shape: Shape
+    num_rows: int
+    num_seats: int
+    num_prompt_rows: int
+    is_timed: bool
+    kind: Hashable
 
 
 class RunAhead:
-    """Run overlapped steps. Only the engine thread uses it.
+    """Start runs of overlapped steps. Only the engine thread uses it.
 
     Args:
         make_step: makes the step for a drafter's memory and stream order.
@@ -94,153 +103,301 @@ class RunAhead:
     ) -> None:
         self._make_step, self._plain = make_step, plain
         self._timeout_s = timeout_s
-        # The step of each drafter's memory, by drafter number. While attached, step numbers only
-        # grow.
-        self._drafted: dict[int, ResidentStep] = {}
+        # The step of each drafter's memory, by drafter number, and the kinds of drafts that it has
+        # seen. While attached, step numbers only grow.
+        self._drafted: dict[int, tuple[ResidentStep, set[Hashable]]] = {}
 
     def run(
-        self, scheduler: Scheduler, speculator: Speculator, committer: Committer, may_go_on: Callable[[], bool]
+        self,
+        scheduler: Scheduler,
+        speculator: Speculator,
+        lifecycle: Lifecycle,
+        messages: Messages,
+        *,
+        has_asked: bool,
     ) -> OverlapBlock | None:
-        """Run steps until ``may_go_on`` is false or anything else ends the run.
+        """Run overlapped steps as long as possible.
 
-        Returns the reason if sequences run and no run could start, else None.
+        Returns the reason if an ordinary step must come first, else None.
+
+        ``has_asked``: whether the last step was an ordinary one, which asked the look-up drafters.
         """
-        sequences = list(scheduler.running)
-        if not sequences:
-            return None
-        if not may_go_on():
-            return OverlapBlock.DISTURBED
-        if not _is_steady(scheduler):
-            return OverlapBlock.NOT_STEADY
         self._forget_memory(speculator.drafters)
-        drafting = speculator.overlap.drafting(sequences)
+        drafting = speculator.overlap.drafting(scheduler.running, scheduler.admissible, has_asked=has_asked)
         if isinstance(drafting, OverlapBlock):
             return drafting
-        step = self._step_of(drafting)
-        number = drafting.drafter.number if drafting.drafter is not None else 0
-        seats = [Seat(s, drafting.shape(s).nodes, drafting.tree(s), number) for s in sequences]
-        if not _reserve(scheduler, seats, 0, step.max_tokens):
-            return OverlapBlock.NO_FREE_BLOCKS
-        step.begin(seats, drafting.features, drafting.number)
-        drafting.begin(sequences)
-        self._launch(step, drafting, is_first=True)
-        is_ending, num_read = False, 0
-        read_at = time.perf_counter()
-        while step.num_in_flight:
-            is_ending = is_ending or not (
-                may_go_on()
-                and _is_steady(scheduler)
-                and (drafting.most_steps is None or num_read < drafting.most_steps)
-                and speculator.overlap.still_drafts(drafting, scheduler.running)
-                and _is_large_enough(seats, speculator.costs)
-                and _reserve(scheduler, seats, step.num_in_flight, step.max_tokens)
-                and all(step.has_room(len(sequence.block_ids)) for sequence in scheduler.running)
-            )
-            if not is_ending:
-                self._launch(step, drafting, is_first=False)
-            if is_ending or step.num_in_flight == MAX_IN_FLIGHT:
-                # The host sent the first step's trees. The second step waits for the run's first
-                # draft.
-                timeout_s = self._timeout_s * (_FIRST_TIMEOUTS if num_read < MAX_IN_FLIGHT else 1)
-                is_ending = not self._await(step, drafting, read_at + timeout_s) or is_ending
-                num_read += 1
-                _commit(step.receive(), seats, drafting, committer)
-                now = time.perf_counter()
-                # The rows of the pass, which still has room for seats that were left.
-                num_rows = sum(seat.width for seat in seats)
-                committer.end_step(num_rows, now - read_at, is_plain=drafting.drafter is None)
-                speculator.limit.count(len(scheduler.running))
-                read_at = now
-        for sequence in scheduler.running:
-            # The hidden states of these steps were never copied to the host.
-            sequence.hidden_states.clear()
-        speculator.end_overlap(drafting, step.number, num_read, scheduler.running)
-        return None
+        step, kinds = self._step_of(drafting)
+        run = OverlappedRun(step, drafting, scheduler, speculator, lifecycle)
+        return run.run(messages, self._timeout_s, kinds)
 
-    def _step_of(self, drafting: ResidentDrafting) -> ResidentStep:
+    def _step_of(self, drafting: ResidentDrafting) -> tuple[ResidentStep, set[Hashable]]:
         drafter, memory = drafting.drafter, drafting.memory
         if drafter is None or memory is None:
-            return self._plain
-        step = self._drafted.get(drafter.number)
-        if step is None or step.memory is not memory:
-            step = self._drafted[drafter.number] = self._make_step(memory, drafting.order)
-            step.warm_up(drafting.features)
-        return step
+            return self._plain, set()
+        known = self._drafted.get(drafter.number)
+        if known is None or known[0].memory is not memory:
+            known = self._drafted[drafter.number] = self._make_step(memory, drafting.order), set()
+            known[0].warm_up(drafting.features)
+        return known
 
     def _forget_memory(self, drafters: Items[DrafterHandle]) -> None:
         """Drop the steps of drafters that detached, or attached again with other memory."""
-        for number, step in list(self._drafted.items()):
-            drafter = drafters[number - 1]
-            attachment = drafter.attachment
+        for number, (step, _) in list(self._drafted.items()):
+            attachment = drafters[number - 1].attachment
             if attachment is None or attachment.transport.resident is not step.memory:
                 del self._drafted[number]
 
-    def _launch(self, step: ResidentStep, drafting: ResidentDrafting, *, is_first: bool) -> None:
-        if not is_first:
-            drafting.post(step.number, is_last=False)
-            step.send_tables()
-        step.launch(is_drafted=not is_first and drafting.drafter is not None)
 
-    def _await(self, step: ResidentStep, drafting: ResidentDrafting, deadline: float) -> bool:
-        """Wait until the oldest step is done. Return False if it had to go on without its trees."""
-        is_released = False
-        while not step.is_done():
-            if drafting.drafter is not None and (is_released or not self._is_alive(drafting, deadline)):
+class OverlappedRun:
+    """One run of overlapped steps. Only the engine thread uses it."""
+
+    def __init__(
+        self,
+        step: ResidentStep,
+        drafting: ResidentDrafting,
+        scheduler: Scheduler,
+        speculator: Speculator,
+        lifecycle: Lifecycle,
+    ) -> None:
+        self._step, self._drafting = step, drafting
+        self._scheduler, self._speculator, self._lifecycle = scheduler, speculator, lifecycle
+        # Running sequences that have no seat yet.
+        self._joining: list[Sequence] = list(scheduler.running)
+        # The seats of the last launched step, and where the hidden states of its prompts begin.
+        self._launched: tuple[Seat | None, ...] | None = None
+        self._prompt_start = 0
+        self._facts: deque[_Facts] = deque()
+        self._num_launched = self._num_read = 0
+        # Whether a draft was late or the drafter is gone; whether nobody can go on for want of
+        # blocks.
+        self._is_lost = self._lacks_blocks = False
+
+    def run(self, messages: Messages, timeout_s: float, kinds: set[Hashable]) -> OverlapBlock | None:
+        """Run until something needs the host between two steps, or nothing is left to do.
+
+        Returns the reason if no step could be launched, else None.
+
+        Args:
+            timeout_s: most seconds that a step waits for its draft.
+            kinds: the kinds of drafts that the drafter has made; extended.
+        """
+        step, drafting = self._step, self._drafting
+        step.begin(drafting.features, max(step.number, drafting.number))
+        self._speculator.begin_overlap()
+        is_ending = False
+        read_at = time.perf_counter()
+        while True:
+            if not is_ending:
+                messages.handle_messages()
+                self._free_seats()
+                is_ending = messages.is_stopping or not self._plan()
+            if not is_ending and self._has_work():
+                is_ending = not self._launch()
+            if not step.num_in_flight:
+                break
+            if is_ending or step.num_in_flight == MAX_IN_FLIGHT or not self._has_work():
+                is_ending |= not self._await(timeout_s, kinds, read_at)
+                read_at = self._read(read_at)
+        self._end()
+        return OverlapBlock.NO_FREE_BLOCKS if self._lacks_blocks and self._num_launched == 0 else None
+
+    # 1. Plan.
+
+    def _plan(self) -> bool:
+        """Start waiting sequences and choose the trees' shape. Return whether the run can go on."""
+        policy, scheduler, drafting = self._speculator.overlap, self._scheduler, self._drafting
+        if drafting.most_steps is not None and self._num_read >= drafting.most_steps:
+            return False
+        waiting = scheduler.admissible
+        if not all(policy.joins(sequence, drafting) for sequence in waiting):
+            return False
+        now = time.monotonic()
+        for _ in waiting:
+            sequence = scheduler.admit(now)
+            if sequence is None:
+                break
+            policy.start(sequence, drafting)
+            self._joining.append(sequence)
+        if not policy.still_drafts(drafting, len(scheduler.running)):
+            return False
+        return policy.choose(drafting, max(len(scheduler.running), 1)) and self._reserve()
+
+    def _reserve(self) -> bool:
+        """Reserve blocks for one more step of each seat, whatever steps in flight emit."""
+        self._lacks_blocks = not all(
+            self._reserve_seat(seat.sequence) for seat in self._step.seats if seat is not None
+        )
+        return not self._lacks_blocks
+
+    def _reserve_seat(self, sequence: Sequence) -> bool:
+        # One KV slot more, because a drafter stores the next root's KV entry before the target
+        # does.
+        width = self._drafting.shape_of(sequence).nodes
+        most = sequence.max_len + width + 1
+        least = min(len(sequence.tokens) + self._step.num_in_flight * self._step.max_tokens + width + 1, most)
+        if self._scheduler.has_reserved(sequence, least):
+            return True
+        return self._scheduler.reserve_ahead(sequence, least, min(least + _PAGES_AHEAD, most))
+
+    def _has_work(self) -> bool:
+        """Return whether a prompt waits, or a seat may emit more than steps in flight do."""
+        num_in_flight = self._step.num_in_flight
+        return bool(self._joining) or any(
+            seat is not None and seat.sequence.max_new_tokens > num_in_flight for seat in self._step.seats
+        )
+
+    # 2 and 3. Launch.
+
+    def _launch(self) -> bool:
+        """Request the trees after the last step, then launch prompts and the next step.
+
+        Returns whether there was anything to launch.
+        """
+        step, drafting = self._step, self._drafting
+        is_drafted = drafting.drafter is not None and self._launched is not None
+        kind = drafting.shape, seq_bucket(len(self._launched or ())), drafting.has_prompts
+        if self._launched is not None:
+            drafting.post(step.number, self._launched, self._prompt_start)
+        num_prompt_rows = self._prefill()
+        self._join()
+        for index, seat in enumerate(step.seats):
+            if seat is not None:
+                step.resize(index, drafting.shape_of(seat.sequence).nodes)
+        self._launched = tuple(step.seats)
+        taken = [seat for seat in self._launched if seat is not None]
+        if not taken and not num_prompt_rows:
+            self._lacks_blocks = True
+            return False
+        self._num_launched += 1
+        self._facts.append(
+            _Facts(
+                drafting.shape,
+                sum(seat.width for seat in taken),
+                len(taken),
+                num_prompt_rows,
+                self._num_launched > _UNTIMED_STEPS and (drafting.drafter is None or drafting.is_for_all),
+                kind,
+            )
+        )
+        step.launch(is_drafted=is_drafted)
+        return True
+
+    def _prefill(self) -> int:
+        """Launch a pass over the next prompt tokens, all but each prompt's last. Return its rows."""
+        drafting, capture = self._drafting, self._speculator.hidden_states
+        room = self._scheduler.chunk_tokens
+        parts: list[Scheduled] = []
+        for sequence in self._joining:
+            part = Scheduled(sequence, min(sequence.num_uncomputed - 1, room), 1)
+            if drafting.is_for(sequence) and drafting.attachment is not None and sequence.num_computed:
+                if drafting.attachment.sent.length(sequence) == 0:
+                    # A drafter needs the hidden states at the end of a cached prefix.
+                    part.num_rerun = capture.num_rerun(sequence)
+            part.num_tokens = min(part.num_tokens, room - part.num_rerun)
+            end = sequence.num_computed + part.num_tokens
+            if part.num_tokens < 0 or not self._scheduler.reserve_ahead(sequence, end, end + 1):
+                continue
+            if part.num_rows:
+                parts.append(part)
+                room -= part.num_rows
+            elif drafting.is_for(sequence):
+                drafting.send_prompt(sequence, 0)
+        if not parts:
+            return 0
+        blocks = self._lifecycle.blocks
+        batch = build_batch(parts, blocks.block_size, blocks.num_blocks * blocks.block_size)
+        self._step.prefill(batch.forward)
+        sent = []
+        for part, first_row in zip(parts, batch.row_starts, strict=True):
+            self._lifecycle.advance(part.sequence, part.num_tokens)
+            if drafting.send_prompt(part.sequence, part.num_rows):
+                sent.append((first_row, part.num_rows))
+        self._prompt_start = self._step.keep_hidden(sent)
+        return batch.forward.num_rows
+
+    def _join(self) -> None:
+        """Seat the sequences whose last token alone is left to compute."""
+        waiting: list[Sequence] = []
+        for sequence in self._joining:
+            if sequence.num_uncomputed > 1 or not self._reserve_seat(sequence):
+                waiting.append(sequence)
+                continue
+            width = self._drafting.shape_of(sequence).nodes
+            seat = Seat(sequence, width, self._drafting.drafter_number, is_new=not sequence.is_decoding)
+            self._step.join(self._step.free_seat(), seat)
+        self._joining = waiting
+
+    # 4. Read.
+
+    def _await(self, timeout_s: float, kinds: set[Hashable], since: float) -> bool:
+        """Wait until the oldest step is done. Return False if it had to go on without its trees.
+
+        ``since``: when the step before was read.
+        """
+        facts = self._facts[0]
+        timeout_s *= 1 if facts.kind in kinds else _FIRST_TIMEOUTS
+        deadline = since + timeout_s + _TOKEN_S * sum(each.num_prompt_rows for each in self._facts)
+        while not self._step.is_done():
+            if self._drafting.drafter is not None and (self._is_lost or not self._is_alive(deadline, timeout_s)):
                 # Repeat it: a drafter that resumes late may overwrite the release.
-                step.release()
-                is_released = True
+                self._step.release()
+                self._is_lost = True
             time.sleep(_POLL_S)
-        return not is_released
+        # The first step of a run waits for no draft.
+        if not self._is_lost and self._num_read:
+            kinds.add(facts.kind)
+        return not self._is_lost
 
-    def _is_alive(self, drafting: ResidentDrafting, deadline: float) -> bool:
+    def _is_alive(self, deadline: float, timeout_s: float) -> bool:
+        drafting = self._drafting
         assert drafting.drafter is not None and drafting.attachment is not None
         if not drafting.is_open:
             return False
         if time.perf_counter() < deadline:
             return True
         drafting.attachment.leave_alone()
-        drafting.drafter.source.report_failure(f"no draft within {self._timeout_s * 1e3:.0f} ms")
+        drafting.drafter.source.report_failure(f"no draft within {timeout_s * 1e3:.0f} ms")
         return False
 
-
-def _is_steady(scheduler: Scheduler) -> bool:
-    """Return whether all work is decode steps with no host work between two of them."""
-    return (
-        bool(scheduler.running)
-        and not scheduler.can_admit
-        and all(
-            s.is_decoding and s.sampling.grammar is None and s.sampling.logprobs is None and not s.wants_prompt_logprobs
-            for s in scheduler.running
+    def _read(self, read_at: float) -> float:
+        """Commit the oldest step's tokens and publish them. Return when that was done."""
+        drafting, lifecycle, facts = self._drafting, self._lifecycle, self._facts.popleft()
+        self._num_read += 1
+        for seat, walk, num_nodes in self._step.receive():
+            if num_nodes == 0 or seat.is_left:
+                continue
+            shares = drafting.observe(seat, num_nodes, len(walk.matched_nodes), len(walk.tokens))
+            if seat.is_new:
+                seat.is_new = False
+                lifecycle.append(seat.sequence, 1, walk)
+            else:
+                lifecycle.commit_decode(seat.sequence, walk, shares)
+        now = time.perf_counter()
+        is_timed = facts.is_timed and facts.num_seats > 0
+        lifecycle.end_step(
+            facts.num_rows,
+            now - read_at,
+            is_plain=is_timed and drafting.drafter is None and not facts.num_prompt_rows,
         )
-    )
+        if is_timed and drafting.controller is not None:
+            drafting.controller.observe_step(
+                facts.shape, facts.num_seats, now - read_at, num_prompt_tokens=facts.num_prompt_rows
+            )
+        self._speculator.limit.count(facts.num_seats)
+        return now
 
+    def _free_seats(self) -> None:
+        """Free the seats of sequences that have ended."""
+        for index, seat in enumerate(self._step.seats):
+            if seat is not None and seat.is_left:
+                self._step.leave(index)
+                self._drafting.drop(seat.sequence)
+        self._joining = [sequence for sequence in self._joining if sequence.table is not None]
 
-def _is_large_enough(seats: list[Seat], costs: DraftCosts) -> bool:
-    """Return whether a pass without the left seats would cost about as much as with them."""
-    rows, whole = (bucket(sum(seat.width for seat in some)) for some in ([s for s in seats if not s.is_left], seats))
-    return rows == whole or costs.plain_step_s(rows) > _PAYS_FROM * costs.plain_step_s(whole)
-
-
-def _reserve(scheduler: Scheduler, seats: list[Seat], num_in_flight: int, max_tokens: int) -> bool:
-    """Reserve blocks for one more step, whatever steps in flight emit. Return whether it worked."""
-    for seat in seats:
-        sequence = seat.sequence
-        if seat.is_left:
-            continue
-        # One KV slot more, because a drafter stores the next root's KV entry before the target
-        # does.
-        most = sequence.max_len + seat.width + 1
-        least = min(len(sequence.tokens) + num_in_flight * max_tokens + seat.width + 1, most)
-        if scheduler.has_reserved(sequence, least):
-            continue
-        if not scheduler.reserve_ahead(sequence, least, min(least + _PAGES_AHEAD, most)):
-            return False
-    return True
-
-
-def _commit(results: list[SeatResult], seats: list[Seat], drafting: ResidentDrafting, committer: Committer) -> None:
-    for seat, result in zip(seats, results, strict=True):
-        if result.num_nodes:
-            walk = result.walk
-            shares = drafting.observe(seat.sequence, result.num_nodes, len(walk.matched_nodes), len(walk.tokens))
-            committer.commit_decode(seat.sequence, walk, shares)
+    def _end(self) -> None:
+        drafting, running = self._drafting, self._scheduler.running
+        drafting.end(self._step.number, self._launched or (), self._prompt_start)
+        for sequence in running:
+            # The hidden states of these steps were never copied to the host.
+            sequence.hidden_states.clear()
+        self._speculator.end_overlap(self._num_read, [s for s in running if s.is_decoding])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from foretoken.models.batch import ForwardBatch
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
 from tests.support.hash_target import HashTarget
@@ -48,11 +49,14 @@ class HostStep:
         self._num_releases = 0
         self.number = 0
         self.num_runs = 0
+        # Sizes of the prefill passes, and the seats of each step.
+        self.prefills: list[int] = []
+        self.num_seated: list[int] = []
         self._unread: list[list[SeatResult]] = []
-        self._seats: list[Seat] = []
+        self.seats: list[Seat | None] = []
         # The sequences as the last launched step left them; None for one that has ended.
         self._ahead: list[Running | None] = []
-        self._tables: list[list[int]] = []
+        self._joined_at: list[int] = []
         self._features: tuple[int, ...] = ()
 
     @property
@@ -66,30 +70,51 @@ class HostStep:
     def warm_up(self, features: tuple[int, ...]) -> None:
         return
 
-    def begin(self, seats: Sequence[Seat], features: tuple[int, ...], number: int) -> None:
+    def begin(self, features: tuple[int, ...], number: int) -> None:
         assert not self._unread
-        self.number = number
+        self.number, self._features = number, features
         self.num_runs += 1
-        self._seats, self._features = list(seats), features
-        self._ahead = [copy.copy(seat.sequence) for seat in seats]
-        for sequence in self._ahead:
-            assert sequence is not None
-            sequence.tokens = list(sequence.tokens)
-        self.send_tables()
+        seats = self.memory.layout.seats
+        self.seats, self._ahead, self._joined_at = [None] * seats, [None] * seats, [0] * seats
 
-    def has_room(self, num_blocks: int) -> bool:
-        return True
+    def free_seat(self) -> int:
+        return self.seats.index(None)
 
-    def send_tables(self) -> None:
-        """Send the block tables; a step does not know blocks that are given out later."""
-        self._tables = [list(s.sequence.block_ids) if s.sequence.table else [] for s in self._seats]
+    def join(self, index: int, seat: Seat) -> None:
+        assert self.seats[index] is None
+        sequence = copy.copy(seat.sequence)
+        sequence.tokens = list(sequence.tokens)
+        assert sequence.num_uncomputed == 1
+        self.seats[index], self._ahead[index], self._joined_at[index] = seat, sequence, self.number
+
+    def leave(self, index: int) -> None:
+        self.seats[index] = self._ahead[index] = None
+
+    def resize(self, index: int, width: int) -> None:
+        seat = self.seats[index]
+        assert seat is not None
+        seat.width = width
+
+    def prefill(self, batch: ForwardBatch) -> None:
+        assert not len(batch.logit_rows)
+        self.prefills.append(batch.num_rows)
+        self._target.forward(batch, self._features)
+
+    def keep_hidden(self, parts: Sequence[tuple[int, int]]) -> int:
+        first = at = self.memory.layout.prompt_rows * (self.number % 2)
+        for start, count in parts if self._features else ():
+            rows = torch.from_numpy(self._target.feature_rows(list(range(start, start + count))))
+            self.memory.prompt_hidden[at : at + count] = rows
+            at += count
+        return first
 
     def launch(self, *, is_drafted: bool) -> None:
         assert len(self._unread) < MAX_IN_FLIGHT
         if is_drafted:
             self._order.await_draft(self.number)
         self._on_launch(self.number + 1)
-        parts = [self._part(index, is_drafted) for index in range(len(self._seats))]
+        parts = [self._part(index, is_drafted) for index in range(len(self.seats))]
+        self.num_seated.append(sum(seat is not None for seat in self.seats))
         live = [part for part in parts if part is not None]
         walks: list[WalkResult] = []
         hidden = torch.zeros(0)
@@ -124,13 +149,12 @@ class HostStep:
         return self._unread.pop(0)
 
     def _part(self, index: int, is_drafted: bool) -> Scheduled | None:
-        sequence, seat = self._ahead[index], self._seats[index]
+        sequence, seat = self._ahead[index], self.seats[index]
         if sequence is None:
             return None
-        assert sequence.table is not None
-        known = self._tables[index]
-        assert known and known == sequence.table.block_ids[: len(known)], "blocks were taken from a launched step"
-        tree = self._tree(index, sequence) if is_drafted else seat.tree
+        assert sequence.table is not None and seat is not None and seat.sequence.table is not None
+        known = seat.sequence.block_ids
+        tree = self._tree(index, sequence) if is_drafted and self.number > self._joined_at[index] else None
         part = Scheduled(sequence, 1, seat.width)
         if tree is not None and tree.num_nodes > 1:
             number = tree.num_nodes
@@ -140,10 +164,11 @@ class HostStep:
         return part
 
     def _tree(self, index: int, sequence: Running) -> DraftTree | None:
-        memory = self.memory
+        memory, seat = self.memory, self.seats[index]
+        assert seat is not None
         if int(memory.draft_stamp) != self.number:
             return None
-        count = min(int(memory.num_nodes[index]), self._seats[index].width, sequence.max_new_tokens)
+        count = max(min(int(memory.num_nodes[index]), seat.width, sequence.max_new_tokens), 1)
         tokens, parents = memory.draft_tokens[index, :count].numpy().copy(), memory.draft_parents[index, :count]
         tokens[0] = sequence.tokens[-1]
         return DraftTree(tokens, parents.numpy().copy())
@@ -154,9 +179,11 @@ class HostStep:
         memory, results = self.memory, []
         left, first = iter(walks), 0
         for index, part in enumerate(parts):
-            if part is None:
+            seat = self.seats[index]
+            if part is None or seat is None:
                 memory.counts[index] = memory.num_left[index] = 0
-                results.append(SeatResult(NOTHING, 0))
+                if seat is not None:
+                    results.append(SeatResult(seat, NOTHING, 0))
                 continue
             walk, sequence = next(left), part.sequence
             count = len(walk.tokens)
@@ -173,7 +200,7 @@ class HostStep:
                 first += count
             if has_ended:
                 self._ahead[index] = None
-            results.append(SeatResult(walk, num_nodes))
+            results.append(SeatResult(seat, walk, num_nodes))
         memory.stamp.fill_(self.number)
         return results
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest
+from foretoken.drafting import DeviceStep, DraftBatch, DrafterNeeds, DraftRequest
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.transports.transport import TransportClosedError
 
@@ -53,19 +53,21 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         block_size: int,
         spoil: Callable[[int], bool] = lambda number: False,
         tolerance: float = 2e-2,
+        prompt_rows: int = 64,
     ) -> None:
         self._tolerance = tolerance
         self._texts, self._spoil, self._block_size = texts, spoil, block_size
         self.needs = DrafterNeeds(features, num_rerun=1, blocks=True)
         self.gauges: dict[str, float] = {}
-        layout = ResidentLayout(seats, 4, nodes, width, dtype)
+        layout = ResidentLayout(seats, 4, nodes, width, dtype, prompt_rows)
         self.resident = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
         self.failures: list[str] = []
         self.tokens: dict[tuple[int, int], list[int]] = {}
         # Hidden states by text and position.
         self.hidden: dict[tuple[int, int], np.ndarray] = {}
         self.blocks: dict[tuple[int, int], list[int]] = {}
-        self._keys: list[tuple[int, int]] = []
+        # By seat; None for an empty one.
+        self._keys: list[tuple[int, int] | None] = []
         self._batch: DraftBatch | None = None
         self.is_closed = False
         self.num_attaches = 1
@@ -73,6 +75,8 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         # The overlapped requests of this attachment: their steps, and how many blocks each named.
         self.numbers: list[int] = []
         self.num_named: list[int] = []
+        # Rows that sent prompts within a run.
+        self.num_prompt_rows = 0
         # How each request came: within a run, as a run of one step, or by the host.
         self.ways: list[Way] = []
         # Whether it has answered everything, as the verifier sees it.
@@ -123,6 +127,11 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         if request.resident is not None:
             self._learn_resident(request)
         for row in range(request.num_rows):
+            if request.resident is not None and (row >= len(self._keys) or self._keys[row] is None):
+                tokens.append(0)
+                parents.append(-1)
+                starts.append(len(tokens))
+                continue
             key = (int(request.slots[row]), int(request.generations[row]))
             if request.resident is None:
                 self._learn(request, row, key)
@@ -156,17 +165,27 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
 
     def _learn_resident(self, request: DraftRequest) -> None:
         memory, step = self.resident, request.resident
-        assert step is not None and memory.stamp.tolist() == [step.number] and len(request.new_tokens) == 0
+        assert step is not None and memory.stamp.tolist() == [step.number]
         assert step.begins or step.number == self.numbers[-1] + 1
         self.numbers.append(step.number)
-        self.num_named.append(len(request.block_ids))
         keys = list(zip(request.slots.tolist(), request.generations.tolist(), strict=True))
+        seats = [None if key[0] < 0 else key for key in keys[: step.num_seats]]
+        self.num_named.append(int(request.block_starts[step.num_seats]))
+        self._learn_prompts(request, step, keys)
         if step.begins:
-            self._keys = keys
-            assert [len(self.tokens.get(key, ())) for key in keys] == request.lengths.tolist()
-        assert self._keys == keys
-        for row, key in enumerate(keys):
-            if key not in self.tokens:
+            for seat, key in enumerate(seats):
+                length = int(request.lengths[seat])
+                if key is None or key not in self.tokens:
+                    continue
+                # Steps that the verifier's host has not read yet may have told more.
+                known = len(self.tokens[key])
+                assert known >= length if key in self._keys else known == length
+                size = self._block_size
+                self.blocks[key] = self.blocks[key][: -(-length // size)]
+            self._keys = seats
+        assert self._keys == seats
+        for row, key in enumerate(seats):
+            if key is None or key not in self.tokens:
                 # Its request wants no drafts.
                 continue
             count, first = int(memory.counts[row]), row * memory.layout.tokens
@@ -177,6 +196,20 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
                 assert int(memory.lengths[row]) == len(self.tokens[key])
             if int(memory.num_left[row]):
                 assert len(self.blocks[key]) * self._block_size >= len(self.tokens[key])
+
+    def _learn_prompts(self, request: DraftRequest, step: DeviceStep, keys: list[tuple[int, int]]) -> None:
+        at = step.prompt_start
+        for row in range(step.num_seats, request.num_rows):
+            new = request.new_tokens[slice(*request.new_token_starts[row : row + 2])].tolist()
+            count = int(request.device_hidden[row])
+            hidden = self.resident.prompt_hidden[at : at + count].float().cpu().numpy()
+            at += count
+            self._append(keys[row], new, hidden)
+            assert len(self.tokens[keys[row]]) == request.lengths[row], "a token was sent twice, or never"
+            self.num_prompt_rows += 1
+            blocks = request.block_ids[slice(*request.block_starts[row : row + 2])].tolist()
+            known = self.blocks.setdefault(keys[row], [])
+            known[(len(self.tokens[keys[row]]) - len(new)) // self._block_size :] = blocks
 
     def _append(self, key: tuple[int, int], new: list[int], hidden: np.ndarray) -> None:
         tokens = self.tokens.setdefault(key, [])
