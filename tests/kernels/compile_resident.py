@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from foretoken_kernels.gpu import forced_walk, resident_results, resident_rows
-from foretoken_kernels.resident_state import DraftedTrees, Seats, StepResults, StepRows
+from foretoken_kernels.gpu import forced_walk, resident_results, resident_rows, resident_seats
+from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows
 from foretoken_kernels.sampler_state import WalkResult
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SEATS, TREES = Seats(*["*i32"] * 6), DraftedTrees(*["*i32"] * 4)
+SEATS, TREES = Seats(*["*i32"] * 7), DraftedTrees(*["*i32"] * 4)
 ROWS = StepRows(*["*i32"] * 5, "*i64", *["*i32"] * 8)
 WALK, RESULTS = WalkResult(*["*i32"] * 8), StepResults(*["*i32"] * 5, "*bf16")
 
@@ -41,4 +41,6 @@ def compile_all() -> None:
     gather = {"features": "*bf16"} | step
     gather |= dict.fromkeys(("num_rows", "max_walked", "most", "width", "stride"), "i32")
     compile_kernel(resident_results._gather_hidden, gather, {"BLOCK": 2048}, 4)
+    joining = {"seats": SEATS, "joining": Joining(*["*i32"] * 7), "num_seats": "i32"}
+    compile_kernel(resident_seats._join_seats, joining, {"BLOCK": 128}, 4)
     compile_kernel(resident_results._finish_step, {"seats": SEATS, "results": RESULTS}, {}, 1)

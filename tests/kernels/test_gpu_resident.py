@@ -16,7 +16,8 @@ from foretoken_kernels import reference_resident as reference
 from foretoken_kernels.gpu.forced_walk import force_walk
 from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
 from foretoken_kernels.gpu.resident_rows import lay_out_rows
-from foretoken_kernels.resident_state import DraftedTrees, Seats, StepResults, StepRows, new_seats
+from foretoken_kernels.gpu.resident_seats import join_seats
+from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
 from foretoken_kernels.sampler_state import (
     FINISH_BROKEN,
     FINISH_LENGTH,
@@ -54,6 +55,8 @@ def state_of(random: np.random.Generator, widths: list[int], nodes: int, words: 
         ints(num_seats, low=0, high=nodes + 3),
         ints(num_seats),
         ints(num_seats, high=VOCAB),
+        # A tree of a sequence that has just joined is another's.
+        ints(num_seats, low=STEP - 3, high=STEP + 1),
         torch.full((1,), STEP, dtype=torch.int32, device=device),
     )
     parents = np.full((num_seats, nodes), -1, np.int32)
@@ -112,11 +115,28 @@ def test_rows(widths: list[int], nodes: int, words: int, seed: int, device: str)
     assert (rows.slot_mapping[end:] == 77).all(), "rows behind the seats' are nobody's to write"
 
 
+@pytest.mark.parametrize("num_seats", [1, 3, 150])
+def test_sequences_that_join(num_seats: int, device: str) -> None:
+    random = np.random.default_rng(num_seats)
+    seats = new_seats(num_seats, device)
+    values = {
+        name: torch.from_numpy(random.integers(1, 90, num_seats).astype(np.int32)).to(device)
+        for name in Joining._fields
+    }
+    joining = Joining(**values | {"joins": torch.arange(num_seats, dtype=torch.int32, device=device) % 2})
+    expected = clone(seats)
+    reference.join_seats_reference(expected, joining)  # type: ignore[arg-type]
+    join_seats(seats, joining)
+    for name in Seats._fields:
+        assert torch.equal(getattr(seats, name), getattr(expected, name)), name
+
+
 @pytest.mark.parametrize("max_depth", [1, 2, 3])
 def test_a_tree_that_is_too_deep_is_a_root(max_depth: int, device: str) -> None:
     state = state_of(np.random.default_rng(4), [6, 6, 6], 6, 1, device)
     state.trees.num_nodes.fill_(6)
     state.seats.num_left.fill_(9)
+    state.seats.joined.fill_(0)
     chain, bush, star = [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 2], [-1, 0, 0, 0, 0, 0]
     state.trees.parents.copy_(torch.tensor([chain, bush, star], dtype=torch.int32))
     rows = lay_out(state, 6, max_depth)
@@ -128,6 +148,7 @@ def test_an_unsound_tree_is_a_root(what: str, device: str) -> None:
     state = state_of(np.random.default_rng(1), [6, 6], 6, 1, device)
     state.trees.num_nodes.fill_(6)
     state.seats.num_left.fill_(9)
+    state.seats.joined.fill_(0)
     if what == "stamp":
         state.trees.stamp.fill_(STEP - 1)
     elif "parent" in what:
@@ -142,6 +163,7 @@ def test_a_block_that_is_none_gives_no_slot(device: str) -> None:
     state = state_of(np.random.default_rng(2), [5], 5, 1, device)
     state.seats.lengths.fill_(BLOCK * BLOCKS - 1)
     state.seats.num_left.fill_(9)
+    state.seats.joined.fill_(0)
     state.trees.num_nodes.fill_(5)
     state.tables[0, -1] = 3
     rows = lay_out(state, 5)
