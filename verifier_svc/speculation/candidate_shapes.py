@@ -1,0 +1,36 @@
+"""The shapes among which the controller chooses."""
+
+from __future__ import annotations
+
+from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
+
+# Nodes of the trees, smallest first; bounds add a tree of their own size. Children of one node by the nodes.
+TREE_NODES = (8, 16, 32)
+BRANCHES = 2, 4, 8
+
+
+def chain(depth: int) -> Shape:
+    """Return a chain of ``depth`` drafted tokens."""
+    return Shape(depth + 1, depth, 1)
+
+
+def is_chain(shape: Shape) -> bool:
+    return shape.branches == 1 and shape.depth > 0 and shape.nodes > 1
+
+
+def candidate_shapes(bounds: TreeBounds) -> tuple[Shape, ...]:
+    """Return no draft, the chains, and a few trees; of fixed bounds the one shape that they allow."""
+    depth = bounds.max_depth
+    if depth < 1:
+        return (NO_DRAFT,)
+    if bounds.is_fixed:
+        return (bounds.of_row(True, depth, bounds.max_nodes - 1),)
+    # A tree of no more nodes than the chain is a chain.
+    sizes = sorted(n for n in {*TREE_NODES, bounds.max_nodes} if depth + 1 < n <= bounds.max_nodes)
+    trees = (Shape(nodes, depth, min(_branches(nodes), bounds.branches)) for nodes in sizes if bounds.branches > 1)
+    return NO_DRAFT, *(chain(length) for length in range(1, depth + 1)), *trees
+
+
+def _branches(nodes: int) -> int:
+    """Return how many children a node of a tree of so many nodes may have."""
+    return next((branches for most, branches in zip(TREE_NODES, BRANCHES, strict=True) if nodes <= most), BRANCHES[-1])

@@ -1,0 +1,278 @@
+"""Chooses the shape in which a whole batch drafts: nothing, a chain, or a tree.
+
+It compares predicted tokens a second: the tokens that a shape yields over the seconds of its steps, both learned from
+the steps before. The first steps draft, whatever the drafter is believed to be worth. Later another shape takes over
+if it is better by a margin. What may have become better meanwhile is probed for a few steps, rarely enough that a
+probe in vain costs 1% of the time at most, and ever more rarely while probes fail.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
+from verifier_svc.speculation.candidate_shapes import candidate_shapes, is_chain
+from verifier_svc.speculation.controller_log import Record
+from verifier_svc.speculation.path_acceptance import FIRST_CHANCE, PathAcceptance
+from verifier_svc.speculation.shape_costs import ShapeCosts
+
+# Steps for which a choice holds, and the same at first: until there are some walks of the first shape.
+DECIDE_EVERY = 8
+FIRST_WALKS = 12
+# A batch that has grown or shrunk by this factor is decided for at once.
+OTHER_BATCH = 1.25
+# Another shape must be better by this much. It must have been for so many steps since the last change, unless the
+# gain is large: a change costs about one step.
+LEAST_GAIN = 1.03
+LARGE_GAIN = 1.10
+STAY = 24
+# Consecutive steps of a probe; then as many until its last result has been read.
+PROBE_STEPS = 8
+PROBE_RESULTS = 3
+# Steps until the first probe, and until the next one at most where each fails.
+FIRST_PROBE_AFTER = 32
+RAREST_PROBE_AFTER = 512
+# Share of the time that probes in vain may cost.
+PROBE_SHARE = 0.01
+# How much better a shape may be than predicted: never measured at this batch; measured just now, and long ago.
+UNKNOWN_DOUBT = 0.15
+LEAST_DOUBT, MOST_DOUBT = 0.02, 0.15
+LONG_AGO = 2048
+
+
+class Reason(StrEnum):
+    """Why the present shape was chosen. The values appear in metrics and replies."""
+
+    FIXED = "fixed"
+    FIRST_STEPS = "first_steps"
+    DRAFTS_PAY = "drafts_pay"
+    DRAFTS_DO_NOT_PAY = "drafts_do_not_pay"
+    PROBE = "probe"
+
+
+@dataclass(slots=True)
+class _Probe:
+    shape: Shape
+    ends_at: int
+    standing: Shape
+
+
+class Controller:
+    """The controller of one drafter with a model. Used by the engine thread alone."""
+
+    def __init__(
+        self,
+        bounds: TreeBounds,
+        verify_s: Callable[[int], float],
+        *,
+        log: Callable[[Record], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            verify_s: measured seconds of the target's pass by rows; infinite where it cannot run so many.
+            log: is given all that the controller learns and decides, so that ``replay`` decides the same.
+        """
+        self.shapes = candidate_shapes(bounds)
+        self.reason = Reason.FIXED if bounds.is_fixed else Reason.FIRST_STEPS
+        self._log = log
+        self._costs = ShapeCosts(verify_s if log is None else self._logged(verify_s, log))
+        self._acceptance = PathAcceptance(bounds.max_depth)
+        # The shape of the last step, and the one that stands while others are probed.
+        self._shape = self._standing = self.shapes[0]
+        self._is_fixed = len(self.shapes) == 1
+        self._batch = 0
+        self._num_steps = 0
+        self._decide_at = 0
+        self._standing_since = 0
+        self._has_begun = self._is_fixed
+        self._probe: _Probe | None = None
+        self._probe_at = FIRST_PROBE_AFTER
+        self._probe_pause = FIRST_PROBE_AFTER
+        self._num_switches = self._num_probes = 0
+        self._observed_at: dict[Shape, int] = {}
+        # Since the last decision: walks by shape, matched levels and drafted levels; steps by shape.
+        self._walks: defaultdict[Shape, defaultdict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
+        self._observed_steps: defaultdict[Shape, int] = defaultdict(int)
+        if log is not None:
+            log(("bounds", bounds.max_nodes, bounds.num_steps, bounds.branches))
+
+    def choose(self, batch: int) -> Shape:
+        """Return the shape in which ``batch`` sequences draft in the next step. Called once a step."""
+        if self._is_fixed or batch < 1:
+            return self._shape
+        self._num_steps += 1
+        if (
+            self._num_steps >= self._decide_at
+            or batch > self._batch * OTHER_BATCH
+            or batch * OTHER_BATCH < self._batch
+        ):
+            self._decide(batch)
+        if self._log is not None:
+            self._log(("choose", batch, *self._shape))
+        return self._shape
+
+    def observe_step(self, shape: Shape, batch: int, seconds: float, *, num_prompt_tokens: int = 0) -> None:
+        """Learn what a step took: ``seconds`` from the results of the step before to its own."""
+        if self._is_fixed or batch < 1:
+            return
+        self._costs.observe(shape, batch, seconds, num_prompt_tokens)
+        self._observed_steps[shape] += 1
+        if self._log is not None:
+            self._log(("step", *shape, batch, seconds, num_prompt_tokens))
+
+    def observe_walk(self, shape: Shape, num_matched: int, depth: int) -> None:
+        """Learn that ``num_matched`` tokens of a path were accepted in a draft of ``depth`` levels."""
+        self._walks[shape][num_matched, depth] += 1
+
+    def explain(self) -> Mapping[str, str | float]:
+        """Return the figures behind the present choice."""
+        batch = max(self._batch, 1)
+        return {
+            "shape": "{1}-{2}-{0}".format(*self._shape),
+            "reason": self.reason.value,
+            "tokens_per_step": self._acceptance.tokens(self._shape),
+            "step_seconds": self._costs.estimate(self._shape, batch),
+            "tokens_per_second": batch * self._rate(self._shape, batch),
+            "plain_tokens_per_second": batch * self._rate(NO_DRAFT, batch),
+            "batch": batch,
+            "steps": self._num_steps,
+            "switches": self._num_switches,
+            "probes": self._num_probes,
+        }
+
+    # ---- decisions ----
+
+    def _decide(self, batch: int) -> None:
+        self._learn(batch)
+        is_other_batch = not self._batch / OTHER_BATCH <= batch <= self._batch * OTHER_BATCH
+        self._batch = batch
+        self._decide_at = self._num_steps + DECIDE_EVERY
+        if not self._has_begun:
+            self._begin(batch)
+            return
+        if self._probe is not None:
+            if self._num_steps < self._probe.ends_at and not is_other_batch:
+                return
+            self._end_probe()
+            return
+        rates = {shape: self._rate(shape, batch) for shape in self.shapes}
+        if not self._switch(rates) and self._num_steps >= self._probe_at:
+            self._consider_probe(rates, batch)
+
+    def _begin(self, batch: int) -> None:
+        """Draft a chain of middle depth or less: what the drafter is worth is found out by using it."""
+        self._has_begun = True
+        middle = (self.shapes[-1].depth + 1) // 2
+        short = [shape for shape in self.shapes if is_chain(shape) and shape.depth <= middle]
+        best = max(short, key=lambda shape: self._rate(shape, batch))
+        if self._rate(best, batch) > self._rate(NO_DRAFT, batch):
+            self._stand(best, Reason.FIRST_STEPS)
+            self._decide_at = self._num_steps + max(FIRST_WALKS // batch, PROBE_RESULTS) + PROBE_RESULTS
+        else:
+            self._stand(NO_DRAFT, Reason.DRAFTS_DO_NOT_PAY)
+            self._probe_at = self._num_steps + DECIDE_EVERY
+
+    def _switch(self, rates: Mapping[Shape, float]) -> bool:
+        """Change to the fastest shape if that pays; return whether it did."""
+        best = max(self.shapes, key=rates.__getitem__)
+        gain = rates[best] / rates[self._standing] if rates[self._standing] else float("inf")
+        has_stayed = self._num_steps - self._standing_since >= STAY
+        switches = gain >= LARGE_GAIN or (gain >= LEAST_GAIN and has_stayed)
+        if switches:
+            self._num_switches += 1
+            self._probe_pause = FIRST_PROBE_AFTER
+            self._probe_at = self._num_steps + self._probe_pause
+        self._stand(best if switches else self._standing)
+        return switches
+
+    def _stand(self, shape: Shape, reason: Reason | None = None) -> None:
+        if shape != self._standing:
+            self._standing_since = self._num_steps
+        self._shape = self._standing = shape
+        self.reason = reason or (Reason.DRAFTS_PAY if shape != NO_DRAFT else Reason.DRAFTS_DO_NOT_PAY)
+
+    def _consider_probe(self, rates: Mapping[Shape, float], batch: int) -> None:
+        """Begin a probe if a shape may be better than predicted, and the probes before have been paid for."""
+        hopes = {shape: self._hope(shape, rates, batch) for shape in self.shapes if shape != self._standing}
+        shape = max(hopes, key=hopes.__getitem__)
+        if hopes[shape] <= rates[self._standing]:
+            # Not even good luck would do: the load must change, or what was measured was disturbed.
+            if self._num_steps - self._standing_since < RAREST_PROBE_AFTER or self._probe_pause < RAREST_PROBE_AFTER:
+                self._back_off()
+                return
+            shape = self._cheapest(rates)
+        self._num_probes += 1
+        self._probe = _Probe(shape, self._num_steps + PROBE_STEPS, self._standing)
+        self._decide_at = self._probe.ends_at
+        self._shape, self.reason = shape, Reason.PROBE
+        standing_s = self._costs.estimate(self._standing, batch)
+        lost_s = self._costs.estimate(shape, batch) - self._acceptance.tokens(shape) / rates[self._standing]
+        self._back_off()
+        # The change there and back costs two steps.
+        lost_steps = PROBE_STEPS * max(lost_s, 0.0) / standing_s + 1
+        self._probe_at = max(self._probe_at, self._num_steps + int(lost_steps / PROBE_SHARE))
+
+    def _hope(self, shape: Shape, rates: Mapping[Shape, float], batch: int) -> float:
+        """Return the speed of a shape with good luck."""
+        if not self._costs.weight(shape, batch):
+            doubt = UNKNOWN_DOUBT
+        else:
+            age = min((self._num_steps - self._observed_at.get(shape, 0)) / LONG_AGO, 1.0)
+            doubt = LEAST_DOUBT + age * (MOST_DOUBT - LEAST_DOUBT)
+        rate = rates[shape]
+        if self._standing == NO_DRAFT:
+            # Nothing was verified for a while: the text may suit the drafter better now.
+            rate = self._acceptance.tokens(shape, at_least=FIRST_CHANCE) / self._costs.estimate(shape, batch)
+            if not is_chain(shape):
+                return 0.0
+        return rate * (1 + doubt)
+
+    def _cheapest(self, rates: Mapping[Shape, float]) -> Shape:
+        """Return the shape whose probe loses least."""
+        others = [shape for shape in self.shapes if shape != self._standing]
+        return max(others, key=rates.__getitem__)
+
+    def _end_probe(self) -> None:
+        """Go back to the shape that stands; the last results of the probe are still to come."""
+        assert self._probe is not None
+        self._probe = None
+        self._stand(self._standing)
+        self._decide_at = self._num_steps + PROBE_RESULTS
+
+    def _back_off(self) -> None:
+        self._probe_pause = min(2 * self._probe_pause, RAREST_PROBE_AFTER)
+        self._probe_at = self._num_steps + self._probe_pause
+
+    # ---- estimates ----
+
+    def _rate(self, shape: Shape, batch: int) -> float:
+        """Return the predicted tokens a second of one row."""
+        return self._acceptance.tokens(shape) / self._costs.estimate(shape, batch)
+
+    def _learn(self, batch: int) -> None:
+        """Take in what was observed since the last decision."""
+        num_steps = max(sum(self._observed_steps.values()), 1)
+        if self._log is not None:
+            for shape, walks in self._walks.items():
+                for (num_matched, depth), count in walks.items():
+                    self._log(("walks", *shape, num_matched, depth, count))
+        self._acceptance.pass_steps(num_steps, set(self._walks))
+        for shape, walks in self._walks.items():
+            self._acceptance.observe(shape, walks, max(self._observed_steps[shape], 1), max(self._batch, 1))
+        for shape in self._observed_steps:
+            self._observed_at[shape] = self._num_steps
+        self._walks.clear()
+        self._observed_steps.clear()
+
+    def _logged(self, verify_s: Callable[[int], float], log: Callable[[Record], None]) -> Callable[[int], float]:
+        """Return ``verify_s`` whose answers are logged."""
+
+        def logged(num_rows: int) -> float:
+            seconds = verify_s(num_rows)
+            log(("verify", num_rows, seconds))
+            return seconds
+
+        return logged

@@ -1,0 +1,166 @@
+"""How many tokens a step yields for each shape, from the walks of the steps before.
+
+Chances are kept by depth, because a draft head's later tokens are worse than its first. All chains share their counts.
+A tree has counts of its own. Where it has few, they are filled up from the shape that was verified last: the tree's
+misses are a learned share of that shape's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from verifier_svc.drafters.request import Shape
+from verifier_svc.speculation.candidate_shapes import is_chain
+
+# What a first level is believed to hold before anything was verified, and how many trials that is worth. It is more
+# than most drafters reach, so that a new one is tried.
+FIRST_CHANCE = 0.8
+FIRST_TRIALS = 2.0
+# Trials' worth of trust in the level above, and in the shape that was verified last.
+LEVEL_TRIALS = 2.0
+OTHER_TRIALS = 6.0
+# Trials of one step at most: rows of one step are alike, and a large batch must not make the past immovable.
+STEP_TRIALS = 16.0
+# Steps after which a step's walks weigh 1/e: many for one row, fewer for many.
+LONGEST_MEMORY, SHORTEST_MEMORY, MEMORY_WALKS = 128, 32, 512
+# The same for shapes that were not verified meanwhile, and the trials that are left of them for good.
+IDLE_MEMORY = 64
+IDLE_TRIALS = 4.0
+# Misses' worth of trust in what is known of that share.
+SHARE_MISSES = 6.0
+SURELY = 0.98
+
+Walks = Mapping[tuple[int, int], int]
+
+
+class PathAcceptance:
+    """Used by the engine thread alone."""
+
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._counts: dict[Shape, _Counts] = {}
+        # Of each tree: its misses over a chain's.
+        self._shares: dict[Shape, float] = {}
+        self._latest = _family(Shape(2, 1, 1))
+        first = self._counts[self._latest] = _Counts(max_depth)
+        first.tried[0], first.accepted[0] = FIRST_TRIALS, FIRST_TRIALS * FIRST_CHANCE
+        # Chances of the shape that was verified before the latest one, and the latest one's misses since then.
+        self._before: tuple[Shape, list[float]] | None = None
+        self._expected_misses = self._misses = 0.0
+
+    def pass_steps(self, num_steps: int, verified: set[Shape]) -> None:
+        """Believe what was not verified in the last ``num_steps`` steps less."""
+        families = {_family(shape) for shape in verified}
+        keep = (1 - 1 / IDLE_MEMORY) ** num_steps
+        for family, counts in self._counts.items():
+            if family not in families:
+                counts.fade(keep, IDLE_TRIALS if family == self._latest else 0.0)
+
+    def observe(self, shape: Shape, walks: Walks, num_steps: int, batch: int) -> None:
+        """Learn from the walks of ``num_steps`` steps of ``batch`` rows.
+
+        ``walks``: how many walks matched so many of so many drafted levels.
+        """
+        family = _family(shape)
+        if family != self._latest:
+            self._change_latest(family)
+        memory = min(max(MEMORY_WALKS // batch, SHORTEST_MEMORY), LONGEST_MEMORY)
+        counts = self._counts[family]
+        counts.fade((1 - 1 / memory) ** num_steps, 0.0)
+        weight = min(1.0, STEP_TRIALS / batch)
+        for (num_matched, depth), count in walks.items():
+            counts.add(num_matched, depth, count * weight)
+            if self._before is not None:
+                for level in range(min(num_matched + 1, depth)):
+                    self._expected_misses += (1 - self._before[1][level]) * count * weight
+                self._misses += (num_matched < depth) * count * weight
+
+    def tokens(self, shape: Shape, *, at_least: float = 0.0) -> float:
+        """Return the tokens that a row of this shape yields a step, if each level holds with this chance or more."""
+        if shape.depth == 0 or shape.nodes == 1:
+            return 1.0
+        expected = running = 1.0
+        for chance in self.chances(shape)[: shape.depth]:
+            running *= max(chance, at_least)
+            expected += running
+        return expected
+
+    def chances(self, shape: Shape) -> list[float]:
+        """Return for each level the chance that the path holds there if it held above."""
+        family = _family(shape)
+        counts = self._counts.get(family)
+        out: list[float] = []
+        if family == self._latest:
+            assert counts is not None
+            above = FIRST_CHANCE
+            for level in range(self._max_depth):
+                trust = LEVEL_TRIALS if level else 1e-3
+                above = counts.chance(level, above, trust)
+                out.append(above)
+            return out
+        share = self._share(family) / self._share(self._latest)
+        for level, chance in enumerate(self.chances(self._latest)):
+            guess = 1 - min(max((1 - chance) * share, 1 - SURELY), 1.0)
+            out.append(counts.chance(level, guess, OTHER_TRIALS) if counts is not None else guess)
+        return out
+
+    def _share(self, family: Shape) -> float:
+        """Return this shape's misses over a chain's: until measured, they fall with the root of its nodes a level."""
+        if is_chain(family):
+            return 1.0
+        known = self._shares.get(family)
+        return ((family.nodes - 1) / family.depth) ** -0.5 if known is None else known
+
+    def _change_latest(self, family: Shape) -> None:
+        """Learn how the misses of the latest shape compare with those of the one before, then begin with this one."""
+        if self._before is not None and self._expected_misses > 0:
+            former = self._before[0]
+            tree = self._latest if is_chain(former) else former
+            if not is_chain(tree):
+                known = self._share(self._latest) / self._share(former)
+                ratio = (self._misses + SHARE_MISSES * known) / (self._expected_misses + SHARE_MISSES)
+                share = self._share(former) * ratio if tree == self._latest else self._share(self._latest) / ratio
+                self._shares[tree] = min(max(share, 0.05), 1.5)
+        self._before = self._latest, self.chances(self._latest)
+        self._expected_misses = self._misses = 0.0
+        self._counts.setdefault(family, _Counts(self._max_depth))
+        # What was believed of this shape a moment ago is its past now.
+        self._counts[family].fill_up(self.chances(family), IDLE_TRIALS)
+        self._latest = family
+
+
+class _Counts:
+    """Faded counts by level of one family of shapes."""
+
+    def __init__(self, max_depth: int) -> None:
+        self.accepted = [0.0] * max_depth
+        self.tried = [0.0] * max_depth
+
+    def add(self, num_matched: int, depth: int, weight: float) -> None:
+        # The level after the last one that held was tried too, unless the draft ended there.
+        for level in range(min(num_matched + 1, depth)):
+            self.tried[level] += weight
+            self.accepted[level] += weight * (level < num_matched)
+
+    def fade(self, keep: float, floor: float) -> None:
+        """Keep this share of all trials, but not fewer than ``floor`` where there were as many."""
+        for level, tried in enumerate(self.tried):
+            factor = keep if tried * keep >= floor else min(floor / tried, 1.0) if tried else 1.0
+            self.tried[level] *= factor
+            self.accepted[level] *= factor
+
+    def fill_up(self, chances: list[float], trials: float) -> None:
+        """Add trials that went as expected where there are fewer than ``trials``."""
+        for level, tried in enumerate(self.tried):
+            missing = max(trials - tried, 0.0)
+            self.tried[level] += missing
+            self.accepted[level] += missing * chances[level]
+
+    def chance(self, level: int, guess: float, trust: float) -> float:
+        return (self.accepted[level] + trust * guess) / (self.tried[level] + trust)
+
+
+def _family(shape: Shape) -> Shape:
+    """Return the shape whose counts this one shares."""
+    return Shape(2, 1, 1) if is_chain(shape) else shape
+
