@@ -22,6 +22,8 @@ from verifier_svc.speculation.shape_costs import ShapeCosts
 # Steps for which a choice holds, and the same at first: until there are some walks of the first shape.
 DECIDE_EVERY = 8
 FIRST_WALKS = 12
+# Rows from which a few steps of a short chain tell enough.
+MANY_ROWS = 16
 # A batch that has grown or shrunk by this factor is decided for at once.
 OTHER_BATCH = 1.25
 # Another shape must be better by this much. It must have been for so many steps since the last change, unless the
@@ -30,17 +32,22 @@ LEAST_GAIN = 1.03
 LARGE_GAIN = 1.10
 STAY = 24
 # Consecutive steps of a probe; then as many until its last result has been read.
-PROBE_STEPS = 8
+PROBE_STEPS = 6
 PROBE_RESULTS = 3
 # Steps until the first probe, and until the next one at most where each fails.
 FIRST_PROBE_AFTER = 32
-RAREST_PROBE_AFTER = 512
+RAREST_PROBE_AFTER = 256
 # Share of the time that probes in vain may cost.
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.007
+# Steps that may be lost at once, if none were lost for long.
+MOST_SAVED = 16
 # How much better a shape may be than predicted: never measured at this batch; measured just now, and long ago.
-UNKNOWN_DOUBT = 0.15
+# Plain decode is what drafts must never fall behind.
+UNKNOWN_DOUBT, UNKNOWN_PLAIN_DOUBT = 0.15, 0.3
 LEAST_DOUBT, MOST_DOUBT = 0.02, 0.15
-LONG_AGO = 2048
+LONG_AGO = 1024
+# Weight of the time since the last decision in what prompts take.
+PROMPT_SMOOTHING = 0.05
 
 
 class Reason(StrEnum):
@@ -57,7 +64,6 @@ class Reason(StrEnum):
 class _Probe:
     shape: Shape
     ends_at: int
-    standing: Shape
 
 
 class Controller:
@@ -89,8 +95,14 @@ class Controller:
         self._standing_since = 0
         self._has_begun = self._is_fixed
         self._probe: _Probe | None = None
+        # The shape of a probe that has ended and was not paid for yet.
+        self._probed: Shape | None = None
         self._probe_at = FIRST_PROBE_AFTER
         self._probe_pause = FIRST_PROBE_AFTER
+        # Seconds of prompts for each token of output, and since the last decision: of all prompts.
+        self._prompt_s = self._prompts_s = 0.0
+        # What may be lost by probes now.
+        self._saved_s = 0.0
         self._num_switches = self._num_probes = 0
         self._observed_at: dict[Shape, int] = {}
         # Since the last decision: walks by shape, matched levels and drafted levels; steps by shape.
@@ -119,6 +131,9 @@ class Controller:
         if self._is_fixed or batch < 1:
             return
         self._costs.observe(shape, batch, seconds, num_prompt_tokens)
+        if num_prompt_tokens:
+            self._prompts_s += self._costs.prompt_s(num_prompt_tokens)
+        self._saved_s = min(self._saved_s + PROBE_SHARE * seconds, MOST_SAVED * seconds)
         self._observed_steps[shape] += 1
         if self._log is not None:
             self._log(("step", *shape, batch, seconds, num_prompt_tokens))
@@ -159,6 +174,9 @@ class Controller:
             self._end_probe()
             return
         rates = {shape: self._rate(shape, batch) for shape in self.shapes}
+        if self._probed is not None:
+            self._saved_s -= self._lost_s(self._probed, rates, batch)
+            self._probed = None
         if not self._switch(rates) and self._num_steps >= self._probe_at:
             self._consider_probe(rates, batch)
 
@@ -167,8 +185,12 @@ class Controller:
         self._has_begun = True
         middle = (self.shapes[-1].depth + 1) // 2
         short = [shape for shape in self.shapes if is_chain(shape) and shape.depth <= middle]
-        best = max(short, key=lambda shape: self._rate(shape, batch))
-        if self._rate(best, batch) > self._rate(NO_DRAFT, batch):
+        plain = self._rate(NO_DRAFT, batch)
+        paying = [shape for shape in short if self._rate(shape, batch) > plain]
+        # A few rows need a long chain to tell much; many tell enough by a short one, and a long one would cost much.
+        best = (paying[-1] if batch < MANY_ROWS else paying[0]) if paying else NO_DRAFT
+        if paying:
+            self._probed = best
             self._stand(best, Reason.FIRST_STEPS)
             self._decide_at = self._num_steps + max(FIRST_WALKS // batch, PROBE_RESULTS) + PROBE_RESULTS
         else:
@@ -197,35 +219,40 @@ class Controller:
     def _consider_probe(self, rates: Mapping[Shape, float], batch: int) -> None:
         """Begin a probe if a shape may be better than predicted, and the probes before have been paid for."""
         hopes = {shape: self._hope(shape, rates, batch) for shape in self.shapes if shape != self._standing}
-        shape = max(hopes, key=hopes.__getitem__)
-        if hopes[shape] <= rates[self._standing]:
+        hopeful = [shape for shape, hope in hopes.items() if hope > rates[self._standing]]
+        # Any chain tells whether the text suits the drafter: where nothing is drafted the shortest one that may pay.
+        shape = next(iter(hopeful), NO_DRAFT) if self._standing == NO_DRAFT else max(hopes, key=hopes.__getitem__)
+        if not hopeful:
             # Not even good luck would do: the load must change, or what was measured was disturbed.
             if self._num_steps - self._standing_since < RAREST_PROBE_AFTER or self._probe_pause < RAREST_PROBE_AFTER:
                 self._back_off()
                 return
             shape = self._cheapest(rates)
+        if self._lost_s(shape, rates, batch) > self._saved_s:
+            return
         self._num_probes += 1
-        self._probe = _Probe(shape, self._num_steps + PROBE_STEPS, self._standing)
+        self._probe = _Probe(shape, self._num_steps + PROBE_STEPS)
         self._decide_at = self._probe.ends_at
         self._shape, self.reason = shape, Reason.PROBE
-        standing_s = self._costs.estimate(self._standing, batch)
-        lost_s = self._costs.estimate(shape, batch) - self._acceptance.tokens(shape) / rates[self._standing]
         self._back_off()
-        # The change there and back costs two steps.
-        lost_steps = PROBE_STEPS * max(lost_s, 0.0) / standing_s + 1
-        self._probe_at = max(self._probe_at, self._num_steps + int(lost_steps / PROBE_SHARE))
+
+    def _lost_s(self, shape: Shape, rates: Mapping[Shape, float], batch: int) -> float:
+        """Return the seconds that a probe of this shape loses. The changes there and back cost a step each."""
+        seconds, tokens = self._costs.estimate(shape, batch), self._acceptance.tokens(shape)
+        lost_s = tokens * (1 / rates[shape] - 1 / rates[self._standing])
+        return PROBE_STEPS * max(lost_s, 0.0) + seconds + self._costs.estimate(self._standing, batch)
 
     def _hope(self, shape: Shape, rates: Mapping[Shape, float], batch: int) -> float:
         """Return the speed of a shape with good luck."""
         if not self._costs.weight(shape, batch):
-            doubt = UNKNOWN_DOUBT
+            doubt = UNKNOWN_PLAIN_DOUBT if shape == NO_DRAFT else UNKNOWN_DOUBT
         else:
             age = min((self._num_steps - self._observed_at.get(shape, 0)) / LONG_AGO, 1.0)
             doubt = LEAST_DOUBT + age * (MOST_DOUBT - LEAST_DOUBT)
         rate = rates[shape]
         if self._standing == NO_DRAFT:
             # Nothing was verified for a while: the text may suit the drafter better now.
-            rate = self._acceptance.tokens(shape, at_least=FIRST_CHANCE) / self._costs.estimate(shape, batch)
+            rate = self._rate(shape, batch, at_least=FIRST_CHANCE)
             if not is_chain(shape):
                 return 0.0
         return rate * (1 + doubt)
@@ -238,6 +265,7 @@ class Controller:
     def _end_probe(self) -> None:
         """Go back to the shape that stands; the last results of the probe are still to come."""
         assert self._probe is not None
+        self._probed = self._probe.shape
         self._probe = None
         self._stand(self._standing)
         self._decide_at = self._num_steps + PROBE_RESULTS
@@ -248,9 +276,13 @@ class Controller:
 
     # ---- estimates ----
 
-    def _rate(self, shape: Shape, batch: int) -> float:
-        """Return the predicted tokens a second of one row."""
-        return self._acceptance.tokens(shape) / self._costs.estimate(shape, batch)
+    def _rate(self, shape: Shape, batch: int, *, at_least: float = 0.0) -> float:
+        """Return the predicted tokens a second of one row, with the prompts that tokens bring along.
+
+        Tokens of whatever shape bring as many, so prompts change no order. They damp what a shape gains.
+        """
+        tokens = self._acceptance.tokens(shape, at_least=at_least)
+        return tokens / (self._costs.estimate(shape, batch) + tokens * batch * self._prompt_s)
 
     def _learn(self, batch: int) -> None:
         """Take in what was observed since the last decision."""
@@ -264,6 +296,10 @@ class Controller:
             self._acceptance.observe(shape, walks, max(self._observed_steps[shape], 1), max(self._batch, 1))
         for shape in self._observed_steps:
             self._observed_at[shape] = self._num_steps
+        tokens = sum(max(self._batch, 1) * self._acceptance.tokens(shape) * n for shape, n in self._observed_steps.items())
+        if tokens:
+            self._prompt_s += PROMPT_SMOOTHING * (self._prompts_s / tokens - self._prompt_s)
+            self._prompts_s = 0.0
         self._walks.clear()
         self._observed_steps.clear()
 

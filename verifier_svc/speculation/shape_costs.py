@@ -12,17 +12,18 @@ from collections.abc import Callable
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 
 # Weight of a new step once there are enough of them.
-SMOOTHING = 0.08
+SMOOTHING = 0.05
 # Before any draft was measured: a level's share of the target's pass over the batch. Asking costs as much as a level.
 LEVEL_SHARE = 0.08
-# A step of so many times the estimate was disturbed from outside.
-MOST_RATIO = 2.0
-# The same while there are fewer steps than this.
-FIRST_RATIO = 4.0
-FIRST_STEPS = 4.0
+# The first steps of a kind count by their median: one of them may have been disturbed.
+FIRST_STEPS = 5
+# A later step that takes so many times as long as expected was disturbed; it counts as this much.
+MOST_RATIO = 1.5
 # Steps for which the target's times are taken as they are.
 HOLD_FOR = 64
-PROMPT_SMOOTHING = 0.1
+# Weight of a new step in what prompts take, and steps' worth of trust that they take the target's pass over their rows.
+PROMPT_SMOOTHING = 0.02
+PROMPT_TRUST = 5.0
 # Half-octaves up to which the same shape at another batch is a better guess than other shapes at this one.
 NEARBY = 3
 
@@ -42,44 +43,51 @@ class ShapeCosts:
         self._held_for = 0
         self._rests: dict[Shape, dict[int, _Rest]] = {}
         self._shape = NO_DRAFT
-        # A prompt's seconds over those of the target's pass over as many rows.
-        self.prompt_factor = 1.0
+        # How steps' seconds vary with those of the target's pass over their prompts, within kinds of steps.
+        self._prompt_variance = self._prompt_covariance = 0.0
 
-    def observe(self, shape: Shape, batch: int, seconds: float, num_prompt_tokens: int) -> float:
-        """Learn from a step; return its seconds without prompts.
-
-        The first step of another shape says more of the change than of the shape.
-        """
+    def observe(self, shape: Shape, batch: int, seconds: float, num_prompt_tokens: int) -> None:
+        """Learn from a step. The first one of another shape says more of the change than of the shape."""
         self._held_for += 1
         if self._held_for >= HOLD_FOR:
             self._held, self._held_for = {}, 0
-        expected = self.estimate(shape, batch)
-        prompt_s = self.verify(num_prompt_tokens) * self.prompt_factor if num_prompt_tokens else 0.0
         if shape != self._shape:
             self._shape = shape
-            return min(expected, seconds)
-        rest = self._rests.setdefault(shape, {}).setdefault(batch_bucket(batch), _Rest(seconds=0.0))
-        if not rest.weight:
-            rest.seconds = expected - self.verify(batch * shape.nodes)
-        most = MOST_RATIO if rest.weight >= FIRST_STEPS else FIRST_RATIO
-        error = min(seconds - prompt_s, most * expected) - expected
-        trust = (expected / (expected + prompt_s)) ** 2
-        rest.observe(error, trust)
-        if num_prompt_tokens and rest.weight >= FIRST_STEPS / 2:
-            error = min(max(seconds - expected - prompt_s, -prompt_s), 2 * prompt_s)
-            gain = PROMPT_SMOOTHING * (1 - trust)
-            self.prompt_factor *= 1 + gain * error / prompt_s
-        return max(seconds - prompt_s, 0.0)
+            return
+        rest = self._rests.setdefault(shape, {}).setdefault(batch_bucket(batch), _Rest())
+        verify_s = self.verify(batch * shape.nodes)
+        prompt_s = self.verify(num_prompt_tokens) if num_prompt_tokens else 0.0
+        factor = self.prompt_factor
+        trust = 1.0
+        if rest.weight >= FIRST_STEPS:
+            expected = verify_s + rest.seconds(factor) + factor * prompt_s
+            # What prompts take is known less well than what a step takes.
+            trust = (1 - min(factor * prompt_s / expected, 0.7)) ** 2
+            seconds = min(seconds, MOST_RATIO * expected)
+            prompt_off, seconds_off = prompt_s - rest.prompt_s, seconds - verify_s - rest.mean_s
+            self._prompt_variance += PROMPT_SMOOTHING * (prompt_off**2 - self._prompt_variance)
+            self._prompt_covariance += PROMPT_SMOOTHING * (prompt_off * seconds_off - self._prompt_covariance)
+        rest.observe(seconds - verify_s, prompt_s, factor, trust)
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """Return the seconds of prompts of so many tokens."""
+        return self.prompt_factor * self.verify(num_tokens)
+
+    @property
+    def prompt_factor(self) -> float:
+        """A prompt's seconds over those of the target's pass over as many rows."""
+        trust = PROMPT_TRUST * PROMPT_SMOOTHING * self.verify(1) ** 2
+        return max(self._prompt_covariance + trust, 0.0) / (self._prompt_variance + trust)
 
     def estimate(self, shape: Shape, batch: int) -> float:
         """Return the seconds of a step in which ``batch`` rows verify trees of this shape, without prompts."""
         verify_s = self.verify(batch * shape.nodes)
         return max(verify_s + self._rest(shape, batch), 0.3 * verify_s)
 
-    def weight(self, shape: Shape, batch: int) -> float:
+    def weight(self, shape: Shape, batch: int) -> int:
         """Return how many steps of this shape were measured at this bucket."""
         rest = self._rests.get(shape, {}).get(batch_bucket(batch))
-        return rest.weight if rest is not None else 0.0
+        return rest.weight if rest is not None else 0
 
     def verify(self, num_rows: int) -> float:
         """Return the seconds of the target's pass."""
@@ -94,24 +102,22 @@ class ShapeCosts:
         own = self._rests.get(shape, {})
         known = own.get(bucket)
         if known is not None and known.weight:
-            return known.seconds
+            return known.seconds(self.prompt_factor)
         nearest = min(own, key=lambda other: abs(other - bucket), default=None)
         if nearest is not None and (abs(nearest - bucket) <= NEARBY or shape == NO_DRAFT):
-            return own[nearest].seconds
+            return own[nearest].seconds(self.prompt_factor)
         if shape == NO_DRAFT:
             return 0.0
         others = self._by_depth(bucket)
         if not others:
-            return own[nearest].seconds if nearest is not None else self._first_guess(shape, batch)
+            guess = LEVEL_SHARE * self.verify(batch) * (1 + shape.depth)
+            return guess if nearest is None else own[nearest].seconds(self.prompt_factor)
         return _on_line(others, shape.depth)
-
-    def _first_guess(self, shape: Shape, batch: int) -> float:
-        return LEVEL_SHARE * self.verify(batch) * (1 + shape.depth)
 
     def _by_depth(self, bucket: int) -> list[tuple[int, float, float]]:
         """Return depth, seconds beside the target's pass, and weight of the shapes measured nearest to this bucket."""
         found = [
-            (abs(other - bucket), shape.depth, rest.seconds, min(rest.weight, 1 / SMOOTHING))
+            (abs(other - bucket), shape.depth, rest.seconds(self.prompt_factor), min(rest.weight, 1 / SMOOTHING))
             for shape, rests in self._rests.items()
             if shape != NO_DRAFT
             for other, rest in rests.items()
@@ -122,17 +128,33 @@ class ShapeCosts:
 
 
 class _Rest:
-    """Smoothed seconds beside the target's pass, and how many steps they rest on."""
+    """Smoothed seconds of a kind of step beside the target's pass.
 
-    __slots__ = ("seconds", "weight")
+    They contain prompts: what those take is known better later.
+    """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.weight = 0.0
+    __slots__ = ("_first", "mean_s", "prompt_s", "weight")
 
-    def observe(self, error: float, trust: float) -> None:
-        self.weight += trust
-        self.seconds += error * max(trust / self.weight, SMOOTHING * trust)
+    def __init__(self) -> None:
+        self.mean_s = self.prompt_s = 0.0
+        self.weight = 0
+        self._first: list[tuple[float, float]] = []
+
+    def observe(self, seconds: float, prompt_s: float, prompt_factor: float, trust: float) -> None:
+        """Learn from a step with ``seconds`` beside the target's pass, and prompts of ``prompt_s``."""
+        self.weight += 1
+        if self.weight <= FIRST_STEPS:
+            self._first.append((seconds, prompt_s))
+            by_rest = sorted(self._first, key=lambda step: step[0] - prompt_factor * step[1])
+            self.mean_s, self.prompt_s = by_rest[(len(by_rest) - 1) // 2]
+            return
+        share = max(1 / self.weight, SMOOTHING) * trust
+        self.mean_s += share * (seconds - self.mean_s)
+        self.prompt_s += share * (prompt_s - self.prompt_s)
+
+    def seconds(self, prompt_factor: float) -> float:
+        """Return the seconds without prompts."""
+        return self.mean_s - prompt_factor * self.prompt_s
 
 
 def _on_line(points: list[tuple[int, float, float]], depth: int) -> float:
