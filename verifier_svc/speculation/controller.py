@@ -9,8 +9,7 @@ probe in vain costs 1% of the time at most, and ever more rarely while probes fa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
@@ -31,8 +30,8 @@ OTHER_BATCH = 1.25
 LEAST_GAIN = 1.03
 LARGE_GAIN = 1.10
 STAY = 24
-# Consecutive steps of a probe; then as many until its last result has been read.
-PROBE_STEPS = 6
+# Consecutive steps and walks of a probe at least; then steps until its last result has been read.
+PROBE_STEPS, PROBE_WALKS = 6, 12
 PROBE_RESULTS = 3
 # Steps until the first probe, and until the next one at most where each fails.
 FIRST_PROBE_AFTER = 32
@@ -58,12 +57,6 @@ class Reason(StrEnum):
     DRAFTS_PAY = "drafts_pay"
     DRAFTS_DO_NOT_PAY = "drafts_do_not_pay"
     PROBE = "probe"
-
-
-@dataclass(slots=True)
-class _Probe:
-    shape: Shape
-    ends_at: int
 
 
 class Controller:
@@ -94,7 +87,7 @@ class Controller:
         self._decide_at = 0
         self._standing_since = 0
         self._has_begun = self._is_fixed
-        self._probe: _Probe | None = None
+        self._probe: Shape | None = None
         # The shape of a probe that has ended and was not paid for yet.
         self._probed: Shape | None = None
         self._probe_at = FIRST_PROBE_AFTER
@@ -169,10 +162,9 @@ class Controller:
             self._begin(batch)
             return
         if self._probe is not None:
-            if self._num_steps < self._probe.ends_at and not is_other_batch:
-                return
             self._end_probe()
-            return
+            if not is_other_batch:
+                return
         rates = {shape: self._rate(shape, batch) for shape in self.shapes}
         if self._probed is not None:
             self._saved_s -= self._lost_s(self._probed, rates, batch)
@@ -183,15 +175,11 @@ class Controller:
     def _begin(self, batch: int) -> None:
         """Draft a chain of middle depth or less: what the drafter is worth is found out by using it."""
         self._has_begun = True
-        middle = (self.shapes[-1].depth + 1) // 2
-        short = [shape for shape in self.shapes if is_chain(shape) and shape.depth <= middle]
         plain = self._rate(NO_DRAFT, batch)
-        paying = [shape for shape in short if self._rate(shape, batch) > plain]
-        # A few rows need a long chain to tell much; many tell enough by a short one, and a long one would cost much.
-        best = (paying[-1] if batch < MANY_ROWS else paying[0]) if paying else NO_DRAFT
+        paying = [shape for shape in self.shapes if is_chain(shape) and self._rate(shape, batch) > plain]
         if paying:
-            self._probed = best
-            self._stand(best, Reason.FIRST_STEPS)
+            self._probed = self._chain_to_try(paying, batch)
+            self._stand(self._probed, Reason.FIRST_STEPS)
             self._decide_at = self._num_steps + max(FIRST_WALKS // batch, PROBE_RESULTS) + PROBE_RESULTS
         else:
             self._stand(NO_DRAFT, Reason.DRAFTS_DO_NOT_PAY)
@@ -220,27 +208,29 @@ class Controller:
         """Begin a probe if a shape may be better than predicted, and the probes before have been paid for."""
         hopes = {shape: self._hope(shape, rates, batch) for shape in self.shapes if shape != self._standing}
         hopeful = [shape for shape, hope in hopes.items() if hope > rates[self._standing]]
-        # Any chain tells whether the text suits the drafter: where nothing is drafted the shortest one that may pay.
-        shape = next(iter(hopeful), NO_DRAFT) if self._standing == NO_DRAFT else max(hopes, key=hopes.__getitem__)
-        if not hopeful:
+        if hopeful and self._standing == NO_DRAFT:
+            shape = self._chain_to_try(hopeful, batch)
+        elif hopeful:
+            shape = max(hopeful, key=hopes.__getitem__)
+        else:
             # Not even good luck would do: the load must change, or what was measured was disturbed.
             if self._num_steps - self._standing_since < RAREST_PROBE_AFTER or self._probe_pause < RAREST_PROBE_AFTER:
                 self._back_off()
                 return
-            shape = self._cheapest(rates)
+            shape = max(hopes, key=rates.__getitem__)
         if self._lost_s(shape, rates, batch) > self._saved_s:
             return
         self._num_probes += 1
-        self._probe = _Probe(shape, self._num_steps + PROBE_STEPS)
-        self._decide_at = self._probe.ends_at
-        self._shape, self.reason = shape, Reason.PROBE
+        self._probe = self._shape = shape
+        self.reason = Reason.PROBE
+        self._decide_at = self._num_steps + _probe_steps(batch)
         self._back_off()
 
     def _lost_s(self, shape: Shape, rates: Mapping[Shape, float], batch: int) -> float:
         """Return the seconds that a probe of this shape loses. The changes there and back cost a step each."""
         seconds, tokens = self._costs.estimate(shape, batch), self._acceptance.tokens(shape)
         lost_s = tokens * (1 / rates[shape] - 1 / rates[self._standing])
-        return PROBE_STEPS * max(lost_s, 0.0) + seconds + self._costs.estimate(self._standing, batch)
+        return _probe_steps(batch) * max(lost_s, 0.0) + seconds + self._costs.estimate(self._standing, batch)
 
     def _hope(self, shape: Shape, rates: Mapping[Shape, float], batch: int) -> float:
         """Return the speed of a shape with good luck."""
@@ -257,16 +247,18 @@ class Controller:
                 return 0.0
         return rate * (1 + doubt)
 
-    def _cheapest(self, rates: Mapping[Shape, float]) -> Shape:
-        """Return the shape whose probe loses least."""
-        others = [shape for shape in self.shapes if shape != self._standing]
-        return max(others, key=rates.__getitem__)
+    def _chain_to_try(self, paying: Sequence[Shape], batch: int) -> Shape:
+        """Return the one of these chains by which to find out whether the text suits the drafter.
+
+        A few rows need a long chain to tell much. Many tell enough by a short one, and a long one costs much.
+        """
+        middle = (self.shapes[-1].depth + 1) // 2
+        short = [shape for shape in paying if shape.depth <= middle]
+        return short[-1] if short and batch < MANY_ROWS else paying[0]
 
     def _end_probe(self) -> None:
         """Go back to the shape that stands; the last results of the probe are still to come."""
-        assert self._probe is not None
-        self._probed = self._probe.shape
-        self._probe = None
+        self._probed, self._probe = self._probe, None
         self._stand(self._standing)
         self._decide_at = self._num_steps + PROBE_RESULTS
 
@@ -312,3 +304,8 @@ class Controller:
             return seconds
 
         return logged
+
+
+def _probe_steps(batch: int) -> int:
+    """Return the consecutive steps of a probe."""
+    return max(PROBE_STEPS, PROBE_WALKS // batch)

@@ -21,9 +21,11 @@ FIRST_STEPS = 5
 MOST_RATIO = 1.5
 # Steps for which the target's times are taken as they are.
 HOLD_FOR = 64
-# Weight of a new step in what prompts take, and steps' worth of trust that they take the target's pass over their rows.
+# Weight of a new step in what prompts take, and steps' worth of trust that a prompt's token takes what a row takes in
+# the target's pass over many.
 PROMPT_SMOOTHING = 0.02
 PROMPT_TRUST = 5.0
+MANY_ROWS = (1024, 256, 64, 1)
 # Half-octaves up to which the same shape at another batch is a better guess than other shapes at this one.
 NEARBY = 3
 
@@ -43,7 +45,8 @@ class ShapeCosts:
         self._held_for = 0
         self._rests: dict[Shape, dict[int, _Rest]] = {}
         self._shape = NO_DRAFT
-        # How steps' seconds vary with those of the target's pass over their prompts, within kinds of steps.
+        # How steps' seconds vary with what their prompts should take, within kinds of steps. What a prompt costs
+        # whatever its length counts as a part of the steps that have one.
         self._prompt_variance = self._prompt_covariance = 0.0
 
     def observe(self, shape: Shape, batch: int, seconds: float, num_prompt_tokens: int) -> None:
@@ -56,7 +59,7 @@ class ShapeCosts:
             return
         rest = self._rests.setdefault(shape, {}).setdefault(batch_bucket(batch), _Rest())
         verify_s = self.verify(batch * shape.nodes)
-        prompt_s = self.verify(num_prompt_tokens) if num_prompt_tokens else 0.0
+        prompt_s = self._nominal_prompt_s(num_prompt_tokens)
         factor = self.prompt_factor
         trust = 1.0
         if rest.weight >= FIRST_STEPS:
@@ -71,11 +74,17 @@ class ShapeCosts:
 
     def prompt_s(self, num_tokens: int) -> float:
         """Return the seconds of prompts of so many tokens."""
-        return self.prompt_factor * self.verify(num_tokens)
+        return self.prompt_factor * self._nominal_prompt_s(num_tokens)
+
+    def _nominal_prompt_s(self, num_tokens: int) -> float:
+        """Return what prompts of so many tokens should take."""
+        if not num_tokens:
+            return 0.0
+        return num_tokens * next(s / rows for rows in MANY_ROWS if math.isfinite(s := self.verify(rows)))
 
     @property
     def prompt_factor(self) -> float:
-        """A prompt's seconds over those of the target's pass over as many rows."""
+        """What prompts take over what they should take."""
         trust = PROMPT_TRUST * PROMPT_SMOOTHING * self.verify(1) ** 2
         return max(self._prompt_covariance + trust, 0.0) / (self._prompt_variance + trust)
 
