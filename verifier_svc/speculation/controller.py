@@ -8,13 +8,14 @@ probe in vain costs 1% of the time at most, and ever more rarely while probes fa
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
 from verifier_svc.speculation.candidate_shapes import candidate_shapes, is_chain
-from verifier_svc.speculation.controller_log import Record
+from verifier_svc.speculation.controller_log import LoggedTimes, Record
 from verifier_svc.speculation.path_acceptance import FIRST_CHANCE, PathAcceptance
 from verifier_svc.speculation.shape_costs import ShapeCosts
 
@@ -28,6 +29,8 @@ OTHER_BATCH = 1.25
 # Another shape must be better by this much. It must have been for so many steps since the last change, unless the
 # gain is large: a change costs about one step.
 LEAST_GAIN = 1.03
+# Plain decode is what drafts must not fall behind: they replace it for more and give way to it for less.
+GAIN_OVER_PLAIN, GAIN_OF_PLAIN = 1.04, 1.01
 LARGE_GAIN = 1.10
 STAY = 24
 # Consecutive steps and walks of a probe at least; then steps until its last result has been read.
@@ -39,7 +42,7 @@ RAREST_PROBE_AFTER = 256
 # Share of the time that probes in vain may cost.
 PROBE_SHARE = 0.007
 # Steps that may be lost at once, if none were lost for long.
-MOST_SAVED = 16
+MOST_SAVED = 64
 # How much better a shape may be than predicted: never measured at this batch; measured just now, and long ago.
 # Plain decode is what drafts must never fall behind.
 UNKNOWN_DOUBT, UNKNOWN_PLAIN_DOUBT = 0.15, 0.3
@@ -77,7 +80,9 @@ class Controller:
         self.shapes = candidate_shapes(bounds)
         self.reason = Reason.FIXED if bounds.is_fixed else Reason.FIRST_STEPS
         self._log = log
-        self._costs = ShapeCosts(verify_s if log is None else self._logged(verify_s, log))
+        if log is not None:
+            log(("bounds", bounds.max_nodes, bounds.num_steps, bounds.branches))
+        self._costs = ShapeCosts(verify_s if log is None else LoggedTimes(verify_s, log))
         self._acceptance = PathAcceptance(bounds.max_depth)
         # The shape of the last step, and the one that stands while others are probed.
         self._shape = self._standing = self.shapes[0]
@@ -86,7 +91,9 @@ class Controller:
         self._num_steps = 0
         self._decide_at = 0
         self._standing_since = 0
-        self._has_begun = self._is_fixed
+        self._has_begun = False
+        # Predicted tokens a second of one row at the last decision.
+        self._rates: dict[Shape, float] = {}
         self._probe: Shape | None = None
         # The shape of a probe that has ended and was not paid for yet.
         self._probed: Shape | None = None
@@ -101,27 +108,22 @@ class Controller:
         # Since the last decision: walks by shape, matched levels and drafted levels; steps by shape.
         self._walks: defaultdict[Shape, defaultdict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
         self._observed_steps: defaultdict[Shape, int] = defaultdict(int)
-        if log is not None:
-            log(("bounds", bounds.max_nodes, bounds.num_steps, bounds.branches))
 
     def choose(self, batch: int) -> Shape:
         """Return the shape in which ``batch`` sequences draft in the next step. Called once a step."""
-        if self._is_fixed or batch < 1:
+        if batch < 1:
             return self._shape
         self._num_steps += 1
-        if (
-            self._num_steps >= self._decide_at
-            or batch > self._batch * OTHER_BATCH
-            or batch * OTHER_BATCH < self._batch
-        ):
-            self._decide(batch)
+        is_other_batch = batch > self._batch * OTHER_BATCH or batch * OTHER_BATCH < self._batch
+        if self._num_steps >= self._decide_at or (is_other_batch and not self._is_fixed):
+            self._decide(batch, is_other_batch=is_other_batch)
         if self._log is not None:
             self._log(("choose", batch, *self._shape))
         return self._shape
 
     def observe_step(self, shape: Shape, batch: int, seconds: float, *, num_prompt_tokens: int = 0) -> None:
         """Learn what a step took: ``seconds`` from the results of the step before to its own."""
-        if self._is_fixed or batch < 1:
+        if batch < 1:
             return
         self._costs.observe(shape, batch, seconds, num_prompt_tokens)
         if num_prompt_tokens:
@@ -133,19 +135,18 @@ class Controller:
 
     def observe_walk(self, shape: Shape, num_matched: int, depth: int) -> None:
         """Learn that ``num_matched`` tokens of a path were accepted in a draft of ``depth`` levels."""
-        self._walks[shape][num_matched, depth] += 1
+        if depth > 0:
+            self._walks[shape][num_matched, depth] += 1
 
     def explain(self) -> Mapping[str, str | float]:
-        """Return the figures behind the present choice."""
-        batch = max(self._batch, 1)
+        """Return the figures behind the present choice. Tokens a second are those of the whole batch."""
         return {
             "shape": "{1}-{2}-{0}".format(*self._shape),
             "reason": self.reason.value,
+            "batch": self._batch,
             "tokens_per_step": self._acceptance.tokens(self._shape),
-            "step_seconds": self._costs.estimate(self._shape, batch),
-            "tokens_per_second": batch * self._rate(self._shape, batch),
-            "plain_tokens_per_second": batch * self._rate(NO_DRAFT, batch),
-            "batch": batch,
+            "tokens_per_second": self._batch * self._rates.get(self._shape, 0.0),
+            "plain_tokens_per_second": self._batch * self._rates.get(NO_DRAFT, 0.0),
             "steps": self._num_steps,
             "switches": self._num_switches,
             "probes": self._num_probes,
@@ -153,30 +154,30 @@ class Controller:
 
     # ---- decisions ----
 
-    def _decide(self, batch: int) -> None:
-        self._learn(batch)
-        is_other_batch = not self._batch / OTHER_BATCH <= batch <= self._batch * OTHER_BATCH
+    def _decide(self, batch: int, *, is_other_batch: bool) -> None:
+        self._learn()
         self._batch = batch
         self._decide_at = self._num_steps + DECIDE_EVERY
+        rates = self._rates = {shape: self._rate(shape, batch) for shape in {NO_DRAFT, *self.shapes}}
+        if self._is_fixed:
+            return
         if not self._has_begun:
-            self._begin(batch)
+            self._begin(rates, batch)
             return
         if self._probe is not None:
             self._end_probe()
             if not is_other_batch:
                 return
-        rates = {shape: self._rate(shape, batch) for shape in self.shapes}
-        if self._probed is not None:
+        if self._probed is not None and rates[self._probed]:
             self._saved_s -= self._lost_s(self._probed, rates, batch)
             self._probed = None
         if not self._switch(rates) and self._num_steps >= self._probe_at:
             self._consider_probe(rates, batch)
 
-    def _begin(self, batch: int) -> None:
+    def _begin(self, rates: Mapping[Shape, float], batch: int) -> None:
         """Draft a chain of middle depth or less: what the drafter is worth is found out by using it."""
         self._has_begun = True
-        plain = self._rate(NO_DRAFT, batch)
-        paying = [shape for shape in self.shapes if is_chain(shape) and self._rate(shape, batch) > plain]
+        paying = [shape for shape in self.shapes if is_chain(shape) and rates[shape] > rates[NO_DRAFT]]
         if paying:
             self._probed = self._chain_to_try(paying, batch)
             self._stand(self._probed, Reason.FIRST_STEPS)
@@ -188,9 +189,10 @@ class Controller:
     def _switch(self, rates: Mapping[Shape, float]) -> bool:
         """Change to the fastest shape if that pays; return whether it did."""
         best = max(self.shapes, key=rates.__getitem__)
-        gain = rates[best] / rates[self._standing] if rates[self._standing] else float("inf")
+        gain = rates[best] / rates[self._standing] if rates[self._standing] else math.inf
+        least = GAIN_OVER_PLAIN if self._standing == NO_DRAFT else GAIN_OF_PLAIN if best == NO_DRAFT else LEAST_GAIN
         has_stayed = self._num_steps - self._standing_since >= STAY
-        switches = gain >= LARGE_GAIN or (gain >= LEAST_GAIN and has_stayed)
+        switches = gain >= LARGE_GAIN or (gain >= least and has_stayed)
         if switches:
             self._num_switches += 1
             self._probe_pause = FIRST_PROBE_AFTER
@@ -219,7 +221,9 @@ class Controller:
                 return
             shape = max(hopes, key=rates.__getitem__)
         if self._lost_s(shape, rates, batch) > self._saved_s:
-            return
+            shape = hopeful[0] if hopeful and self._standing == NO_DRAFT else shape
+            if self._lost_s(shape, rates, batch) > self._saved_s:
+                return
         self._num_probes += 1
         self._probe = self._shape = shape
         self.reason = Reason.PROBE
@@ -228,6 +232,8 @@ class Controller:
 
     def _lost_s(self, shape: Shape, rates: Mapping[Shape, float], batch: int) -> float:
         """Return the seconds that a probe of this shape loses. The changes there and back cost a step each."""
+        if not rates[shape]:
+            return math.inf
         seconds, tokens = self._costs.estimate(shape, batch), self._acceptance.tokens(shape)
         lost_s = tokens * (1 / rates[shape] - 1 / rates[self._standing])
         return _probe_steps(batch) * max(lost_s, 0.0) + seconds + self._costs.estimate(self._standing, batch)
@@ -276,7 +282,7 @@ class Controller:
         tokens = self._acceptance.tokens(shape, at_least=at_least)
         return tokens / (self._costs.estimate(shape, batch) + tokens * batch * self._prompt_s)
 
-    def _learn(self, batch: int) -> None:
+    def _learn(self) -> None:
         """Take in what was observed since the last decision."""
         num_steps = max(sum(self._observed_steps.values()), 1)
         if self._log is not None:
@@ -285,25 +291,19 @@ class Controller:
                     self._log(("walks", *shape, num_matched, depth, count))
         self._acceptance.pass_steps(num_steps, set(self._walks))
         for shape, walks in self._walks.items():
-            self._acceptance.observe(shape, walks, max(self._observed_steps[shape], 1), max(self._batch, 1))
+            is_probe = shape != self._standing != NO_DRAFT
+            steps = max(self._observed_steps[shape], 1)
+            self._acceptance.observe(shape, walks, steps, max(self._batch, 1), is_probe=is_probe)
         for shape in self._observed_steps:
             self._observed_at[shape] = self._num_steps
-        tokens = sum(max(self._batch, 1) * self._acceptance.tokens(shape) * n for shape, n in self._observed_steps.items())
+        tokens = sum(
+            max(self._batch, 1) * self._acceptance.tokens(shape) * n for shape, n in self._observed_steps.items()
+        )
         if tokens:
             self._prompt_s += PROMPT_SMOOTHING * (self._prompts_s / tokens - self._prompt_s)
             self._prompts_s = 0.0
         self._walks.clear()
         self._observed_steps.clear()
-
-    def _logged(self, verify_s: Callable[[int], float], log: Callable[[Record], None]) -> Callable[[int], float]:
-        """Return ``verify_s`` whose answers are logged."""
-
-        def logged(num_rows: int) -> float:
-            seconds = verify_s(num_rows)
-            log(("verify", num_rows, seconds))
-            return seconds
-
-        return logged
 
 
 def _probe_steps(batch: int) -> int:

@@ -17,8 +17,9 @@ SMOOTHING = 0.05
 LEVEL_SHARE = 0.08
 # The first steps of a kind count by their median: one of them may have been disturbed.
 FIRST_STEPS = 5
-# A later step that takes so many times as long as expected was disturbed; it counts as this much.
-MOST_RATIO = 1.5
+# A later step that takes so many times as long as expected was disturbed, and counts as this much. If so many in a row
+# do, it is the estimate that is wrong.
+MOST_RATIO, MOST_DISTURBED = 1.5, 3
 # Steps for which the target's times are taken as they are.
 HOLD_FOR = 64
 # Weight of a new step in what prompts take, and steps' worth of trust that a prompt's token takes what a row takes in
@@ -57,8 +58,10 @@ class ShapeCosts:
         if shape != self._shape:
             self._shape = shape
             return
-        rest = self._rests.setdefault(shape, {}).setdefault(batch_bucket(batch), _Rest())
         verify_s = self.verify(batch * shape.nodes)
+        if not math.isfinite(verify_s):
+            return
+        rest = self._rests.setdefault(shape, {}).setdefault(batch_bucket(batch), _Rest())
         prompt_s = self._nominal_prompt_s(num_prompt_tokens)
         factor = self.prompt_factor
         trust = 1.0
@@ -66,7 +69,9 @@ class ShapeCosts:
             expected = verify_s + rest.seconds(factor) + factor * prompt_s
             # What prompts take is known less well than what a step takes.
             trust = (1 - min(factor * prompt_s / expected, 0.7)) ** 2
-            seconds = min(seconds, MOST_RATIO * expected)
+            rest.num_disturbed = rest.num_disturbed + 1 if seconds > MOST_RATIO * expected else 0
+            if rest.num_disturbed <= MOST_DISTURBED:
+                seconds = min(seconds, MOST_RATIO * expected)
             prompt_off, seconds_off = prompt_s - rest.prompt_s, seconds - verify_s - rest.mean_s
             self._prompt_variance += PROMPT_SMOOTHING * (prompt_off**2 - self._prompt_variance)
             self._prompt_covariance += PROMPT_SMOOTHING * (prompt_off * seconds_off - self._prompt_covariance)
@@ -142,11 +147,11 @@ class _Rest:
     They contain prompts: what those take is known better later.
     """
 
-    __slots__ = ("_first", "mean_s", "prompt_s", "weight")
+    __slots__ = ("_first", "mean_s", "num_disturbed", "prompt_s", "weight")
 
     def __init__(self) -> None:
         self.mean_s = self.prompt_s = 0.0
-        self.weight = 0
+        self.weight = self.num_disturbed = 0
         self._first: list[tuple[float, float]] = []
 
     def observe(self, seconds: float, prompt_s: float, prompt_factor: float, trust: float) -> None:
