@@ -8,39 +8,48 @@ probe in vain costs 1% of the time at most, and ever more rarely while probes fa
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
 from verifier_svc.speculation.candidate_shapes import candidate_shapes, is_chain
-from verifier_svc.speculation.controller_log import Record
+from verifier_svc.speculation.controller_log import LoggedTimes, Record
 from verifier_svc.speculation.path_acceptance import FIRST_CHANCE, PathAcceptance
 from verifier_svc.speculation.shape_costs import ShapeCosts
 
 # Steps for which a choice holds, and the same at first: until there are some walks of the first shape.
 DECIDE_EVERY = 8
 FIRST_WALKS = 12
+# Rows from which a few steps of a short chain tell enough.
+MANY_ROWS = 16
 # A batch that has grown or shrunk by this factor is decided for at once.
 OTHER_BATCH = 1.25
 # Another shape must be better by this much. It must have been for so many steps since the last change, unless the
 # gain is large: a change costs about one step.
 LEAST_GAIN = 1.03
+# Plain decode is what drafts must not fall behind: they replace it for more and give way to it for less.
+GAIN_OVER_PLAIN, GAIN_OF_PLAIN = 1.04, 1.01
 LARGE_GAIN = 1.10
 STAY = 24
-# Consecutive steps of a probe; then as many until its last result has been read.
-PROBE_STEPS = 6
+# Consecutive steps and walks of a probe at least; then steps until its last result has been read.
+PROBE_STEPS, PROBE_WALKS = 6, 12
 PROBE_RESULTS = 3
 # Steps until the first probe, and until the next one at most where each fails.
 FIRST_PROBE_AFTER = 32
 RAREST_PROBE_AFTER = 256
 # Share of the time that probes in vain may cost.
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.007
+# Steps that may be lost at once, if none were lost for long.
+MOST_SAVED = 64
 # How much better a shape may be than predicted: never measured at this batch; measured just now, and long ago.
-UNKNOWN_DOUBT = 0.15
+# Plain decode is what drafts must never fall behind.
+UNKNOWN_DOUBT, UNKNOWN_PLAIN_DOUBT = 0.15, 0.3
 LEAST_DOUBT, MOST_DOUBT = 0.02, 0.15
 LONG_AGO = 1024
+# Weight of the time since the last decision in what prompts take.
+PROMPT_SMOOTHING = 0.05
 
 
 class Reason(StrEnum):
@@ -51,13 +60,6 @@ class Reason(StrEnum):
     DRAFTS_PAY = "drafts_pay"
     DRAFTS_DO_NOT_PAY = "drafts_do_not_pay"
     PROBE = "probe"
-
-
-@dataclass(slots=True)
-class _Probe:
-    shape: Shape
-    ends_at: int
-    standing: Shape
 
 
 class Controller:
@@ -78,7 +80,9 @@ class Controller:
         self.shapes = candidate_shapes(bounds)
         self.reason = Reason.FIXED if bounds.is_fixed else Reason.FIRST_STEPS
         self._log = log
-        self._costs = ShapeCosts(verify_s if log is None else self._logged(verify_s, log))
+        if log is not None:
+            log(("bounds", bounds.max_nodes, bounds.num_steps, bounds.branches))
+        self._costs = ShapeCosts(verify_s if log is None else LoggedTimes(verify_s, log))
         self._acceptance = PathAcceptance(bounds.max_depth)
         # The shape of the last step, and the one that stands while others are probed.
         self._shape = self._standing = self.shapes[0]
@@ -87,57 +91,62 @@ class Controller:
         self._num_steps = 0
         self._decide_at = 0
         self._standing_since = 0
-        self._has_begun = self._is_fixed
-        self._probe: _Probe | None = None
+        self._has_begun = False
+        # Predicted tokens a second of one row at the last decision.
+        self._rates: dict[Shape, float] = {}
+        self._probe: Shape | None = None
+        # The shape of a probe that has ended and was not paid for yet.
+        self._probed: Shape | None = None
         self._probe_at = FIRST_PROBE_AFTER
         self._probe_pause = FIRST_PROBE_AFTER
+        # Seconds of prompts for each token of output, and since the last decision: of all prompts.
+        self._prompt_s = self._prompts_s = 0.0
+        # What may be lost by probes now.
+        self._saved_s = 0.0
         self._num_switches = self._num_probes = 0
         self._observed_at: dict[Shape, int] = {}
         # Since the last decision: walks by shape, matched levels and drafted levels; steps by shape.
         self._walks: defaultdict[Shape, defaultdict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
         self._observed_steps: defaultdict[Shape, int] = defaultdict(int)
-        if log is not None:
-            log(("bounds", bounds.max_nodes, bounds.num_steps, bounds.branches))
 
     def choose(self, batch: int) -> Shape:
         """Return the shape in which ``batch`` sequences draft in the next step. Called once a step."""
-        if self._is_fixed or batch < 1:
+        if batch < 1:
             return self._shape
         self._num_steps += 1
-        if (
-            self._num_steps >= self._decide_at
-            or batch > self._batch * OTHER_BATCH
-            or batch * OTHER_BATCH < self._batch
-        ):
-            self._decide(batch)
+        is_other_batch = batch > self._batch * OTHER_BATCH or batch * OTHER_BATCH < self._batch
+        if self._num_steps >= self._decide_at or (is_other_batch and not self._is_fixed):
+            self._decide(batch, is_other_batch=is_other_batch)
         if self._log is not None:
             self._log(("choose", batch, *self._shape))
         return self._shape
 
     def observe_step(self, shape: Shape, batch: int, seconds: float, *, num_prompt_tokens: int = 0) -> None:
         """Learn what a step took: ``seconds`` from the results of the step before to its own."""
-        if self._is_fixed or batch < 1:
+        if batch < 1:
             return
         self._costs.observe(shape, batch, seconds, num_prompt_tokens)
+        if num_prompt_tokens:
+            self._prompts_s += self._costs.prompt_s(num_prompt_tokens)
+        self._saved_s = min(self._saved_s + PROBE_SHARE * seconds, MOST_SAVED * seconds)
         self._observed_steps[shape] += 1
         if self._log is not None:
             self._log(("step", *shape, batch, seconds, num_prompt_tokens))
 
     def observe_walk(self, shape: Shape, num_matched: int, depth: int) -> None:
         """Learn that ``num_matched`` tokens of a path were accepted in a draft of ``depth`` levels."""
-        self._walks[shape][num_matched, depth] += 1
+        if depth > 0:
+            self._walks[shape][num_matched, depth] += 1
 
     def explain(self) -> Mapping[str, str | float]:
-        """Return the figures behind the present choice."""
-        batch = max(self._batch, 1)
+        """Return the figures behind the present choice. Tokens a second are those of the whole batch."""
         return {
             "shape": "{1}-{2}-{0}".format(*self._shape),
             "reason": self.reason.value,
+            "batch": self._batch,
             "tokens_per_step": self._acceptance.tokens(self._shape),
-            "step_seconds": self._costs.estimate(self._shape, batch),
-            "tokens_per_second": batch * self._rate(self._shape, batch),
-            "plain_tokens_per_second": batch * self._rate(NO_DRAFT, batch),
-            "batch": batch,
+            "tokens_per_second": self._batch * self._rates.get(self._shape, 0.0),
+            "plain_tokens_per_second": self._batch * self._rates.get(NO_DRAFT, 0.0),
             "steps": self._num_steps,
             "switches": self._num_switches,
             "probes": self._num_probes,
@@ -145,31 +154,33 @@ class Controller:
 
     # ---- decisions ----
 
-    def _decide(self, batch: int) -> None:
-        self._learn(batch)
-        is_other_batch = not self._batch / OTHER_BATCH <= batch <= self._batch * OTHER_BATCH
+    def _decide(self, batch: int, *, is_other_batch: bool) -> None:
+        self._learn()
         self._batch = batch
         self._decide_at = self._num_steps + DECIDE_EVERY
+        rates = self._rates = {shape: self._rate(shape, batch) for shape in {NO_DRAFT, *self.shapes}}
+        if self._is_fixed:
+            return
         if not self._has_begun:
-            self._begin(batch)
+            self._begin(rates, batch)
             return
         if self._probe is not None:
-            if self._num_steps < self._probe.ends_at and not is_other_batch:
-                return
             self._end_probe()
-            return
-        rates = {shape: self._rate(shape, batch) for shape in self.shapes}
+            if not is_other_batch:
+                return
+        if self._probed is not None and rates[self._probed]:
+            self._saved_s -= self._lost_s(self._probed, rates, batch)
+            self._probed = None
         if not self._switch(rates) and self._num_steps >= self._probe_at:
             self._consider_probe(rates, batch)
 
-    def _begin(self, batch: int) -> None:
+    def _begin(self, rates: Mapping[Shape, float], batch: int) -> None:
         """Draft a chain of middle depth or less: what the drafter is worth is found out by using it."""
         self._has_begun = True
-        middle = (self.shapes[-1].depth + 1) // 2
-        short = [shape for shape in self.shapes if is_chain(shape) and shape.depth <= middle]
-        best = max(short, key=lambda shape: self._rate(shape, batch))
-        if self._rate(best, batch) > self._rate(NO_DRAFT, batch):
-            self._stand(best, Reason.FIRST_STEPS)
+        paying = [shape for shape in self.shapes if is_chain(shape) and rates[shape] > rates[NO_DRAFT]]
+        if paying:
+            self._probed = self._chain_to_try(paying, batch)
+            self._stand(self._probed, Reason.FIRST_STEPS)
             self._decide_at = self._num_steps + max(FIRST_WALKS // batch, PROBE_RESULTS) + PROBE_RESULTS
         else:
             self._stand(NO_DRAFT, Reason.DRAFTS_DO_NOT_PAY)
@@ -178,9 +189,10 @@ class Controller:
     def _switch(self, rates: Mapping[Shape, float]) -> bool:
         """Change to the fastest shape if that pays; return whether it did."""
         best = max(self.shapes, key=rates.__getitem__)
-        gain = rates[best] / rates[self._standing] if rates[self._standing] else float("inf")
+        gain = rates[best] / rates[self._standing] if rates[self._standing] else math.inf
+        least = GAIN_OVER_PLAIN if self._standing == NO_DRAFT else GAIN_OF_PLAIN if best == NO_DRAFT else LEAST_GAIN
         has_stayed = self._num_steps - self._standing_since >= STAY
-        switches = gain >= LARGE_GAIN or (gain >= LEAST_GAIN and has_stayed)
+        switches = gain >= LARGE_GAIN or (gain >= least and has_stayed)
         if switches:
             self._num_switches += 1
             self._probe_pause = FIRST_PROBE_AFTER
@@ -198,49 +210,61 @@ class Controller:
         """Begin a probe if a shape may be better than predicted, and the probes before have been paid for."""
         hopes = {shape: self._hope(shape, rates, batch) for shape in self.shapes if shape != self._standing}
         hopeful = [shape for shape, hope in hopes.items() if hope > rates[self._standing]]
-        # Any chain tells whether the text suits the drafter: where nothing is drafted the shortest one that may pay.
-        shape = next(iter(hopeful), NO_DRAFT) if self._standing == NO_DRAFT else max(hopes, key=hopes.__getitem__)
-        if not hopeful:
+        if hopeful and self._standing == NO_DRAFT:
+            shape = self._chain_to_try(hopeful, batch)
+        elif hopeful:
+            shape = max(hopeful, key=hopes.__getitem__)
+        else:
             # Not even good luck would do: the load must change, or what was measured was disturbed.
             if self._num_steps - self._standing_since < RAREST_PROBE_AFTER or self._probe_pause < RAREST_PROBE_AFTER:
                 self._back_off()
                 return
-            shape = self._cheapest(rates)
+            shape = max(hopes, key=rates.__getitem__)
+        if self._lost_s(shape, rates, batch) > self._saved_s:
+            shape = hopeful[0] if hopeful and self._standing == NO_DRAFT else shape
+            if self._lost_s(shape, rates, batch) > self._saved_s:
+                return
         self._num_probes += 1
-        self._probe = _Probe(shape, self._num_steps + PROBE_STEPS, self._standing)
-        self._decide_at = self._probe.ends_at
-        self._shape, self.reason = shape, Reason.PROBE
-        standing_s = self._costs.estimate(self._standing, batch)
-        lost_s = self._costs.estimate(shape, batch) - self._acceptance.tokens(shape) / rates[self._standing]
+        self._probe = self._shape = shape
+        self.reason = Reason.PROBE
+        self._decide_at = self._num_steps + _probe_steps(batch)
         self._back_off()
-        # The change there and back costs two steps.
-        lost_steps = PROBE_STEPS * max(lost_s, 0.0) / standing_s + 1
-        self._probe_at = max(self._probe_at, self._num_steps + int(lost_steps / PROBE_SHARE))
+
+    def _lost_s(self, shape: Shape, rates: Mapping[Shape, float], batch: int) -> float:
+        """Return the seconds that a probe of this shape loses. The changes there and back cost a step each."""
+        if not rates[shape]:
+            return math.inf
+        seconds, tokens = self._costs.estimate(shape, batch), self._acceptance.tokens(shape)
+        lost_s = tokens * (1 / rates[shape] - 1 / rates[self._standing])
+        return _probe_steps(batch) * max(lost_s, 0.0) + seconds + self._costs.estimate(self._standing, batch)
 
     def _hope(self, shape: Shape, rates: Mapping[Shape, float], batch: int) -> float:
         """Return the speed of a shape with good luck."""
         if not self._costs.weight(shape, batch):
-            doubt = UNKNOWN_DOUBT
+            doubt = UNKNOWN_PLAIN_DOUBT if shape == NO_DRAFT else UNKNOWN_DOUBT
         else:
             age = min((self._num_steps - self._observed_at.get(shape, 0)) / LONG_AGO, 1.0)
             doubt = LEAST_DOUBT + age * (MOST_DOUBT - LEAST_DOUBT)
         rate = rates[shape]
         if self._standing == NO_DRAFT:
             # Nothing was verified for a while: the text may suit the drafter better now.
-            rate = self._acceptance.tokens(shape, at_least=FIRST_CHANCE) / self._costs.estimate(shape, batch)
+            rate = self._rate(shape, batch, at_least=FIRST_CHANCE)
             if not is_chain(shape):
                 return 0.0
         return rate * (1 + doubt)
 
-    def _cheapest(self, rates: Mapping[Shape, float]) -> Shape:
-        """Return the shape whose probe loses least."""
-        others = [shape for shape in self.shapes if shape != self._standing]
-        return max(others, key=rates.__getitem__)
+    def _chain_to_try(self, paying: Sequence[Shape], batch: int) -> Shape:
+        """Return the one of these chains by which to find out whether the text suits the drafter.
+
+        A few rows need a long chain to tell much. Many tell enough by a short one, and a long one costs much.
+        """
+        middle = (self.shapes[-1].depth + 1) // 2
+        short = [shape for shape in paying if shape.depth <= middle]
+        return short[-1] if short and batch < MANY_ROWS else paying[0]
 
     def _end_probe(self) -> None:
         """Go back to the shape that stands; the last results of the probe are still to come."""
-        assert self._probe is not None
-        self._probe = None
+        self._probed, self._probe = self._probe, None
         self._stand(self._standing)
         self._decide_at = self._num_steps + PROBE_RESULTS
 
@@ -250,11 +274,15 @@ class Controller:
 
     # ---- estimates ----
 
-    def _rate(self, shape: Shape, batch: int) -> float:
-        """Return the predicted tokens a second of one row."""
-        return self._acceptance.tokens(shape) / self._costs.estimate(shape, batch)
+    def _rate(self, shape: Shape, batch: int, *, at_least: float = 0.0) -> float:
+        """Return the predicted tokens a second of one row, with the prompts that tokens bring along.
 
-    def _learn(self, batch: int) -> None:
+        Tokens of whatever shape bring as many, so prompts change no order. They damp what a shape gains.
+        """
+        tokens = self._acceptance.tokens(shape, at_least=at_least)
+        return tokens / (self._costs.estimate(shape, batch) + tokens * batch * self._prompt_s)
+
+    def _learn(self) -> None:
         """Take in what was observed since the last decision."""
         num_steps = max(sum(self._observed_steps.values()), 1)
         if self._log is not None:
@@ -263,18 +291,21 @@ class Controller:
                     self._log(("walks", *shape, num_matched, depth, count))
         self._acceptance.pass_steps(num_steps, set(self._walks))
         for shape, walks in self._walks.items():
-            self._acceptance.observe(shape, walks, max(self._observed_steps[shape], 1), max(self._batch, 1))
+            is_probe = shape != self._standing != NO_DRAFT
+            steps = max(self._observed_steps[shape], 1)
+            self._acceptance.observe(shape, walks, steps, max(self._batch, 1), is_probe=is_probe)
         for shape in self._observed_steps:
             self._observed_at[shape] = self._num_steps
+        tokens = sum(
+            max(self._batch, 1) * self._acceptance.tokens(shape) * n for shape, n in self._observed_steps.items()
+        )
+        if tokens:
+            self._prompt_s += PROMPT_SMOOTHING * (self._prompts_s / tokens - self._prompt_s)
+            self._prompts_s = 0.0
         self._walks.clear()
         self._observed_steps.clear()
 
-    def _logged(self, verify_s: Callable[[int], float], log: Callable[[Record], None]) -> Callable[[int], float]:
-        """Return ``verify_s`` whose answers are logged."""
 
-        def logged(num_rows: int) -> float:
-            seconds = verify_s(num_rows)
-            log(("verify", num_rows, seconds))
-            return seconds
-
-        return logged
+def _probe_steps(batch: int) -> int:
+    """Return the consecutive steps of a probe."""
+    return max(PROBE_STEPS, PROBE_WALKS // batch)

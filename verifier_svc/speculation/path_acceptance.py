@@ -28,6 +28,7 @@ IDLE_MEMORY = 64
 IDLE_TRIALS = 4.0
 # Misses' worth of trust in what is known of that share.
 SHARE_MISSES = 6.0
+MOST_UNUSUAL = 2.0
 SURELY = 0.98
 
 Walks = Mapping[tuple[int, int], int]
@@ -56,21 +57,23 @@ class PathAcceptance:
             if family not in families:
                 counts.fade(keep, IDLE_TRIALS if family == self._latest else 0.0)
 
-    def observe(self, shape: Shape, walks: Walks, num_steps: int, batch: int) -> None:
+    def observe(self, shape: Shape, walks: Walks, num_steps: int, batch: int, *, is_probe: bool = False) -> None:
         """Learn from the walks of ``num_steps`` steps of ``batch`` rows.
 
-        ``walks``: how many walks matched so many of so many drafted levels.
+        Args:
+            walks: how many walks matched so many of so many drafted levels.
+            is_probe: whether another shape stands, which says more of the text.
         """
         family = _family(shape)
-        if family != self._latest:
+        if family != self._latest and not is_probe:
             self._change_latest(family)
         memory = min(max(MEMORY_WALKS // batch, SHORTEST_MEMORY), LONGEST_MEMORY)
-        counts = self._counts[family]
+        counts = self._counts.setdefault(family, _Counts(self._max_depth))
         counts.fade((1 - 1 / memory) ** num_steps, 0.0)
         weight = min(1.0, STEP_TRIALS / batch)
         for (num_matched, depth), count in walks.items():
             counts.add(num_matched, depth, count * weight)
-            if self._before is not None:
+            if self._before is not None and not is_probe:
                 for level in range(min(num_matched + 1, depth)):
                     self._expected_misses += (1 - self._before[1][level]) * count * weight
                 self._misses += (num_matched < depth) * count * weight
@@ -108,8 +111,11 @@ class PathAcceptance:
         """Return this shape's misses over a chain's: until measured, they fall with the root of its nodes a level."""
         if is_chain(family):
             return 1.0
-        known = self._shares.get(family)
-        return ((family.nodes - 1) / family.depth) ** -0.5 if known is None else known
+        return self._shares.get(family, self._usual_share(family))
+
+    @staticmethod
+    def _usual_share(tree: Shape) -> float:
+        return ((tree.nodes - 1) / tree.depth) ** -0.5
 
     def _change_latest(self, family: Shape) -> None:
         """Learn how the misses of the latest shape compare with those of the one before, then begin with this one."""
@@ -120,7 +126,9 @@ class PathAcceptance:
                 known = self._share(self._latest) / self._share(former)
                 ratio = (self._misses + SHARE_MISSES * known) / (self._expected_misses + SHARE_MISSES)
                 share = self._share(former) * ratio if tree == self._latest else self._share(self._latest) / ratio
-                self._shares[tree] = min(max(share, 0.05), 1.5)
+                # The text may have changed at the same time.
+                usual = self._usual_share(tree)
+                self._shares[tree] = min(max(share, usual / MOST_UNUSUAL), usual * MOST_UNUSUAL)
         self._before = self._latest, self.chances(self._latest)
         self._expected_misses = self._misses = 0.0
         self._counts.setdefault(family, _Counts(self._max_depth))
@@ -163,4 +171,3 @@ class _Counts:
 def _family(shape: Shape) -> Shape:
     """Return the shape whose counts this one shares."""
     return Shape(2, 1, 1) if is_chain(shape) else shape
-

@@ -12,18 +12,21 @@ from collections.abc import Callable
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 
 # Weight of a new step once there are enough of them.
-SMOOTHING = 0.08
+SMOOTHING = 0.05
 # Before any draft was measured: a level's share of the target's pass over the batch. Asking costs as much as a level.
 LEVEL_SHARE = 0.08
 # The first steps of a kind count by their median: one of them may have been disturbed.
 FIRST_STEPS = 5
-# A later step that takes so many times as long as expected was disturbed; it counts as this much.
-MOST_RATIO = 1.5
+# A later step that takes so many times as long as expected was disturbed, and counts as this much. If so many in a row
+# do, it is the estimate that is wrong.
+MOST_RATIO, MOST_DISTURBED = 1.5, 3
 # Steps for which the target's times are taken as they are.
 HOLD_FOR = 64
-# Weight of a new step in what prompts take, and steps' worth of trust that they take the target's pass over their rows.
+# Weight of a new step in what prompts take, and steps' worth of trust that a prompt's token takes what a row takes in
+# the target's pass over many.
 PROMPT_SMOOTHING = 0.02
 PROMPT_TRUST = 5.0
+MANY_ROWS = (1024, 256, 64, 1)
 # Half-octaves up to which the same shape at another batch is a better guess than other shapes at this one.
 NEARBY = 3
 
@@ -43,7 +46,8 @@ class ShapeCosts:
         self._held_for = 0
         self._rests: dict[Shape, dict[int, _Rest]] = {}
         self._shape = NO_DRAFT
-        # How steps' seconds vary with those of the target's pass over their prompts, within kinds of steps.
+        # How steps' seconds vary with what their prompts should take, within kinds of steps. What a prompt costs
+        # whatever its length counts as a part of the steps that have one.
         self._prompt_variance = self._prompt_covariance = 0.0
 
     def observe(self, shape: Shape, batch: int, seconds: float, num_prompt_tokens: int) -> None:
@@ -54,21 +58,38 @@ class ShapeCosts:
         if shape != self._shape:
             self._shape = shape
             return
-        rest = self._rests.setdefault(shape, {}).setdefault(batch_bucket(batch), _Rest())
         verify_s = self.verify(batch * shape.nodes)
-        prompt_s = self.verify(num_prompt_tokens) if num_prompt_tokens else 0.0
+        if not math.isfinite(verify_s):
+            return
+        rest = self._rests.setdefault(shape, {}).setdefault(batch_bucket(batch), _Rest())
+        prompt_s = self._nominal_prompt_s(num_prompt_tokens)
         factor = self.prompt_factor
+        trust = 1.0
         if rest.weight >= FIRST_STEPS:
             expected = verify_s + rest.seconds(factor) + factor * prompt_s
-            seconds = min(seconds, MOST_RATIO * expected)
+            # What prompts take is known less well than what a step takes.
+            trust = (1 - min(factor * prompt_s / expected, 0.7)) ** 2
+            rest.num_disturbed = rest.num_disturbed + 1 if seconds > MOST_RATIO * expected else 0
+            if rest.num_disturbed <= MOST_DISTURBED:
+                seconds = min(seconds, MOST_RATIO * expected)
             prompt_off, seconds_off = prompt_s - rest.prompt_s, seconds - verify_s - rest.mean_s
             self._prompt_variance += PROMPT_SMOOTHING * (prompt_off**2 - self._prompt_variance)
             self._prompt_covariance += PROMPT_SMOOTHING * (prompt_off * seconds_off - self._prompt_covariance)
-        rest.observe(seconds - verify_s, prompt_s, factor)
+        rest.observe(seconds - verify_s, prompt_s, factor, trust)
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """Return the seconds of prompts of so many tokens."""
+        return self.prompt_factor * self._nominal_prompt_s(num_tokens)
+
+    def _nominal_prompt_s(self, num_tokens: int) -> float:
+        """Return what prompts of so many tokens should take."""
+        if not num_tokens:
+            return 0.0
+        return num_tokens * next(s / rows for rows in MANY_ROWS if math.isfinite(s := self.verify(rows)))
 
     @property
     def prompt_factor(self) -> float:
-        """A prompt's seconds over those of the target's pass over as many rows."""
+        """What prompts take over what they should take."""
         trust = PROMPT_TRUST * PROMPT_SMOOTHING * self.verify(1) ** 2
         return max(self._prompt_covariance + trust, 0.0) / (self._prompt_variance + trust)
 
@@ -126,14 +147,14 @@ class _Rest:
     They contain prompts: what those take is known better later.
     """
 
-    __slots__ = ("_first", "mean_s", "prompt_s", "weight")
+    __slots__ = ("_first", "mean_s", "num_disturbed", "prompt_s", "weight")
 
     def __init__(self) -> None:
         self.mean_s = self.prompt_s = 0.0
-        self.weight = 0
+        self.weight = self.num_disturbed = 0
         self._first: list[tuple[float, float]] = []
 
-    def observe(self, seconds: float, prompt_s: float, prompt_factor: float) -> None:
+    def observe(self, seconds: float, prompt_s: float, prompt_factor: float, trust: float) -> None:
         """Learn from a step with ``seconds`` beside the target's pass, and prompts of ``prompt_s``."""
         self.weight += 1
         if self.weight <= FIRST_STEPS:
@@ -141,7 +162,7 @@ class _Rest:
             by_rest = sorted(self._first, key=lambda step: step[0] - prompt_factor * step[1])
             self.mean_s, self.prompt_s = by_rest[(len(by_rest) - 1) // 2]
             return
-        share = max(1 / self.weight, SMOOTHING)
+        share = max(1 / self.weight, SMOOTHING) * trust
         self.mean_s += share * (seconds - self.mean_s)
         self.prompt_s += share * (prompt_s - self.prompt_s)
 
