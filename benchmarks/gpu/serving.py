@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.serving --output FOLDER --widened WIDE --workload core --arms plain,auto --concurrency 1,16
 
 Each arm (benchmarks/arms.py) is a server of its own, started once; each point of the workload
-(benchmarks/gpu/serving_workloads.py) is a row. Requests are streamed, greedy, of fixed length, and
+(benchmarks/workloads.py) is a row. Requests are streamed, greedy, of fixed length, and
 have nothing cached. A row is written as soon as it is measured. The same command again measures
 only the rows that are missing.
 """
@@ -28,22 +28,19 @@ from benchmarks.environment import ROOT
 from benchmarks.gpu.provenance import run_facts
 from benchmarks.gpu.serving_figure import draw
 from benchmarks.gpu.serving_result import Row, ServingResult
-from benchmarks.gpu.serving_workloads import ODD_GROUP, WORKLOADS, Point, Requests, Workload
 from benchmarks.gpu.utilization import sampled
-from benchmarks.load import Answer, Clients, default_clients, running_clients
+from benchmarks.load import Clients, default_clients, running_clients
 from benchmarks.load_figures import CLIENT_LIMIT, figures_of
+from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.scrape import counters, increase, tokens_per_step, total
 from benchmarks.stack import StackError
+from benchmarks.workloads import ODD_GROUP, WORKLOADS, Point, Requests, Workload
 
 MAX_RUNNING = 256
 # Streams of the warm-up before a row, as many as the row's at most, with one request each.
 WARM_UP_STREAMS = 16
 STREAM_TIMEOUT_S = 300.0
 MAKERS = {"widened": "benchmarks.gpu.widen", "random": "benchmarks.gpu.checkpoint"}
-
-
-class UnexpectedAnswerError(Exception):
-    """An answer does not match its request, so the row means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +59,13 @@ class Measurement:
     num_requests: int
     seconds: float = 20.0
     best_tokens_per_s: float = 0.0
+
+    def rate(self, point: Point) -> float:
+        """Return a point's arrivals a second; 0.0 for a closed load."""
+        return point.percent / 100 * self.best_tokens_per_s / self.workload.output_tokens
+
+    def requests_a_stream(self, point: Point) -> int:
+        return 1 if point.percent else self.num_requests
 
     def rows(self, arm: Arm, points: Sequence[Point]) -> Iterator[Row]:
         """Start the arm's server once and yield a row for each point.
@@ -84,23 +88,23 @@ class Measurement:
     def _row(self, arm: Arm, point: Point, server: ArmServer, requests: Requests) -> Row:
         warm_up = requests.closed(Point(min(point.concurrency or WARM_UP_STREAMS, WARM_UP_STREAMS)), 1)
         warm = self.clients.run(server.address, warm_up, STREAM_TIMEOUT_S)
-        rate = point.percent / 100 * self.best_tokens_per_s / self.workload.output_tokens
         if point.percent:
-            streams = requests.poisson(rate, self.seconds, f"{self.workload.name} {point.name}")
+            streams = requests.poisson(self.rate(point), self.seconds, f"{self.workload.name} {point.name}")
         else:
             streams = requests.closed(point, self.num_requests)
         before = counters(server.address)
         with sampled() as samples:
             load = self.clients.run(server.address, streams, STREAM_TIMEOUT_S)
         rises = increase(before, counters(server.address))
-        self._check(load.answers)
+        self.workload.check(load.answers)
         others = [answer for answer in load.answers if answer.group != ODD_GROUP]
         steps = total(rises, "engine_steps")
         row = {
             "arm": arm.name,
             "point": point.name,
             "concurrency": point.concurrency,
-            "rate": rate,
+            "rate": self.rate(point),
+            "requests_a_stream": self.requests_a_stream(point),
             **figures_of(others),
             "tokens_per_step": tokens_per_step(rises),
             "engine_step_ms": rises.get("step_time_us{phase=step}", 0.0) / 1e3 / steps if steps else None,
@@ -116,14 +120,6 @@ class Measurement:
         progress(to_line(row))
         return row
 
-    def _check(self, answers: Sequence[Answer]) -> None:
-        """Raise UnexpectedAnswerError unless all answers have the wanted length and nothing was cached."""
-        for answer in answers:
-            if answer.num_tokens != self.workload.output_tokens:
-                raise UnexpectedAnswerError(f"{answer.num_tokens} tokens, not {self.workload.output_tokens}")
-            if answer.num_cached_tokens:
-                raise UnexpectedAnswerError(f"{answer.num_cached_tokens} prompt tokens were cached")
-
 
 def run(measurement: Measurement, arms: Sequence[Arm], points: Sequence[Point], result: ServingResult) -> list[str]:
     """Measure the rows that are missing, and draw them; return a line for each arm that failed."""
@@ -132,7 +128,7 @@ def run(measurement: Measurement, arms: Sequence[Arm], points: Sequence[Point], 
         missing = [
             point
             for point in points
-            if not result.has(arm.name, point.name, point.concurrency * measurement.num_requests)
+            if not result.has(arm.name, point.name, measurement.requests_a_stream(point), measurement.rate(point))
         ]
         if not missing:
             progress(f"{measurement.workload.name}, {arm.name}: all rows are there")

@@ -57,8 +57,9 @@ def draw(content: dict[str, Any]) -> str:
 
 
 def nice_ticks(most: float) -> list[float]:
-    """Return round numbers from 0 up to at least ``most``, about NUM_TICKS of them."""
-    rough = max(most, 1e-9) / NUM_TICKS
+    """Return round numbers from 0 up to at least ``most`` (0.0 counts as 1), about NUM_TICKS of them."""
+    most = most or 1.0
+    rough = most / NUM_TICKS
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough)
     return [step * number for number in range(math.ceil(most / step) + 1)]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import ARMS
 
 FORMAT = 1
+# Rates of arrivals that differ by less are the same.
+SAME_RATE = 0.01
 Row = dict[str, Any]
 
 
@@ -35,17 +38,18 @@ class ServingResult:
         rows: list[Row] = self.content["rows"]
         return rows
 
-    def has(self, arm: str, point: str, num_requests: int = 0) -> bool:
+    def has(self, arm: str, point: str, requests_a_stream: int, rate: float) -> bool:
         """Return whether a row of this GPU, and for foretoken of this commit, is there.
 
-        ``num_requests``: a row with fewer requests does not count.
+        It must have at least ``requests_a_stream``, and the same ``rate`` of arrivals.
         """
         return any(
             row["arm"] == arm
             and row["point"] == point
             and row["gpu"] == self._facts["device"]["gpu"]
             and (ARMS[arm].engine == "vllm" or row["commit"] == self._facts["commit"])
-            and row["num_requests"] >= num_requests
+            and row["requests_a_stream"] >= requests_a_stream
+            and math.isclose(row["rate"], rate, rel_tol=SAME_RATE)
             for row in self.rows
         )
 

@@ -1,18 +1,19 @@
-"""The workloads of benchmarks.gpu.serving: prompts, lengths, arms, and the points to measure."""
+"""The workloads of a served load: prompts, lengths, arms, and the points to measure."""
 
 from __future__ import annotations
 
 import random
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
 from benchmarks.arm_server import SERVED_NAME
-from benchmarks.load import Stream
+from benchmarks.load import Answer, Stream
+from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.prompts import code_prompts
 
 # Different held-out prompts; a larger load repeats them, each under a salt of its own.
@@ -44,11 +45,12 @@ NGRAM_DRAFTS: Mapping[str, Any] = {
     "logit_bias": {str(REPEATED_TOKEN): REPEATED_BIAS},
 }
 # What the odd stream of a batch asks for.
+NONE_ODD = "none odd"
 ODD: Mapping[str, Mapping[str, Any]] = {
-    "none odd": {},
-    "1 grammar": {"structured_outputs": {"regex": "[a-z ]*"}},
-    "1 logprobs": LOGPROBS,
-    "1 n-gram": NGRAM_DRAFTS,
+    NONE_ODD: {},
+    "1 with a grammar": {"structured_outputs": {"regex": "[a-z ]*"}},
+    "1 with logprobs": LOGPROBS,
+    "1 with n-grams": NGRAM_DRAFTS,
 }
 ODD_GROUP = "odd"
 
@@ -67,7 +69,7 @@ class Point:
     @property
     def name(self) -> str:
         load = f"{self.percent}%" if self.percent else str(self.concurrency)
-        return f"{load} {self.case}".strip()
+        return f"{load}, {self.case}" if self.case else load
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,6 @@ class Workload:
     weights: Literal["widened", "random"] = "widened"
     accept_length: float = 0.0
     mixed: bool = False
-    body: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -107,6 +108,14 @@ class Workload:
             [generator.randrange(LEAST_RANDOM_ID, size) for _ in range(self.prompt_tokens)]
             for _ in range(min(count, MOST_CODE_PROMPTS))
         ]
+
+    def check(self, answers: Sequence[Answer]) -> None:
+        """Raise UnexpectedAnswerError unless all answers have the right length and nothing was cached."""
+        for answer in answers:
+            if answer.num_tokens != self.output_tokens:
+                raise UnexpectedAnswerError(f"{answer.num_tokens} tokens, not {self.output_tokens}")
+            if answer.num_cached_tokens:
+                raise UnexpectedAnswerError(f"{answer.num_cached_tokens} prompt tokens were cached")
 
 
 def _closed(*concurrencies: int) -> tuple[Point, ...]:
