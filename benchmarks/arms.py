@@ -1,7 +1,7 @@
 """The arms of a served load: with which flags each server starts, and what its requests ask for.
 
 This table is the one place that says so, for the GPU (benchmarks.gpu.serving) and for the CPU
-(benchmarks.served).
+(benchmarks.served_load).
 """
 
 from __future__ import annotations
