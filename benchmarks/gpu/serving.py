@@ -235,7 +235,7 @@ def measure_workload(
     if not best and any(point.percent for point in points):
         best = best_of(ServingResult(options.output, "core", facts).content)
         if not best:
-            raise StackError(f"{workload.name}: rates need rows of auto in {options.output}, or --best-tokens-per-s")
+            raise StackError(f"rates need rows of auto in {options.output}, or --best-tokens-per-s")
     weights = checkpoint(options.widened if workload.weights == "widened" else options.random, workload.weights)
     # Absolute paths: a name without a slash would be looked up on the hub.
     launch = Launch(
