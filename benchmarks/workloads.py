@@ -154,18 +154,15 @@ class Requests:
     prompts: Sequence[list[int]]
     body: Mapping[str, Any]
 
-    def closed(self, point: Point, count: int, num_tokens: int = 0) -> list[Stream]:
-        """Return one stream of ``count`` requests for each user.
-
-        ``num_tokens`` replaces the workload's output length if it is not 0.
-        """
-        bodies = self._bodies(num_tokens)
+    def closed(self, point: Point, count: int) -> list[Stream]:
+        """Return one stream of ``count`` requests for each user."""
+        bodies = self._bodies()
         rounds = [[next(bodies) for _ in range(point.concurrency)] for _ in range(count)]
         streams = []
         for user in range(point.concurrency):
             is_odd = bool(ODD.get(point.case)) and user == point.concurrency - 1
             odd = ODD[point.case] if is_odd else {}
-            requests = tuple(each[user] | odd for each in rounds)
+            requests = tuple({**each[user], **odd} for each in rounds)
             streams.append(Stream(requests, group=ODD_GROUP if is_odd else ""))
         return streams
 
@@ -173,14 +170,14 @@ class Requests:
         """Return requests that arrive at random for ``seconds``, ``rate`` a second on average."""
         generator = random.Random(seed)
         bodies = self._bodies()
-        streams = []
+        streams: list[Stream] = []
         at = generator.expovariate(rate)
         while at < seconds or not streams:
             streams.append(Stream((next(bodies),), at))
             at += generator.expovariate(rate)
         return streams
 
-    def _bodies(self, num_tokens: int = 0) -> Iterator[dict[str, Any]]:
+    def _bodies(self) -> Iterator[dict[str, Any]]:
         number = 0
         while True:
             more: Mapping[str, Any] = {}
@@ -189,7 +186,7 @@ class Requests:
             yield {
                 "model": SERVED_NAME,
                 "prompt": self.prompts[number % len(self.prompts)],
-                "max_tokens": num_tokens or self.workload.output_tokens,
+                "max_tokens": self.workload.output_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
