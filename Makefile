@@ -32,7 +32,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-compose test-lowest bench bench-drafters bench-gpu-check chaos lint format docs proto setup clean
+.PHONY: help serve test test-all test-compose test-lowest bench bench-drafters bench-load bench-gpu-check bench-serving-check chaos lint format docs proto setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -55,8 +55,14 @@ bench: $(DEV) ## Measure speculative against plain decoding.
 bench-drafters: $(DEV) ## Measure what each drafter of the demo model accepts.
 	@$(BIN)/python -m benchmarks.drafters $(ARGS)
 
+bench-load: $(DEV) ## Hold auto against plain decode and fixed shapes, with 1 to 32 streams on a CPU.
+	@$(BIN)/python -m benchmarks.served_load $(ARGS)
+
 bench-gpu-check: $(DEV) ## Hold the newest GPU measurement against the bars.
 	@$(BIN)/python -m benchmarks.gpu.check $(ARGS)
+
+bench-serving-check: $(DEV) ## Hold the newest served loads on GPUs against the bars.
+	@$(BIN)/python -m benchmarks.gpu.serving_check $(ARGS)
 
 chaos: $(DEV) ## Kill and stop processes for SECONDS, by the schedule of SEED.
 	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)

@@ -124,7 +124,7 @@ def record(
     Raises:
         StreamError: nothing arrived for ``timeout_s`` seconds.
     """
-    requests = [_request(address, body) for body in bodies]
+    requests = [request_bytes(address, body) for body in bodies]
     connections: list[socket.socket] = []
     try:
         for _ in requests:
@@ -199,7 +199,8 @@ def _head(method: str, address: Address, path: str) -> bytes:
     return f"{method} {path} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\nConnection: close\r\n\r\n".encode()
 
 
-def _request(address: Address, body: dict[str, Any]) -> bytes:
+def request_bytes(address: Address, body: dict[str, Any]) -> bytes:
+    """Return a POST to /v1/completions. The server closes the connection after the answer."""
     payload = json.dumps(body).encode()
     entity = f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
     return _head("POST", address, "/v1/completions")[:-2] + entity + payload

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,20 +59,74 @@ def running_stack(
     Raises:
         StackError: the stack ended or was not ready in time. The message has the end of its log.
     """
+    command, address = serve_command(model, ["--threads", str(threads), *flags])
+    with running_server("foretoken serve", command, environment=environment, log_file=log_file) as server:
+        server.wait_until(lambda: drafters_attached(address, num_drafters), ready_timeout_s)
+        yield address, psutil.Process(server.pid)
+
+
+def serve_command(model: Path, flags: Sequence[str]) -> tuple[list[str], Address]:
+    """Return the command of ``foretoken serve`` on free ports, and its REST address."""
     port, grpc_port = free_ports(2)
     command = [sys.executable, "-P", "-m", "foretoken", "serve", str(model)]
-    command += ["--port", str(port), "--grpc-port", str(grpc_port), "--threads", str(threads), *flags]
+    command += ["--port", str(port), "--grpc-port", str(grpc_port), *flags]
+    return command, Address("127.0.0.1", port)
+
+
+class ServerProcess:
+    """A server that this process started, and its log."""
+
+    def __init__(self, name: str, child: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+        self._name, self._child, self._log = name, child, log
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> float:
+        """Wait until ``condition`` holds; return the seconds that it took.
+
+        Raises:
+            StackError: the server ended, or the time was too short. The message ends with the log.
+        """
+        began = time.monotonic()
+        while not condition():
+            if self._child.poll() is not None:
+                raise StackError(f"{self._name} ended with status {self._child.returncode}:\n{_tail(self._log)}")
+            if time.monotonic() > began + timeout_s:
+                raise StackError(f"{self._name} was not ready within {timeout_s:g} s:\n{_tail(self._log)}")
+            time.sleep(POLL_S)
+        return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def running_server(
+    name: str,
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    log_file: Path | None = None,
+) -> Iterator[ServerProcess]:
+    """Start ``command`` in ``folder``, yield it at once, and stop it at the end.
+
+    ``environment``, ``log_file``: as in ``running_stack``.
+    """
     with log_file.open("w+b") if log_file else tempfile.TemporaryFile() as log:
         child = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             with terminable():
-                address = Address("127.0.0.1", port)
-                _wait_ready(address, child, log, num_drafters, ready_timeout_s)
-                yield address, psutil.Process(child.pid)
+                yield ServerProcess(name, child, log)
         finally:
-            _stop(child)
+            _stop(name, child)
 
 
 @contextlib.contextmanager
@@ -181,19 +235,16 @@ def idle_share(root: psutil.Process, seconds: float) -> float:
     return (sum(after.values()) - sum(before.values())) / (ended - began)
 
 
-def _wait_ready(
-    address: Address, child: subprocess.Popen[bytes], log: IO[bytes], num_drafters: int, timeout_s: float
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not _is_ready(address, num_drafters):
-        if child.poll() is not None:
-            raise StackError(f"foretoken serve ended with status {child.returncode}:\n{_tail(log)}")
-        if time.monotonic() > deadline:
-            raise StackError(f"foretoken serve was not ready within {timeout_s:g} s:\n{_tail(log)}")
-        time.sleep(POLL_S)
+def answers(address: Address, path: str) -> bool:
+    """Return whether GET ``path`` is answered with status 200."""
+    try:
+        status, _ = get(address, path)
+    except (OSError, StreamError):
+        return False
+    return status == 200
 
 
-def _is_ready(address: Address, num_drafters: int) -> bool:
+def drafters_attached(address: Address, num_drafters: int) -> bool:
     """Return whether the stack accepts requests and every drafter is attached."""
     try:
         status, body = get(address, "/ready")
@@ -211,8 +262,8 @@ def _tail(log: IO[bytes]) -> str:
     return "\n".join(log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Stop the supervisor by SIGTERM; if it takes too long, kill the whole process group."""
+def _stop(name: str, child: subprocess.Popen[bytes]) -> None:
+    """Stop the server by SIGTERM; if it takes too long, kill the whole process group."""
     if child.poll() is None:
         child.terminate()
     try:
@@ -220,4 +271,4 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        raise StackError(f"foretoken serve did not stop within {STOP_TIMEOUT_S:g} s and was killed") from None
+        raise StackError(f"{name} did not stop within {STOP_TIMEOUT_S:g} s and was killed") from None

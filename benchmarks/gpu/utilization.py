@@ -1,0 +1,46 @@
+"""Sample how busy the GPU is, by nvidia-smi."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+PERIOD_MS = 100
+QUERY = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", f"--loop-ms={PERIOD_MS}", "--id=0")
+
+
+class Samples:
+    """The shares of time in which a kernel ran, one a sample; empty without nvidia-smi."""
+
+    def __init__(self) -> None:
+        self.busy: list[float] = []
+
+    @property
+    def idle(self) -> float | None:
+        """The mean share of time without a kernel, or None if it is unknown."""
+        return 1 - sum(self.busy) / len(self.busy) if self.busy else None
+
+
+@contextlib.contextmanager
+def sampled() -> Iterator[Samples]:
+    """Sample the first GPU during the block; the samples are there at its end."""
+    samples = Samples()
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield samples
+        return
+    child = subprocess.Popen([program, *QUERY], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        yield samples
+    finally:
+        child.terminate()
+        output, _ = child.communicate()
+        samples.busy = parse(output)
+
+
+def parse(output: str) -> list[float]:
+    """Return the samples of nvidia-smi's output, without the first: it tells of the time before."""
+    numbers = [line.strip() for line in output.splitlines()]
+    return [float(number) / 100 for number in numbers[1:] if number.isdecimal()]

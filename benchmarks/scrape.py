@@ -1,0 +1,70 @@
+"""Read a server's counters from GET /metrics, and what happened between two readings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.client import Address, StreamError, get
+from benchmarks.stack import StackError
+
+# Labels that split a counter. Sums are taken over all others.
+KEPT_LABELS = ("phase", "reason", "drafter", "position")
+
+Counters = dict[str, float]
+
+
+def counters(address: Address) -> Counters:
+    """Return all counters of ``address``, foretoken's or vLLM's, by name and kept labels.
+
+    Raises:
+        StackError: the server did not answer.
+    """
+    try:
+        status, body = get(address, "/metrics", 30.0)
+    except (OSError, StreamError) as error:
+        raise StackError(f"http://{address.host}:{address.port}/metrics: {error}") from error
+    if status != 200:
+        raise StackError(f"/metrics: status {status}: {body[:200]!r}")
+    return parse(body.decode())
+
+
+def parse(text: str) -> Counters:
+    """Return the counters of one exposition, without the server's prefix and without ``_total``."""
+    found: Counters = {}
+    for family in text_string_to_metric_families(text):
+        if family.type != "counter":
+            continue
+        for sample in family.samples:
+            if not sample.name.endswith("_total"):
+                continue
+            name = sample.name.removesuffix("_total").removeprefix("foretoken_").removeprefix("vllm:")
+            labels = ",".join(f"{label}={sample.labels[label]}" for label in KEPT_LABELS if label in sample.labels)
+            key = f"{name}{{{labels}}}" if labels else name
+            found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def increase(before: Mapping[str, float], after: Mapping[str, float]) -> Counters:
+    """Return how far each counter rose; those that did not are left out."""
+    rises = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    return {key: rise for key, rise in rises.items() if rise > 0}
+
+
+def total(found: Mapping[str, float], name: str) -> float:
+    """Return the sum of a counter over its labels."""
+    return sum(value for key, value in found.items() if key.partition("{")[0] == name)
+
+
+def tokens_per_step(found: Mapping[str, float]) -> float:
+    """Return tokens of a row's decode step, from the counters' rises.
+
+    A row that verified a tree gives one token and the accepted ones, a row without a draft one.
+    vLLM does not count rows without a draft.
+    """
+    accepted = total(found, "spec_decode_num_accepted_tokens")
+    if not accepted:
+        return 1.0
+    rows = total(found, "spec_decode_num_drafts") + total(found, "fallback_steps")
+    return (rows + accepted) / rows

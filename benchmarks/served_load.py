@@ -1,0 +1,212 @@
+"""``make bench-load``: hold the server's own choice against plain decode and fixed shapes, on a CPU.
+
+    python -m benchmarks.served_load [--quick] [--streams 1,2,4] [--output FILE]
+
+Streams of held-out code run against the demo model over HTTP. First each fixed shape runs alone,
+once, to find the best one for each number of streams. Then plain decode, ``auto`` (EAGLE-3 and
+n-grams) and the best shape run in turn, five times; a ratio is the median of the five. The exit
+status is 1 if a bar is missed. It takes about ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks import environment
+from benchmarks.arm_server import ArmServer, Launch
+from benchmarks.arms import ARMS, Arm
+from benchmarks.client import StreamError
+from benchmarks.figures import median
+from benchmarks.load import Clients, running_clients
+from benchmarks.load_figures import CLIENT_LIMIT, figures_of
+from benchmarks.measure import UnexpectedAnswerError
+from benchmarks.report import Bar, Figure, figures_table, missed_bars
+from benchmarks.stack import StackError
+from benchmarks.workloads import Point, Requests, Workload
+
+DEMO = environment.ROOT / "models" / "demo"
+NUM_CORES = 2
+STREAMS = (1, 2, 4, 8, 16, 32)
+NUM_PAIRS = 5
+# Requests of a stream: a single stream needs more of them for a rate.
+MOST_REQUESTS, LEAST_REQUESTS = 8, 2
+PLAIN, AUTO = ARMS["plain"], ARMS["auto-ngram"]
+FIXED = tuple(arm for arm in ARMS.values() if arm.is_fixed and arm.num_drafters == 1)
+OVER_PLAIN, OVER_FIXED = 0.98, 0.95
+STREAM_TIMEOUT_S = 300.0
+WORKLOAD = Workload("cpu", 64, (PLAIN.name, AUTO.name, *(arm.name for arm in FIXED)), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Tokens a second at one number of streams. Entry i of each list is of round i."""
+
+    num_streams: int
+    # Each fixed shape once, alone.
+    screened: dict[str, float]
+    plain: list[float] = field(default_factory=list)
+    auto: list[float] = field(default_factory=list)
+    fixed: list[float] = field(default_factory=list)
+
+    @property
+    def best_fixed(self) -> str:
+        """The name of the fastest fixed shape."""
+        return max(self.screened, key=lambda name: self.screened[name])
+
+    def over_plain(self) -> list[float]:
+        """Return auto / plain of each round."""
+        return [auto / plain for auto, plain in zip(self.auto, self.plain, strict=True)]
+
+    def over_fixed(self) -> list[float]:
+        """Return auto / best fixed shape of each round."""
+        return [auto / fixed for auto, fixed in zip(self.auto, self.fixed, strict=True)]
+
+
+class ServedLoad:
+    """Measures all numbers of streams."""
+
+    def __init__(self, launch: Launch, clients: Clients, num_pairs: int) -> None:
+        self._launch, self._clients, self._num_pairs = launch, clients, num_pairs
+        self._prompts = WORKLOAD.prompts(launch.model, max(STREAMS) * LEAST_REQUESTS)
+        self.busiest = 0.0
+
+    def measure(self, streams: Sequence[int]) -> list[Rounds]:
+        """Return the rounds of each number of streams.
+
+        Raises:
+            StackError, StreamError, UnexpectedAnswerError: a server did not do what it should.
+        """
+        screened: dict[int, dict[str, float]] = {count: {} for count in streams}
+        for arm in FIXED:
+            with self._started(arm) as server:
+                for count in streams:
+                    screened[count][arm.name] = self._rate(arm, server, count)
+        found = [Rounds(count, screened[count]) for count in streams]
+        with contextlib.ExitStack() as stack:
+            arms = [PLAIN, AUTO, *(ARMS[name] for name in dict.fromkeys(rounds.best_fixed for rounds in found))]
+            servers = {arm.name: stack.enter_context(self._started(arm)) for arm in arms}
+            for rounds in found:
+                self._alternate(rounds, servers)
+        return found
+
+    @contextlib.contextmanager
+    def _started(self, arm: Arm) -> Iterator[ArmServer]:
+        with self._launch.start(arm) as server:
+            if server.attached_s is None:
+                raise StackError(f"{arm.name}: not all drafters are attached")
+            self._rate(arm, server, 2)
+            yield server
+
+    def _alternate(self, rounds: Rounds, servers: dict[str, ArmServer]) -> None:
+        """Measure the three arms in turn; which one comes first changes with the round."""
+        turns = [(PLAIN, rounds.plain), (AUTO, rounds.auto), (ARMS[rounds.best_fixed], rounds.fixed)]
+        for number in range(self._num_pairs):
+            first = number % len(turns)
+            for arm, rates in (*turns[first:], *turns[:first]):
+                rates.append(self._rate(arm, servers[arm.name], rounds.num_streams))
+        progress(
+            f"{rounds.num_streams} streams: plain {median(rounds.plain):.0f}, auto {median(rounds.auto):.0f}, "
+            f"{rounds.best_fixed} {median(rounds.fixed):.0f} tok/s"
+        )
+
+    def _rate(self, arm: Arm, server: ArmServer, num_streams: int) -> float:
+        requests = Requests(WORKLOAD, self._prompts, arm.body)
+        count = max(LEAST_REQUESTS, MOST_REQUESTS // num_streams)
+        load = self._clients.run(server.address, requests.closed(Point(num_streams), count), STREAM_TIMEOUT_S)
+        WORKLOAD.check(load.answers)
+        self.busiest = max(self.busiest, load.busiest)
+        rate: float = figures_of(load.answers)["tokens_per_s"]
+        return rate
+
+
+def figures_of_rounds(found: Sequence[Rounds]) -> list[Figure]:
+    """Return the two ratios of each number of streams."""
+    figures = []
+    formula = "tok/s over tok/s; median of the rounds (least to most)"
+    for rounds in found:
+        streams = f"{rounds.num_streams} stream{'s' if rounds.num_streams > 1 else ''}"
+        for name, ratios, limit in (
+            ("plain", rounds.over_plain(), OVER_PLAIN),
+            (rounds.best_fixed, rounds.over_fixed(), OVER_FIXED),
+        ):
+            bar = Bar("at least", limit)
+            figures.append(Figure(f"auto / {name}, {streams}", median(ratios), "x", formula, bar, tuple(ratios)))
+    return figures
+
+
+def to_markdown(found: Sequence[Rounds]) -> str:
+    """Return a table of tokens a second: the rounds' medians, and each fixed shape alone."""
+    names = [arm.name for arm in FIXED]
+    lines = ["| streams | plain | auto | best fixed | " + " | ".join(f"{name}, alone" for name in names) + " |"]
+    lines.append("| ---: | ---: | ---: | ---: |" + " ---: |" * len(names))
+    for rounds in found:
+        alone = " | ".join(f"{rounds.screened[name]:.0f}" for name in names)
+        lines.append(
+            f"| {rounds.num_streams} | {median(rounds.plain):.0f} | {median(rounds.auto):.0f} | "
+            f"{median(rounds.fixed):.0f} | {alone} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.served_load", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one round, to see that all works; no bar is judged")
+    parser.add_argument("--streams", type=_numbers, default=list(STREAMS), help="numbers of streams, by commas")
+    parser.add_argument("--output", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    began = time.monotonic()
+    cores = environment.pin_cores(NUM_CORES)
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        progress(f"this machine is busy (load {load:.1f}); figures will be off")
+    launch = Launch(DEMO / "target", DEMO / "eagle3", max_running=max(options.streams))
+    try:
+        with running_clients(1) as clients:
+            measured = ServedLoad(launch, clients, 1 if options.quick else NUM_PAIRS)
+            found = measured.measure(options.streams)
+    except (StackError, StreamError, UnexpectedAnswerError) as error:
+        progress(f"failed: {error}")
+        sys.exit(1)
+    facts = {
+        "command": shlex.join(["python", "-m", "benchmarks.served_load", *sys.argv[1:]]),
+        "machine": f"{environment.machine()}; used: {cores}, load {load:.1f} before",
+        "versions": environment.versions(),
+        "commit": environment.commit() or "unknown",
+        "time": f"{time.monotonic() - began:.0f} s",
+        "client": f"at most {measured.busiest:.0%} of a core"
+        + (": IT MAY BE THE LIMIT" if measured.busiest > CLIENT_LIMIT else ""),
+    }
+    figures = figures_of_rounds(found)
+    if options.output is not None:
+        content = facts | {"rounds": [asdict(rounds) for rounds in found], "figures": list(map(asdict, figures))}
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(f"- {name}: {text}" for name, text in facts.items()))
+    print(f"\n{to_markdown(found)}\n{figures_table(figures, judged=not options.quick)}")
+    failures = [] if options.quick else missed_bars(figures)
+    for line in failures:
+        print(f"FAIL: {line}")
+    if options.quick:
+        print("A quick run: no bar was judged.")
+    sys.exit(1 if failures else 0)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def progress(line: str) -> None:
+    """Print a progress line to stderr."""
+    print(f"bench-load: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

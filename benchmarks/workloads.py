@@ -1,0 +1,198 @@
+"""The workloads of a served load: prompts, lengths, arms, and the points to measure."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+from benchmarks.arm_server import SERVED_NAME
+from benchmarks.load import Answer, Stream
+from benchmarks.measure import UnexpectedAnswerError
+from benchmarks.prompts import code_prompts
+
+# Different held-out prompts; a larger load repeats them, each under a salt of its own.
+MOST_CODE_PROMPTS = 640
+# Ids below are special ones.
+LEAST_RANDOM_ID = 16
+CORE_ARMS = ("plain", "auto", "auto-ngram", "fixed-1-1-2", "fixed-3-1-4", "fixed-5-1-6", "fixed-5-8-32")
+VLLM_ARMS = ("vllm-plain", "vllm-eagle3-3", "vllm-eagle3-5")
+# Tokens that a step with a draft yields where weights are random.
+ACCEPT_LENGTH = 4.0
+# An answer of this schema does not end before the tokens do.
+SCHEMA = {
+    "type": "array",
+    "minItems": 500,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "count": {"type": "integer"}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    },
+}
+# An n-gram drafter finds drafts in a text that repeats itself; a bias makes it so.
+REPEATED_TOKEN = 100
+REPEATED_BIAS = 100.0
+JSON_SCHEMA: Mapping[str, Any] = {"structured_outputs": {"json": SCHEMA}}
+LOGPROBS: Mapping[str, Any] = {"logprobs": 5}
+NGRAM_DRAFTS: Mapping[str, Any] = {
+    "speculative": {"drafter": "ngram"},
+    "logit_bias": {str(REPEATED_TOKEN): REPEATED_BIAS},
+}
+# What the odd stream of a batch asks for.
+NONE_ODD = "none odd"
+ODD: Mapping[str, Mapping[str, Any]] = {
+    NONE_ODD: {},
+    "1 with a grammar": {"structured_outputs": {"regex": "[a-z ]*"}},
+    "1 with logprobs": LOGPROBS,
+    "1 with n-grams": NGRAM_DRAFTS,
+}
+ODD_GROUP = "odd"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One load: ``concurrency`` closed streams, or Poisson arrivals at ``percent`` of the best.
+
+    ``case`` is a name in ODD, or empty.
+    """
+
+    concurrency: int = 0
+    percent: int = 0
+    case: str = ""
+
+    @property
+    def name(self) -> str:
+        load = f"{self.percent}%" if self.percent else str(self.concurrency)
+        return f"{load}, {self.case}" if self.case else load
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is sent, to which arms, at which points.
+
+    Attributes:
+        prompt_tokens: the length of random prompts; 0: held-out code of 200 to 400 tokens.
+        weights: which checkpoint serves it.
+        accept_length: a forced acceptance; 0: what the model accepts.
+        mixed: every tenth request has a JSON schema, and every tenth wants logprobs.
+    """
+
+    name: str
+    output_tokens: int
+    arms: tuple[str, ...]
+    points: tuple[Point, ...]
+    prompt_tokens: int = 0
+    weights: Literal["widened", "random"] = "widened"
+    accept_length: float = 0.0
+    mixed: bool = False
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Flags of ``foretoken serve`` for a forced acceptance."""
+        return ("--simulate-accept-length", f"{self.accept_length:g}") if self.accept_length else ()
+
+    def prompts(self, model: Path, count: int) -> list[list[int]]:
+        """Return up to ``count`` prompts as token ids."""
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        if not self.prompt_tokens:
+            return [list(prompt.token_ids) for prompt in code_prompts(tokenizer, min(count, MOST_CODE_PROMPTS))]
+        generator = random.Random(f"{self.name} {self.prompt_tokens}")
+        size = tokenizer.get_vocab_size()
+        return [
+            [generator.randrange(LEAST_RANDOM_ID, size) for _ in range(self.prompt_tokens)]
+            for _ in range(min(count, MOST_CODE_PROMPTS))
+        ]
+
+    def check(self, answers: Sequence[Answer]) -> None:
+        """Raise UnexpectedAnswerError unless all answers have the right length and nothing was cached."""
+        for answer in answers:
+            if answer.num_tokens != self.output_tokens:
+                raise UnexpectedAnswerError(f"{answer.num_tokens} tokens, not {self.output_tokens}")
+            if answer.num_cached_tokens:
+                raise UnexpectedAnswerError(f"{answer.num_cached_tokens} prompt tokens were cached")
+
+
+def _closed(*concurrencies: int) -> tuple[Point, ...]:
+    return tuple(Point(concurrency) for concurrency in concurrencies)
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("core", 192, (*CORE_ARMS, *VLLM_ARMS), _closed(1, 4, 16, 64, 128, 256)),
+        Workload(
+            "long-1k", 1000, ("plain", "auto"), _closed(1, 16, 64), 1000, weights="random", accept_length=ACCEPT_LENGTH
+        ),
+        Workload(
+            "long-8k", 1000, ("plain", "auto"), _closed(1, 16, 64), 8000, weights="random", accept_length=ACCEPT_LENGTH
+        ),
+        Workload("mixed", 192, ("plain", "auto"), _closed(16, 64), mixed=True),
+        Workload(
+            "poisson",
+            192,
+            ("plain", "auto", *VLLM_ARMS),
+            tuple(Point(percent=percent) for percent in (25, 50, 75, 90)),
+        ),
+        Workload("odd", 192, ("fixed-ngram-5-1-6",), tuple(Point(16, case=case) for case in ODD)),
+        # Prompts alone: one token ends each request.
+        Workload("prefill", 1, ("plain",), _closed(16), 1000, weights="random"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Makes the streams of one arm's points."""
+
+    workload: Workload
+    prompts: Sequence[list[int]]
+    body: Mapping[str, Any]
+
+    def closed(self, point: Point, count: int) -> list[Stream]:
+        """Return one stream of ``count`` requests for each user."""
+        bodies = self._bodies()
+        rounds = [[next(bodies) for _ in range(point.concurrency)] for _ in range(count)]
+        streams = []
+        for user in range(point.concurrency):
+            is_odd = bool(ODD.get(point.case)) and user == point.concurrency - 1
+            odd = ODD[point.case] if is_odd else {}
+            requests = tuple({**each[user], **odd} for each in rounds)
+            streams.append(Stream(requests, group=ODD_GROUP if is_odd else ""))
+        return streams
+
+    def poisson(self, rate: float, seconds: float, seed: str) -> list[Stream]:
+        """Return requests that arrive at random for ``seconds``, ``rate`` a second on average."""
+        generator = random.Random(seed)
+        bodies = self._bodies()
+        streams: list[Stream] = []
+        at = generator.expovariate(rate)
+        while at < seconds or not streams:
+            streams.append(Stream((next(bodies),), at))
+            at += generator.expovariate(rate)
+        return streams
+
+    def _bodies(self) -> Iterator[dict[str, Any]]:
+        number = 0
+        while True:
+            more: Mapping[str, Any] = {}
+            if self.workload.mixed:
+                more = JSON_SCHEMA if number % 10 == 0 else LOGPROBS if number % 10 == 5 else {}
+            yield {
+                "model": SERVED_NAME,
+                "prompt": self.prompts[number % len(self.prompts)],
+                "max_tokens": self.workload.output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "cache_salt": uuid.uuid4().hex,
+                **self.body,
+                **more,
+            }
+            number += 1

@@ -1,0 +1,41 @@
+"""Samples of nvidia-smi."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.utilization import parse, sampled
+
+FAKE = """#!/bin/sh
+echo "$@" > "$0.arguments"
+printf '0\\n80\\n100\\n'
+touch "$0.sampled"
+exec cat
+"""
+
+
+def test_the_first_sample_tells_of_the_time_before() -> None:
+    assert parse("0\n50\n100\n") == [0.5, 1.0]
+    assert parse("0\n[N/A]\n 25\n") == [0.25]
+    assert parse("") == []
+
+
+def test_idle_is_the_share_without_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(FAKE)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with sampled() as samples:
+        while not (tmp_path / "nvidia-smi.sampled").exists():
+            pass
+    assert samples.idle == pytest.approx(0.1)
+    assert "--query-gpu=utilization.gpu" in (tmp_path / "nvidia-smi.arguments").read_text()
+
+
+def test_without_nvidia_smi_it_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with sampled() as samples:
+        pass
+    assert samples.idle is None
