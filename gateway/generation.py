@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from foretoken import limits
 from foretoken.errors import ForetokenError, UnavailableError
@@ -83,6 +84,17 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: bool = False
+
+
+class DirectReader(Protocol):
+    """Takes the deltas of a step at once, so that no task has to wake up for them."""
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether it can take deltas now; otherwise they are merged until ``Generation.wait``."""
+        ...
+
+    def take(self, deltas: list[Delta]) -> None: ...
 
 
 class Output:
@@ -221,7 +233,11 @@ class Generation:
         self._verifiers = verifiers
         self._news = asyncio.Event()
         self._changed: dict[int, Output] = {}
-        self._gone: BaseException | None = None
+        # Takes deltas while its task waits.
+        self._reader: DirectReader | None = None
+        # Raised in whoever waits.
+        self._interruption: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
         self.outputs: list[Output] = []
         places = PairPlaces(request.prediction_ids)
         for index, spec in enumerate(_specs(request, max_model_len)):
@@ -265,7 +281,7 @@ class Generation:
     @property
     def done(self) -> bool:
         """Whether the reader took every output to its end; False if the client is gone."""
-        return self._gone is None and not self._changed and all(output.finished is not None for output in self.outputs)
+        return self._interruption is None and not self._changed and all(output.finished is not None for output in self.outputs)
 
     @property
     def num_resumes(self) -> int:
@@ -288,26 +304,33 @@ class Generation:
         for output, sequence in zip(self.outputs, sequences, strict=True):
             output.sequence = sequence
 
-    async def wait(self) -> list[Delta]:
+    async def wait(self, reader: DirectReader | None = None) -> list[Delta]:
         """Wait for news, then return it; a slow reader gets larger deltas, never more of them.
+
+        While it waits, ``reader`` takes the deltas of outputs that go on, as long as it keeps up.
 
         Returns an empty list every WAITING_NEWS_S while an output waits for a verifier. Raises the
         error that ended the generation after the reader took everything before it.
         """
-        while self._gone is not None or not self._changed:
-            self._raise_failure()
-            self._news.clear()
-            if not self.is_waiting:
-                await self._news.wait()
-                continue
-            try:
-                async with asyncio.timeout(WAITING_NEWS_S):
+        self._reader = reader
+        try:
+            while True:
+                if self._changed and self._interruption is None:
+                    if deltas := self._take():
+                        return deltas
+                self._raise_failure()
+                self._news.clear()
+                if not self.is_waiting:
                     await self._news.wait()
-            except TimeoutError:
-                return []
-        changed, self._changed = self._changed, {}
-        deltas = [output.take() for output in changed.values() if output.error is None]
-        return deltas or await self.wait()
+                    continue
+                try:
+                    async with asyncio.timeout(WAITING_NEWS_S):
+                        await self._news.wait()
+                except TimeoutError:
+                    if self.is_waiting:
+                        return []
+        finally:
+            self._reader = None
 
     async def run(self) -> list[Delta]:
         """Wait for the end; return one delta per output, in order."""
@@ -321,13 +344,12 @@ class Generation:
 
     def disconnect(self) -> None:
         """Raise ClientGoneError in whoever waits: the client is gone."""
-        self._gone = ClientGoneError()
-        self._news.set()
+        self._interrupt(ClientGoneError())
 
     def check_client(self) -> None:
         """Raise ClientGoneError if the client is gone: an unread answer does not count."""
-        if self._gone is not None:
-            raise self._gone
+        if self._interruption is not None:
+            raise self._interruption
 
     def close(self) -> None:
         """Drop the outputs that still run. Safe to call at any time and more than once."""
@@ -336,7 +358,32 @@ class Generation:
                 output.sequence.drop()
 
     def _on_change(self, output: Output) -> None:
+        if not self._changed:
+            # After the whole message of the verifier, which may change several outputs.
+            self._loop.call_soon(self._on_news)
         self._changed[output.index] = output
+
+    def _on_news(self) -> None:
+        """Let the direct reader take what one message brought, or wake the task that waits."""
+        reader = self._reader
+        if reader is None or not reader.keeps_up or self._has_ends():
+            self._news.set()
+            return
+        try:
+            reader.take(self._take())
+        except Exception as error:
+            self._interrupt(error)
+
+    def _has_ends(self) -> bool:
+        """Whether an output with news has ended or failed: then its task has more to do."""
+        return any(output.finished is not None or output.error is not None for output in self._changed.values())
+
+    def _take(self) -> list[Delta]:
+        changed, self._changed = self._changed, {}
+        return [output.take() for output in changed.values() if output.error is None]
+
+    def _interrupt(self, error: BaseException) -> None:
+        self._interruption = error
         self._news.set()
 
     def _raise_failure(self) -> None:

@@ -15,6 +15,7 @@ class OutputText:
         """A stop string counts only after ``min_tokens`` tokens."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, include_stop=include_stop)
+        self._has_stops = bool(stops)
         self._min_tokens = min_tokens
         self._num_tokens = 0
 
@@ -41,4 +42,6 @@ class OutputText:
         return self._match(self._detokenizer.flush()) + self._matcher.flush()
 
     def _match(self, text: str) -> str:
+        if not self._has_stops:
+            return text
         return self._matcher.feed(text, honour=self._num_tokens >= self._min_tokens)
