@@ -76,13 +76,14 @@ class Delta:
     """What one output gained since the last delta; ``finished``: it is the last one."""
 
     index: int
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     # The text that each of these tokens added.
     token_texts: list[str] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # The tokens' text, and at the end the text that waited.
+    text: str = ""
     finished: bool = False
 
 
@@ -130,9 +131,9 @@ class Output:
         self._grammar_field = request.grammar_field
         self._on_change = on_change
         self._on_waiting = on_waiting
-        self._delta = Delta(index)
-        # The delta's text in pieces: thousands may gather for a slow reader.
-        self._pieces: list[str] = []
+        # What nobody took yet: much may gather for a slow reader.
+        self._delta: Delta | None = None
+        self._last_text = ""
 
     @property
     def ended(self) -> bool:
@@ -156,31 +157,37 @@ class Output:
 
     def take(self) -> Delta:
         """Return what is new since the last call."""
-        delta, self._delta = self._delta, Delta(self.index)
-        delta.text = "".join(self._pieces)
-        self._pieces.clear()
+        delta, self._delta = self._delta or Delta(self.index), None
+        delta.text = "".join(delta.token_texts) + self._last_text
+        self._last_text = ""
+        delta.finished = self.finished is not None
         return delta
 
     def on_waiting(self) -> None:
         self._on_waiting()
 
     def on_tokens(self, tokens: NewTokens) -> None:
-        if self.ended:
+        if self.finish_reason is not None:
             return
-        delta = self._delta
-        delta.prompt_logprobs.extend(tokens.prompt_logprobs)
-        texts = self._text.feed(tokens.ids)
-        # A stop string may cut off the last tokens.
+        ids, sources, logprobs, prompt_logprobs, _ = tokens
+        texts = self._text.feed(ids)
         kept = len(texts)
-        self._pieces += texts
-        delta.token_texts += texts
-        delta.token_ids += tokens.ids[:kept]
-        delta.sources += tokens.sources[:kept]
-        delta.logprobs += tokens.logprobs[:kept]
-        self.token_ids += tokens.ids[:kept]
-        self.sources += tokens.sources[:kept]
+        if kept < len(ids):
+            # A stop string cut off the last tokens.
+            ids, sources, logprobs = ids[:kept], sources[:kept], logprobs[:kept]
+        delta = self._delta
+        if delta is None:
+            self._delta = Delta(self.index, [*ids], texts, [*sources], [*logprobs], [*prompt_logprobs])
+        else:
+            delta.token_ids += ids
+            delta.token_texts += texts
+            delta.sources += sources
+            delta.logprobs += logprobs
+            delta.prompt_logprobs += prompt_logprobs
+        self.token_ids += ids
+        self.sources += sources
         if self.spec.prediction_ids:
-            self.prediction.feed(tokens.ids[:kept])
+            self.prediction.feed(ids)
         if kept:
             self.times.record(kept)
         if self._text.matched is not None:
@@ -194,7 +201,7 @@ class Output:
             if finished.reason is FinishReason.ABORT:
                 self.on_error(UnavailableError("the verifier aborted this request"))
                 return
-            self._pieces.append(self._text.flush())
+            self._last_text = self._text.flush()
             if self._text.matched is not None:
                 self.finish_reason, self.matched = FinishReason.STOP, self._text.matched
             else:
@@ -213,7 +220,6 @@ class Output:
 
     def _close(self, finished: Finished) -> None:
         self.finished = finished
-        self._delta.finished = True
         self._on_change(self)
 
 

@@ -29,10 +29,13 @@ class OutputText:
 
         A token may add "": its text waits until a character or a possible stop string is complete.
         """
+        feed = self._detokenizer.feed
+        if not self._has_stops:
+            return [feed((token_id,)) for token_id in token_ids]
         texts: list[str] = []
         for token_id in token_ids:
             self._num_tokens += 1
-            texts.append(self._match(self._detokenizer.feed((token_id,))))
+            texts.append(self._match(feed((token_id,))))
             if self.matched is not None:
                 break
         return texts
@@ -42,6 +45,4 @@ class OutputText:
         return self._match(self._detokenizer.flush()) + self._matcher.flush()
 
     def _match(self, text: str) -> str:
-        if not self._has_stops:
-            return text
         return self._matcher.feed(text, honour=self._num_tokens >= self._min_tokens)
