@@ -5,17 +5,20 @@ Names of metrics are Prometheus names, without the ``_total`` that counters get 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -37,10 +40,6 @@ class Counter(Protocol):
     def add(self, amount: float, labels: Labels | None = None) -> None: ...
 
 
-class Histogram(Protocol):
-    def record(self, amount: float, labels: Labels | None = None) -> None: ...
-
-
 class _BoundCounter:
     def __init__(self, instrument: Counter, common: Labels) -> None:
         self._instrument, self._common = instrument, common
@@ -49,12 +48,32 @@ class _BoundCounter:
         self._instrument.add(amount, {**self._common, **labels} if labels else self._common)
 
 
-class _BoundHistogram:
-    def __init__(self, instrument: Histogram, common: Labels) -> None:
-        self._instrument, self._common = instrument, common
+class Histogram:
+    """Counts amounts by bucket. Record and collect on one thread.
 
-    def record(self, amount: float, labels: Labels | None = None) -> None:
-        self._instrument.record(amount, {**self._common, **labels} if labels else self._common)
+    OpenTelemetry's histogram takes several microseconds for a record, and one is made for each
+    streamed chunk.
+    """
+
+    def __init__(self, name: str, description: str, bounds: Sequence[float], labels: Labels) -> None:
+        """``bounds``: the buckets' upper bounds in order, without infinity."""
+        self._name, self._description, self._labels = name, description, labels
+        self._bounds = [float(bound) for bound in bounds]
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def record(self, amount: float) -> None:
+        self._counts[bisect.bisect_left(self._bounds, amount)] += 1
+        self._sum += amount
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the family; nothing before the first record. The Prometheus registry calls it."""
+        totals = list(itertools.accumulate(self._counts))
+        if totals[-1]:
+            family = HistogramMetricFamily(self._name, self._description, labels=list(self._labels))
+            buckets = list(zip([*map(str, self._bounds), "+Inf"], totals, strict=True))
+            family.add_metric(list(self._labels.values()), buckets, self._sum)
+            yield family
 
 
 class MetricRegistry:
@@ -84,10 +103,9 @@ class MetricRegistry:
 
     def histogram(self, name: str, description: str, buckets: Sequence[float], *, vllm: bool = False) -> Histogram:
         """Declare a histogram; ``buckets`` are upper bounds, without infinity."""
-        instrument = self._meter.create_histogram(
-            self._declared(name, vllm), description=description, explicit_bucket_boundaries_advisory=buckets
-        )
-        return _BoundHistogram(instrument, self._common)
+        histogram = Histogram(self._declared(name, vllm), description, buckets, self._common)
+        self._registry.register(histogram)
+        return histogram
 
     def observed_counter(self, name: str, description: str, samples: Samples, *, vllm: bool = False) -> None:
         """Declare a counter whose values ``samples`` returns at each scrape."""

@@ -61,14 +61,20 @@ class Utf8Detokenizer:
     def __init__(self, table: ByteTable, skipped_ids: frozenset[int]) -> None:
         self._table = table
         self._skipped_ids = skipped_ids
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # Of a character whose last bytes have not come.
+        self._first_bytes = b""
 
     def feed(self, ids: Sequence[int]) -> str:
         table, skipped = self._table, self._skipped_ids
-        return self._decoder.decode(b"".join([table[i] for i in ids if i not in skipped]))
+        data = self._first_bytes + b"".join([table[i] for i in ids if i not in skipped])
+        text, num_decoded = codecs.utf_8_decode(data, "replace")
+        self._first_bytes = data[num_decoded:]
+        return text
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        text, _ = codecs.utf_8_decode(self._first_bytes, "replace", True)
+        self._first_bytes = b""
+        return text
 
 
 class PrefixDetokenizer:

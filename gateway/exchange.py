@@ -12,8 +12,9 @@ from starlette.types import Receive, Scope, Send
 from foretoken.errors import ForetokenError
 from gateway.bodies import hold_of
 from gateway.core import GatewayCore
-from gateway.generation import ClientGoneError, Generation, GenerationRequest
+from gateway.generation import ClientGoneError, Delta, Generation, GenerationRequest
 from gateway.http import error_object
+from gateway.http_protocol import direct_connection
 from gateway.openai_response import DONE, ReplyFormat, event
 
 # A comment of server-sent events: it keeps connections open, and clients ignore it.
@@ -57,7 +58,7 @@ class Exchange(Response):
                 # It runs: from now on the limit of requests counts it.
                 hold_of(scope).release()
                 if self._stream:
-                    await self._send_events(generation, send)
+                    await self._send_events(generation, scope, send)
                 else:
                     await self._send_whole(generation, send)
         except (ClientGoneError, TimeoutError):
@@ -71,11 +72,12 @@ class Exchange(Response):
         await self._start(send, b"application/json", content_length=len(body))
         await self._send(send, body, more=False)
 
-    async def _send_events(self, generation: Generation, send: Send) -> None:
+    async def _send_events(self, generation: Generation, scope: Scope, send: Send) -> None:
         while not (deltas := await generation.wait()):
             pass
         await self._start(send, b"text/event-stream; charset=utf-8")
         parts = [self._reply.first(generation)]
+        reader = _StepWriter(generation, self._reply, scope)
         try:
             while True:
                 parts += [self._reply.chunk(generation, delta) for delta in deltas]
@@ -84,7 +86,7 @@ class Exchange(Response):
                     await self._send(send, events)
                 if generation.done:
                     break
-                deltas = await generation.wait()
+                deltas = await generation.wait(reader)
                 parts = [] if deltas else [KEEP_ALIVE]
             await self._send(send, self._reply.last(generation), more=False)
             generation.check_client()
@@ -107,6 +109,28 @@ class Exchange(Response):
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
         """Send, and return when the client has read most of it."""
         await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class _StepWriter:
+    """Writes the events of one step to a client that reads, from within the event loop's callback.
+
+    Waking the answer's task for each step would cost more than all the rest of a chunk.
+    """
+
+    def __init__(self, generation: Generation, reply: ReplyFormat, scope: Scope) -> None:
+        self._generation = generation
+        self._reply = reply
+        self._connection = direct_connection(scope)
+
+    @property
+    def keeps_up(self) -> bool:
+        return self._connection is not None and self._connection.is_writable
+
+    def take(self, deltas: list[Delta]) -> None:
+        events = b"".join([self._reply.chunk(self._generation, delta) for delta in deltas])
+        if events:
+            assert self._connection is not None
+            self._connection.write_part(events)
 
 
 def _error_event(error: Exception) -> bytes:

@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from foretoken import limits
 from foretoken.errors import ForetokenError, UnavailableError
@@ -75,14 +76,26 @@ class Delta:
     """What one output gained since the last delta; ``finished``: it is the last one."""
 
     index: int
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     # The text that each of these tokens added.
     token_texts: list[str] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # The tokens' text, and at the end the text that waited.
+    text: str = ""
     finished: bool = False
+
+
+class DirectReader(Protocol):
+    """Takes the deltas of a step at once, so that no task has to wake up for them."""
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether it can take deltas now; otherwise they are merged until ``Generation.wait``."""
+        ...
+
+    def take(self, deltas: list[Delta]) -> None: ...
 
 
 class Output:
@@ -118,9 +131,9 @@ class Output:
         self._grammar_field = request.grammar_field
         self._on_change = on_change
         self._on_waiting = on_waiting
-        self._delta = Delta(index)
-        # The delta's text in pieces: thousands may gather for a slow reader.
-        self._pieces: list[str] = []
+        # What nobody took yet: much may gather for a slow reader.
+        self._delta: Delta | None = None
+        self._last_text = ""
 
     @property
     def ended(self) -> bool:
@@ -144,31 +157,37 @@ class Output:
 
     def take(self) -> Delta:
         """Return what is new since the last call."""
-        delta, self._delta = self._delta, Delta(self.index)
-        delta.text = "".join(self._pieces)
-        self._pieces.clear()
+        delta, self._delta = self._delta or Delta(self.index), None
+        delta.text = "".join(delta.token_texts) + self._last_text
+        self._last_text = ""
+        delta.finished = self.finished is not None
         return delta
 
     def on_waiting(self) -> None:
         self._on_waiting()
 
     def on_tokens(self, tokens: NewTokens) -> None:
-        if self.ended:
+        if self.finish_reason is not None:
             return
-        delta = self._delta
-        delta.prompt_logprobs.extend(tokens.prompt_logprobs)
-        texts = self._text.feed(tokens.ids)
-        # A stop string may cut off the last tokens.
+        ids, sources, logprobs, prompt_logprobs, _ = tokens
+        texts = self._text.feed(ids)
         kept = len(texts)
-        self._pieces += texts
-        delta.token_texts += texts
-        delta.token_ids += tokens.ids[:kept]
-        delta.sources += tokens.sources[:kept]
-        delta.logprobs += tokens.logprobs[:kept]
-        self.token_ids += tokens.ids[:kept]
-        self.sources += tokens.sources[:kept]
+        if kept < len(ids):
+            # A stop string cut off the last tokens.
+            ids, sources, logprobs = ids[:kept], sources[:kept], logprobs[:kept]
+        delta = self._delta
+        if delta is None:
+            self._delta = Delta(self.index, [*ids], texts, [*sources], [*logprobs], [*prompt_logprobs])
+        else:
+            delta.token_ids += ids
+            delta.token_texts += texts
+            delta.sources += sources
+            delta.logprobs += logprobs
+            delta.prompt_logprobs += prompt_logprobs
+        self.token_ids += ids
+        self.sources += sources
         if self.spec.prediction_ids:
-            self.prediction.feed(tokens.ids[:kept])
+            self.prediction.feed(ids)
         if kept:
             self.times.record(kept)
         if self._text.matched is not None:
@@ -182,7 +201,7 @@ class Output:
             if finished.reason is FinishReason.ABORT:
                 self.on_error(UnavailableError("the verifier aborted this request"))
                 return
-            self._pieces.append(self._text.flush())
+            self._last_text = self._text.flush()
             if self._text.matched is not None:
                 self.finish_reason, self.matched = FinishReason.STOP, self._text.matched
             else:
@@ -201,7 +220,6 @@ class Output:
 
     def _close(self, finished: Finished) -> None:
         self.finished = finished
-        self._delta.finished = True
         self._on_change(self)
 
 
@@ -221,7 +239,11 @@ class Generation:
         self._verifiers = verifiers
         self._news = asyncio.Event()
         self._changed: dict[int, Output] = {}
-        self._gone: BaseException | None = None
+        # Takes deltas while its task waits.
+        self._reader: DirectReader | None = None
+        # Raised in whoever waits.
+        self._interruption: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
         self.outputs: list[Output] = []
         places = PairPlaces(request.prediction_ids)
         for index, spec in enumerate(_specs(request, max_model_len)):
@@ -265,7 +287,7 @@ class Generation:
     @property
     def done(self) -> bool:
         """Whether the reader took every output to its end; False if the client is gone."""
-        return self._gone is None and not self._changed and all(output.finished is not None for output in self.outputs)
+        return self._interruption is None and not self._changed and all(output.finished is not None for output in self.outputs)
 
     @property
     def num_resumes(self) -> int:
@@ -288,26 +310,33 @@ class Generation:
         for output, sequence in zip(self.outputs, sequences, strict=True):
             output.sequence = sequence
 
-    async def wait(self) -> list[Delta]:
+    async def wait(self, reader: DirectReader | None = None) -> list[Delta]:
         """Wait for news, then return it; a slow reader gets larger deltas, never more of them.
+
+        While it waits, ``reader`` takes the deltas of outputs that go on, as long as it keeps up.
 
         Returns an empty list every WAITING_NEWS_S while an output waits for a verifier. Raises the
         error that ended the generation after the reader took everything before it.
         """
-        while self._gone is not None or not self._changed:
-            self._raise_failure()
-            self._news.clear()
-            if not self.is_waiting:
-                await self._news.wait()
-                continue
-            try:
-                async with asyncio.timeout(WAITING_NEWS_S):
+        self._reader = reader
+        try:
+            while True:
+                if self._changed and self._interruption is None:
+                    if deltas := self._take():
+                        return deltas
+                self._raise_failure()
+                self._news.clear()
+                if not self.is_waiting:
                     await self._news.wait()
-            except TimeoutError:
-                return []
-        changed, self._changed = self._changed, {}
-        deltas = [output.take() for output in changed.values() if output.error is None]
-        return deltas or await self.wait()
+                    continue
+                try:
+                    async with asyncio.timeout(WAITING_NEWS_S):
+                        await self._news.wait()
+                except TimeoutError:
+                    if self.is_waiting:
+                        return []
+        finally:
+            self._reader = None
 
     async def run(self) -> list[Delta]:
         """Wait for the end; return one delta per output, in order."""
@@ -321,13 +350,12 @@ class Generation:
 
     def disconnect(self) -> None:
         """Raise ClientGoneError in whoever waits: the client is gone."""
-        self._gone = ClientGoneError()
-        self._news.set()
+        self._interrupt(ClientGoneError())
 
     def check_client(self) -> None:
         """Raise ClientGoneError if the client is gone: an unread answer does not count."""
-        if self._gone is not None:
-            raise self._gone
+        if self._interruption is not None:
+            raise self._interruption
 
     def close(self) -> None:
         """Drop the outputs that still run. Safe to call at any time and more than once."""
@@ -336,7 +364,32 @@ class Generation:
                 output.sequence.drop()
 
     def _on_change(self, output: Output) -> None:
+        if not self._changed:
+            # After the whole message of the verifier, which may change several outputs.
+            self._loop.call_soon(self._on_news)
         self._changed[output.index] = output
+
+    def _on_news(self) -> None:
+        """Let the direct reader take what one message brought, or wake the task that waits."""
+        reader = self._reader
+        if reader is None or not reader.keeps_up or self._has_ends():
+            self._news.set()
+            return
+        try:
+            reader.take(self._take())
+        except Exception as error:
+            self._interrupt(error)
+
+    def _has_ends(self) -> bool:
+        """Whether an output with news has ended or failed: then its task has more to do."""
+        return any(output.finished is not None or output.error is not None for output in self._changed.values())
+
+    def _take(self) -> list[Delta]:
+        changed, self._changed = self._changed, {}
+        return [output.take() for output in changed.values() if output.error is None]
+
+    def _interrupt(self, error: BaseException) -> None:
+        self._interruption = error
         self._news.set()
 
     def _raise_failure(self) -> None:

@@ -17,6 +17,7 @@ import termios
 from asyncio import TimerHandle
 from typing import Any
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,10 @@ MAX_CONNECTIONS = 4096
 KEEP_ALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 # A reader's progress is checked so many times in its timeout.
 CHECKS_PER_TIMEOUT = 4
+
+
+# The ASGI extension with which an application writes to its connection without a task.
+_DIRECT = "foretoken.direct"
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -77,6 +82,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._num_header_bytes, self._in_headers = 0, True
         super().on_message_begin()
+        self.scope["extensions"] = {_DIRECT: {"connection": self}}
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
@@ -110,6 +116,17 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write(lines % (status, phrase, headers, len(text), text.encode()))
         self.transport.close()
 
+    # Writing.
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client reads what it was sent. If not, ASGI's ``send`` waits for it."""
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_part(self, data: bytes) -> None:
+        """Write a part of the streamed answer that ``send`` began and will end."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     # Reading.
 
     def pause_writing(self) -> None:
@@ -140,6 +157,12 @@ class HttpProtocol(HttpToolsProtocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
+
+
+def direct_connection(scope: Scope) -> HttpProtocol | None:
+    """Return the connection of a request; None if another server than ours runs it."""
+    connection: HttpProtocol | None = scope.get("extensions", {}).get(_DIRECT, {}).get("connection")
+    return connection
 
 
 def max_connections() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from foretoken.errors import ForetokenError
 from foretoken.limits import ModelLimits
@@ -49,8 +49,7 @@ class SequenceSpec:
     model_fingerprint: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """The next tokens of one sequence; ``sources`` has one entry per token."""
 
     ids: tuple[int, ...]

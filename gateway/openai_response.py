@@ -14,6 +14,7 @@ from gateway.openai_request import GenerationOptions
 from gateway.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+_EVENT, _EVENT_END = b"data: ", b"\n\n"
 MetricsDetail = Literal["none", "summary", "detailed"]
 
 
@@ -39,11 +40,15 @@ class ReplyFormat(Protocol):
 
 def event(value: dict[str, Any]) -> bytes:
     """Return one server-sent event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return _EVENT + orjson.dumps(value) + _EVENT_END
 
 
 class OpenAiFormat(ABC):
-    """Writes what chats and completions share: envelope, usage and metrics."""
+    """Writes what chats and completions share: envelope, usage and metrics.
+
+    A chunk is put together from bytes, because a busy server writes tens of thousands a second:
+    what all chunks of an output share is encoded once.
+    """
 
     whole_object: str
     chunk_object: str
@@ -56,11 +61,15 @@ class OpenAiFormat(ABC):
         self._created = created
         self._tokenizer = tokenizer
         self._detail = detail
+        # By output: a chunk up to its text.
+        self._chunk_heads: dict[int, bytes] = {}
 
     def whole(self, generation: Generation, deltas: list[Delta]) -> bytes:
         choices = [
             {
-                **self._whole_choice(generation.outputs[delta.index], delta),
+                "index": delta.index,
+                **self._whole_text(generation.outputs[delta.index], delta),
+                "logprobs": self._logprobs(generation.outputs[delta.index], delta),
                 **self._sources(delta),
                 **self._end(generation.outputs[delta.index]),
             }
@@ -77,14 +86,23 @@ class OpenAiFormat(ABC):
         shows_tokens = bool(delta.token_ids) and (self._options.return_token_sources or bool(delta.logprobs))
         if not (delta.text or delta.finished or delta.prompt_logprobs or shows_tokens):
             return b""
-        choice = {**self._chunk_choice(output, delta), **self._sources(delta)}
-        choice |= self._end(output) if delta.finished else {"finish_reason": None}
-        body = {**self._envelope(generation, self.chunk_object), "choices": [choice]}
+        logprobs = self._logprobs(output, delta)
+        parts = [
+            self._chunk_heads.get(delta.index) or self._chunk_head(generation, delta.index),
+            self._chunk_text(output, delta),
+            b',"logprobs":null' if logprobs is None else b"," + _members({"logprobs": logprobs}),
+        ]
+        if self._options.return_token_sources:
+            parts += (b",", _members(self._sources(delta)))
+        parts += (b",", _members(self._end(output))) if delta.finished else (b',"finish_reason":null',)
+        parts.append(b"}]")
         if self._options.include_usage:
-            body["usage"] = _usage(generation) if self._options.continuous_usage else None
-        elif delta.finished:
-            body = self._with_metrics(body, generation)
-        return event(body)
+            usage = _usage(generation) if self._options.continuous_usage else None
+            parts.append(b',"usage":null' if usage is None else b"," + _members({"usage": usage}))
+        elif delta.finished and (metrics := self._with_metrics({}, generation)):
+            parts += (b",", _members(metrics))
+        parts += (b"}", _EVENT_END)
+        return b"".join(parts)
 
     def last(self, generation: Generation) -> bytes:
         if not self._options.include_usage:
@@ -93,12 +111,21 @@ class OpenAiFormat(ABC):
         return event(self._with_metrics(body, generation)) + DONE
 
     @abstractmethod
-    def _whole_choice(self, output: Output, delta: Delta) -> dict[str, Any]:
-        """Return one choice of a whole response, without its end."""
+    def _whole_text(self, output: Output, delta: Delta) -> dict[str, Any]:
+        """Return the members of a whole response's choice that hold its text."""
 
     @abstractmethod
-    def _chunk_choice(self, output: Output, delta: Delta) -> dict[str, Any]:
-        """Return one choice of a streamed chunk, without its end."""
+    def _chunk_text(self, output: Output, delta: Delta) -> bytes:
+        """Return the members of a streamed choice that hold its text, in JSON."""
+
+    @abstractmethod
+    def _logprobs(self, output: Output, delta: Delta) -> dict[str, Any] | None:
+        """Return a choice's logprobs; None if the client wants none."""
+
+    def _chunk_head(self, generation: Generation, index: int) -> bytes:
+        envelope = _members(self._envelope(generation, self.chunk_object))
+        head = self._chunk_heads[index] = b'%b{%b,"choices":[{"index":%d,' % (_EVENT, envelope, index)
+        return head
 
     def _envelope(self, generation: Generation, kind: str) -> dict[str, Any]:
         return {"id": generation.request.id, "object": kind, "created": self._created, "model": self._model}
@@ -142,18 +169,13 @@ class ChatFormat(OpenAiFormat):
             for output in generation.outputs
         )
 
-    def _whole_choice(self, output: Output, delta: Delta) -> dict[str, Any]:
-        return {
-            "index": output.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
-            "logprobs": self._logprobs(delta),
-        }
+    def _whole_text(self, output: Output, delta: Delta) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
 
-    def _chunk_choice(self, output: Output, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text else {}
-        return {"index": output.index, "delta": content, "logprobs": self._logprobs(delta)}
+    def _chunk_text(self, output: Output, delta: Delta) -> bytes:
+        return b'"delta":{"content":%b}' % orjson.dumps(delta.text) if delta.text else b'"delta":{}'
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, output: Output, delta: Delta) -> dict[str, Any] | None:
         if self._options.sampling.logprobs is None:
             return None
         return chat_logprobs(self._tokenizer, delta.logprobs)
@@ -167,18 +189,14 @@ class CompletionFormat(OpenAiFormat):
         self, options: GenerationOptions, model: str, created: int, tokenizer: Tokenizer, detail: MetricsDetail
     ):
         super().__init__(options, model, created, tokenizer, detail)
-        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._columns: dict[int, CompletionLogprobs] = {}
         self._echoed: set[int] = set()
 
-    def _whole_choice(self, output: Output, delta: Delta) -> dict[str, Any]:
-        return self._chunk_choice(output, delta)
+    def _whole_text(self, output: Output, delta: Delta) -> dict[str, Any]:
+        return {"text": self._text(output, delta)}
 
-    def _chunk_choice(self, output: Output, delta: Delta) -> dict[str, Any]:
-        return {
-            "index": output.index,
-            "text": self._text(output, delta),
-            "logprobs": self._logprob_lists(output, delta),
-        }
+    def _chunk_text(self, output: Output, delta: Delta) -> bytes:
+        return b'"text":%b' % orjson.dumps(self._text(output, delta))
 
     def _text(self, output: Output, delta: Delta) -> str:
         if not self._options.echo or output.index in self._echoed:
@@ -187,16 +205,21 @@ class CompletionFormat(OpenAiFormat):
         assert output.prompt.text is not None
         return output.prompt.text + delta.text
 
-    def _logprob_lists(self, output: Output, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, output: Output, delta: Delta) -> dict[str, Any] | None:
         if self._options.sampling.logprobs is None:
             return None
-        lists = self._logprobs.get(output.index)
-        if lists is not None:
-            return lists.take(delta.logprobs)
+        columns = self._columns.get(output.index)
+        if columns is not None:
+            return columns.take(delta.logprobs)
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=self._options.skip_special_tokens)
-        lists = self._logprobs[output.index] = CompletionLogprobs(self._tokenizer, detokenizer)
+        columns = self._columns[output.index] = CompletionLogprobs(self._tokenizer, detokenizer)
         prompt_ids = output.prompt.ids if self._options.echo else ()
-        return lists.take(delta.logprobs, prompt_ids, delta.prompt_logprobs)
+        return columns.take(delta.logprobs, prompt_ids, delta.prompt_logprobs)
+
+
+def _members(value: dict[str, Any]) -> bytes:
+    """Return a JSON object's members without its braces."""
+    return orjson.dumps(value)[1:-1]
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

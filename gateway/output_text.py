@@ -15,6 +15,7 @@ class OutputText:
         """A stop string counts only after ``min_tokens`` tokens."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, include_stop=include_stop)
+        self._has_stops = bool(stops)
         self._min_tokens = min_tokens
         self._num_tokens = 0
 
@@ -28,10 +29,13 @@ class OutputText:
 
         A token may add "": its text waits until a character or a possible stop string is complete.
         """
+        feed = self._detokenizer.feed
+        if not self._has_stops:
+            return [feed((token_id,)) for token_id in token_ids]
         texts: list[str] = []
         for token_id in token_ids:
             self._num_tokens += 1
-            texts.append(self._match(self._detokenizer.feed((token_id,))))
+            texts.append(self._match(feed((token_id,))))
             if self.matched is not None:
                 break
         return texts

@@ -114,7 +114,7 @@ class ResumableSequence:
         self._emitted += tokens.ids
         if tokens.prompt_logprobs:
             if self._had_prompt_logprobs:
-                tokens = dataclasses.replace(tokens, prompt_logprobs=())
+                tokens = tokens._replace(prompt_logprobs=())
             self._had_prompt_logprobs = True
         self._sink.on_tokens(tokens)
 
