@@ -92,11 +92,13 @@ class Clients:
             self._processes.append(process)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, also in the middle of a run."""
+        # First the processes: one that is in the middle of a run would report that its pipe is gone.
+        for process in self._processes:
+            process.terminate()
+            process.join()
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.join()
 
     def run(self, address: Address, streams: Sequence[Stream], timeout_s: float = 120.0) -> Load:
         """Send all streams' requests and return the answers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -110,3 +111,27 @@ def test_a_server_that_is_not_there_is_an_error(clients: Clients) -> None:
     (port,) = free_ports(1)
     with pytest.raises(StreamError, match=f"127.0.0.1:{port}"):
         clients.run(Address("127.0.0.1", port), [Stream((body("a"),))])
+
+
+def test_clients_end_quietly_in_the_middle_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
+    release, arrived = threading.Event(), threading.Event()
+
+    def wait(request: dict[str, Any]) -> Iterator[bytes]:
+        yield STREAM_HEAD
+        arrived.set()
+        release.wait()
+
+    def run(clients: Clients, address: Address) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            clients.run(address, [Stream((body("a"),))])
+
+    with scripted_server(wait) as server:
+        try:
+            with running_clients(1) as clients:
+                thread = threading.Thread(target=run, args=(clients, server.address))
+                thread.start()
+                arrived.wait()
+            thread.join()
+        finally:
+            release.set()
+    assert capfd.readouterr().err == ""
