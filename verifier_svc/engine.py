@@ -29,6 +29,9 @@ from verifier_svc.target_step import TargetStep
 
 logger = logging.getLogger(__name__)
 
+# Between two looks at an idle engine's drafters: one that has attached needs graphs.
+_LOOK_S = 0.2
+
 
 class Engine:
     """Run sequences on one target model, in a thread or by ``run_step``."""
@@ -61,6 +64,8 @@ class Engine:
         self._has_asked = False
         self._inbox = Inbox()
         self.is_stopping = False
+        # Whether the graphs of usual sizes are captured.
+        self.is_prepared = run_ahead is None
         self._thread: threading.Thread | None = None
 
     # Called by the service, from any thread.
@@ -111,16 +116,26 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while True:
-                self._inbox.wait(lambda: self.is_stopping or self.scheduler.has_work)
-                if self.is_stopping:
-                    return
-                self.run_step()
+            while not self.is_stopping:
+                if self._inbox.wait(lambda: self.is_stopping or self.scheduler.has_work, self._prepare()):
+                    self.run_step()
         except BaseException as error:
             # The engine's state is unknown now. The server sees the dead thread and ends the
             # process; its supervisor starts another one.
             self.failure = error
             logger.exception("the engine died")
+
+    def _prepare(self) -> float | None:
+        """Capture one more graph for overlapped steps, if nothing else is to do.
+
+        Returns the most seconds to wait for work before the next one. None: as long as it takes.
+        """
+        if self._run_ahead is None:
+            return None
+        if self.scheduler.has_work or self._inbox:
+            return 0.0
+        self.is_prepared = not self._run_ahead.prepare(self.speculator)
+        return _LOOK_S if self.is_prepared else 0.0
 
     # One step.
 

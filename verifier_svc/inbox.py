@@ -53,10 +53,10 @@ class Inbox:
         with self._changed:
             self._changed.notify()
 
-    def wait(self, is_due: Callable[[], bool]) -> None:
-        """Wait until there is a message or ``is_due`` returns true."""
+    def wait(self, is_due: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until there is a message or ``is_due`` returns true; return whether it is so in time."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._messages) or is_due())
+            return self._changed.wait_for(lambda: bool(self._messages) or is_due(), timeout_s)
 
     def _count(self, message: InboxMessage, change: int) -> None:
         if isinstance(message, Submit):

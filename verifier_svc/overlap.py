@@ -30,12 +30,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from foretoken.models.device_batch import seq_bucket
 from foretoken.resident import ResidentMemory, StreamOrder
+from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import Shape
 from verifier_svc.lifecycle import Lifecycle
@@ -106,6 +107,8 @@ class RunAhead:
         # The step of each drafter's memory, by drafter number, and the kinds of drafts that it has
         # seen. While attached, step numbers only grow.
         self._drafted: dict[int, tuple[ResidentStep, set[Hashable]]] = {}
+        # The captures that are left to do, by step.
+        self._captures: dict[ResidentStep, Iterator[None]] = {}
 
     def run(
         self,
@@ -130,14 +133,37 @@ class RunAhead:
         run = OverlappedRun(step, drafting, scheduler, speculator, lifecycle)
         return run.run(messages, self._timeout_s, kinds)
 
+    def prepare(self, speculator: Speculator) -> bool:
+        """Capture one more graph of a usual size. Return whether there may be more to do.
+
+        Called while no sequence runs.
+        """
+        self._forget_memory(speculator.drafters)
+        steps = {self._plain: ((), [1])}
+        for drafter in speculator.drafters:
+            attachment = drafter.attachment
+            if attachment is not None and attachment.has_resident and attachment.has_answered():
+                widths = sorted({shape.nodes for shape in speculator.overlap.controller(drafter).shapes})
+                steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, widths
+        for step, (features, widths) in steps.items():
+            if step not in self._captures:
+                self._captures[step] = step.captures(features, widths)
+            if next(self._captures[step], self) is not self:
+                return True
+        return False
+
     def _step_of(self, drafting: ResidentDrafting) -> tuple[ResidentStep, set[Hashable]]:
-        drafter, memory = drafting.drafter, drafting.memory
-        if drafter is None or memory is None:
+        if drafting.drafter is None or drafting.attachment is None:
             return self._plain, set()
+        return self._step_for(drafting.drafter, drafting.attachment)
+
+    def _step_for(self, drafter: DrafterHandle, attachment: Attachment) -> tuple[ResidentStep, set[Hashable]]:
+        memory = attachment.transport.resident
+        assert memory is not None
         known = self._drafted.get(drafter.number)
         if known is None or known[0].memory is not memory:
-            known = self._drafted[drafter.number] = self._make_step(memory, drafting.order), set()
-            known[0].warm_up(drafting.features)
+            known = self._drafted[drafter.number] = self._make_step(memory, attachment.transport.order), set()
+            known[0].warm_up(attachment.needs.features)
         return known
 
     def _forget_memory(self, drafters: Items[DrafterHandle]) -> None:
@@ -146,6 +172,7 @@ class RunAhead:
             attachment = drafters[number - 1].attachment
             if attachment is None or attachment.transport.resident is not step.memory:
                 del self._drafted[number]
+                self._captures.pop(step, None)
 
 
 class OverlappedRun:
@@ -366,7 +393,7 @@ class OverlappedRun:
         for seat, walk, num_nodes in self._step.receive():
             if num_nodes == 0 or seat.is_left:
                 continue
-            shares = drafting.observe(seat, num_nodes, len(walk.matched_nodes), len(walk.tokens))
+            shares = drafting.observe(seat, facts.shape, num_nodes, len(walk.matched_nodes), len(walk.tokens))
             if seat.is_new:
                 seat.is_new = False
                 lifecycle.append(seat.sequence, 1, walk)

@@ -9,6 +9,7 @@ no part in later steps.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ from foretoken_kernels.gpu.resident_rows import lay_out_rows
 from foretoken_kernels.gpu.resident_seats import join_seats
 from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
 
-from foretoken.models.batch import ForwardBatch
+from foretoken.models.batch import ForwardBatch, blank_batch
+from foretoken.models.device_batches import prompt_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_llama import ResidentPass
 from foretoken.models.pinned_buffers import PinnedBuffers, SendRing
@@ -33,6 +35,10 @@ from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResul
 
 # Most block tables that may be in transfer at once.
 _TABLES_IN_FLIGHT = 4
+# Numbers of sequences, and rows of a step, whose graphs are captured before the first request.
+_SEAT_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16))
+MAX_USUAL_ROWS = 1024
+_PROMPT_SEQS = (1, 2)
 
 
 class _Shape(NamedTuple):
@@ -174,6 +180,39 @@ class ResidentStep:
         self._lay_out(stage, self._shape.max_width)
         self._conclude(stage, self._shape.max_width)
         self._is_laid_out = False
+
+    @torch.inference_mode()
+    def captures(self, features: tuple[int, ...], widths: Items[int]) -> Iterator[None]:
+        """Capture the graphs of usual sizes, one for each item; no step may be in flight meanwhile.
+
+        Args:
+            features: as for ``begin``.
+            widths: rows of a sequence in a step.
+        """
+        for seqs in _PROMPT_SEQS:
+            rows = 1
+            while rows <= MAX_USUAL_ROWS:
+                self._runner.forward(blank_batch(rows, seqs), features)
+                yield
+                rows = prompt_bucket(rows) + 1
+        counts = [count for count in _SEAT_COUNTS if count <= len(self._seats)]
+        for count in counts:
+            for width in widths:
+                if count * width > MAX_USUAL_ROWS:
+                    continue
+                self._features = features
+                stage = self._stage(count * width, count, width, 1)
+                shape = self._shape
+                assert shape is not None
+                self._shape, self._is_laid_out = None, False
+                if not self._graphs.captures(shape):
+                    continue
+                starts = np.full(shape.seqs + 1, count * width, np.int32)
+                starts[:count] = np.arange(count, dtype=np.int32) * width
+                stage.resident.batch.clear(starts)
+                self._fill_walk(stage, starts)
+                self._graphs.run(shape, partial(self._launch_kernels, stage, shape.max_width))
+                yield
 
     # Seats.
 

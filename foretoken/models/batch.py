@@ -76,6 +76,23 @@ def chain_batch(token_ids: Int32, first: int, block_size: int, logit_rows: Int32
     )
 
 
+def blank_batch(rows: int, seqs: int) -> ForwardBatch:
+    """Return a batch that reads and writes no KV entry and wants no logits: it only has a size."""
+    seqs = min(seqs, rows)
+    nothing = np.zeros(rows, np.int32)
+    return ForwardBatch(
+        token_ids=nothing,
+        positions=nothing,
+        slot_mapping=nothing - 1,
+        row_seqs=(np.arange(rows) * seqs // rows).astype(np.int32),
+        context_lens=nothing,
+        masks=np.zeros((rows, 1), np.uint64),
+        tree_starts=np.zeros(seqs, np.int32),
+        block_tables=np.zeros((seqs, 1), np.int32),
+        logit_rows=np.zeros(0, np.int32),
+    )
+
+
 def chains_batch(count: int, length: int, block_size: int, num_blocks: int) -> ForwardBatch:
     """Return a batch of the first ``length`` tokens of ``count`` sequences, which share blocks if
     there are too few."""

@@ -20,9 +20,14 @@ from foretoken.models.device_batch import (
 from foretoken.models.device_sizes import PassSizes
 from foretoken.tree import MASK_WORD_BITS
 
-# A pass of more rows that does not want the logits of all is a prompt's: its kernels take longer
-# than their launches, and hardly two have one size.
-MAX_PROMPT_GRAPH_ROWS = 128
+# A pass of more rows that wants the logits of some, but not of all, has no graph: hardly two have
+# one size.
+MAX_MIXED_GRAPH_ROWS = 128
+# Captured sizes of prompt passes, whose logits nobody wants: a padding row costs as much as any
+# other, and launching the kernels one by one takes longer than a short prompt's pass.
+MAX_PROMPT_GRAPH_ROWS = 2048
+_PROMPT_STEPS = ((512, 32), (1024, 64), (MAX_PROMPT_GRAPH_ROWS, 128))
+_PROMPT_SEQS = (1, 8, 64)
 
 
 class Uploaded(NamedTuple):
@@ -40,11 +45,20 @@ class DeviceBatches:
 
     Args:
         graphs: whether any pass of a batch from the host has a graph.
+        prompt_graph_rows: rows of the largest prompt pass that has one.
     """
 
-    def __init__(self, sizes: PassSizes, block_size: int, device: torch.device, *, graphs: bool) -> None:
+    def __init__(
+        self,
+        sizes: PassSizes,
+        block_size: int,
+        device: torch.device,
+        *,
+        graphs: bool,
+        prompt_graph_rows: int = MAX_PROMPT_GRAPH_ROWS,
+    ) -> None:
         self._sizes, self._block_size, self._device = sizes, block_size, device
-        self._graphs = graphs
+        self._graphs, self._most_prompt_rows = graphs, prompt_graph_rows
         self._batches: dict[BatchShape, DeviceBatch] = {}
 
     def upload(self, batch: ForwardBatch, runs: Runs, *, is_new: bool = False) -> Uploaded:
@@ -93,9 +107,14 @@ class DeviceBatches:
     def _graph_shape(self, rows: int, wanted: int, seqs: int, most: int, blocks: int) -> BatchShape:
         """Return the smallest captured size that holds a batch."""
         sizes = self._sizes
+        if not wanted:
+            rows = min(prompt_bucket(rows), sizes.rows)
+            count = next((size for size in _PROMPT_SEQS if size >= seqs), sizes.seqs)
+            blocks = min(table_bucket(blocks), sizes.blocks)
+            return BatchShape(rows, 0, min(count, sizes.seqs), 1 << (rows - 1).bit_length(), blocks)
         return BatchShape(
             min(bucket(rows), sizes.rows),
-            wanted and min(bucket(wanted), sizes.wanted),
+            min(bucket(wanted), sizes.wanted),
             min(seq_bucket(seqs), sizes.seqs),
             1 << (most - 1).bit_length(),
             min(table_bucket(blocks), sizes.blocks),
@@ -103,5 +122,14 @@ class DeviceBatches:
 
     def _has_graph(self, batch: ForwardBatch) -> bool:
         """Return whether a batch of this kind comes again: a decode step does, whatever its
-        size."""
-        return self._graphs and (batch.num_rows <= MAX_PROMPT_GRAPH_ROWS or len(batch.logit_rows) == batch.num_rows)
+        size, and a prompt chunk in steps of some rows."""
+        rows, wanted = batch.num_rows, len(batch.logit_rows)
+        if not wanted:
+            return self._graphs and rows <= self._most_prompt_rows
+        return self._graphs and (rows <= MAX_MIXED_GRAPH_ROWS or wanted == rows)
+
+
+def prompt_bucket(rows: int) -> int:
+    """Return the smallest captured size of a prompt pass that holds so many rows."""
+    step = next((step for most, step in _PROMPT_STEPS if rows <= most), _PROMPT_STEPS[-1][1])
+    return -(-rows // step) * step

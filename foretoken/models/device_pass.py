@@ -21,7 +21,7 @@ from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
 from foretoken.models.device_batch import DeviceArrays, DeviceBatch, runs_of
-from foretoken.models.device_batches import DeviceBatches
+from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, DeviceBatches
 from foretoken.models.device_buffers import DeviceBuffers
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_matmuls import FastMatmuls, PassMatmuls, SameBitsMatmuls
@@ -34,6 +34,8 @@ from foretoken.models.rope import cos_sin_table
 
 # Elements of the pinned buffer when no program reads GIVEN.
 _MIN_PINNED = 16
+# Prompt passes of more rows have FlashInfer's attention, where it is installed, and no graph.
+_FLASHINFER_FROM = 512
 # Programs that share the keys of a tile of rows, at most.
 _NUM_SPLITS = 32
 
@@ -65,7 +67,10 @@ class DevicePass:
         self._config, self._cache, self._sizes = config, cache, sizes
         self._cos_sin = cos_sin_table(config.rope, config.head_dim, num_positions).contiguous().to(device)
         has_graphs = flashinfer is None or not flashinfer.every_pass
-        self._batches = DeviceBatches(sizes, cache.block_size, device, graphs=has_graphs)
+        prompt_rows = MAX_PROMPT_GRAPH_ROWS if flashinfer is None else _FLASHINFER_FROM
+        self._batches = DeviceBatches(
+            sizes, cache.block_size, device, graphs=has_graphs, prompt_graph_rows=prompt_rows
+        )
         self._graphs = DeviceGraphs(sizes.graphs and device.type == "cuda")
         self._buffers = DeviceBuffers(cache.data.dtype, device, self._graphs.clear)
         self._given = PinnedRows(_MIN_PINNED, cache.data.dtype, device)

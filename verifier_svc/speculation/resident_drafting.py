@@ -289,10 +289,15 @@ class ResidentDrafting:
 
     # What came of it.
 
-    def observe(self, seat: Seat, num_nodes: int, num_matched: int, num_tokens: int) -> tuple[DrafterShare, ...]:
+    def observe(
+        self, seat: Seat, shape: Shape, num_nodes: int, num_matched: int, num_tokens: int
+    ) -> tuple[DrafterShare, ...]:
         """Record a step's acceptance before its tokens are appended; return the drafter's share.
 
         The tokens count as sent, because the next request includes them.
+
+        Args:
+            shape: of the step's trees.
         """
         drafter, sequence = self.drafter, seat.sequence
         if drafter is None or self.attachment is None or not self.is_for(sequence):
@@ -302,9 +307,9 @@ class ResidentDrafting:
         if num_nodes <= 1:
             return ()
         share = DrafterShare(drafter.number, num_nodes - 1, tuple(range(1, num_matched + 1)))
-        depth = min(self.shape.depth, num_nodes - 1)
+        depth = min(shape.depth, num_nodes - 1)
         drafter.counters.add(share.num_drafted, share.accepted_depths)
         drafter.record.acceptance.observe(num_matched, depth)
         if self.controller is not None:
-            self.controller.observe_walk(self.shape, num_matched, depth)
+            self.controller.observe_walk(shape, num_matched, depth)
         return (share,)
