@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # Between two looks at an idle engine's drafters: one that has attached needs graphs.
 _LOOK_S = 0.2
+# Seconds after which a new engine counts as prepared: under load it has no time to capture graphs.
+_PREPARES_S = 60.0
 
 
 class Engine:
@@ -64,8 +66,9 @@ class Engine:
         self._has_asked = False
         self._inbox = Inbox()
         self.is_stopping = False
-        # Whether the graphs of usual sizes are captured.
-        self.is_prepared = run_ahead is None
+        # Whether the graphs of usual sizes have been captured, and until when anybody waits for it.
+        self._is_prepared = run_ahead is None
+        self._prepares_until = time.monotonic() + _PREPARES_S
         self._thread: threading.Thread | None = None
 
     # Called by the service, from any thread.
@@ -99,8 +102,14 @@ class Engine:
     def is_idle(self) -> bool:
         return not self.scheduler.has_work and not self._inbox
 
+    @property
+    def is_prepared(self) -> bool:
+        """Return whether the first requests meet the graphs that they need, as far as there was time."""
+        return self._is_prepared or time.monotonic() > self._prepares_until
+
     def start(self) -> None:
         """Start the engine thread."""
+        self._prepares_until = time.monotonic() + _PREPARES_S
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -134,8 +143,9 @@ class Engine:
             return None
         if self.scheduler.has_work or self._inbox:
             return 0.0
-        self.is_prepared = not self._run_ahead.prepare(self.speculator)
-        return _LOOK_S if self.is_prepared else 0.0
+        has_more = self._run_ahead.prepare(self.speculator)
+        self._is_prepared |= not has_more
+        return 0.0 if has_more else _LOOK_S
 
     # One step.
 

@@ -44,6 +44,13 @@ class EngineCounters:
     def add_time(self, phase: str, seconds: float) -> None:
         self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body of a ``with`` statement."""
+        began = time.perf_counter()
+        yield
+        self.add_time(name, time.perf_counter() - began)
+
     def count_blocked_overlap(self, reason: str) -> None:
         """Count a step after which no overlapped step could follow."""
         self.overlap_blocked_steps[reason] = self.overlap_blocked_steps.get(reason, 0) + 1

@@ -68,7 +68,7 @@ class Lifecycle:
         model_name: str,
     ) -> None:
         self._scheduler, self._speculator = scheduler, speculator
-        self._counters, self._bounds = counters, bounds
+        self.counters, self._bounds = counters, bounds
         self._model_name = model_name
         self.blocks = scheduler.blocks
         self.sessions = Sessions()
@@ -143,7 +143,7 @@ class Lifecycle:
         """
         wanted = self._speculator.wants_drafts(sequence)
         sequence.steps.append(DecodeStep(result.num_walked_tokens, shares, wanted))
-        self._counters.num_fallback_steps += wanted and not shares
+        self.counters.num_fallback_steps += wanted and not shares
         self.append(sequence, 1, result)
 
     def append(self, sequence: Sequence, num_computed: int, result: WalkResult) -> None:
@@ -157,8 +157,8 @@ class Lifecycle:
         is_first = sequence.first_token_at is None
         if is_first:
             sequence.first_token_at = time.monotonic()
-            self._counters.num_prompt_tokens += sequence.num_prompt_tokens
-        self._counters.num_generated_tokens += len(result.tokens)
+            self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+        self.counters.num_generated_tokens += len(result.tokens)
         prompt_logprobs = () if sequence.prompt_logprobs_sent else tuple(sequence.prompt_logprobs)
         if result.tokens or prompt_logprobs:
             event = TokensEvent(
@@ -186,10 +186,10 @@ class Lifecycle:
             seconds: time since the previous step was read.
             is_plain: whether no drafter took part. Then the time counts as a plain step's cost.
         """
-        self._counters.num_steps += 1
-        self._counters.num_resident_steps += 1
+        self.counters.num_steps += 1
+        self.counters.num_resident_steps += 1
         for phase in ("resident", "step"):
-            self._counters.add_time(phase, seconds)
+            self.counters.add_time(phase, seconds)
         if is_plain:
             self._speculator.costs.observe_step(num_rows, seconds)
         self.sessions.publish()

@@ -139,7 +139,7 @@ class RunAhead:
         Called while no sequence runs.
         """
         self._forget_memory(speculator.drafters)
-        steps = {self._plain: ((), [1])}
+        steps: dict[ResidentStep, tuple[tuple[int, ...], list[int]]] = {self._plain: ((), [1])}
         for drafter in speculator.drafters:
             attachment = drafter.attachment
             if attachment is not None and attachment.has_resident and attachment.has_answered():
@@ -211,20 +211,24 @@ class OverlappedRun:
         step, drafting = self._step, self._drafting
         step.begin(drafting.features, max(step.number, drafting.number))
         self._speculator.begin_overlap()
+        phase = self._lifecycle.counters.phase
         is_ending = False
         read_at = time.perf_counter()
         while True:
             if not is_ending:
-                messages.handle_messages()
-                self._free_seats()
-                is_ending = messages.is_stopping or not self._plan()
+                with phase("plan"):
+                    messages.handle_messages()
+                    self._free_seats()
+                    is_ending = messages.is_stopping or not self._plan()
             if not is_ending and self._has_work():
                 is_ending = not self._launch()
             if not step.num_in_flight:
                 break
             if is_ending or step.num_in_flight == MAX_IN_FLIGHT or not self._has_work():
-                is_ending |= not self._await(timeout_s, kinds, read_at)
-                read_at = self._read(read_at)
+                with phase("wait"):
+                    is_ending |= not self._await(timeout_s, kinds, read_at)
+                with phase("commit"):
+                    read_at = self._read(read_at)
         self._end()
         return OverlapBlock.NO_FREE_BLOCKS if self._lacks_blocks and self._num_launched == 0 else None
 
@@ -283,9 +287,12 @@ class OverlappedRun:
         step, drafting = self._step, self._drafting
         is_drafted = drafting.drafter is not None and self._launched is not None
         kind = drafting.shape, seq_bucket(len(self._launched or ())), drafting.has_prompts
+        phase = self._lifecycle.counters.phase
         if self._launched is not None:
-            drafting.post(step.number, self._launched, self._prompt_start)
-        num_prompt_rows = self._prefill()
+            with phase("draft_post"):
+                drafting.post(step.number, self._launched, self._prompt_start)
+        with phase("prefill"):
+            num_prompt_rows = self._prefill()
         self._join()
         for index, seat in enumerate(step.seats):
             if seat is not None:
@@ -306,7 +313,8 @@ class OverlappedRun:
                 kind,
             )
         )
-        step.launch(is_drafted=is_drafted)
+        with phase("launch"):
+            step.launch(is_drafted=is_drafted)
         return True
 
     def _prefill(self) -> int:

@@ -133,4 +133,4 @@ def new_seats(num_seats: int, device: torch.device | str) -> Seats:
     def zeros(size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=device)
 
-    return Seats(*(zeros(num_seats) for _ in Seats._fields[:-1]), step=zeros(1))
+    return Seats(**{name: zeros(1 if name == "step" else num_seats) for name in Seats._fields})
