@@ -19,7 +19,8 @@ from foretoken.tree import DraftTree, Int32
 
 Float32 = NDArray[np.float32]
 
-# The fields of a row's record. Fields of eight bytes come first, so that all are aligned.
+# The columns of a request that carries its tokens. Those of eight bytes come first, so that all
+# are aligned.
 ROW_COLUMNS: dict[str, type[Any]] = {
     "salts": np.uint64,
     "seeds": np.uint64,
@@ -36,7 +37,8 @@ ROW_COLUMNS: dict[str, type[Any]] = {
     "top_ps": np.float32,
     "min_ps": np.float32,
 }
-ROW_DTYPE = np.dtype(list(ROW_COLUMNS.items()))
+# The fields of a row's record.
+ROW_DTYPE = np.dtype([*ROW_COLUMNS.items(), ("device_hidden", np.int32)], align=True)
 # Ragged columns in the order of their offsets: name of the values, name of the offsets of each
 # row's part.
 RAGGED_COLUMNS: dict[str, str] = {
@@ -117,20 +119,32 @@ class DeviceStep(NamedTuple):
     """The step whose tokens and hidden states are in device memory (foretoken.resident), where the
     trees go, too.
 
-    The requests from one with ``begins`` to one with ``is_last`` are a run. Their rows are the
-    seats of the device memory, the same in all of them. A request with both is a run of one step.
+    The first ``num_seats`` rows of a request are the seats of the device memory, in order. An
+    empty seat is a row with slot -1, generation 0 and length 0. A seat's row has no new tokens.
+
+    The rows after them are prompt rows. They have new tokens and blocks as in a request that
+    carries its tokens; the hidden states of their last ``device_hidden`` new tokens are consecutive
+    rows of the memory's ``prompt_hidden``, row after row of the request. The drafter learns them
+    before it looks at the seats, so a prompt row's sequence may have a seat in the same request.
 
     Attributes:
         number: number of the step; grows by one from request to request.
-        begins: whether the run begins. Its first rows name the sequences in the seats; their
-            ``lengths`` count the tokens sent before the run, and stay the same in later requests.
-        is_last: whether the run ends. The reply then also has the trees; other replies only have
-            roots.
+        begins: whether the rows name the sequences in the seats and the shapes of their trees anew.
+            Otherwise the seats are those of the request before, and there are no prompt rows. The
+            ``length`` of a sequence that had a seat in the request before is a lower bound, because
+            the drafter may know more; other lengths are exact. They stay the same until the seats
+            are named anew.
+        is_last: whether no request follows. The reply then also has the trees; other replies only
+            have roots.
+        num_seats: rows that are seats; 0: the step only computes prompts.
+        prompt_start: the first row of ``prompt_hidden`` that belongs to the request.
     """
 
     number: int
     begins: bool
     is_last: bool
+    num_seats: int
+    prompt_start: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +184,8 @@ class DraftRequest:
         top_ks: int32; 0 is off.
         top_ps: float32; 1 is off.
         min_ps: float32; 0 is off.
+        device_hidden: int32; how many of the last new tokens have a hidden state in device memory;
+            0 unless it is a prompt row (DeviceStep).
         new_token_starts, new_tokens: int32 [rows + 1], int32 [sum of new tokens].
         hidden_starts, hidden: int32 [rows + 1], float32 [sum, width]; hidden states of the target
             (DrafterNeeds.features) for the *last* so many new tokens of the row, each from the
@@ -181,10 +197,10 @@ class DraftRequest:
         prediction_starts, prediction: int32 [rows + 1], int32 [sum]; tokens that the client expects
             as the output, sent once a sequence and attachment, before or with its first tokens;
             later ones are appended.
-        resident: None: the request carries its tokens. Otherwise it only carries further blocks, in
-            logical order, enough for all that the run writes before the next request. They follow
-            those of the run's earlier requests; in the first request, those that hold ``lengths``
-            tokens. The tokens count as sent once the step is done.
+        resident: None: the request carries its tokens. Otherwise its seats only carry further
+            blocks, in logical order, enough for all that steps write before the next request. They
+            follow those of the requests before; where the seats are named anew, those that hold
+            ``lengths`` tokens. The tokens count as sent once the step is done.
     """
 
     epoch: int
@@ -203,6 +219,7 @@ class DraftRequest:
     max_nodes, max_depths, max_branches = _column("max_nodes"), _column("max_depths"), _column("max_branches")
     choice_indices, temperatures = _column("choice_indices"), _column("temperatures")
     top_ks, top_ps, min_ps = _column("top_ks"), _column("top_ps"), _column("min_ps")
+    device_hidden = _column("device_hidden")
     new_token_starts, hidden_starts, block_starts, prediction_starts = (_offsets(i) for i in range(len(RAGGED_COLUMNS)))
 
     @staticmethod
@@ -212,7 +229,7 @@ class DraftRequest:
 
         Raises ValueError if they differ in length, KeyError if one is missing.
         """
-        rows = np.empty(len(columns["slots"]), ROW_DTYPE)
+        rows = np.zeros(len(columns["slots"]), ROW_DTYPE)
         starts = np.empty((len(RAGGED_COLUMNS), len(rows) + 1), np.int32)
         if any(len(columns[name]) != len(rows) for name in ROW_COLUMNS) or any(
             len(columns[name]) != len(rows) + 1 for name in RAGGED_COLUMNS.values()

@@ -26,6 +26,7 @@ class ResidentLayout(NamedTuple):
         nodes: nodes of one tree at most, including the root.
         hidden_width: elements of the target's hidden states for each token; 0: there are none.
         hidden_dtype: their element type.
+        prompt_rows: rows of hidden states that one prefill pass leaves at most; 0: it leaves none.
     """
 
     seats: int
@@ -33,6 +34,7 @@ class ResidentLayout(NamedTuple):
     nodes: int
     hidden_width: int
     hidden_dtype: torch.dtype
+    prompt_rows: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -44,7 +46,8 @@ class ResidentMemory(NamedTuple):
 
     ``seats`` and ``tokens`` are the layout's.
 
-    The verifier writes ``stamp`` to ``hidden``, the drafter ``draft_stamp`` to ``draft_scores``.
+    The verifier writes ``stamp`` to ``prompt_hidden``, the drafter ``draft_stamp`` to
+    ``draft_scores``.
 
     Attributes:
         stamp: [1]; number of the step with these results.
@@ -54,6 +57,8 @@ class ResidentMemory(NamedTuple):
         new_tokens: [seats, tokens]; the first ``counts`` of each seat are valid.
         hidden: ``hidden_dtype`` [seats * tokens, hidden_width]; row ``seat * tokens + j`` is the
             hidden state of the position before ``new_tokens[seat, j]``.
+        prompt_hidden: ``hidden_dtype`` [2 * prompt_rows, hidden_width]; hidden states of prompts,
+            by turns in the first and in the second half. A half is written again two drafts later.
         draft_stamp: [1]; number of the step after which these trees grow.
         num_nodes: [seats].
         draft_tokens, draft_parents: [seats, nodes]; the root comes first, its parent is -1.
@@ -69,6 +74,7 @@ class ResidentMemory(NamedTuple):
     num_left: torch.Tensor
     new_tokens: torch.Tensor
     hidden: torch.Tensor
+    prompt_hidden: torch.Tensor
     draft_stamp: torch.Tensor
     num_nodes: torch.Tensor
     draft_tokens: torch.Tensor
@@ -103,7 +109,7 @@ class ResidentMemory(NamedTuple):
 
 def _spans(layout: ResidentLayout) -> tuple[dict[str, tuple[int, int, tuple[int, ...], torch.dtype]], int]:
     """Return offset, bytes, shape and element type of each array, and the bytes of all."""
-    seats, tokens, nodes, width, hidden_dtype = layout
+    seats, tokens, nodes, width, hidden_dtype, prompt_rows = layout
     arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "stamp": ((1,), torch.int32),
         "counts": ((seats,), torch.int32),
@@ -111,6 +117,7 @@ def _spans(layout: ResidentLayout) -> tuple[dict[str, tuple[int, int, tuple[int,
         "num_left": ((seats,), torch.int32),
         "new_tokens": ((seats, tokens), torch.int32),
         "hidden": ((seats * tokens, width), hidden_dtype),
+        "prompt_hidden": ((2 * prompt_rows, width), hidden_dtype),
         "draft_stamp": ((1,), torch.int32),
         "num_nodes": ((seats,), torch.int32),
         "draft_tokens": ((seats, nodes), torch.int32),

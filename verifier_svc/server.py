@@ -156,7 +156,7 @@ def build(
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
     bounds = TreeBounds(max_nodes, settings.speculative_num_steps, settings.speculative_eagle_topk)
-    resident = ResidentOffer.of_backend(backend, bounds.max_depth, runner.dtype)
+    resident = ResidentOffer.of_backend(backend, bounds.max_depth, runner.dtype, settings.chunked_prefill_size)
     make_source = partial(DrafterClient, target=target, epoch=epoch, weights=shared, resident=resident)
     inside = [
         InProcessClient(name, drafter, target, epoch, weights=runner.target_weights, resident=resident)

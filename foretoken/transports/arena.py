@@ -212,7 +212,12 @@ class ArenaTransport:
         self._digest = hashlib.sha256(challenge).digest()
         self._spin_us = default_spin_us() if spin_us is None else spin_us
         self._queue = RequestQueue(
-            layout.max_rows, layout.token_capacity, layout.block_size, counters, releases_are_answered=True
+            layout.max_rows,
+            layout.token_capacity,
+            layout.block_size,
+            counters,
+            releases_are_answered=True,
+            resident_capacity=layout.resident_capacity,
         )
         self._lock = threading.Lock()
         self._closed = False

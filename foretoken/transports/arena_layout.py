@@ -27,6 +27,7 @@ from foretoken.transports.transport import (
     ROWS_PER_SLOT,
     WINDOW,
     check_request,
+    resident_token_capacity,
     token_capacity_for,
 )
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from foretoken.resident import ResidentLayout
 
 MAGIC = b"FTARENA\0"
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 CHALLENGE_BYTES = 32
 HEADER_BYTES = mmap.PAGESIZE
 
@@ -64,8 +65,8 @@ SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MAX_MEMORY_BYTES = 1 << 32
 # Kind, epoch, step id, rows, tokens, hidden states, blocks, prediction tokens; a resident step's
-# number and marks.
-_REQUEST_HEAD = struct.Struct("<10Q")
+# number, marks, seats and first row of prompts' hidden states.
+_REQUEST_HEAD = struct.Struct("<12Q")
 _REPLY_HEAD = struct.Struct("<4Q")  # epoch, step id, rows, nodes
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -96,6 +97,9 @@ class ArenaLayout:
     resident_nodes: int = 0
     resident_width: int = 0
     resident_dtype: int = DTYPE_NONE
+    resident_prompt_rows: int = 0
+    # New tokens, and blocks, of one request that refers to the device memory.
+    resident_capacity: int = 0
 
     @staticmethod
     def of_target(
@@ -123,7 +127,7 @@ class ArenaLayout:
             hidden_width=width,
             block_size=target.block_size,
             has_weights=int(weights),
-            **({} if resident is None else _resident_fields(resident)),
+            **({} if resident is None else _resident_fields(target, resident)),
         )
 
     @property
@@ -142,6 +146,7 @@ class ArenaLayout:
             self.resident_nodes,
             self.resident_width,
             getattr(torch, _DTYPE_NAMES[self.resident_dtype]),
+            self.resident_prompt_rows,
         )
 
     @property
@@ -171,6 +176,7 @@ class ArenaLayout:
                 raise PreconditionError("arena: it has device memory, which this drafter does not use")
             expected |= {"resident_seats": target.max_slots, "resident_nodes": target.max_nodes}
             expected |= {"resident_width": width}
+            expected |= {"resident_capacity": resident_token_capacity(target, self.resident_prompt_rows)}
         for name, value in expected.items():
             if getattr(self, name) != value:
                 raise PreconditionError(f"arena: {name} is {getattr(self, name)}, this drafter needs {value}")
@@ -194,8 +200,11 @@ class ArenaLayout:
         """Return the number of elements, of four bytes each, that a ragged column can hold."""
         if name == "hidden":
             return self.token_capacity * self.hidden_width
+        if name == "prediction":
+            return self.token_capacity
         # A row's new tokens may begin inside a block.
-        return self.token_capacity + (self.max_rows if name == "block_ids" else 0)
+        most = max(self.token_capacity, self.resident_capacity)
+        return most + (self.max_rows if name == "block_ids" else 0)
 
     @property
     def reply_stride(self) -> int:
@@ -217,7 +226,7 @@ def _hidden_width(target: TargetInfo, needs: DrafterNeeds | None) -> int:
     return 0 if needs is None else len(needs.features) * target.hidden_size
 
 
-def _resident_fields(layout: ResidentLayout) -> dict[str, int]:
+def _resident_fields(target: TargetInfo, layout: ResidentLayout) -> dict[str, int]:
     codes = {name: code for code, name in _DTYPE_NAMES.items()}
     return {
         "resident_seats": layout.seats,
@@ -225,6 +234,8 @@ def _resident_fields(layout: ResidentLayout) -> dict[str, int]:
         "resident_nodes": layout.nodes,
         "resident_width": layout.hidden_width,
         "resident_dtype": codes[str(layout.hidden_dtype).removeprefix("torch.")],
+        "resident_prompt_rows": layout.prompt_rows,
+        "resident_capacity": resident_token_capacity(target, layout.prompt_rows),
     }
 
 
@@ -326,11 +337,11 @@ class RequestBuffer:
         values = [getattr(request, name) for name in RAGGED_COLUMNS]
         counts = [len(array) for array in values]
         step = request.resident
-        kind, number, marks = KIND_DRAFT, 0, 0
+        kind, device = KIND_DRAFT, (0, 0, 0, 0)
         if step is not None:
-            kind, number = KIND_RESIDENT, step.number
             marks = (_BEGINS if step.begins else 0) | (_IS_LAST if step.is_last else 0)
-        head = kind, request.epoch, request.step_id, rows, *counts, number, marks
+            kind, device = KIND_RESIDENT, (step.number, marks, step.num_seats, step.prompt_start)
+        head = kind, request.epoch, request.step_id, rows, *counts, *device
         _REQUEST_HEAD.pack_into(self._memory, self._offset, *head)
         self._row_bytes[:rows] = _bytes_of(request.rows)
         self._starts[:, : rows + 1] = request.starts
@@ -339,7 +350,7 @@ class RequestBuffer:
                 room[:count] = array
 
     def write_release(self, slots: tuple[int, ...]) -> None:
-        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_RELEASE, 0, 0, len(slots), 0, 0, 0, 0, 0, 0)
+        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_RELEASE, 0, 0, len(slots), *(0,) * 8)
         self._rows["slots"][: len(slots)] = slots
 
     def read(self) -> DraftRequest | tuple[int, ...]:
@@ -350,7 +361,8 @@ class RequestBuffer:
         The hidden states are valid until this buffer is read again: allocating megabytes would take
         longer than copying them.
         """
-        kind, epoch, step_id, rows, *counts, number, marks = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
+        head = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
+        kind, epoch, step_id, rows, *counts, number, marks, num_seats, prompt_start = head
         room = [len(values) for values in self._ragged.values()]
         if rows > self._layout.max_rows or any(count > most for count, most in zip(counts, room, strict=True)):
             raise ValueError(f"a request of {rows} rows and {counts} ragged entries does not fit in the arena")
@@ -368,7 +380,7 @@ class RequestBuffer:
         records = self._row_bytes[:rows].copy().view(ROW_DTYPE)[:, 0]
         resident = None
         if kind == KIND_RESIDENT:
-            resident = DeviceStep(number, bool(marks & _BEGINS), bool(marks & _IS_LAST))
+            resident = DeviceStep(number, bool(marks & _BEGINS), bool(marks & _IS_LAST), num_seats, prompt_start)
         starts = self._starts[:, : rows + 1].copy()
         request = DraftRequest(epoch, step_id, records, starts, **ragged, resident=resident)
         check_request(request, self._layout.max_rows)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from foretoken.drafter import Drafter
-from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DraftBatch, DraftRequest
+from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DraftBatch, DraftRequest, TargetInfo
 from foretoken.transports.draft_parts import split_request
 from foretoken.tree import Int32
 
@@ -55,6 +55,14 @@ def token_capacity_for(
     if hidden_width:
         most = min(most, hidden_bytes // (4 * hidden_width))
     return max(most, max_rows)
+
+
+def resident_token_capacity(target: TargetInfo, prompt_rows: int) -> int:
+    """Return how many new tokens a request with prompt rows may carry.
+
+    It is not split. One prompt may begin with a cached prefix of any length.
+    """
+    return max(DEFAULT_TOKEN_CAPACITY, target.max_model_len) + prompt_rows
 
 
 class MalformedBatchError(ValueError):
@@ -154,6 +162,14 @@ def check_request(request: DraftRequest, max_rows: int) -> None:
             raise ValueError(f"the offsets of {name} in a draft request contradict it")
     if len(request.hidden) and (np.diff(request.hidden_starts) > np.diff(request.new_token_starts)).any():
         raise ValueError("a draft request has more hidden states than new tokens")
+    step = request.resident
+    if step is None:
+        return
+    if not 0 <= step.num_seats <= rows:
+        raise ValueError(f"a draft request of {rows} rows has {step.num_seats} seats")
+    counts, device_hidden = np.diff(request.new_token_starts), request.device_hidden
+    if counts[: step.num_seats].any() or (device_hidden < 0).any() or (device_hidden > counts).any():
+        raise ValueError("a draft request has new tokens in a seat, or more hidden states than new tokens")
 
 
 def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
@@ -198,7 +214,7 @@ def probe_request(epoch: int, step_id: int) -> DraftRequest:
 def answer(drafter: Drafter, request: DraftRequest) -> DraftBatch:
     """Return the drafter's reply, checked as the verifier will, so that a fault shows at the
     drafter."""
-    if request.num_rows == 0:
+    if request.num_rows == 0 and request.resident is None:
         empty = np.zeros(0, np.int32)
         return DraftBatch(request.epoch, request.step_id, np.zeros(1, np.int32), empty, empty, np.zeros(0, np.float32))
     batch = drafter.draft(request)
@@ -229,15 +245,18 @@ class RequestQueue:
         counters: TransportCounters,
         *,
         releases_are_answered: bool,
+        resident_capacity: int = 0,
     ) -> None:
         """``token_capacity``: new tokens of one part, at least ``max_rows``.
 
-        ``block_size``: of the target.
+        ``block_size``: of the target. ``resident_capacity``: new tokens, and blocks, of a request
+        that refers to device memory.
         """
         assert token_capacity >= max_rows, "the last part of a split request has a token for each row"
         self._max_rows = max_rows
         self._releases_are_answered = releases_are_answered
         self._token_capacity = token_capacity
+        self._resident_capacity = resident_capacity
         self._block_size = block_size
         self._counters = counters
         self._waiting: deque[_Part | tuple[int, ...]] = deque()
@@ -263,7 +282,8 @@ class RequestQueue:
         self._awaited_step_id = None
         is_too_large = request.num_rows > self._max_rows or (
             # Such a request is not split.
-            request.resident is not None and len(request.block_ids) > self._token_capacity
+            request.resident is not None
+            and max(len(request.new_tokens), len(request.block_ids)) > self._resident_capacity
         )
         if is_too_large or len(self._waiting) > MAX_WAITING:
             self._counters.num_dropped += 1

@@ -38,12 +38,12 @@ from foretoken.transports.draft_wire import needs_from_proto, needs_to_proto
 from foretoken.transports.flag_words import EVERY_STEP, FLAG_BYTES, FlagWords, HostOrder
 from foretoken.transports.resident_share import ResidentShare
 from foretoken.transports.shared_weights import SharedWeights
-from foretoken.transports.transport import TransportCounters
+from foretoken.transports.transport import TransportCounters, check_request
 from tests.support.draft_requests import assert_same_request, draft_request
 
 TARGET = TargetInfo("m", 1000, 1024, max_slots=6, max_nodes=16, hidden_size=8, num_layers=4)
 NEEDS = DrafterNeeds(features=(0, 2), num_rerun=1, weights=True, device="cpu", resident=True)
-RESIDENT = ResidentLayout(seats=6, tokens=5, nodes=16, hidden_width=16, hidden_dtype=torch.bfloat16)
+RESIDENT = ResidentLayout(seats=6, tokens=5, nodes=16, hidden_width=16, hidden_dtype=torch.bfloat16, prompt_rows=9)
 LAYOUT = ArenaLayout.of_target(TARGET, NEEDS, token_capacity=16, resident=RESIDENT)
 CPU = torch.device("cpu")
 CHALLENGE = bytes(range(32))
@@ -105,6 +105,7 @@ def test_without_device_memory_all_its_fields_are_zero() -> None:
         ({"resident_width": 8}, NEEDS, "resident_width is 8, this drafter needs 16"),
         ({"resident_tokens": 0}, NEEDS, "device memory of 0 tokens"),
         ({"resident_tokens": 17}, NEEDS, "device memory of 17 tokens"),
+        ({"resident_capacity": 8}, NEEDS, "resident_capacity is 8, this drafter needs 8201"),
         ({"resident_dtype": 1}, NEEDS, "type 1 is unusable"),
         ({}, replace(NEEDS, resident=False), "which this drafter does not use"),
     ],
@@ -115,12 +116,12 @@ def test_other_device_memory_is_refused_by_name(change: dict[str, int], needs: D
         replace(LAYOUT, **change).check(TARGET, needs)
 
 
-@given(number=st.integers(1, EVERY_STEP), begins=st.booleans(), is_last=st.booleans(), rows=st.integers(1, 6))
+@given(number=st.integers(1, EVERY_STEP), begins=st.booleans(), is_last=st.booleans(), rows=st.integers(0, 6))
 def test_a_resident_step_comes_out_of_the_head_as_it_went_in(
     number: int, begins: bool, is_last: bool, rows: int
 ) -> None:
     buffer = RequestBuffer(mmap.mmap(-1, LAYOUT.request_bytes), LAYOUT, 0)
-    step = DeviceStep(number, begins, is_last)
+    step = DeviceStep(number, begins, is_last, rows)
     request = draft_request([[]] * rows, block_ids=[[row, row + 1] for row in range(rows)], resident=step)
     buffer.write(request)
     got = buffer.read()
@@ -130,6 +131,40 @@ def test_a_resident_step_comes_out_of_the_head_as_it_went_in(
     buffer.write(draft_request([[5]]))
     following = buffer.read()
     assert not isinstance(following, tuple) and following.resident is None
+
+
+def test_prompt_rows_have_room_for_a_chunk_after_a_cached_prefix() -> None:
+    """Hidden states of ordinary requests bound their tokens, and do not bound these."""
+    count = TARGET.max_model_len + RESIDENT.prompt_rows
+    assert LAYOUT.token_capacity < count
+    buffer = RequestBuffer(mmap.mmap(-1, LAYOUT.request_bytes), LAYOUT, 0)
+    blocks = list(range(-(-count // LAYOUT.block_size)))
+    step = DeviceStep(5, begins=True, is_last=False, num_seats=1, prompt_start=RESIDENT.prompt_rows)
+    request = draft_request([[], list(range(count))], block_ids=[[7], blocks], resident=step)
+    request.rows["device_hidden"] = 0, RESIDENT.prompt_rows
+    buffer.write(request)
+    got = buffer.read()
+    assert not isinstance(got, tuple)
+    assert_same_request(got, replace(request, hidden=np.zeros((0, LAYOUT.hidden_width), np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("num_seats", "device_hidden", "message"),
+    [
+        (3, (0, 2), "2 rows has 3 seats"),
+        (2, (0, 2), "new tokens in a seat"),
+        (1, (0, 4), "more hidden states than new tokens"),
+        (1, (0, -1), "more hidden states than new tokens"),
+    ],
+)
+def test_seats_and_prompt_rows_that_cannot_be_are_refused(
+    num_seats: int, device_hidden: tuple[int, int], message: str
+) -> None:
+    step = DeviceStep(5, begins=True, is_last=False, num_seats=num_seats)
+    request = draft_request([[], [1, 2, 3]], resident=step)
+    request.rows["device_hidden"] = device_hidden
+    with pytest.raises(ValueError, match=message):
+        check_request(request, 6)
 
 
 def test_descriptors_are_named_by_the_layout() -> None:

@@ -37,8 +37,10 @@ def batch(step_id: int, *trees: list[int], epoch: int = 1) -> DraftBatch:
     )
 
 
-def new_queue(counters: TransportCounters, token_capacity: int = 8) -> RequestQueue:
-    return RequestQueue(8, token_capacity, BLOCK_SIZE, counters, releases_are_answered=True)
+def new_queue(counters: TransportCounters, token_capacity: int = 8, resident_capacity: int = 0) -> RequestQueue:
+    return RequestQueue(
+        8, token_capacity, BLOCK_SIZE, counters, releases_are_answered=True, resident_capacity=resident_capacity
+    )
 
 
 def test_a_request_that_fits_is_not_split() -> None:
@@ -47,13 +49,17 @@ def test_a_request_that_fits_is_not_split() -> None:
 
 
 def test_a_request_of_a_resident_step_is_one_part() -> None:
-    step = DeviceStep(number=3, begins=False, is_last=False)
+    step = DeviceStep(number=3, begins=False, is_last=False, num_seats=1)
     request = draft_request([[], []], block_ids=[[4, 5], [6]], resident=step)
     assert split_request(request, 1, BLOCK_SIZE) == [request]
     counters = TransportCounters()
-    queue = new_queue(counters, token_capacity=8)
-    queue.add(draft_request([[]], block_ids=[list(range(9))], resident=step))
-    assert (queue.next(), queue.is_awaiting, counters.num_dropped) == (None, False, 1)
+    queue = new_queue(counters, token_capacity=8, resident_capacity=9)
+    queue.add(draft_request([[]], block_ids=[list(range(10))], resident=step))
+    queue.add(draft_request([[], list(range(10))], resident=step))
+    assert (queue.next(), queue.is_awaiting, counters.num_dropped) == (None, False, 2)
+    whole = draft_request([[], list(range(9))], block_ids=[[], list(range(9))], resident=step)
+    queue.add(whole)
+    assert queue.next() is whole
     queue.add(request)
     assert queue.next() is request
 

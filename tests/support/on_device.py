@@ -87,7 +87,7 @@ def harness(  # noqa: PLR0913 - an engine's settings
         timeout_s=TIMEOUT_S,
         num_steps=num_steps,
         run_ahead=run_ahead if overlap else None,
-        offer=ResidentOffer.of_backend(backend, num_steps or max_nodes - 1, runner.dtype) if overlap else None,
+        offer=ResidentOffer.of_backend(backend, num_steps or max_nodes - 1, runner.dtype, rows) if overlap else None,
         **options,
     )
     # The interpreter takes seconds for a draft, which never pays.

@@ -176,7 +176,7 @@ class Play:
             request,
             starts=starts,
             block_ids=np.array([block for part in blocks for block in part], np.int32),
-            resident=DeviceStep(self._number, begins, is_last),
+            resident=DeviceStep(self._number, begins, is_last, len(rows)),
         )
 
     def post(self, step: int, *, begins: bool = False, is_last: bool = False, **fill: Any) -> list[Tree]:

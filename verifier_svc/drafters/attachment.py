@@ -197,7 +197,8 @@ class Attachment:
         self._feed.place(rows, memory, self.resident_number)
         self.transport.order.signal_step(self.resident_number)
         request = request_of(self._settings.epoch, self._step_id, as_seats(rows, self._settings.block_size))
-        return replace(request, resident=DeviceStep(self.resident_number, begins=True, is_last=True))
+        step = DeviceStep(self.resident_number, begins=True, is_last=True, num_seats=len(rows))
+        return replace(request, resident=step)
 
     def post_resident(self, rows: list[Row], step: DeviceStep) -> None:
         """Ask for the trees after a step whose results are in device memory. The rows name only blocks.

@@ -21,25 +21,31 @@ class ResidentOffer(NamedTuple):
         uuid: names that device (foretoken.models.backend.device_uuid).
         tokens: the most tokens that one step commits for one sequence: one more than the levels of a tree.
         hidden_dtype: the element type of the target's hidden states.
+        prompt_rows: rows of hidden states that one prefill pass leaves at most.
     """
 
     device: torch.device
     uuid: str
     tokens: int
     hidden_dtype: torch.dtype
+    prompt_rows: int
 
     @staticmethod
-    def of_backend(backend: Backend, max_depth: int, hidden_dtype: torch.dtype) -> ResidentOffer | None:
+    def of_backend(
+        backend: Backend, max_depth: int, hidden_dtype: torch.dtype, prompt_rows: int
+    ) -> ResidentOffer | None:
         """Return the offer of a target on this backend; None without GPU kernels."""
         uuid = device_uuid(backend)
-        return ResidentOffer(backend.device, uuid, 1 + max_depth, hidden_dtype) if uuid else None
+        return ResidentOffer(backend.device, uuid, 1 + max_depth, hidden_dtype, prompt_rows) if uuid else None
 
     def layout(self, target: TargetInfo, needs: DrafterNeeds) -> ResidentLayout | None:
         """Return the layout of the memory for a drafter; None if it is on another device or wants no memory."""
         if not needs.resident or needs.device != self.uuid:
             return None
         width = len(needs.features) * target.hidden_size
-        return ResidentLayout(target.max_slots, self.tokens, target.max_nodes, width, self.hidden_dtype)
+        return ResidentLayout(
+            target.max_slots, self.tokens, target.max_nodes, width, self.hidden_dtype, self.prompt_rows
+        )
 
     def in_process(self, drafter: Drafter, target: TargetInfo, needs: DrafterNeeds) -> ResidentMemory | None:
         """Give memory to a drafter in this process, whose work shares the verifier's stream, and return it.

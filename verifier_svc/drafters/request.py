@@ -135,6 +135,7 @@ def _record(row: Row) -> tuple[float, ...]:
         params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
         params.top_p,
         params.min_p,
+        0,
     )
 
 

@@ -87,4 +87,7 @@ def _buffers_bytes(settings: VerifierSettings, config: ModelConfig, element: tor
     widths = config.hidden_size * (2 + _CAPTURED) + queries + config.hidden_size + 3 * config.intermediate_size
     logits = 4 * config.vocab_size
     penalties = settings.max_running_requests * config.vocab_size * 5
-    return rows * (widths * element.itemsize + logits) + penalties + _FIXED_GPU_BYTES
+    # Two prefill chunks wait in device memory for a drafter on this GPU.
+    chunks = 2 * settings.chunked_prefill_size if settings.drafters else 0
+    prompts = chunks * _CAPTURED * config.hidden_size * element.itemsize
+    return rows * (widths * element.itemsize + logits) + penalties + prompts + _FIXED_GPU_BYTES

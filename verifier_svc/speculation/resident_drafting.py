@@ -112,7 +112,7 @@ class ResidentDrafting:
             blocks = self._blocks(row.sequence, self.attachment.sent.block_size)
             rows.append(row._replace(block_ids=blocks[self._num_blocks[index] :]))
             self._num_blocks[index] = max(self._num_blocks[index], len(blocks))
-        self.attachment.post_resident(rows, DeviceStep(number, not self._has_begun, is_last))
+        self.attachment.post_resident(rows, DeviceStep(number, not self._has_begun, is_last, len(rows)))
         self._has_begun = True
 
     def _blocks(self, sequence: Sequence, block_size: int) -> list[int]:

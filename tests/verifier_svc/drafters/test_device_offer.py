@@ -29,8 +29,8 @@ from verifier_svc.drafters.request import DEFAULT_STEPS, TreeBounds
 from verifier_svc.drafters.source import TransportName
 
 TARGET = TargetInfo("m", 1000, 1024, max_slots=4, max_nodes=8, hidden_size=2, num_layers=4)
-OFFER = ResidentOffer(torch.device("cpu"), DEVICE, tokens=5, hidden_dtype=torch.bfloat16)
-LAYOUT = ResidentLayout(seats=4, tokens=5, nodes=8, hidden_width=2, hidden_dtype=torch.bfloat16)
+OFFER = ResidentOffer(torch.device("cpu"), DEVICE, tokens=5, hidden_dtype=torch.bfloat16, prompt_rows=6)
+LAYOUT = ResidentLayout(seats=4, tokens=5, nodes=8, hidden_width=2, hidden_dtype=torch.bfloat16, prompt_rows=6)
 EPOCH = 11
 LONG_S = 600.0
 
@@ -107,7 +107,7 @@ def run_steps(transport: DraftTransport, first: int, count: int) -> None:
     assert memory is not None and memory.layout == LAYOUT
     for number in range(first, first + count):
         is_last = number == first + count - 1
-        step = DeviceStep(number, begins=number == first, is_last=is_last)
+        step = DeviceStep(number, begins=number == first, is_last=is_last, num_seats=2)
         transport.post(draft_request([[], []], epoch=EPOCH, step_id=number, resident=step))
         commit(memory, number, 2)
         transport.order.signal_step(number)
@@ -227,7 +227,7 @@ def test_a_drafter_in_the_process_gets_memory_after_its_attach() -> None:
     memory = transport.resident
     for number in (1, 2):
         commit(memory, number, 2)
-        step = DeviceStep(number, begins=number == 1, is_last=number == 2)
+        step = DeviceStep(number, begins=number == 1, is_last=number == 2, num_seats=2)
         transport.post(draft_request([[], []], epoch=EPOCH, step_id=number, resident=step))
         assert memory.draft_tokens[1, : 1 + NUM_DRAFTED].tolist() == expected_tree(number, 1)
     batch = transport.receive(0)
@@ -248,9 +248,9 @@ def test_a_drafter_in_the_process_and_on_another_device_gets_none(device: str, o
 
 
 def test_an_offer_is_of_gpu_kernels_and_as_large_as_the_deepest_tree() -> None:
-    assert ResidentOffer.of_backend(CPU, 3, torch.float32) is None
+    assert ResidentOffer.of_backend(CPU, 3, torch.float32, 6) is None
     backend = Backend("gpu", torch.device("cpu"))
-    assert ResidentOffer.of_backend(backend, 4, torch.bfloat16) == OFFER
+    assert ResidentOffer.of_backend(backend, 4, torch.bfloat16, 6) == OFFER
     assert TreeBounds(max_nodes=32).max_depth == DEFAULT_STEPS
     assert TreeBounds(max_nodes=32, num_steps=9).max_depth == 9
     assert TreeBounds(max_nodes=4, num_steps=9).max_depth == 3

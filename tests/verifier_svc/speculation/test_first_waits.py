@@ -235,6 +235,6 @@ def test_the_last_draft_of_a_run_is_a_kind_of_its_own() -> None:
     ask(handle, rows(1))
     drafter.takes = [SLOW_S] * 2
     for _ in range(2):
-        attachment_of(handle).post_resident(rows(1), DeviceStep(1, True, True))
+        attachment_of(handle).post_resident(rows(1), DeviceStep(1, True, True, 1))
         attachment_of(handle).collect(lambda _: 0.0)
     assert left_s(handle, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)
