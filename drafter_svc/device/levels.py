@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from drafter_svc.trees.growth import MAX_BRANCHES, PassOutput, VocabularyOwner, vocabulary_of
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import DeviceArrays
 from foretoken.tree import Int32
 
@@ -40,6 +41,8 @@ class LaunchingModel(VocabularyOwner, Protocol):
         self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
     ) -> PassOutput: ...
     def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> PassOutput: ...
+    def upload(self, batch: ForwardBatch) -> DeviceArrays: ...
+    def write_prompt(self, arrays: DeviceArrays, features: torch.Tensor) -> None: ...
 
 
 class TreeShape(NamedTuple):

@@ -1,7 +1,9 @@
-"""Drafts from device memory: a step's tokens go from the verifier's kernels to the drafter's, and the trees back.
+"""Drafts from device memory: a step's tokens go from the verifier's kernels to the drafter's, and
+the trees back.
 
-The host enqueues a draft before the step's tokens exist, as one CUDA graph: intake, the pass over new tokens, the
-levels of the trees, their stamp. What was committed it reads some requests later, and then brings its rows up to date.
+The host enqueues a draft before the step's tokens exist, as one CUDA graph: intake, the pass over
+new tokens, the levels of the trees, their stamp. It reads some requests later what was committed,
+and then brings its rows up to date. Passes over prompts run between the step and that graph.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ from foretoken_kernels.gpu.draft_intake_state import (
 from foretoken_kernels.gpu.draft_tree_state import NUM_COLUMNS, DraftOutput
 from foretoken_kernels.gpu.embedding import copy_rows
 from foretoken_kernels.resident_state import NO_SLOT, StepResults
+from numpy.typing import NDArray
 
 from drafter_svc.device.levels import DeviceLevels, FoundTrees, TreePlaces, TreeShape, batch_of, write_requests
 from drafter_svc.trees.figures import PassFigures
 from drafter_svc.trees.growth import set_tree_requests
-from drafter_svc.trees.rows import DraftRows, DraftSequence, SentRow, sent_rows
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
+from drafter_svc.trees.passes import scratch_batch
+from drafter_svc.trees.prompts import PromptPasses, PromptRows
+from drafter_svc.trees.rows import DraftRows, DraftSequence
+from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.device_batch import DeviceArrays, seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
@@ -47,28 +52,48 @@ _ROOM_BLOCKS = 16
 _TABLE_STEP = 16
 # Seconds after which a step that does not come is given up. A verifier may compile kernels first.
 _PATIENCE_S = 10.0
+# Passes over prompts that may wait for a step. A device takes a limited number of launches.
+_QUEUED_PASSES = 8
 # Of no step.
 _NO_STEP = -1
 
 
-class _Seat:
-    """One row of a run.
+class _Run:
+    """The seats as the last request that named them left them.
 
     Attributes:
-        sequence: None: nothing is known of it, and nothing is learnt.
-        is_drafted: whether its entries are written; if not, its tokens are learnt alone.
-        num_blocks: that are named.
-        wants_tree: whether more than its root is asked for.
+        slots: the batch slot of each seat; -1: the seat is empty.
+        sequences: None: the seat is empty, or nothing is known of its sequence, and nothing is
+            learnt.
+        is_drafted: bool [seats]; whether KV entries are written; if not, tokens are only learnt.
+        num_blocks: how many blocks of each sequence are named.
+        wants_tree: bool [seats]; whether more than the root is asked for.
     """
 
-    __slots__ = ("is_drafted", "num_blocks", "sequence", "slot", "wants_tree")
+    __slots__ = ("is_drafted", "num_blocks", "sequences", "slots", "wants_tree")
 
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.sequence: DraftSequence | None = None
-        self.is_drafted = False
-        self.num_blocks = 0
-        self.wants_tree = False
+    def __init__(self, slots: list[int]) -> None:
+        count = len(slots)
+        self.slots = slots
+        self.sequences: list[DraftSequence | None] = [None] * count
+        self.is_drafted = np.zeros(count, np.bool_)
+        self.num_blocks = [0] * count
+        self.wants_tree = np.zeros(count, np.bool_)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class _Prompts(NamedTuple):
+    """The prompt rows of one request: what is not known to be written yet.
+
+    ``arrays``: of each pass, on the device.
+    """
+
+    number: int
+    slots: list[int]
+    work: PromptPasses
+    arrays: list[DeviceArrays]
 
 
 class _Sizes(NamedTuple):
@@ -177,148 +202,219 @@ class ResidentDraft:
             raise PreconditionError(f"memory on {memory.stamp.device}, and a drafter on {levels.device}")
         self._levels, self._target, self._rows, self._scratch = levels, target, rows, scratch
         self._memory, self._order, self._figures = memory, order, figures
-        self._sizes = _Sizes(layout.tokens, scratch.shape[1])
+        self._sizes, self._pass_rows = _Sizes(layout.tokens, scratch.shape[1]), pass_sizes.rows
         # The trees of the last step of a run, for its reply.
         self._found = ResidentMemory.mirror(layout, pinned=levels.device.type == "cuda")
         self._tree_requests = kernel.new_trees(layout.seats, 2, 1)
+        self._all_seats = np.arange(layout.seats, dtype=np.int32)
+        self._prompt_rows = PromptRows(rows, target, pass_sizes.rows)
+        # The stamp of each step with prompt rows.
+        self._stamps = DeviceJournal({"stamp": (1,)}, _STEPS, levels.device)
         self._stages: dict[TreeShape, _Stage] = {}
         self._graphs = DeviceGraphs(pass_sizes.graphs and levels.device.type == "cuda")
-        # Of the run of the moment.
+        # None: no request has named the seats, or the run has ended.
+        self._run: _Run | None = None
+        # None: the run has no seats.
         self._stage: _Stage | None = None
         self._shape: TreeShape | None = None
-        self._seats: list[_Seat] = []
+        self._prompts: _Prompts | None = None
+        # The sequences that had a seat in the last request.
+        self._seated: frozenset[int] = frozenset()
         self._number = _NO_STEP
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftBatch:
         """Enqueue the draft after a step, whose results may not be there yet.
 
-        Waits only for a run's last draft. If a run's first request is missing, its trees are roots.
+        Waits for the draft before if the seats are named anew, and for the last draft of a run. If
+        a run's first request is missing, its trees are roots.
 
         Raises:
             ValueError: no run can have such a request.
         """
-        step = request.resident
-        if step is None or request.num_rows > self._memory.layout.seats:
-            raise ValueError(f"{request.num_rows} rows are no step of {self._memory.layout.seats} sequences")
+        step = self._checked(request)
         if step.begins:
             self.finish()
-            self._number = step.number
-            self._begin(request)
-        elif self._stage is None or step.number != self._number + 1 or request.num_rows != len(self._seats):
+            self._begin(request, step)
+        elif self._run is None or step.number != self._number + 1 or step.num_seats != len(self._run):
             self.finish()
             self._order.signal_draft(step.number)
-            return batch_of(request, np.zeros(request.num_rows, np.int32), np.empty(0, np.int32), None)
+            return self._roots(request)
         else:
             self._number = step.number
             self._read_ready()
             if len(request.block_ids):
-                self._append_blocks(sent_rows(request))
+                self._append_blocks(request)
+        run = self._run
+        assert run is not None
         self._launch(step.number, is_last=step.is_last)
         self._figures.rows += request.num_rows
-        self._figures.drafted_rows += sum(seat.is_drafted and seat.wants_tree for seat in self._seats)
+        self._figures.drafted_rows += int(np.count_nonzero(run.is_drafted & run.wants_tree))
         if step.is_last:
             self.finish()
-            return self._reply(request)
-        return batch_of(request, np.zeros(request.num_rows, np.int32), np.empty(0, np.int32), None)
+            return self._reply(request, step.num_seats)
+        return self._roots(request)
 
     def finish(self) -> None:
-        """End the run, if there is one, and wait for all that it enqueued: rows are up to date behind it."""
+        """End the run, if there is one, and wait for all that it enqueued.
+
+        All rows are up to date after that.
+        """
         self._read_all()
-        self._stage, self._shape, self._seats = None, None, []
+        self._check_prompts()
+        if self._run is not None:
+            self._seated = frozenset(sequence.number for sequence in self._run.sequences if sequence)
+        self._stage, self._shape, self._run = None, None, None
 
     def release(self, slots: Sequence[int]) -> None:
-        """Stop drafting for these slots. A run without seats ends without the verifier."""
-        released = [seat for seat in self._seats if seat.slot in slots]
-        for seat in released:
-            seat.sequence, seat.is_drafted = None, False
-        if released and not any(seat.sequence for seat in self._seats):
+        """Stop drafting for these slots.
+
+        A run ends without the verifier if nothing is left of it.
+        """
+        run, prompts = self._run, self._prompts
+        if run is None:
+            return
+        released = [index for index, slot in enumerate(run.slots) if slot in slots]
+        for index in released:
+            self._empty(run, index)
+        waiting = set() if prompts is None else {slot for slot in prompts.slots if slot not in slots}
+        is_touched = bool(released) or (prompts is not None and len(waiting) < len(prompts.slots))
+        if is_touched and not waiting and not any(run.sequences):
             self._order.release_step(self._number)
             self.finish()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile the kernels, over memory that nobody uses yet: what is written there is stamped as no step's."""
+        """Compile the kernels, over memory that nobody uses yet.
+
+        What is written there is stamped as no step's.
+        """
         # Chains: wider trees share the kernels of ordinary requests.
+        layout = self._memory.layout
         shapes = self._tree_requests.shapes
         shapes[:] = 0
-        shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = max(self._memory.layout.tokens - 1, 1), 1
+        shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = max(layout.tokens - 1, 1), 1
         count = 1
-        while count <= self._memory.layout.seats:
-            self._seats = [_Seat(slot) for slot in range(count)]
-            self._set_up(_NO_STEP)
+        while count <= layout.seats:
+            run = _Run([-1] * count)
+            self._set_up(run, _NO_STEP)
             assert self._stage is not None
             self._launch_kernels(self._stage)
             count *= 2
         self._stages.clear()
-        self._stage, self._shape, self._seats = None, None, []
+        self._stage, self._shape = None, None
+        count = 1
+        while count <= min(layout.prompt_rows, self._pass_rows):
+            arrays = self._levels.model.upload(scratch_batch(count, self._target))
+            self._levels.model.write_prompt(arrays, self._memory.prompt_hidden[:count])
+            count *= 2
 
-    def _begin(self, request: DraftRequest) -> None:
-        set_tree_requests(self._tree_requests, request, min(self._target.max_nodes, self._memory.layout.nodes))
-        sent = sent_rows(request)
-        self._seats = [_Seat(row.slot) for row in sent]
-        for seat, row in zip(self._seats, sent, strict=True):
-            seat.wants_tree = bool(self._tree_requests.shapes[row.row, kernel.MAX_DEPTH] > 0)
-            sequence = self._rows.known(row)
+    def _checked(self, request: DraftRequest) -> DeviceStep:
+        step, layout = request.resident, self._memory.layout
+        num_rows = request.num_rows
+        if step is None or not 0 <= step.num_seats <= min(num_rows, layout.seats):
+            raise ValueError(f"{num_rows} rows are no step of {layout.seats} sequences")
+        if step.num_seats < num_rows:
+            last = step.prompt_start + int(request.device_hidden[step.num_seats :].sum())
+            if not step.begins or not 0 <= step.prompt_start <= last <= 2 * layout.prompt_rows:
+                raise ValueError(
+                    f"hidden states {step.prompt_start} to {last} of {2 * layout.prompt_rows} are no prompts'"
+                )
+        return step
+
+    def _begin(self, request: DraftRequest, step: DeviceStep) -> None:
+        self._number = step.number
+        if step.num_seats < request.num_rows:
+            work = self._prompt_rows.learn(request)
+            arrays = [self._levels.model.upload(part.batch) for part in work.passes]
+            slots = request.slots[step.num_seats :].tolist()
+            self._prompts = _Prompts(step.number, slots, work, arrays)
+            self._figures.extend_tokens += sum(part.batch.num_rows for part in work.passes)
+        seats = request.rows[: step.num_seats]
+        set_tree_requests(self._tree_requests, seats, min(self._target.max_nodes, self._memory.layout.nodes))
+        self._run = self._named(seats, request)
+        if step.num_seats:
+            self._set_up(self._run, step.number)
+
+    def _named(self, seats: NDArray[np.void], request: DraftRequest) -> _Run:
+        """Return a run of these seats, with the sequences that are known."""
+        names = ("slots", "generations", "salts", "lengths")
+        slots, generations, salts, lengths = (seats[name].tolist() for name in names)
+        run, rows, size = _Run(slots), self._rows, self._target.block_size
+        run.wants_tree = self._tree_requests.shapes[: len(slots), kernel.MAX_DEPTH] > 0
+        starts, block_ids = request.block_starts.tolist(), request.block_ids.tolist()
+        for index, length in enumerate(lengths):
+            sequence = rows.find(slots[index], generations[index], salts[index])
             if sequence is None:
                 continue
-            seat.sequence, seat.is_drafted = sequence, self._rows.can_go_on(sequence)
-            seat.num_blocks = self._rows.num_blocks(row.length)
-            if seat.is_drafted:
-                # The block that it has begun, if it has.
-                self._rows.claim_blocks(sequence, row.length // self._target.block_size, seat.num_blocks)
-            self._name_blocks(seat, row.block_ids)
-        self._set_up(self._number)
+            known, is_seated = sequence.length, sequence.number in self._seated
+            if known < length or (known > length and not is_seated):
+                continue
+            run.sequences[index] = sequence
+            run.is_drafted[index] = is_drafted = rows.can_go_on(sequence)
+            first, ids = rows.num_blocks(length), block_ids[starts[index] : starts[index + 1]]
+            if ids and not rows.append_blocks(sequence, first, ids):
+                self._drop(run, index)
+                continue
+            run.num_blocks[index] = num_blocks = max(first + len(ids), rows.num_blocks(known))
+            if is_drafted:
+                # The block that it has begun, too, if it has.
+                rows.claim_blocks(sequence, known // size, num_blocks)
+        return run
 
-    def _name_blocks(self, seat: _Seat, block_ids: list[int]) -> None:
-        first, sequence = seat.num_blocks, seat.sequence
-        if sequence is None or not block_ids:
-            return
-        if not self._rows.append_blocks(sequence, first, block_ids):
-            self._drop(seat)
-            return
-        seat.num_blocks += len(block_ids)
-        if seat.is_drafted:
-            self._rows.claim_blocks(sequence, first, seat.num_blocks)
+    @staticmethod
+    def _empty(run: _Run, index: int) -> None:
+        run.sequences[index], run.is_drafted[index] = None, False
 
-    def _drop(self, seat: _Seat) -> None:
+    def _drop(self, run: _Run, index: int) -> None:
         """Drop a sequence that was sent contradictory data. Its kernels soon find no blocks."""
-        self._rows.release(seat.slot)
-        seat.sequence, seat.is_drafted = None, False
+        sequence = run.sequences[index]
+        if sequence is not None:
+            self._rows.drop(sequence)
+        self._empty(run, index)
 
-    def _append_blocks(self, sent: list[SentRow]) -> None:
-        stage = self._stage
-        assert stage is not None
+    def _append_blocks(self, request: DraftRequest) -> None:
+        run, stage, rows = self._run, self._stage, self._rows
+        assert run is not None
+        starts, block_ids = request.block_starts, request.block_ids.tolist()
         grown: list[tuple[int, int]] = []
-        for index, row in enumerate(sent):
-            seat = self._seats[index]
-            first = seat.num_blocks
-            self._name_blocks(seat, row.block_ids)
-            if seat.is_drafted and seat.num_blocks > first:
+        for index in np.flatnonzero(starts[1:] > starts[:-1]).tolist():
+            sequence, first = run.sequences[index], run.num_blocks[index]
+            if sequence is None:
+                continue
+            ids = block_ids[starts[index] : starts[index + 1]]
+            if not rows.append_blocks(sequence, first, ids):
+                self._drop(run, index)
+                continue
+            run.num_blocks[index] += len(ids)
+            if run.is_drafted[index]:
+                rows.claim_blocks(sequence, first, run.num_blocks[index])
                 grown.append((index, first))
-        if any(self._seats[index].num_blocks > stage.capacity for index, _ in grown):
-            # Seldom: the tables' sizes double. From here on it is another run.
+        if stage is None or not grown:
+            return
+        if any(run.num_blocks[index] > stage.capacity for index, _ in grown):
+            # Seldom: the tables' sizes double.
             self._read_all()
-            self._set_up(self._number)
-        elif grown:
-            tables = stage.tables.host["block_tables"]
-            for index, first in grown:
-                seat = self._seats[index]
-                assert seat.sequence is not None
-                tables[index, first : seat.num_blocks] = seat.sequence.table[first : seat.num_blocks]
-            stage.tables.send()
+            self._set_up(run, self._number)
+            return
+        tables = stage.tables.host["block_tables"]
+        for index, first in grown:
+            sequence, last = run.sequences[index], run.num_blocks[index]
+            assert sequence is not None
+            tables[index, first:last] = sequence.table[first:last]
+        stage.tables.send()
 
-    def _set_up(self, number: int) -> None:
-        """Bring over what is known of the seats, as of before step ``number``."""
-        seats, layout, size = self._seats, self._memory.layout, self._target.block_size
-        all_rows = np.arange(len(seats), dtype=np.int32)
-        named = max((seat.num_blocks for seat in seats), default=0)
-        least = min(table_bucket(named + _ROOM_BLOCKS), self._rows.max_blocks) + self._sizes.tree_blocks
+    def _set_up(self, run: _Run, number: int) -> None:
+        """Send what is known of the seats before step ``number``."""
+        layout, size = self._memory.layout, self._target.block_size
+        count = len(run)
+        all_rows = self._all_seats[:count]
+        least = min(table_bucket(max(run.num_blocks) + _ROOM_BLOCKS), self._rows.max_blocks) + self._sizes.tree_blocks
         blocks = -(-least // _TABLE_STEP) * _TABLE_STEP
         self._shape = TreeShape.of(
             self._tree_requests,
             all_rows,
-            trees=min(seq_bucket(len(seats)), layout.seats),
+            trees=min(seq_bucket(count), layout.seats),
             nodes=layout.nodes,
             blocks=blocks,
         )
@@ -329,45 +425,70 @@ class ResidentDraft:
         stage.begun.wait()
         stage.tables.wait()
         host, tables = stage.begun.host, stage.tables.host["block_tables"]
-        requests, max_nodes = host["requests"], host["max_nodes"]
+        requests, max_nodes, context_starts = host["requests"], host["max_nodes"], host["context_starts"][0]
         write_requests(requests, self._tree_requests, all_rows)
         requests[:, column.MAX_NODES] = max_nodes[:] = 0
         requests[:, column.LENGTH] = NO_LENGTH
         requests[:, column.FIRST_SLOT] = host["tree_starts"][:] = capacity * size
-        host["context_starts"][:] = 0
+        context_starts[:] = 0
         host["number"][0] = number
-        tables[:] = NO_SLOT
+        tables[:, :capacity] = NO_SLOT
         tables[:, capacity:] = self._scratch[: len(tables)]
-        for index, seat in enumerate(seats):
-            sequence = seat.sequence
-            if sequence is None:
-                continue
-            requests[index, column.LENGTH] = sequence.length
-            requests[index, column.ROOT_TOKEN] = sequence.tokens[sequence.length - 1]
-            if seat.is_drafted:
-                max_nodes[index] = max(int(self._tree_requests.shapes[index, kernel.MAX_NODES]), 1)
-                host["context_starts"][0, index] = sequence.valid_start
-                tables[index, : seat.num_blocks] = sequence.table[: seat.num_blocks]
+        known = [(index, sequence) for index, sequence in enumerate(run.sequences) if sequence is not None]
+        if known:
+            indices = [index for index, _ in known]
+            requests[indices, column.LENGTH] = [sequence.length for _, sequence in known]
+            requests[indices, column.ROOT_TOKEN] = [sequence.tokens[sequence.length - 1] for _, sequence in known]
+        is_drafted = run.is_drafted
+        max_nodes[:count] = np.where(is_drafted, np.maximum(self._tree_requests.shapes[:count, kernel.MAX_NODES], 1), 0)
+        for index, sequence in known:
+            if is_drafted[index]:
+                num_blocks = run.num_blocks[index]
+                context_starts[index] = sequence.valid_start
+                tables[index, :num_blocks] = sequence.table[:num_blocks]
         stage.begun.send()
         stage.tables.send()
 
     def _launch(self, number: int, *, is_last: bool) -> None:
         stage, shape = self._stage, self._shape
-        assert stage is not None
         self._order.await_step(number)
-        if self._graphs.captures(shape):
-            # A capture waits for the device, which may wait for a verifier that is gone.
+        if self._prompts is not None and self._prompts.number == number:
+            self._write_prompts(self._prompts)
+        if stage is None:
+            self._memory.draft_stamp.fill_(number)
+        else:
+            if self._graphs.captures(shape):
+                # A capture waits for the device.
+                self._reach()
+            self._graphs.run(shape, lambda: self._launch_kernels(stage))
+        self._order.signal_draft(number)
+        if is_last:
+            # The record that follows is waited for.
+            self._found.drafts.copy_(self._memory.drafts, non_blocking=True)
+        if stage is not None:
+            if len(stage.journal) == stage.journal.depth:
+                self._read_next()
+            stage.journal.record()
+
+    def _write_prompts(self, prompts: _Prompts) -> None:
+        """Launch the passes over prompt rows, from the hidden states that the step before left."""
+        self._stamps.device["stamp"].copy_(self._memory.stamp)
+        self._stamps.record()
+        hidden, model = self._memory.prompt_hidden, self._levels.model
+        for index, (part, arrays) in enumerate(zip(prompts.work.passes, prompts.arrays, strict=True)):
+            if index and index % _QUEUED_PASSES == 0:
+                # A full queue of launches waits for the device, too.
+                self._reach()
+            first = part.first_feature if model.feature_width else 0
+            last = first + part.batch.num_rows if model.feature_width else 0
+            model.write_prompt(arrays, hidden[first:last])
+
+    def _reach(self) -> None:
+        """Wait until the device has got here. It may wait for a verifier that is gone."""
+        if self._levels.device.type == "cuda":
             reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
             reached.record()
             self._wait(reached.query)
-        self._graphs.run(shape, lambda: self._launch_kernels(stage))
-        self._order.signal_draft(number)
-        if is_last:
-            # The record behind it is waited for.
-            self._found.drafts.copy_(self._memory.drafts, non_blocking=True)
-        if len(stage.journal) == stage.journal.depth:
-            self._read_next()
-        stage.journal.record()
 
     def _launch_kernels(self, stage: _Stage) -> None:
         """The whole of one draft; captured."""
@@ -388,11 +509,21 @@ class ResidentDraft:
         stamp_draft(stage.seats.number, stage.draft_stamp)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Until the device has got there; past the deadline without the verifier."""
+        """Wait until the device has arrived; past the deadline without the verifier."""
         deadline = monotonic() + _PATIENCE_S
         while not is_done():
             if monotonic() > deadline:
                 self._order.release_step(self._number)
+
+    def _check_prompts(self) -> None:
+        """Wait for the passes over prompts, and forget sequences whose hidden states never came."""
+        prompts, self._prompts = self._prompts, None
+        if prompts is None:
+            return
+        self._wait(self._stamps.is_ready)
+        if int(self._stamps.take()["stamp"][0]) != prompts.number:
+            for extension in prompts.work.extensions:
+                self._rows.revoke(extension)
 
     def _read_ready(self) -> None:
         while self._stage is not None and len(self._stage.journal) and self._stage.journal.is_ready():
@@ -404,32 +535,41 @@ class ResidentDraft:
 
     def _read_next(self) -> None:
         """Bring the rows up to date with the oldest step that is unread."""
-        assert self._stage is not None
-        journal = self._stage.journal
-        self._wait(journal.is_ready)
-        taken = journal.take()
-        counts, lengths = taken["counts"].tolist(), taken["lengths"].tolist()
-        for index, seat in enumerate(self._seats):
-            sequence, count = seat.sequence, counts[index]
-            # It has ended, or the step is lost, and there is a gap.
-            seat.wants_tree = seat.wants_tree and count > 0
-            if sequence is None or count == 0:
+        run, stage = self._run, self._stage
+        assert run is not None and stage is not None
+        self._wait(stage.journal.is_ready)
+        taken = stage.journal.take()
+        count = len(run)
+        # The others have ended, or the step is lost, and there is a gap.
+        has_tokens = taken["counts"][:count] > 0
+        run.wants_tree &= has_tokens
+        counts, lengths, written = (taken[name].tolist() for name in ("counts", "lengths", "is_written"))
+        size = self._target.block_size
+        for index in np.flatnonzero(has_tokens).tolist():
+            sequence, num_tokens, is_written = run.sequences[index], counts[index], bool(written[index])
+            if sequence is None:
                 continue
-            is_written = bool(taken["is_written"][index])
             goes_on = (
-                lengths[index] == sequence.length + count
-                and lengths[index] <= seat.num_blocks * self._target.block_size
-                and is_written == seat.is_drafted
+                lengths[index] == sequence.length + num_tokens
+                and lengths[index] <= run.num_blocks[index] * size
+                and is_written == run.is_drafted[index]
             )
-            tokens = taken["tokens"][index, :count].tolist()
+            tokens = taken["tokens"][index, :num_tokens].tolist()
             if not goes_on or not self._rows.advance(sequence, tokens, is_written=is_written):
-                self._drop(seat)
+                self._drop(run, index)
             elif is_written:
-                self._figures.extend_tokens += count
+                self._figures.extend_tokens += num_tokens
 
-    def _reply(self, request: DraftRequest) -> DraftBatch:
-        """The trees of the run's last step; behind ``finish``."""
-        last, count = self._found, request.num_rows
+    @staticmethod
+    def _roots(request: DraftRequest) -> DraftBatch:
+        return batch_of(request, np.zeros(request.num_rows, np.int32), np.empty(0, np.int32), None)
+
+    def _reply(self, request: DraftRequest, num_seats: int) -> DraftBatch:
+        """Return the trees of the run's last step; call ``finish`` first."""
+        if num_seats == 0:
+            return self._roots(request)
+        last, roots = self._found, np.zeros(request.num_rows, np.int32)
         parts = (last.draft_tokens, last.draft_parents, last.draft_scores, last.num_nodes)
-        found = FoundTrees(*(part[:count].numpy() for part in parts))
-        return batch_of(request, found.tokens[:, 0], np.arange(count, dtype=np.int32), found)
+        found = FoundTrees(*(part[:num_seats].numpy() for part in parts))
+        roots[:num_seats] = found.tokens[:, 0]
+        return batch_of(request, roots, self._all_seats[:num_seats], found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,12 +17,13 @@ from drafter_svc.trees.passes import (
     PASS_ROWS,
     DraftModel,
     cache_blocks,
+    scratch_batch,
     scratch_blocks_per_row,
     warm_up,
 )
 from foretoken.drafting import TargetInfo
 from foretoken.models.backend import CPU, Backend, choose_backend, default_dtype
-from foretoken.models.batch import ForwardBatch, chain_batch
+from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import DeviceArrays
 from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.weight_layout import PanelLayout, RowLayout, WeightLayout
@@ -41,6 +41,8 @@ class LaunchedModel(DraftModel, Protocol):
         self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
     ) -> PassOutput: ...
     def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> PassOutput: ...
+    def upload(self, batch: ForwardBatch) -> DeviceArrays: ...
+    def write_prompt(self, arrays: DeviceArrays, features: torch.Tensor) -> None: ...
 
 
 class ModelPlacement(NamedTuple):
@@ -123,7 +125,7 @@ class ModelPlacement(NamedTuple):
         """Run passes over prompts of all sizes, in scratch. Return the output of the last row."""
         rows = 1 << (min(PASS_ROWS, _WARM_ROWS, target.max_model_len).bit_length() - 1)
         while True:
-            batch = _scratch_batch(rows, target)
+            batch = scratch_batch(rows, target)
             output = model.forward(batch, np.zeros((rows, model.feature_width), np.float32), from_target=True)
             if rows == 1:
                 return output
@@ -133,20 +135,6 @@ class ModelPlacement(NamedTuple):
     def _table_blocks(target: TargetInfo) -> int:
         """Return the blocks of one row: of the longest sequence and of its tree."""
         return -(-target.max_model_len // target.block_size) + scratch_blocks_per_row(target)
-
-
-def _scratch_batch(rows: int, target: TargetInfo) -> ForwardBatch:
-    """Return rows of one sequence that write to, and attend to, only the first slot of scratch.
-
-    The other slots may hold anything.
-    """
-    chain = chain_batch(np.zeros(rows, np.int32), 0, target.block_size, np.array([rows - 1], np.int32))
-    return replace(
-        chain,
-        slot_mapping=np.full(rows, target.num_blocks * target.block_size, np.int32),
-        context_lens=np.ones(rows, np.int32),
-        block_tables=np.full_like(chain.block_tables, target.num_blocks),
-    )
 
 
 ON_CPU = ModelPlacement()

@@ -103,6 +103,12 @@ class DeviceStandaloneModel(StandaloneModel):
     def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> HeadOutput:
         return HeadOutput(self._llama.launch(arrays), self._no_hidden)
 
+    def upload(self, batch: ForwardBatch) -> DeviceArrays:
+        return self._llama.upload(batch)
+
+    def write_prompt(self, arrays: DeviceArrays, features: torch.Tensor) -> None:
+        self._llama.launch(arrays)
+
 
 class StandaloneDrafter(ModelDrafter):
     """A ``foretoken.drafter.Drafter``.

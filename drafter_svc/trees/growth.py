@@ -125,21 +125,21 @@ def vocabulary_of(model: VocabularyOwner, target: TargetInfo) -> DraftVocabulary
     return DraftVocabulary(size, size, np.array(model.target_ids, np.int32))
 
 
-def set_tree_requests(trees: kernel.Trees, request: DraftRequest, max_nodes: int) -> None:
-    """Write the tree requests of a request's rows to the first rows of ``trees``.
+def set_tree_requests(trees: kernel.Trees, rows: NDArray[np.void], max_nodes: int) -> None:
+    """Write the tree requests of a request's ``rows`` to the first rows of ``trees``.
 
     ``max_nodes``: the target's bound of a tree.
     """
-    num_rows = request.num_rows
+    num_rows = len(rows)
     shapes, filters = trees.shapes[:num_rows], trees.filters[:num_rows]
-    shapes[:, kernel.LENGTH] = request.lengths
-    shapes[:, kernel.MAX_NODES] = np.minimum(request.max_nodes, max_nodes)
-    shapes[:, kernel.MAX_DEPTH] = np.minimum(request.max_depths, shapes[:, kernel.MAX_NODES] - 1)
-    shapes[:, kernel.MAX_BRANCHES] = request.max_branches
-    shapes[:, kernel.CHOICE_INDEX] = request.choice_indices
-    shapes[:, kernel.TOP_K] = request.top_ks
-    filters[:, kernel.TEMPERATURE] = np.where(request.temperatures < MIN_TEMPERATURE, 0, request.temperatures)
-    filters[:, kernel.TOP_P] = request.top_ps
-    filters[:, kernel.MIN_P] = request.min_ps
-    trees.seeds[:num_rows] = request.seeds
+    shapes[:, kernel.LENGTH] = rows["lengths"]
+    shapes[:, kernel.MAX_NODES] = np.minimum(rows["max_nodes"], max_nodes)
+    shapes[:, kernel.MAX_DEPTH] = np.minimum(rows["max_depths"], shapes[:, kernel.MAX_NODES] - 1)
+    shapes[:, kernel.MAX_BRANCHES] = rows["max_branches"]
+    shapes[:, kernel.CHOICE_INDEX] = rows["choice_indices"]
+    shapes[:, kernel.TOP_K] = rows["top_ks"]
+    filters[:, kernel.TEMPERATURE] = np.where(rows["temperatures"] < MIN_TEMPERATURE, 0, rows["temperatures"])
+    filters[:, kernel.TOP_P] = rows["top_ps"]
+    filters[:, kernel.MIN_P] = rows["min_ps"]
+    trees.seeds[:num_rows] = rows["seeds"]
     trees.counts[:num_rows] = 0

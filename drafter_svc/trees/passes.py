@@ -7,6 +7,7 @@ kernels' draft_tree chooses nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -29,7 +30,7 @@ from drafter_svc.trees.growth import (
 from drafter_svc.trees.rows import DraftRows, DraftSequence, Extension, sent_rows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
-from foretoken.models.batch import ForwardBatch
+from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
@@ -143,7 +144,7 @@ class DraftPasses:
             self._resident.finish()
         if request.num_rows > len(self._tables):
             raise ValueError(f"a request of {request.num_rows} rows, more than two a slot")
-        set_tree_requests(self._growth.trees, request, self._target.max_nodes)
+        set_tree_requests(self._growth.trees, request.rows, self._target.max_nodes)
         roots = np.zeros(request.num_rows, np.int32)
         drafted = self._extend(request, request.num_rows, roots)
         extended = perf_counter()
@@ -382,6 +383,20 @@ def scratch_blocks_per_row(target: TargetInfo) -> int:
 def cache_blocks(target: TargetInfo) -> int:
     """Return the blocks of the drafter's cache: the verifier's, then scratch for all trees."""
     return target.num_blocks + target.max_slots * scratch_blocks_per_row(target)
+
+
+def scratch_batch(rows: int, target: TargetInfo) -> ForwardBatch:
+    """Return rows of one sequence that write to, and attend to, only the first slot of scratch.
+
+    The other slots may hold anything.
+    """
+    chain = chain_batch(np.zeros(rows, np.int32), 0, target.block_size, np.array([rows - 1], np.int32))
+    return replace(
+        chain,
+        slot_mapping=np.full(rows, target.num_blocks * target.block_size, np.int32),
+        context_lens=np.ones(rows, np.int32),
+        block_tables=np.full_like(chain.block_tables, target.num_blocks),
+    )
 
 
 def warm_up(*, bfloat16: bool) -> None:

@@ -87,14 +87,14 @@ class SentRow(NamedTuple):
     num_features: int
 
 
-def sent_rows(request: DraftRequest) -> list[SentRow]:
-    """Return all rows of a request, in order."""
+def sent_rows(request: DraftRequest, first: int = 0) -> list[SentRow]:
+    """Return the rows of a request from ``first`` on, in order."""
     tokens, blocks = request.new_tokens.tolist(), request.block_ids.tolist()
     token_starts, hidden_starts, block_starts = (
         starts.tolist() for starts in (request.new_token_starts, request.hidden_starts, request.block_starts)
     )
     columns = (request.slots, request.generations, request.salts, request.lengths, request.max_nodes)
-    values = zip(*(column.tolist() for column in columns), strict=True)
+    values = zip(*(column[first:].tolist() for column in columns), strict=True)
     return [
         SentRow(
             row,
@@ -108,7 +108,7 @@ def sent_rows(request: DraftRequest) -> list[SentRow]:
             hidden_starts[row],
             hidden_starts[row + 1] - hidden_starts[row],
         )
-        for row, (slot, generation, salt, length, max_nodes) in enumerate(values)
+        for row, (slot, generation, salt, length, max_nodes) in enumerate(values, first)
     ]
 
 
@@ -141,7 +141,7 @@ class DraftRows:
         self._target = target
         self.first_position = first_position
         self._lag = num_depths - 1
-        self._needs_features = needs_features
+        self.needs_features = needs_features
         num_blocks = -(-target.max_model_len // target.block_size)
         self._capacity = (target.max_model_len, num_blocks)
         # For each slot the newest sequence and the one before, whose last tokens may arrive in
@@ -160,6 +160,26 @@ class DraftRows:
     def release(self, slot: int) -> None:
         """Forget a slot's sequences; their whole blocks stay for sequences with the same prefix."""
         self._sequences.pop(slot, None)
+
+    def drop(self, sequence: DraftSequence) -> None:
+        """Forget one sequence, and keep its slot's other one."""
+        for slot, known in self._sequences.items():
+            if sequence in known:
+                known.remove(sequence)
+                if not known:
+                    del self._sequences[slot]
+                return
+
+    def revoke(self, extension: Extension) -> None:
+        """Forget a sequence whose entries were not written as ``extend`` said.
+
+        No other sequence goes on from their blocks.
+        """
+        sequence, size = extension.sequence, self._target.block_size
+        for block in sequence.table[extension.start // size : self.num_blocks(extension.stop)].tolist():
+            if self._writers[block] == sequence.number:
+                self._block_keys[block] = _NO_KEY
+        self.drop(sequence)
 
     def num_blocks(self, length: int) -> int:
         """Return how many blocks so many tokens take."""
@@ -193,10 +213,10 @@ class DraftRows:
         self._accept_blocks(sequence, length - sent.num_features)
         return sequence
 
-    def known(self, sent: SentRow) -> DraftSequence | None:
-        """Return the row's sequence if it is known up to exactly the row's length."""
-        for sequence in self._sequences.get(sent.slot, ()):
-            if (sequence.generation, sequence.salt, sequence.length) == (sent.generation, sent.salt, sent.length):
+    def find(self, slot: int, generation: int, salt: int) -> DraftSequence | None:
+        """Return a slot's sequence if it is known."""
+        for sequence in self._sequences.get(slot, ()):
+            if sequence.generation == generation and sequence.salt == salt:
                 return sequence
         return None
 
@@ -285,12 +305,12 @@ class DraftRows:
             before = sequence.keys[-1] if sequence.keys else sequence.salt.to_bytes(8, "little")
             content = before + sequence.tokens[low:high].tobytes()
             sequence.keys.append(hashlib.blake2b(content, digest_size=_KEY_BYTES).digest())
-            can_write = self._needs_features and low >= first_featured
+            can_write = self.needs_features and low >= first_featured
             if can_write or self._block_keys[sequence.table[block]] != sequence.keys[block]:
                 continue
             if sequence.valid_end == max(low, self.first_position):
                 sequence.valid_end = high
-            elif sequence.valid_end < low and self._needs_features:
+            elif sequence.valid_end < low and self.needs_features:
                 sequence.valid_start, sequence.valid_end = low, high
 
     def extend(self, sent: SentRow, sequence: DraftSequence, budget: int) -> Extension | None:
@@ -300,7 +320,7 @@ class DraftRows:
         the only way to its logits.
         """
         num_features, first = 0, 0
-        if self._needs_features:
+        if self.needs_features:
             first, num_features = sent.first_feature, sent.num_features
             start = max(sequence.length - num_features, sequence.sent_start, self.first_position)
             if sequence.valid_end < start < sequence.length:
@@ -310,7 +330,7 @@ class DraftRows:
         start = sequence.valid_end
         if self._lost_block(sequence, start):
             return None
-        if start == sequence.length > sequence.valid_start and not self._needs_features and sent.max_nodes > 1:
+        if start == sequence.length > sequence.valid_start and not self.needs_features and sent.max_nodes > 1:
             start -= 1
         stop = min(sequence.length, start + budget)
         if start >= stop:

@@ -47,8 +47,11 @@ class DeviceBatches:
         self._graphs = graphs
         self._batches: dict[BatchShape, DeviceBatch] = {}
 
-    def upload(self, batch: ForwardBatch, runs: Runs) -> Uploaded:
+    def upload(self, batch: ForwardBatch, runs: Runs, *, is_new: bool = False) -> Uploaded:
         """Copy a batch to the device, filled up to a captured size if its pass has a graph.
+
+        ``is_new``: copy it to new arrays, for a pass without a graph; arrays that a graph reads may
+        still be in use.
 
         Raises:
             ValueError: the batch is larger than the largest pass.
@@ -60,7 +63,7 @@ class DeviceBatches:
         # A table may be wider than its sequence needs: a draft model's has room for the longest.
         longest = int(batch.context_lens.max()) + MASK_WORD_BITS * sizes.mask_words
         blocks = min(batch.block_tables.shape[1], -(-longest // self._block_size))
-        has_graph = self._has_graph(batch)
+        has_graph = not is_new and self._has_graph(batch)
         if has_graph:
             shape = self._graph_shape(batch.num_rows, wanted, seqs, most, blocks)
             uploaded = self._of_shape(shape)

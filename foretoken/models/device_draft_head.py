@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import DeviceArrays
 from foretoken.models.device_pass import DevicePass
 from foretoken.models.device_program import DeviceProgram
@@ -32,6 +33,7 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
         for depth in range(self.num_depths):
             self._program(depth, from_target=True)
             self._program(depth, from_target=False)
+        self._entry_program()
         self._passes.tune(path)
 
     def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> HeadOutput:
@@ -56,3 +58,18 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
         self._passes.gather_given(features)
         self._passes.launch(loaded, arrays)
         return self._output(len(arrays.logit_rows), len(arrays.token_ids))
+
+    def upload(self, batch: ForwardBatch) -> DeviceArrays:
+        """As DevicePass.upload."""
+        return self._passes.upload(batch)
+
+    def write_prompt(self, arrays: DeviceArrays, features: torch.Tensor) -> None:
+        """Launch a pass that writes the first module's KV entries, and gives no logits.
+
+        ``features``: as for ``extend``.
+        """
+        self._passes.gather_given(features)
+        self._passes.launch(self._entry_program(), arrays)
+
+    def _entry_program(self) -> DeviceProgram:
+        return self._program(0, from_target=True) if self.write_entries is None else self._kv_only_program()

@@ -10,6 +10,7 @@ import torch
 from foretoken_kernels.cpu import decoder as kernel
 
 from foretoken.kv_cache import KVCache
+from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import DecoderWeights
 from foretoken.models.device_batch import DeviceArrays, DeviceBatch
@@ -66,6 +67,10 @@ class DeviceLlama(Llama[DeviceProgram]):
         """
         self._loaded(())
         self._passes.tune(path)
+
+    def upload(self, batch: ForwardBatch) -> DeviceArrays:
+        """As DevicePass.upload."""
+        return self._passes.upload(batch)
 
     def launch(self, arrays: DeviceArrays) -> torch.Tensor:
         """Launch ``forward`` over arrays on the GPU, without waiting; a graph may capture it."""

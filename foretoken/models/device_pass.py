@@ -125,6 +125,13 @@ class DevicePass:
             self._flashinfer.plan(batch, runs)
         self.launch(loaded, arrays, self._flashinfer)
 
+    def upload(self, batch: ForwardBatch) -> DeviceArrays:
+        """Copy a batch to arrays of its own, in stream order, without waiting for the device.
+
+        Raises ValueError for a batch larger than ``sizes``.
+        """
+        return self._batches.upload(batch, runs_of(batch), is_new=True).arrays
+
     def batch_of(self, rows: int, seqs: int, max_seq_rows: int, blocks: int) -> DeviceBatch:
         """As DeviceBatches.batch_of."""
         return self._batches.batch_of(rows, seqs, max_seq_rows, blocks)

@@ -128,9 +128,12 @@ class DraftHead(Generic[Loaded]):
 
     def _write_entries(self, batch: ForwardBatch, hidden: NDArray[np.float32]) -> None:
         self._check_hidden(batch, hidden, self.feature_width)
+        self._executor.run(self._kv_only_program(), batch, hidden)
+
+    def _kv_only_program(self) -> Loaded:
         if self._kv_only is None:
             self._kv_only = self._executor.load(self._programs.kv_only())
-        self._executor.run(self._kv_only, batch, hidden)
+        return self._kv_only
 
     def _check_hidden(self, batch: ForwardBatch, hidden: NDArray[np.float32], width: int) -> None:
         if hidden.shape != (batch.num_rows, width) or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from tests.support.paged_draft import BLOCK, Row, feature, request_of
 
 # Tokens of one step at most, nodes of a tree, sequences of a step.
 TOKENS, NODES, SEATS = 3, 6, 4
+# Hidden states of one prefill pass at most.
+PROMPT_ROWS = 14
 NUM_BLOCKS = 96
 
 # Tokens, parents and scores.
@@ -69,7 +71,7 @@ class Play:
 
     def __init__(self, drafter: ModelDrafter, device: str, *, vocab: int, width: int) -> None:
         self.drafter, self.device, self.vocab, self.width = drafter, device, vocab, width
-        layout = ResidentLayout(SEATS, TOKENS, NODES, width, torch.float32)
+        layout = ResidentLayout(SEATS, TOKENS, NODES, width, torch.float32, PROMPT_ROWS)
         whole = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         self.memory = ResidentMemory.over(whole, layout)
         self.order = RecordingOrder()
@@ -78,13 +80,19 @@ class Play:
         self._number = 100
         self._generation = 0
 
-    def begin(self, texts: Sequence[Text], seed: int) -> None:
-        """Start new sequences of these texts, in blocks that were not theirs before."""
+    def begin(self, texts: Sequence[Text], seed: int, slots: Sequence[int] | None = None) -> None:
+        """Start new sequences of these texts, in blocks that were not theirs before.
+
+        ``slots``: their batch slots, by default 0, 1, ... A later text is the slot's next sequence.
+        """
         self.drafter.release(range(SEATS + 2))
         self.texts = texts
         self.all_tokens = [text.tokens(self.vocab) for text in texts]
         self.lengths = [text.prompt for text in texts]
-        self._generation += 1
+        self.slots = list(range(len(texts)) if slots is None else slots)
+        self.generations = [self._generation + 1 + self.slots[:i].count(slot) for i, slot in enumerate(self.slots)]
+        self._generation = max(self.generations)
+        self.progress = [0] * len(texts)
         ids = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
         share = NUM_BLOCKS // (SEATS + 1)
         self.blocks = [ids[i * share : (i + 1) * share] for i in range(SEATS + 1)]
@@ -95,9 +103,8 @@ class Play:
         tokens = self.all_tokens[index][: self.lengths[index]]
         shape = {"max_nodes": NODES, "max_depth": 2, "max_branches": 2, "seed": 7 + index, "choice": index}
         fields = shape | self.texts[index].options | options
-        return Row(
-            tokens, new, self.blocks[index], slot=index, generation=self._generation, width=self.width or 1, **fields
-        )
+        names = {"slot": self.slots[index], "generation": self.generations[index], "width": self.width or 1}
+        return Row(tokens, new, self.blocks[index], **names, **fields)
 
     def ask(self, rows: Sequence[Row]) -> list[Tree]:
         self._step_id += 1
@@ -130,29 +137,111 @@ class Play:
 
     def fill(self, step: int, *, stamp: int | None = None, lengths: Sequence[int] | None = None) -> None:
         """Write the results of the verifier's kernels, and garbage everywhere else."""
+        counts = [text.counts[step] for text in self.texts]
+        left = [text.left_after(step) for text in self.texts]
+        self.commit(range(len(self.texts)), counts, left, stamp=stamp, lengths=lengths)
+
+    def commit(
+        self,
+        seats: Sequence[int | None],
+        counts: Sequence[int],
+        left: Sequence[int],
+        *,
+        stamp: int | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """Write results for the texts in ``seats``; None: the seat is empty."""
         memory = self.memory
-        counts = np.zeros(SEATS, np.int32)
-        all_lengths, left = np.full(SEATS, 10**9, np.int32), np.full(SEATS, -5, np.int32)
+        all_counts = np.zeros(SEATS, np.int32)
+        all_lengths, all_left = np.full(SEATS, 10**9, np.int32), np.full(SEATS, -5, np.int32)
         tokens = np.full((SEATS, TOKENS), 10**9, np.int32)
         hidden = np.full((SEATS * TOKENS, self.width), np.nan, np.float32)
-        for index, text in enumerate(self.texts):
-            count, before = text.counts[step], self.lengths[index]
-            counts[index], all_lengths[index], left[index] = count, before + count, text.left_after(step)
-            tokens[index, :count] = self.all_tokens[index][before : before + count]
+        for seat, index in enumerate(seats):
+            if index is None:
+                continue
+            count, before = counts[seat], self.lengths[index]
+            all_counts[seat], all_lengths[seat], all_left[seat] = count, before + count, left[seat]
+            tokens[seat, :count] = self.all_tokens[index][before : before + count]
             for j in range(count if self.width else 0):
-                hidden[index * TOKENS + j] = feature(self.all_tokens[index][: before + j], self.width)
+                hidden[seat * TOKENS + j] = feature(self.all_tokens[index][: before + j], self.width)
             self.lengths[index] += count
         if lengths is not None:
             all_lengths[: len(lengths)] = lengths
         memory.stamp.fill_(self._number if stamp is None else stamp)
         for part, values in (
-            (memory.counts, counts),
+            (memory.counts, all_counts),
             (memory.lengths, all_lengths),
-            (memory.num_left, left),
+            (memory.num_left, all_left),
             (memory.new_tokens, tokens),
             (memory.hidden, hidden),
         ):
             part.copy_(torch.from_numpy(values))
+
+    def loop(
+        self,
+        seats: Sequence[int | None],
+        *,
+        prompts: Sequence[tuple[int, int, int]] = (),
+        begins: bool = True,
+        is_last: bool = False,
+        lag: Mapping[int, int] | None = None,
+        stamp: int | None = None,
+    ) -> list[Tree]:
+        """Post the next step of the texts in ``seats``; return the trees of the seats.
+
+        Args:
+            seats: a text's index, or None for an empty seat.
+            prompts: texts, each with the first and the last position of a chunk of its prompt.
+            lag: by text, how many tokens the host does not know yet.
+            stamp: of the step, if it is another than the expected one.
+        """
+        self._number += 1
+        self._step_id += 1
+        start = PROMPT_ROWS * (self._number % 2)
+        rows, blocks, states, counts, left = [], [], [], [], []
+        for index in seats:
+            if index is None:
+                rows.append(Row([], 0, [], slot=-1, generation=0, max_nodes=1, max_depth=1, max_branches=1))
+                blocks.append([])
+                counts.append(0)
+                left.append(0)
+                continue
+            row, text, step = self.row(index, 0), self.texts[index], self.progress[index]
+            row.tokens = row.tokens[: self.lengths[index] - (lag or {}).get(index, 0)]
+            first = -(-len(row.tokens) // BLOCK) if begins else self.named[index]
+            self.named[index] = max(-(-(self.lengths[index] + TOKENS) // BLOCK), first)
+            rows.append(row)
+            blocks.append(self.blocks[index][first : self.named[index]])
+            counts.append(text.counts[step] if step < len(text.counts) else 0)
+            left.append(text.left_after(step) if step < len(text.counts) else 0)
+            self.progress[index] += 1
+        for index, low, high in prompts:
+            row = self.row(index, high - low, max_nodes=1)
+            row.tokens = self.all_tokens[index][:high]
+            rows.append(row)
+            blocks.append(row.blocks[low // BLOCK : -(-high // BLOCK)])
+            states.append(row.features() if self.width else [])
+        request = request_of(rows, with_features=False, step_id=self._step_id)
+        request.rows["device_hidden"][len(seats) :] = [len(part) for part in states]
+        starts = request.starts.copy()
+        starts[2] = np.cumsum([0, *map(len, blocks)])
+        request = replace(
+            request,
+            starts=starts,
+            block_ids=np.array([block for part in blocks for block in part], np.int32),
+            resident=DeviceStep(self._number, begins, is_last, len(seats), start),
+        )
+        self.memory.prompt_hidden.fill_(torch.nan)
+        for at, state in enumerate(state for part in states for state in part):
+            self.memory.prompt_hidden[start + at] = torch.from_numpy(state)
+        self.commit(seats, counts, left, stamp=stamp)
+        reply = self.drafter.draft(request)
+        # The verifier may write here again.
+        self.memory.prompt_hidden.fill_(torch.nan)
+        found = self.in_memory(len(seats))
+        assert reply.num_rows == len(rows)
+        assert trees_of(reply)[: len(seats)] == found if is_last else (reply.parents == -1).all()
+        return found
 
     def request(self, step: int, *, begins: bool, is_last: bool) -> DraftRequest:
         """Return the request of the next step, with blocks for all tokens that it may commit."""
@@ -192,13 +281,15 @@ class Play:
             assert reply.parents.tolist() == [-1] * len(self.texts)
         return found
 
-    def in_memory(self) -> list[Tree]:
+    def in_memory(self, count: int | None = None) -> list[Tree]:
+        """Return the trees of the first ``count`` seats, by default one for each text."""
         memory = self.memory
         assert int(memory.draft_stamp) == self._number
         sizes = memory.num_nodes.tolist()
         parts = (memory.draft_tokens, memory.draft_parents, memory.draft_scores)
         tokens, parents, scores = (part.cpu().tolist() for part in parts)
-        return [(tokens[i][:n], parents[i][:n], scores[i][:n]) for i, n in enumerate(sizes[: len(self.texts)])]
+        count = len(self.texts) if count is None else count
+        return [(tokens[i][:n], parents[i][:n], scores[i][:n]) for i, n in enumerate(sizes[:count])]
 
     def finale(self) -> list[Tree]:
         """Send two final ordinary requests: texts go on, and one begins with the first's blocks."""
