@@ -304,7 +304,7 @@ class ResidentDraft:
         self._stages.clear()
         self._stage, self._shape = None, None
         count = 1
-        while count <= min(layout.prompt_rows, self._pass_rows):
+        while count <= min(layout.prompt_rows, self._pass_rows, self._target.max_model_len):
             arrays = self._levels.model.upload(scratch_batch(count, self._target))
             self._levels.model.write_prompt(arrays, self._memory.prompt_hidden[:count])
             count *= 2
@@ -529,6 +529,8 @@ class ResidentDraft:
     def _read_ready(self) -> None:
         while self._stage is not None and len(self._stage.journal) and self._stage.journal.is_ready():
             self._read_next()
+        if self._prompts is not None and self._stamps.is_ready():
+            self._check_prompts()
 
     def _read_all(self) -> None:
         while self._stage is not None and len(self._stage.journal):
