@@ -304,7 +304,7 @@ class ResidentDraft:
         self._stages.clear()
         self._stage, self._shape = None, None
         count = 1
-        while count <= min(layout.prompt_rows, self._pass_rows):
+        while count <= min(layout.prompt_rows, self._pass_rows, self._target.max_model_len):
             arrays = self._levels.model.upload(scratch_batch(count, self._target))
             self._levels.model.write_prompt(arrays, self._memory.prompt_hidden[:count])
             count *= 2
@@ -314,12 +314,13 @@ class ResidentDraft:
         num_rows = request.num_rows
         if step is None or not 0 <= step.num_seats <= min(num_rows, layout.seats):
             raise ValueError(f"{num_rows} rows are no step of {layout.seats} sequences")
-        if step.num_seats < num_rows:
-            last = step.prompt_start + int(request.device_hidden[step.num_seats :].sum())
-            if not step.begins or not 0 <= step.prompt_start <= last <= 2 * layout.prompt_rows:
-                raise ValueError(
-                    f"hidden states {step.prompt_start} to {last} of {2 * layout.prompt_rows} are no prompts'"
-                )
+        if step.num_seats == num_rows:
+            return step
+        if not step.begins:
+            raise ValueError("prompt rows in a request that does not name the seats anew")
+        first, last = step.prompt_start, step.prompt_start + int(request.device_hidden[step.num_seats :].sum())
+        if not 0 <= first <= last <= 2 * layout.prompt_rows:
+            raise ValueError(f"hidden states {first} to {last}; there are {2 * layout.prompt_rows}")
         return step
 
     def _begin(self, request: DraftRequest, step: DeviceStep) -> None:
@@ -528,6 +529,8 @@ class ResidentDraft:
     def _read_ready(self) -> None:
         while self._stage is not None and len(self._stage.journal) and self._stage.journal.is_ready():
             self._read_next()
+        if self._prompts is not None and self._stamps.is_ready():
+            self._check_prompts()
 
     def _read_all(self) -> None:
         while self._stage is not None and len(self._stage.journal):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from drafter_svc.device.resident_draft import ResidentDraft
 from drafter_svc.model.drafter import ModelDrafter
 from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
@@ -76,6 +77,10 @@ class Play:
         self.memory = ResidentMemory.over(whole, layout)
         self.order = RecordingOrder()
         drafter.set_resident(self.memory, self.order)
+        passes = drafter._passes
+        assert passes is not None
+        assert isinstance(passes._resident, ResidentDraft)
+        self.resident = passes._resident
         self._step_id = 0
         self._number = 100
         self._generation = 0
@@ -195,53 +200,77 @@ class Play:
             lag: by text, how many tokens the host does not know yet.
             stamp: of the step, if it is another than the expected one.
         """
-        self._number += 1
-        self._step_id += 1
-        start = PROMPT_ROWS * (self._number % 2)
-        rows, blocks, states, counts, left = [], [], [], [], []
-        for index in seats:
-            if index is None:
-                rows.append(Row([], 0, [], slot=-1, generation=0, max_nodes=1, max_depth=1, max_branches=1))
-                blocks.append([])
-                counts.append(0)
-                left.append(0)
-                continue
-            row, text, step = self.row(index, 0), self.texts[index], self.progress[index]
-            row.tokens = row.tokens[: self.lengths[index] - (lag or {}).get(index, 0)]
-            first = -(-len(row.tokens) // BLOCK) if begins else self.named[index]
-            self.named[index] = max(-(-(self.lengths[index] + TOKENS) // BLOCK), first)
-            rows.append(row)
-            blocks.append(self.blocks[index][first : self.named[index]])
-            counts.append(text.counts[step] if step < len(text.counts) else 0)
-            left.append(text.left_after(step) if step < len(text.counts) else 0)
-            self.progress[index] += 1
-        for index, low, high in prompts:
-            row = self.row(index, high - low, max_nodes=1)
-            row.tokens = self.all_tokens[index][:high]
-            rows.append(row)
-            blocks.append(row.blocks[low // BLOCK : -(-high // BLOCK)])
-            states.append(row.features() if self.width else [])
-        request = request_of(rows, with_features=False, step_id=self._step_id)
-        request.rows["device_hidden"][len(seats) :] = [len(part) for part in states]
-        starts = request.starts.copy()
-        starts[2] = np.cumsum([0, *map(len, blocks)])
-        request = replace(
-            request,
-            starts=starts,
-            block_ids=np.array([block for part in blocks for block in part], np.int32),
-            resident=DeviceStep(self._number, begins, is_last, len(seats), start),
-        )
+        request = self.loop_request(seats, prompts=prompts, begins=begins, is_last=is_last, lag=lag)
+        step = request.resident
+        assert step is not None
+        states = [state for row in self._prompt_rows(prompts) if self.width for state in row.features()]
         self.memory.prompt_hidden.fill_(torch.nan)
-        for at, state in enumerate(state for part in states for state in part):
-            self.memory.prompt_hidden[start + at] = torch.from_numpy(state)
+        for at, state in enumerate(states):
+            self.memory.prompt_hidden[step.prompt_start + at] = torch.from_numpy(state)
+        counts, left = [], []
+        for index in seats:
+            # A text that has ended stays in its seat for a while.
+            is_running = index is not None and self.progress[index] < len(self.texts[index].counts)
+            counts.append(self.texts[index].counts[self.progress[index]] if is_running else 0)
+            left.append(self.texts[index].left_after(self.progress[index]) if is_running else 0)
+            if index is not None:
+                self.progress[index] += 1
         self.commit(seats, counts, left, stamp=stamp)
         reply = self.drafter.draft(request)
         # The verifier may write here again.
         self.memory.prompt_hidden.fill_(torch.nan)
         found = self.in_memory(len(seats))
-        assert reply.num_rows == len(rows)
+        assert reply.num_rows == request.num_rows
         assert trees_of(reply)[: len(seats)] == found if is_last else (reply.parents == -1).all()
         return found
+
+    def loop_request(
+        self,
+        seats: Sequence[int | None],
+        *,
+        prompts: Sequence[tuple[int, int, int]] = (),
+        begins: bool = True,
+        is_last: bool = False,
+        lag: Mapping[int, int] | None = None,
+    ) -> DraftRequest:
+        """Return the request that ``loop`` posts."""
+        self._number += 1
+        self._step_id += 1
+        rows, blocks = [], []
+        for index in seats:
+            if index is None:
+                rows.append(Row([], 0, [], slot=-1, generation=0, max_nodes=1, max_depth=1, max_branches=1))
+                blocks.append([])
+                continue
+            row = self.row(index, 0)
+            row.tokens = row.tokens[: self.lengths[index] - (lag or {}).get(index, 0)]
+            first = -(-len(row.tokens) // BLOCK) if begins else self.named[index]
+            self.named[index] = max(-(-(self.lengths[index] + TOKENS) // BLOCK), first)
+            rows.append(row)
+            blocks.append(self.blocks[index][first : self.named[index]])
+        for row in self._prompt_rows(prompts):
+            rows.append(row)
+            blocks.append(row.blocks[(len(row.tokens) - row.new) // BLOCK : -(-len(row.tokens) // BLOCK)])
+        request = request_of(rows, with_features=False, step_id=self._step_id)
+        if self.width:
+            request.rows["device_hidden"][len(seats) :] = [len(row.features()) for row in rows[len(seats) :]]
+        starts = request.starts.copy()
+        starts[2] = np.cumsum([0, *map(len, blocks)])
+        return replace(
+            request,
+            starts=starts,
+            block_ids=np.array([block for part in blocks for block in part], np.int32),
+            resident=DeviceStep(self._number, begins, is_last, len(seats), PROMPT_ROWS * (self._number % 2)),
+        )
+
+    def _prompt_rows(self, prompts: Sequence[tuple[int, int, int]]) -> list[Row]:
+        """Return the rows of prompt chunks, as ordinary requests would send them."""
+        rows = []
+        for index, low, high in prompts:
+            row = self.row(index, high - low, max_nodes=1)
+            row.tokens = self.all_tokens[index][:high]
+            rows.append(row)
+        return rows
 
     def request(self, step: int, *, begins: bool, is_last: bool) -> DraftRequest:
         """Return the request of the next step, with blocks for all tokens that it may commit."""

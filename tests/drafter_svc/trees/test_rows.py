@@ -30,3 +30,38 @@ def test_a_block_that_another_has_claimed_is_not_keyed_for_its_old_owner() -> No
     (sent,) = sent_rows(request_of([heir], with_features=False))
     learnt = rows.learn(sent)
     assert learnt is not None and learnt.valid_end == BLOCK
+
+
+def test_a_sequence_is_dropped_and_its_slots_successor_stays() -> None:
+    rows = DraftRows(target_info(), first_position=0, needs_features=False)
+    for generation in (1, 2):
+        (sent,) = sent_rows(request_of([Row([3, 4], 2, [5], generation=generation)], with_features=False))
+        assert rows.learn(sent) is not None
+    old, new = rows.find(0, 1, 0), rows.find(0, 2, 0)
+    assert old is not None and new is not None
+    rows.drop(old)
+    assert rows.find(0, 1, 0) is None and rows.find(0, 2, 0) is new
+    rows.drop(new)
+    rows.drop(new)
+    assert rows.find(0, 2, 0) is None
+
+
+def test_nobody_goes_on_from_entries_that_were_revoked() -> None:
+    rows = DraftRows(target_info(), first_position=0, needs_features=False)
+    tokens = some_tokens(2 * BLOCK + 1, 2)
+
+    def send(row: Row) -> int:
+        """Return where the row's new entries begin, and revoke those of the first slot."""
+        (sent,) = sent_rows(request_of([row], with_features=False))
+        sequence = rows.learn(sent)
+        assert sequence is not None
+        extension = rows.extend(sent, sequence, len(tokens))
+        assert extension is not None
+        if row.slot == 0:
+            rows.revoke(extension)
+        return extension.start
+
+    assert send(Row(tokens, len(tokens), [5, 6, 7])) == 0
+    assert rows.find(0, 1, 0) is None
+    assert send(Row(tokens, len(tokens), [5, 6, 8], slot=1)) == 0
+    assert send(Row(tokens, len(tokens), [5, 6, 9], slot=2)) == 2 * BLOCK
