@@ -7,6 +7,7 @@ misses are a learned share of that shape's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from verifier_svc.drafters.request import Shape
@@ -117,7 +118,7 @@ class PathAcceptance:
 
     @staticmethod
     def _usual_share(tree: Shape) -> float:
-        return ((tree.nodes - 1) / tree.depth) ** -0.5
+        return math.sqrt(tree.depth / (tree.nodes - 1))
 
     def _change_latest(self, family: Shape) -> None:
         """Learn how the misses of the latest shape compare with those of the one before, then begin with this one."""

@@ -164,8 +164,9 @@ def test_it_explains_why_it_does_not_draft() -> None:
     controller = Controller(BOUNDS, H200.verify_s)
     drive(replace(H200, level_ms=20.0), controller, [Phase(5.0, 16, BAD)])
     figures = controller.explain()
-    assert figures["reason"] in ("drafts_do_not_pay", "probe")
-    assert figures["probes"] == 0 or figures["steps"] > 256
+    assert figures["reason"] == "drafts_do_not_pay"
+    assert figures["shape"] == "1-1-1"
+    assert figures["tokens_per_second"] == figures["plain_tokens_per_second"]
 
 
 def test_candidates() -> None:
