@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.speculation.controller import Controller
@@ -122,7 +123,7 @@ class Run:
 
 def drive(machine: Machine, controller: Controller, phases: Sequence[Phase], seed: int = 0) -> Run:
     """Run a controller through the phases."""
-    rng = random.Random(seed)
+    rng = np.random.default_rng(seed)
     tokens = 0
     shapes: list[Shape] = []
     results: list[tuple[Shape, int, float, int, list[int]]] = []
@@ -145,9 +146,9 @@ def drive(machine: Machine, controller: Controller, phases: Sequence[Phase], see
                 owed_prompts += emitted / phase.output_tokens
                 while owed_prompts >= 1:
                     owed_prompts -= 1
-                    num_prompt_tokens += rng.randint(*PROMPT_TOKENS)
+                    num_prompt_tokens += int(rng.integers(*PROMPT_TOKENS, endpoint=True))
                 seconds += 1e-6 * machine.prompt_us * num_prompt_tokens * _noise(machine, rng)
-            matched = [_matched(machine, shape, phase.chances, rng) for _ in range(phase.batch)]
+            matched = _matched(machine, shape, phase, rng)
             results = [(shape, phase.batch, seconds, num_prompt_tokens, matched)]
             emitted = phase.batch + sum(matched)
             tokens += emitted
@@ -155,21 +156,25 @@ def drive(machine: Machine, controller: Controller, phases: Sequence[Phase], see
     return Run(tokens / sum(phase.seconds for phase in phases), shapes)
 
 
-def _noise(machine: Machine, rng: random.Random) -> float:
+def _noise(machine: Machine, rng: np.random.Generator) -> float:
     """Return a factor of a step's time whose mean is 1."""
-    factor = math.exp(rng.gauss(0, machine.noise) - machine.noise**2 / 2)
+    factor = math.exp(machine.noise * rng.standard_normal() - machine.noise**2 / 2)
     if rng.random() < DISTURBED:
         factor *= rng.uniform(*LONGER)
     return factor / (1 + DISTURBED * (sum(LONGER) / 2 - 1))
 
 
-def _matched(machine: Machine, shape: Shape, chances: Sequence[float], rng: random.Random) -> int:
+def _matched(machine: Machine, shape: Shape, phase: Phase, rng: np.random.Generator) -> list[int]:
+    """Return how many levels held in each row."""
     if shape == NO_DRAFT:
-        return 0
+        return [0] * phase.batch
+    matched: list[int] = []
+    left = phase.batch
     for level in range(shape.depth):
-        if rng.random() >= machine.chance(shape, level, chances):
-            return level
-    return shape.depth
+        held = int(rng.binomial(left, machine.chance(shape, level, phase.chances)))
+        matched += [level] * (left - held)
+        left = held
+    return matched + [shape.depth] * left
 
 
 def _tell(

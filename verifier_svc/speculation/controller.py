@@ -78,12 +78,12 @@ class Controller:
             log: is given all that the controller learns and decides, so that ``replay`` decides the same.
         """
         self.shapes = candidate_shapes(bounds)
-        self.reason = Reason.FIXED if bounds.is_fixed else Reason.FIRST_STEPS
+        self.reason = Reason.FIXED if len(self.shapes) == 1 else Reason.FIRST_STEPS
         self._log = log
         if log is not None:
             log(("bounds", bounds.max_nodes, bounds.num_steps, bounds.branches))
         self._costs = ShapeCosts(verify_s if log is None else LoggedTimes(verify_s, log))
-        self._acceptance = PathAcceptance(bounds.max_depth)
+        self._acceptance = PathAcceptance(max(bounds.max_depth, 1))
         # The shape of the last step, and the one that stands while others are probed.
         self._shape = self._standing = self.shapes[0]
         self._is_fixed = len(self.shapes) == 1
@@ -188,17 +188,25 @@ class Controller:
 
     def _switch(self, rates: Mapping[Shape, float]) -> bool:
         """Change to the fastest shape if that pays; return whether it did."""
-        best = max(self.shapes, key=rates.__getitem__)
-        gain = rates[best] / rates[self._standing] if rates[self._standing] else math.inf
-        least = GAIN_OVER_PLAIN if self._standing == NO_DRAFT else GAIN_OF_PLAIN if best == NO_DRAFT else LEAST_GAIN
         has_stayed = self._num_steps - self._standing_since >= STAY
-        switches = gain >= LARGE_GAIN or (gain >= least and has_stayed)
-        if switches:
-            self._num_switches += 1
-            self._probe_pause = FIRST_PROBE_AFTER
-            self._probe_at = self._num_steps + self._probe_pause
-        self._stand(best if switches else self._standing)
-        return switches
+        # Where the fastest shape is not worth a change, plain decode may be.
+        for shape in (max(self.shapes, key=rates.__getitem__), NO_DRAFT):
+            if rates[shape] >= rates[self._standing] * (self._least_gain(shape) if has_stayed else LARGE_GAIN):
+                break
+        else:
+            self._stand(self._standing)
+            return False
+        self._num_switches += 1
+        self._probe_pause = FIRST_PROBE_AFTER
+        self._probe_at = self._num_steps + self._probe_pause
+        self._stand(shape)
+        return True
+
+    def _least_gain(self, shape: Shape) -> float:
+        """Return how much better this shape must be to take over."""
+        if self._standing == NO_DRAFT:
+            return GAIN_OVER_PLAIN
+        return GAIN_OF_PLAIN if shape == NO_DRAFT else LEAST_GAIN
 
     def _stand(self, shape: Shape, reason: Reason | None = None) -> None:
         if shape != self._standing:

@@ -7,6 +7,7 @@ misses are a learned share of that shape's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from verifier_svc.drafters.request import Shape
@@ -23,9 +24,10 @@ OTHER_TRIALS = 6.0
 STEP_TRIALS = 16.0
 # Steps after which a step's walks weigh 1/e: many for one row, fewer for many.
 LONGEST_MEMORY, SHORTEST_MEMORY, MEMORY_WALKS = 128, 32, 512
-# The same for shapes that were not verified meanwhile, and the trials that are left of them for good.
+# The same for the latest shape while nothing is verified, and the trials that are left of it for good; and for others.
 IDLE_MEMORY = 64
 IDLE_TRIALS = 4.0
+OTHER_MEMORY = 256
 # Misses' worth of trust in what is known of that share.
 SHARE_MISSES = 6.0
 MOST_UNUSUAL = 2.0
@@ -52,10 +54,11 @@ class PathAcceptance:
     def pass_steps(self, num_steps: int, verified: set[Shape]) -> None:
         """Believe what was not verified in the last ``num_steps`` steps less."""
         families = {_family(shape) for shape in verified}
-        keep = (1 - 1 / IDLE_MEMORY) ** num_steps
         for family, counts in self._counts.items():
-            if family not in families:
-                counts.fade(keep, IDLE_TRIALS if family == self._latest else 0.0)
+            if family == self._latest and not families:
+                counts.fade((1 - 1 / IDLE_MEMORY) ** num_steps, IDLE_TRIALS)
+            elif family not in families:
+                counts.fade((1 - 1 / OTHER_MEMORY) ** num_steps, 0.0)
 
     def observe(self, shape: Shape, walks: Walks, num_steps: int, batch: int, *, is_probe: bool = False) -> None:
         """Learn from the walks of ``num_steps`` steps of ``batch`` rows.
@@ -115,7 +118,7 @@ class PathAcceptance:
 
     @staticmethod
     def _usual_share(tree: Shape) -> float:
-        return ((tree.nodes - 1) / tree.depth) ** -0.5
+        return math.sqrt(tree.depth / (tree.nodes - 1))
 
     def _change_latest(self, family: Shape) -> None:
         """Learn how the misses of the latest shape compare with those of the one before, then begin with this one."""

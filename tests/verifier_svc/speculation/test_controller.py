@@ -1,0 +1,181 @@
+"""The controller drafts where that pays, in the shape that pays most, on machines that exist in numbers only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.support.synthetic_machine import H200_MS, Machine, Phase, Run, drive, fixed_speed
+from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
+from verifier_svc.speculation.candidate_shapes import candidate_shapes, chain
+from verifier_svc.speculation.controller import Controller, Reason
+
+GREAT, GOOD, FAIR, BAD = (0.95,), (0.85, 0.8, 0.78, 0.75, 0.72), (0.6, 0.5, 0.45, 0.4), (0.1,)
+BOUNDS = TreeBounds(32)
+H200 = Machine(H200_MS)
+MACHINES = {
+    "quick head": H200,
+    "rows cost": replace(H200, row_us=6.0),
+    "trees hardly better": replace(H200, row_us=1.0, tree_power=-0.15),
+    "slow head": replace(H200, level_ms=1.5, row_us=6.0),
+}
+# Half a minute each: the first steps and the probes of the first minute are the dearest.
+TEXTS = {"great": GREAT, "good": GOOD, "fair": FAIR, "bad": BAD}
+LOADS = {
+    "1": [(30.0, 1, 0)],
+    "16": [(30.0, 16, 192)],
+    "64": [(30.0, 64, 192)],
+    "128 without prompts": [(30.0, 128, 0)],
+    "256": [(30.0, 256, 192)],
+    "1 to 64 to 256 to 1": [(8.0, 1, 0), (8.0, 64, 192), (8.0, 256, 192), (8.0, 1, 0)],
+    "256 to 1 to 256": [(10.0, 256, 0), (10.0, 1, 0), (10.0, 256, 0)],
+    "about 60": [(0.1, batch, 192) for batch in (60, 64, 67, 70, 58, 50, 62, 64)] * 25,
+}
+
+
+def run_of(machine: Machine, phases: list[Phase], *, seed: int = 3, bounds: TreeBounds = BOUNDS) -> Run:
+    return drive(machine, Controller(bounds, machine.verify_s), phases, seed)
+
+
+def ratios(machine: Machine, phases: list[Phase], *, seed: int = 3, bounds: TreeBounds = BOUNDS) -> tuple[float, float]:
+    """Return a controller's speed over plain decode, and over the best fixed shape."""
+    speeds = {shape: fixed_speed(machine, shape, phases) for shape in candidate_shapes(bounds)}
+    speed = run_of(machine, phases, seed=seed, bounds=bounds).speed
+    return speed / speeds[NO_DRAFT], speed / max(speeds.values())
+
+
+CASES = [
+    *((machine, text, load) for machine in ("quick head", "slow head") for text in TEXTS for load in ("16", "256")),
+    *(("rows cost", text, "1 to 64 to 256 to 1") for text in TEXTS),
+    *(("trees hardly better", text, "256 to 1 to 256") for text in TEXTS),
+    ("quick head", "good", "1"),
+    ("quick head", "bad", "1"),
+    ("rows cost", "fair", "64"),
+    ("rows cost", "fair", "128 without prompts"),
+    ("slow head", "good", "about 60"),
+]
+
+
+@pytest.mark.parametrize(("machine", "text", "load"), CASES)
+def test_it_is_never_far_from_plain_decode_or_the_best_shape(machine: str, text: str, load: str) -> None:
+    phases = [Phase(seconds, batch, TEXTS[text], output) for seconds, batch, output in LOADS[load]]
+    over_plain, over_best = ratios(MACHINES[machine], phases)
+    assert over_plain >= 0.98
+    assert over_best >= 0.95
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("texts", [(BAD, GOOD), (GOOD, BAD)])
+def test_it_follows_a_text_that_changes(texts: tuple[tuple[float, ...], tuple[float, ...]], batch: int) -> None:
+    over_plain, over_best = ratios(H200, [Phase(30.0, batch, text) for text in texts])
+    assert over_plain >= 0.98
+    assert over_best >= 0.95
+
+
+@pytest.mark.parametrize("text", ["great", "bad"])
+def test_few_nodes(text: str) -> None:
+    over_plain, over_best = ratios(H200, [Phase(30.0, 4, TEXTS[text])], bounds=TreeBounds(8))
+    assert over_plain >= 0.98
+    assert over_best >= 0.95
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+def test_a_head_that_pays_is_in_use_at_once(batch: int) -> None:
+    for seed in range(3):
+        shapes = run_of(H200, [Phase(5.0, batch, GOOD)], seed=seed).shapes
+        assert shapes[0] != NO_DRAFT
+        assert shapes[32:].count(NO_DRAFT) <= 0.02 * len(shapes)
+
+
+@pytest.mark.parametrize("batch", [1, 16, 64, 256])
+def test_a_head_that_does_not_pay_drafts_in_few_steps(batch: int) -> None:
+    machine = replace(H200, tree_power=0.0)
+    shapes = run_of(machine, [Phase(60.0, batch, (0.02,))]).shapes
+    drafted = [number for number, shape in enumerate(shapes) if shape != NO_DRAFT]
+    assert 0 < len(drafted) <= 0.05 * len(shapes)
+    assert drafted[-1] > len(shapes) / 2, "it is tried again and again"
+
+
+def test_probes_become_rare() -> None:
+    machine = replace(H200, tree_power=0.0)
+    shapes = run_of(machine, [Phase(60.0, 4, (0.02,))]).shapes
+    thirds = [shapes[i * len(shapes) // 3 :][: len(shapes) // 3] for i in range(3)]
+    counts = [sum(shape != NO_DRAFT for shape in third) for third in thirds]
+    assert counts[0] >= counts[1] >= 0.5 * counts[2] > 0
+
+
+def test_it_finds_the_head_again_when_the_load_falls() -> None:
+    shapes = run_of(replace(H200, tree_power=0.0), [Phase(10.0, 256, FAIR), Phase(10.0, 1, FAIR)]).shapes
+    assert shapes[-1] != NO_DRAFT
+    first = next(n for n, shape in enumerate(shapes) if shapes[n:].count(NO_DRAFT) <= 0.05 * len(shapes[n:]) and shape)
+    large = run_of(replace(H200, tree_power=0.0), [Phase(10.0, 256, FAIR)]).shapes
+    assert first <= len(large) + 32
+
+
+def test_fixed_bounds_are_obeyed() -> None:
+    bounds = TreeBounds(8, num_steps=3, branches=4)
+    controller = Controller(bounds, H200.verify_s)
+    run = drive(H200, controller, [Phase(2.0, batch, BAD) for batch in (256, 1)])
+    assert set(run.shapes) == {Shape(8, 3, 4)}
+    assert controller.reason is Reason.FIXED
+
+
+def test_without_room_for_a_draft_it_decodes_plainly() -> None:
+    assert set(run_of(H200, [Phase(1.0, 4, GREAT)], bounds=TreeBounds(1)).shapes) == {NO_DRAFT}
+
+
+def test_more_rows_than_can_run_are_never_asked_for() -> None:
+    most = 512
+
+    def verify_s(num_rows: int) -> float:
+        return H200.verify_s(num_rows) if num_rows <= most else math.inf
+
+    controller = Controller(BOUNDS, verify_s)
+    for batch in (8, 300, 16, 256, 200, 64, 1):
+        run = drive(H200, controller, [Phase(2.0, batch, GREAT)])
+        assert max(shape.nodes for shape in run.shapes) * batch <= most
+
+
+def test_a_step_that_the_controller_did_not_choose_teaches_too() -> None:
+    controller = Controller(BOUNDS, H200.verify_s)
+    for _ in range(100):
+        controller.choose(4)
+        controller.observe_step(chain(1), 4, 0.1)
+        for _ in range(4):
+            controller.observe_walk(chain(1), 0, 1)
+    assert controller.choose(4) == NO_DRAFT
+
+
+def test_it_explains_its_choice() -> None:
+    controller = Controller(BOUNDS, H200.verify_s)
+    drive(H200, controller, [Phase(5.0, 16, GOOD)])
+    figures = controller.explain()
+    assert figures["reason"] == "drafts_pay"
+    shape = controller.choose(16)
+    assert figures["shape"] == f"{shape.depth}-{shape.branches}-{shape.nodes}"
+    expected = fixed_speed(H200, shape, [Phase(1.0, 16, GOOD)])
+    assert figures["tokens_per_second"] == pytest.approx(expected, rel=0.1)
+    assert figures["plain_tokens_per_second"] == pytest.approx(16 / H200.verify_s(16), rel=0.1)
+
+
+def test_it_explains_why_it_does_not_draft() -> None:
+    controller = Controller(BOUNDS, H200.verify_s)
+    drive(replace(H200, level_ms=20.0), controller, [Phase(5.0, 16, BAD)])
+    figures = controller.explain()
+    assert figures["reason"] == "drafts_do_not_pay"
+    assert figures["shape"] == "1-1-1"
+    assert figures["tokens_per_second"] == figures["plain_tokens_per_second"]
+
+
+def test_candidates() -> None:
+    assert candidate_shapes(TreeBounds(1)) == (NO_DRAFT,)
+    assert candidate_shapes(TreeBounds(4)) == (NO_DRAFT, chain(1), chain(2), chain(3))
+    assert candidate_shapes(TreeBounds(64, branches=8))[6:] == (
+        Shape(8, 5, 2),
+        Shape(16, 5, 4),
+        Shape(32, 5, 8),
+        Shape(64, 5, 8),
+    )
+    assert all(shape.branches <= 1 for shape in candidate_shapes(TreeBounds(64, branches=1)))

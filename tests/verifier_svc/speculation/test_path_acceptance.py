@@ -1,0 +1,53 @@
+"""Tokens a step of each shape, from walks."""
+
+from __future__ import annotations
+
+import pytest
+
+from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.speculation.candidate_shapes import chain
+from verifier_svc.speculation.path_acceptance import PathAcceptance
+
+TREE = Shape(16, 3, 4)
+
+
+def test_at_first_drafts_are_believed_to_be_good() -> None:
+    known = PathAcceptance(3)
+    assert known.tokens(NO_DRAFT) == 1.0
+    assert 2.5 < known.tokens(chain(3)) < known.tokens(TREE) < 4.0
+
+
+def test_levels_are_counted_one_by_one() -> None:
+    known = PathAcceptance(3)
+    for _ in range(200):
+        known.observe(chain(3), {(0, 3): 2, (1, 3): 4, (3, 3): 4}, 1, 10)
+    assert known.chances(chain(3)) == pytest.approx([0.8, 0.5, 1.0], abs=0.02)
+    assert known.tokens(chain(2)) == pytest.approx(1 + 0.8 + 0.4, abs=0.03)
+
+
+def test_a_draft_that_ended_says_nothing_of_the_next_level() -> None:
+    known = PathAcceptance(3)
+    for _ in range(200):
+        known.observe(chain(1), {(1, 1): 7, (0, 1): 3}, 1, 10)
+    assert known.chances(chain(3)) == pytest.approx([0.7, 0.7, 0.7], abs=0.02)
+
+
+def test_a_tree_misses_less_until_it_is_measured() -> None:
+    known = PathAcceptance(3)
+    for _ in range(200):
+        known.observe(chain(3), {(0, 3): 5, (3, 3): 5}, 1, 10)
+    assert known.tokens(TREE) > known.tokens(chain(3))
+    for _ in range(100):
+        known.observe(TREE, {(0, 3): 6, (3, 3): 4}, 1, 10)
+    assert known.chances(TREE)[0] == pytest.approx(0.4, abs=0.02)
+    assert known.tokens(TREE) <= known.tokens(chain(3))
+
+
+def test_a_few_walks_are_enough_after_a_pause() -> None:
+    known = PathAcceptance(3)
+    for _ in range(300):
+        known.observe(chain(1), {(0, 1): 1}, 1, 1)
+    known.pass_steps(1000, set())
+    assert known.chances(chain(1))[0] < 0.05, "what was learned holds"
+    known.observe(chain(1), {(1, 1): 12}, 12, 1)
+    assert known.chances(chain(1))[0] > 0.6

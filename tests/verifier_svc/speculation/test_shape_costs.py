@@ -1,0 +1,67 @@
+"""Seconds of steps by shape and batch, learned from steps that prompts and other work disturb."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from verifier_svc.drafters.request import NO_DRAFT
+from verifier_svc.speculation.candidate_shapes import chain
+from verifier_svc.speculation.shape_costs import ShapeCosts
+
+PASS_S = 0.005
+
+
+def costs() -> ShapeCosts:
+    return ShapeCosts(lambda num_rows: PASS_S if num_rows <= 512 else math.inf)
+
+
+def test_before_any_step_a_level_costs_something() -> None:
+    known = costs()
+    assert known.estimate(NO_DRAFT, 8) == PASS_S
+    assert PASS_S < known.estimate(chain(1), 8) < known.estimate(chain(3), 8)
+
+
+def test_other_depths_follow_from_two() -> None:
+    known = costs()
+    for depth in (1, 3):
+        for _ in range(20):
+            known.observe(chain(depth), 8, PASS_S + 0.001 * (1 + depth), 0)
+    assert known.estimate(chain(5), 8) == pytest.approx(PASS_S + 0.006)
+    assert known.estimate(chain(3), 12) == pytest.approx(PASS_S + 0.004), "the batch is not far"
+
+
+def test_one_disturbed_step_moves_little_and_many_are_believed() -> None:
+    known = costs()
+    for seconds in (0.006, 0.006, 0.1, 0.006, 0.006, 0.006, 0.006):
+        known.observe(chain(1), 8, seconds, 0)
+    known.observe(chain(1), 8, 0.1, 0)
+    assert known.estimate(chain(1), 8) == pytest.approx(0.006, rel=0.15)
+    for _ in range(40):
+        known.observe(chain(1), 8, 0.024, 0)
+    assert known.estimate(chain(1), 8) == pytest.approx(0.024, rel=0.15)
+
+
+def test_the_first_step_of_another_shape_is_left_out() -> None:
+    known = costs()
+    known.observe(chain(1), 8, 0.5, 0)
+    assert known.weight(chain(1), 8) == 0
+
+
+def test_prompts_are_taken_off() -> None:
+    known = costs()
+    rng = np.random.default_rng(1)
+    for _ in range(500):
+        num_prompt_tokens = int(rng.integers(100, 900))
+        known.observe(chain(2), 8, 0.008 + 30e-6 * num_prompt_tokens, num_prompt_tokens)
+    assert known.prompt_s(500) == pytest.approx(0.015, rel=0.1)
+    assert known.estimate(chain(2), 8) == pytest.approx(0.008, rel=0.15)
+
+
+def test_what_cannot_run_takes_for_ever() -> None:
+    known = costs()
+    known.observe(chain(1), 512, 0.01, 0)
+    known.observe(chain(1), 512, 0.01, 0)
+    assert known.estimate(chain(1), 512) == math.inf
