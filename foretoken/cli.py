@@ -200,12 +200,17 @@ def _supervise(settings: StackSettings, folder: Path) -> int:
 
     from foretoken import stack
     from foretoken.mps import DRIVER, gpu_clients
+    from foretoken.probes import GatewayProbe
     from foretoken.supervisor import Supervisor
 
     services = _services(settings, folder)
+    (gateway_probe,) = (service.probe for service in services if isinstance(service.probe, GatewayProbe))
     has_gpu = settings.verifier.device != "cpu" and DRIVER.exists()
 
     def announce_ready() -> None:
+        for name, reason in gateway_probe.unattached.items():
+            why = reason or "it is still being attached"
+            say(f"drafter {name} is not attached: {why}; no drafts from it until it is")
         gateway = settings.gateway
         text = stack.ready_text(gateway.served_model_name, gateway.host, gateway.port, gateway.grpc_port, program())
         print(text, flush=True)

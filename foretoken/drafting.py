@@ -63,7 +63,7 @@ class TargetInfo:
     """What a drafter learns about the target when it is attached. ``max_nodes`` includes the root.
 
     ``checkpoint`` is the target's folder as the verifier sees it; a drafter on another host may not
-    see it.
+    see it. ``model_fingerprint`` names the checkpoint's files.
     """
 
     model_fingerprint: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,16 @@ class GatewayProbe:
         self._host = host
         self._port = port
         self.liveness_socket = liveness_socket
+        # By the last answer: drafters that are not attached, and why.
+        self.unattached: dict[str, str] = {}
 
     async def is_ready(self) -> bool:
-        return await http_ok(self._host, self._port, "/ready")
+        answer = await http_answer(self._host, self._port, "/ready")
+        if answer is None or answer[0] != 200:
+            return False
+        drafters = [drafter for verifier in json.loads(answer[1])["verifiers"] for drafter in verifier["drafters"]]
+        self.unattached = {drafter["name"]: drafter["reason"] for drafter in drafters if drafter["state"] != "attached"}
+        return True
 
     async def last_turn(self) -> float | None:
         return await liveness.last_turn(self.liveness_socket, PROBE_TIMEOUT_S)
@@ -75,11 +83,17 @@ class GatewayProbe:
 
 async def http_ok(host: str, port: int, path: str) -> bool:
     """Return whether ``GET path`` is answered with status 200."""
+    answer = await http_answer(host, port, path)
+    return answer is not None and answer[0] == 200
+
+
+async def http_answer(host: str, port: int, path: str) -> tuple[int, bytes] | None:
+    """Return the status and body of the answer to ``GET path``; None if there is none in time."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            return await _http_status(reachable(host), port, path) == 200
+            return await _get(reachable(host), port, path)
     except (OSError, TimeoutError, ValueError):
-        return False
+        return None
 
 
 def reachable(host: str) -> str:
@@ -87,18 +101,18 @@ def reachable(host: str) -> str:
     return _WILDCARDS.get(host, host)
 
 
-async def _http_status(host: str, port: int, path: str) -> int:
-    """Return the status of one request. Raises ValueError if the answer is not HTTP."""
+async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    """Return the status and body of one request. Raises ValueError if the answer is not HTTP."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         name = f"[{host}]" if ":" in host else host
         writer.write(f"GET {path} HTTP/1.1\r\nHost: {name}:{port}\r\nConnection: close\r\n\r\n".encode())
-        status_line = await reader.readline()
+        answer = await reader.read()
     finally:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-    protocol, _, rest = status_line.partition(b" ")
+    protocol, _, rest = answer.partition(b" ")
     if not protocol.startswith(b"HTTP/"):
         raise ValueError("not an HTTP answer")
-    return int(rest[:3])
+    return int(rest[:3]), answer.partition(b"\r\n\r\n")[2]

@@ -39,8 +39,9 @@ MAX_SILENCE_S = 5.0
 MIN_MISSED_HEARTBEATS = 4
 # After this time the supervisor says that a start may take longer.
 SLOW_START_S = 15.0
-# Once all required services are ready, the others have this long to become ready.
-OPTIONAL_READY_S = 30.0
+# Once all required services are ready, the others have this long to become ready. A gateway that
+# is ready has waited for its drafters, so only a probe can be late.
+OPTIONAL_READY_S = 1.5
 # Time for a command that runs before a child is killed.
 BEFORE_KILL_S = 2.0
 # From SIGTERM to SIGKILL of a child that lost its GPU context and can do nothing more.

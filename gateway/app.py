@@ -68,7 +68,11 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
 
     @app.get("/ready", tags=["Operation"])
     async def ready() -> Response:
-        """Return the state of verifiers and drafters; 200 while requests are taken, else 503."""
+        """Return the state of verifiers and drafters; 200 if ready, else 503.
+
+        Ready means that requests are taken and that, since the start, each drafter of the settings
+        has attached or was waited for in vain. Requests are taken during that wait.
+        """
         infos = await core.verifiers.fetch_infos()
         is_ready = core.is_ready and any(infos.values())
         details = {
@@ -108,7 +112,7 @@ def _verifier(address: str, info: VerifierInfo | None) -> dict[str, Any]:
 
 
 def _drafters(info: VerifierInfo | None) -> list[dict[str, Any]]:
-    names = ("name", "algorithm", "transport", "state", "num_attaches")
+    names = ("name", "algorithm", "transport", "state", "reason", "num_attaches")
     drafters = () if info is None else info.drafters
     return [{name: getattr(drafter, name) for name in names} for drafter in drafters]
 

@@ -76,8 +76,8 @@ class GatewayCore:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the gateway would take a new request now."""
-        return self.verifiers.is_up and not self.admission.draining
+        """Whether the gateway takes requests and its verifiers have the drafters that they wait for at a start."""
+        return self.verifiers.is_ready and not self.admission.draining
 
     async def info(self) -> VerifierInfo:
         """Return a verifier's latest figures; right after its start the gateway waits for them.

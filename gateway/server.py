@@ -78,7 +78,7 @@ class Gateway:
                 settings.verifiers,
                 resume_attempts=settings.resume_attempts,
                 wait_s=settings.verifier_wait_s,
-                on_change=lambda is_up: self._health.mark(is_up),
+                on_change=lambda is_ready: self._health.mark(is_ready),
             )
             self.core = GatewayCore(settings, tokenizer, self.verifiers, tracer, settings.admin_key())
             stack.callback(self.core.metrics.close)

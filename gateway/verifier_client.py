@@ -43,12 +43,14 @@ class VerifierClient:
         on_change: Callable[[], Awaitable[None]] | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
-        """``on_change`` is awaited each time ``is_up`` changes."""
+        """``on_change`` is awaited each time ``is_up`` or ``awaits_drafters`` changes."""
         self.address = address
         # Why the session is not up.
         self.reason = "the verifier has not been reached yet"
         # The model's, in the last session; empty before the first.
         self.fingerprint = ""
+        # Whether the verifier, which takes submissions, waits for drafters to attach after its start.
+        self.awaits_drafters = False
         self._on_change = on_change
         self._silence_limit_s = silence_limit_s
         self._routes = SequenceRoutes(self._send_abort)
@@ -168,6 +170,9 @@ class VerifierClient:
             async for response in call:
                 watch.touch()
                 self._room = response.queue_room if response.HasField("queue_room") else None
+                was_awaiting = self.awaits_drafters
+                if response.HasField("heartbeat"):
+                    self.awaits_drafters = response.heartbeat.awaits_drafters
                 if response.HasField("started"):
                     await self.fetch_info()
                     watch.limit_s = self._silence_limit_s
@@ -175,6 +180,8 @@ class VerifierClient:
                     self.fingerprint = response.started.model_fingerprint
                     self._up.set()
                     logger.info("verifier session up", extra={"verifier": self.address})
+                    await self._changed()
+                elif self.awaits_drafters != was_awaiting:
                     await self._changed()
                 if response.draining or any(error.code == UNAVAILABLE for error in response.errors):
                     await self._refuse("the verifier is draining")

@@ -35,7 +35,8 @@ class VerifierPool:
     ) -> None:
         """A new request waits ``wait_s`` for a verifier; a lost one until its deadline.
 
-        ``on_change`` is awaited with ``is_up`` each time a verifier comes or goes.
+        ``on_change`` is awaited with ``is_ready`` each time a verifier comes or goes, or has its
+        drafters.
         """
         self.clients = [
             VerifierClient(address, on_change=self._changed, silence_limit_s=silence_limit_s) for address in addresses
@@ -44,6 +45,10 @@ class VerifierPool:
         self._wait_s = wait_s
         self._on_change = on_change
         self._up = asyncio.Event()
+        # Whether a verifier takes sequences now and, at first, none that does awaits drafters. Once
+        # ready, it depends on no drafter: a verifier that restarts counts as soon as it is up.
+        self.is_ready = False
+        self._has_been_ready = False
         # Oldest first, with the timer that ends each wait.
         self._waiting: dict[ResumableSequence, asyncio.TimerHandle | None] = {}
         self._sequences: set[ResumableSequence] = set()
@@ -200,6 +205,9 @@ class VerifierPool:
             self._up.set()
         else:
             self._up.clear()
+        awaits_drafters = any(client.is_up and client.awaits_drafters for client in self.clients)
+        self.is_ready = self.is_up and (self._has_been_ready or not awaits_drafters)
+        self._has_been_ready |= self.is_ready
         num_waiting = len(self._waiting)
         for sequence in list(self._waiting):
             if sequence in self._waiting:
@@ -207,7 +215,7 @@ class VerifierPool:
         if len(self._waiting) < num_waiting:
             logger.info("sequences go on", extra={"num_sequences": num_waiting - len(self._waiting)})
         if self._on_change is not None:
-            await self._on_change(self.is_up)
+            await self._on_change(self.is_ready)
 
 
 def _fits(client: VerifierClient, binding: Binding) -> bool:

@@ -82,10 +82,12 @@ class SessionStarted(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step_id",)
+    __slots__ = ("step_id", "awaits_drafters")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
-    def __init__(self, step_id: _Optional[int] = ...) -> None: ...
+    awaits_drafters: bool
+    def __init__(self, step_id: _Optional[int] = ..., awaits_drafters: bool = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("request_id", "choice_index", "attempt", "offset", "token_ids", "logprobs", "sources", "prompt_logprobs", "num_cached_tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -36,8 +37,17 @@ class Target(NamedTuple):
     run_ahead: RunAhead | None = None
 
 
-def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend, progress: Progress) -> Target:
+def load_target(
+    settings: VerifierSettings,
+    budget: MemoryPlan,
+    backend: Backend,
+    progress: Progress,
+    on_loaded: Callable[[LoadedTarget], object] = lambda runner: None,
+) -> Target:
     """Load the model and warm it up.
+
+    ``on_loaded`` is called between the two, once nothing is timed on the GPU any more: what it
+    starts may use the device while this compiles kernels.
 
     Raises:
         ConfigError: this machine lacks the numerics or the attention that the settings ask for.
@@ -52,6 +62,7 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
             context_length=settings.context_length,
             progress=progress,
         )
+        on_loaded(runner)
         runner.warm_up(progress)
         _check_numerics(settings, runner)
         return Target(runner, HostWalker(), runner.shared_weights)
@@ -76,6 +87,8 @@ def load_target(settings: VerifierSettings, budget: MemoryPlan, backend: Backend
         context_length=settings.context_length,
         progress=progress,
     )
+    on_device.choose_matmuls(progress)
+    on_loaded(on_device)
     on_device.warm_up(progress, max_nodes=settings.speculative_num_draft_tokens)
     _check_numerics(settings, on_device)
     walker = DeviceWalker(

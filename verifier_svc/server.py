@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import secrets
 import sys
 import threading
 import time
@@ -20,27 +19,26 @@ import uvloop
 from foretoken import rpc
 from foretoken.drafter import Drafter
 from foretoken.drafter_names import check_together
-from foretoken.drafting import TargetInfo
 from foretoken.limits import ModelLimits
 from foretoken.lost_context import exit_if_context_lost
-from foretoken.models.backend import choose_backend, device_name
+from foretoken.models.backend import Backend, choose_backend, device_name
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.tracing import make_tracer
 from protos import verifier_pb2_grpc
-from verifier_svc.assembly import load_target
-from verifier_svc.config import DrafterEndpoint, VerifierSettings
+from verifier_svc.assembly import Target, load_target
+from verifier_svc.config import VerifierSettings
 from verifier_svc.drafters.attachment import AttachmentSettings
+from verifier_svc.drafters.awaited import AwaitedDrafters
+from verifier_svc.drafters.clients import DrafterClients
 from verifier_svc.drafters.corpora import DrafterCorpora
-from verifier_svc.drafters.device_offer import ResidentOffer
-from verifier_svc.drafters.in_process import InProcessClient
 from verifier_svc.drafters.registry import DrafterRegistry
-from verifier_svc.drafters.remote import DrafterClient
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.engine import Engine
 from verifier_svc.info import VerifierInfo
 from verifier_svc.lifecycle import SequenceBounds
 from verifier_svc.model.calibration import measure_step_costs
+from verifier_svc.model.memory_plan import MemoryPlan
 from verifier_svc.model.target import memory_plan
 from verifier_svc.sampling import verify
 from verifier_svc.sampling.grammar import Vocabulary
@@ -99,8 +97,7 @@ class Verifier:
     engine: Engine
     info: VerifierInfo
     grammars: GrammarCompiler
-    # Makes the client of a drafter in another process.
-    make_source: Callable[[DrafterEndpoint], DraftSource]
+    clients: DrafterClients
 
     def close(self) -> None:
         self.grammars.close()
@@ -130,24 +127,28 @@ def build(
     backend = choose_backend(settings.device)
     logger.info("the model's device: %s", device_name(backend))
     budget = memory_plan(settings, backend)
-    target_model = load_target(settings, budget, backend, progress)
-    runner, walker, shared = target_model.runner, target_model.walker, target_model.shared_weights
+    clients = DrafterClients(settings, backend, budget.num_blocks)
+    try:
+        target_model = load_target(settings, budget, backend, progress, clients.start)
+        return _assemble(settings, backend, budget, target_model, clients, placed)
+    except BaseException:
+        clients.close()
+        raise
+
+
+def _assemble(
+    settings: VerifierSettings,
+    backend: Backend,
+    budget: MemoryPlan,
+    target: Target,
+    clients: DrafterClients,
+    in_process_drafters: Mapping[str, Drafter],
+) -> Verifier:
+    """Build an engine around a warmed-up target and the clients of its drafters."""
+    runner, walker = target.runner, target.walker
     verify.warm_up()
     max_nodes = settings.speculative_num_draft_tokens
     limits = ModelLimits(runner.config.vocab_size, runner.max_model_len)
-    epoch = secrets.randbits(63) | 1
-    target = TargetInfo(
-        model_fingerprint=runner.fingerprint,
-        vocab_size=runner.config.vocab_size,
-        max_model_len=runner.max_model_len,
-        max_slots=settings.max_running_requests,
-        max_nodes=max_nodes,
-        hidden_size=runner.config.hidden_size,
-        num_layers=runner.config.num_layers,
-        block_size=settings.block_size,
-        num_blocks=budget.num_blocks,
-        checkpoint=str(settings.model.resolve()),
-    )
     costs = measure_step_costs(
         runner,
         num_tokens=min(runner.max_model_len, budget.num_tokens),
@@ -155,16 +156,7 @@ def build(
         most_rows=max(max_nodes * 2, settings.max_running_requests),
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
-    bounds = TreeBounds(max_nodes, settings.speculative_num_steps, settings.speculative_eagle_topk)
-    resident = ResidentOffer.of_backend(backend, bounds.max_depth, runner.dtype)
-    make_source = partial(DrafterClient, target=target, epoch=epoch, weights=shared, resident=resident)
-    inside = [
-        InProcessClient(name, drafter, target, epoch, weights=runner.target_weights, resident=resident)
-        for name, drafter in placed.items()
-    ]
-    for client in inside:
-        client.start()
-    sources: list[DraftSource] = [*map(make_source, settings.drafters), *inside]
+    sources: list[DraftSource] = [*clients.remote, *clients.attach_inside(in_process_drafters)]
     blocks = BlockManager(budget.num_blocks, settings.block_size, enable_prefix_cache=not settings.disable_radix_cache)
     scheduler = Scheduler(
         blocks,
@@ -176,9 +168,9 @@ def build(
         sources,
         StepCosts(costs),
         AttachmentSettings(
-            epoch, runner.config.vocab_size, settings.block_size, timeout_s=settings.draft_timeout_ms / 1e3
+            clients.epoch, runner.config.vocab_size, settings.block_size, timeout_s=settings.draft_timeout_ms / 1e3
         ),
-        bounds,
+        TreeBounds.of(settings),
         max_batch_size=settings.speculative_max_batch_size,
     )
     eos_ids = frozenset(runner.config.eos_token_ids)
@@ -195,12 +187,12 @@ def build(
         speculator,
         SequenceBounds(runner.max_model_len, eos_ids, token_limit),
         walker=walker,
-        run_ahead=target_model.run_ahead,
+        run_ahead=target.run_ahead,
         model_name=settings.served_model_name,
     )
     grammars = GrammarCompiler(partial(Vocabulary, settings.model, vocab_limit=token_limit, eos_ids=eos_ids))
     info = VerifierInfo(
-        epoch=epoch,
+        epoch=clients.epoch,
         model_name=settings.served_model_name,
         model_fingerprint=runner.fingerprint,
         device=device_name(backend),
@@ -211,7 +203,7 @@ def build(
         max_queue=settings.max_queued_requests,
         speculative_max_batch_size=settings.speculative_max_batch_size,
     )
-    return Verifier(engine, info, grammars, make_source)
+    return Verifier(engine, info, grammars, clients)
 
 
 def run(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] | None = None) -> None:
@@ -252,16 +244,16 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
             sources = [drafter.source for drafter in engine.speculator.drafters]
             corpora = DrafterCorpora(sources, settings.drafters, in_process_drafters or {})
             keeping = asyncio.create_task(corpora.keep())
-            drafters = DrafterRegistry(engine.send, engine.speculator.drafter, verifier.make_source, corpora)
-            service = VerifierService(engine, verifier.info, tracer, corpora, verifier.grammars, drafters)
+            find = engine.speculator.drafter
+            drafters = DrafterRegistry(engine.send, find, verifier.clients.make, corpora)
+            awaited = AwaitedDrafters(find(client.name) for client in verifier.clients.remote)
+            service = VerifierService(engine, verifier.info, tracer, corpora, verifier.grammars, drafters, awaited)
             verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
             # Objects from start-up stay: freeze them, so that a collection during a step has little
             # to scan.
             gc.collect()
             gc.freeze()
             engine.start()
-            for source in sources:
-                source.start()
             await server.start()
             await health.mark(True)
             await _watch(engine, stop)

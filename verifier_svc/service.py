@@ -22,6 +22,7 @@ from foretoken.errors import (
 from foretoken.tracing import Tracer
 from protos import verifier_pb2, verifier_pb2_grpc
 from verifier_svc import events
+from verifier_svc.drafters.awaited import AwaitedDrafters
 from verifier_svc.drafters.corpora import DrafterCorpora
 from verifier_svc.drafters.registry import DrafterRegistry
 from verifier_svc.engine import Engine
@@ -47,18 +48,21 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         corpora: DrafterCorpora | None = None,
         grammars: GrammarCompiler | None = None,
         drafters: DrafterRegistry | None = None,
+        awaited: AwaitedDrafters | None = None,
     ) -> None:
         """
         Args:
             tracer: None: tracing is off.
             grammars: None: refuse sequences with a grammar.
             drafters: None: refuse changes of drafters.
+            awaited: the drafters that readiness waits for; None: it waits for none.
         """
         self._engine = engine
         self._info = info
         self._tracer = tracer
         self._corpora = corpora or DrafterCorpora(())
         self._drafters = drafters
+        self._awaited = awaited or AwaitedDrafters()
         self._submissions = Submissions(engine, info, grammars)
         self._draining = False
         self._closed = False
@@ -185,7 +189,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         return self._info.response(self._engine)
 
     def _heartbeat(self) -> verifier_pb2.Heartbeat:
-        return verifier_pb2.Heartbeat(step_id=self._engine.counters.num_steps)
+        return verifier_pb2.Heartbeat(
+            step_id=self._engine.counters.num_steps, awaits_drafters=self._awaited.is_waiting()
+        )
 
     def _check_alive(self) -> None:
         if not self._engine.is_alive():

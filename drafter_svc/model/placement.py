@@ -64,9 +64,17 @@ class ModelPlacement(NamedTuple):
         return GPU_ENTRY_ROWS if self.is_gpu else ENTRY_ROWS
 
     def compile_kernels(self) -> None:
-        """Compile the kernels of a CPU; those of a GPU are compiled when a verifier attaches."""
+        """Compile the kernels of a CPU.
+
+        Those of a GPU are compiled when a verifier attaches. What needs no target is done now,
+        while the verifier loads: make the GPU's context and import Triton.
+        """
         if not self.is_gpu:
             warm_up(bfloat16=self.dtype == torch.bfloat16)
+            return
+        import drafter_svc.device.growth  # noqa: F401
+
+        torch.zeros(1, device=self.backend.device)
 
     def reads(self, layout: WeightLayout) -> bool:
         """Return whether the kernels can use weights of this layout in place."""

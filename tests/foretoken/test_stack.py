@@ -197,6 +197,31 @@ def test_http_probe_wants_a_200(answer: bytes, ready: bool) -> None:
     assert asyncio.run(scenario()) is ready
 
 
+def test_the_gateway_s_probe_keeps_the_drafters_that_are_not_attached(tmp_path: Path) -> None:
+    drafters = [
+        {"name": "ngram", "state": "attached", "reason": ""},
+        {"name": "head", "state": "broken", "reason": "another target's"},
+    ]
+    body = json.dumps({"status": "ready", "verifiers": [{"drafters": drafters}, {"drafters": []}]}).encode()
+    status = "503 Service Unavailable"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), len(body), body))
+        writer.close()
+
+    async def scenario() -> None:
+        nonlocal status
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            probe = probes.GatewayProbe("0.0.0.0", server.sockets[0].getsockname()[1], tmp_path / "gateway.sock")
+            assert not await probe.is_ready() and probe.unattached == {}
+            status = "200 OK"
+            assert await probe.is_ready() and probe.unattached == {"head": "another target's"}
+
+    asyncio.run(scenario())
+
+
 def test_http_probe_of_a_port_that_nobody_listens_on() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

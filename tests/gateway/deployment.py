@@ -37,12 +37,18 @@ class Deployment:
         self._servers: dict[int, AsyncExitStack] = {}
 
     async def start(
-        self, script: Script, number: int = 0, *, fingerprint: str = "fp", queue_room: int | None = None
+        self,
+        script: Script,
+        number: int = 0,
+        *,
+        fingerprint: str = "fp",
+        queue_room: int | None = None,
+        awaits_drafters: bool = False,
     ) -> ScriptedVerifier:
         """Start a new verifier at address ``number``. With ``queue_room`` it has no heartbeats."""
         verifier = ScriptedVerifier(self.tokenizer.vocab_size)
         verifier.queue_room, verifier.heartbeats = queue_room, queue_room is None
-        verifier.script = script
+        verifier.script, verifier.awaits_drafters = script, awaits_drafters
         verifier.info.model_fingerprint = fingerprint
         stack = self._servers[number] = AsyncExitStack()
         await stack.enter_async_context(serving(verifier, Path(self.settings.verifiers[number].removeprefix("unix:"))))

@@ -119,6 +119,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         # Sent in every message; None: not sent.
         self.queue_room: int | None = None
         self.num_sessions = 0
+        # Sent in every heartbeat, of which a session's first message has one.
+        self.awaits_drafters = False
         self.info = verifier_pb2.GetInfoResponse(
             version="test",
             epoch=1,
@@ -174,7 +176,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         reader = asyncio.create_task(self._read(request_iterator, outgoing.put_nowait))
         self._sessions.append(outgoing)
         started = verifier_pb2.SessionStarted(epoch=self.info.epoch, model_fingerprint=self.info.model_fingerprint)
-        yield verifier_pb2.SessionResponse(started=started, queue_room=self.queue_room)
+        yield verifier_pb2.SessionResponse(started=started, queue_room=self.queue_room, heartbeat=self._heartbeat())
         try:
             while True:
                 try:
@@ -182,12 +184,15 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 except TimeoutError:
                     if not self.heartbeats:
                         continue
-                    response = verifier_pb2.SessionResponse(heartbeat=verifier_pb2.Heartbeat())
+                    response = verifier_pb2.SessionResponse(heartbeat=self._heartbeat())
                 if self.queue_room is not None:
                     response.queue_room = self.queue_room
                 yield response
         finally:
             reader.cancel()
+
+    def _heartbeat(self) -> verifier_pb2.Heartbeat:
+        return verifier_pb2.Heartbeat(awaits_drafters=self.awaits_drafters)
 
     async def _read(
         self,

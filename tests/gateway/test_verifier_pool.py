@@ -6,11 +6,13 @@ import asyncio
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.config import GatewaySettings
+from gateway.grpc_api import SERVICE_NAME
 from gateway.tokenizer import Tokenizer
 from tests.gateway.conftest import events
-from tests.gateway.deployment import TEXT, URL, ask, deployment, joined, playing, silent
+from tests.gateway.deployment import TEXT, URL, Deployment, ask, deployment, joined, playing, silent
 from tests.gateway.scripted_verifier import STOP, Player, steps
 
 pytestmark = pytest.mark.anyio
@@ -28,6 +30,52 @@ async def test_a_new_request_waits_for_a_verifier_and_then_runs(
         await running.start(steps([65], [66], reason=STOP))
         assert (await asked).status_code == 200
         assert running.attempts == [(0, 0, [])]
+
+
+async def is_ready(running: Deployment) -> bool:
+    """Return what /ready says, which the health of the gRPC API must say too."""
+    status = (await running.http.get("/ready")).status_code
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.settings.grpc_port}") as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+    assert (status == 200) == (health.status == health_pb2.HealthCheckResponse.SERVING)
+    return status == 200
+
+
+async def test_a_new_stack_is_ready_when_its_drafters_are_and_serves_before(
+    settings: GatewaySettings, tokenizer: Tokenizer
+) -> None:
+    async with deployment(settings, tokenizer) as running:
+        verifier = await running.start(steps([65], reason=STOP), awaits_drafters=True)
+        assert not await is_ready(running)
+        assert (await ask(running)).status_code == 200
+        verifier.awaits_drafters = False
+        await running.until(lambda: running.gateway.verifiers.is_ready)
+        assert await is_ready(running)
+
+
+async def test_a_stack_that_was_ready_waits_for_no_drafter_when_its_verifier_restarts(
+    settings: GatewaySettings, tokenizer: Tokenizer
+) -> None:
+    async with deployment(settings, tokenizer) as running:
+        await running.start(silent)
+        assert await is_ready(running)
+        await running.kill()
+        assert not await is_ready(running)
+        await running.start(silent, awaits_drafters=True)
+        assert await is_ready(running)
+
+
+async def test_a_stack_of_two_verifiers_waits_for_the_drafters_of_both(
+    settings: GatewaySettings, tokenizer: Tokenizer
+) -> None:
+    async with deployment(settings, tokenizer, num_verifiers=2) as running:
+        slow = await running.start(silent, 0, awaits_drafters=True)
+        await running.start(silent, 1, awaits_drafters=True)
+        running.verifiers[1].awaits_drafters = False
+        await running.until(lambda: not running.gateway.verifiers.clients[1].awaits_drafters)
+        assert not await is_ready(running)
+        slow.awaits_drafters = False
+        await running.until(lambda: running.gateway.verifiers.is_ready)
 
 
 async def test_requests_to_a_gateway_that_has_just_started_wait_too(

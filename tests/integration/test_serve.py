@@ -36,6 +36,9 @@ from tests.integration.stack import (
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with running(checkpoint, tmp_path_factory.mktemp("serve") / "log") as stack:
+        # Ready means that the drafter is attached.
+        (verifier,) = httpx.get(f"{stack.url}/ready", timeout=None, trust_env=False).json()["verifiers"]
+        assert [(drafter["state"], drafter["num_attaches"]) for drafter in verifier["drafters"]] == [("attached", 1)]
         yield stack
 
 

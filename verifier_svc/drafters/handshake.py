@@ -23,8 +23,8 @@ from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.interrupts import Interrupts
 from verifier_svc.drafters.stream import StreamTransport
 
-# A drafter may load a model at attach.
-ATTACH_TIMEOUT_S = 60.0
+# A drafter may load a model at attach, and on a GPU compile all kernels for it.
+ATTACH_TIMEOUT_S = 300.0
 PROBE_TIMEOUT_S = 5.0
 
 

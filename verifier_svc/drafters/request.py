@@ -11,6 +11,7 @@ import numpy as np
 from foretoken.drafting import ROW_DTYPE, DraftRequest, starts_of
 from foretoken.models.device_batch import bucket, seq_bucket
 from foretoken.sampling import MIN_TEMPERATURE, SamplingParams
+from verifier_svc.config import VerifierSettings
 from verifier_svc.scheduling.hidden_states import HiddenSlice, joined
 from verifier_svc.scheduling.sequence import Sequence
 
@@ -47,6 +48,13 @@ class TreeBounds:
     max_nodes: int
     num_steps: int = 0
     branches: int = DEFAULT_BRANCHES
+
+    @staticmethod
+    def of(settings: VerifierSettings) -> TreeBounds:
+        """Return the bounds that the settings give."""
+        return TreeBounds(
+            settings.speculative_num_draft_tokens, settings.speculative_num_steps, settings.speculative_eagle_topk
+        )
 
     @property
     def is_fixed(self) -> bool:

@@ -138,8 +138,18 @@ class DeviceRunner(TargetModel):
         """Time the matmul kernels and use the fastest. ``path``: a file that keeps the choices."""
         self._model.tune(path)
 
+    def choose_matmuls(self, progress: Progress = silent) -> None:
+        """Use the fastest matmuls, timed unless an earlier start kept the times; call it before ``warm_up``.
+
+        Strict numerics leave no choice. Nothing else should use the GPU meanwhile.
+        """
+        if self._device.type == "cuda" and not self._strict:
+            progress(0, 1, "timing matmuls")
+            self.tune(choices_file())
+            progress(1, 1, "timing matmuls")
+
     def warm_up(self, progress: Progress = silent, *, max_nodes: int = 1) -> None:
-        """Choose matmuls and compile the kernels of prompts and trees before the first request.
+        """Compile the kernels of prompts and trees before the first request.
 
         If strict numerics are wanted, it also checks them and sets ``mode``. It writes noise to the
         cache.
@@ -147,10 +157,6 @@ class DeviceRunner(TargetModel):
         ``max_nodes``: most nodes of one tree.
         """
         start = time.perf_counter()
-        if self._device.type == "cuda" and not self._strict:
-            progress(0, 1, "timing matmuls")
-            self.tune(choices_file())
-            progress(1, 1, "timing matmuls")
         room = min(self.max_model_len, self.cache.num_slots - self.block_size, self._most_rows)
         # Attention has a kernel for each tile size, which grows with the rows, for splits, and for
         # small tiles after a long context; there, few rows use the kernel of a single row. Matmuls,

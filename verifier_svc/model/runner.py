@@ -92,7 +92,7 @@ class TargetModel:
             # The hash covers the tokenizer, which decides the ids that may be sampled or fit a
             # grammar.
             tokenizer = [file for file in (path / "tokenizer.json",) if file.is_file()]
-            self._checkpoint_hash = hash_files([path / "config.json", *tokenizer, *checkpoint.files])
+            self.checkpoint_hash = hash_files([path / "config.json", *tokenizer, *checkpoint.files])
         self.weights_bytes = self.weights.num_bytes
         # Before the cache exists, since this briefly holds embedding and head twice.
         self._share_weights(backend)
@@ -139,7 +139,7 @@ class TargetModel:
         mode: str = self.mode
         if mode == "strict" and self._backend.kernels == "gpu":
             mode = f"strict in GPU kernels on {device_name(self._backend)}"
-        content = f"{self._checkpoint_hash} {dtype} {mode} {SAMPLER_VERSION} {LLGUIDANCE_VERSION}"
+        content = f"{self.checkpoint_hash} {dtype} {mode} {SAMPLER_VERSION} {LLGUIDANCE_VERSION}"
         return hashlib.sha256(content.encode()).hexdigest()
 
     def set_mode(self, independent: bool, seconds: float) -> None:

@@ -37,6 +37,7 @@ class LoadedTarget(TargetRunner, Protocol):
     mode: Literal["strict", "fast"]
     target_weights: TargetWeights
     shared_weights: SharedWeights | None
+    checkpoint_hash: str
 
     @property
     def fingerprint(self) -> str: ...

@@ -1,0 +1,60 @@
+"""What a new verifier's readiness waits for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from verifier_svc.drafters.awaited import MAX_AWAIT_S, AwaitedDrafters
+from verifier_svc.drafters.handle import DrafterHandle
+
+
+def drafter(name: str, *, num_attaches: int = 0) -> DrafterHandle:
+    """Return a handle's figures."""
+    return cast(
+        "DrafterHandle",
+        SimpleNamespace(name=name, num_attaches=num_attaches, is_detached=False, reason="nobody listens there"),
+    )
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_drafter_is_awaited_until_its_first_attachment() -> None:
+    head, ngram = drafter("head"), drafter("ngram", num_attaches=1)
+    awaited = AwaitedDrafters([head, ngram], Clock())
+    assert awaited.is_waiting()
+    head.num_attaches = 1  # type: ignore[misc]
+    assert not awaited.is_waiting()
+    # What a replaced source forgets does not matter.
+    head.num_attaches = 0  # type: ignore[misc]
+    assert not awaited.is_waiting()
+
+
+def test_one_that_the_operator_takes_away_is_awaited_no_longer() -> None:
+    head = drafter("head")
+    awaited = AwaitedDrafters([head], Clock())
+    assert awaited.is_waiting()
+    head.is_detached = True
+    assert not awaited.is_waiting()
+
+
+def test_one_that_does_not_come_is_named_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    awaited = AwaitedDrafters([drafter("head"), drafter("ngram", num_attaches=1)], clock)
+    clock.now += MAX_AWAIT_S - 0.1
+    assert awaited.is_waiting() and not caplog.messages
+    clock.now += 0.1
+    assert not awaited.is_waiting() and not awaited.is_waiting()
+    assert caplog.messages == ["drafter head has not attached within 30 s: nobody listens there; ready without it"]
+
+
+def test_a_verifier_without_drafters_waits_for_none() -> None:
+    assert not AwaitedDrafters().is_waiting()
