@@ -38,11 +38,17 @@ class Flag:
     # Shown as the default, for a field whose default does not say what happens.
     unset: str = ""
     env: str | None = None
+    # What the flag takes for 0, for a number that the program chooses if it is 0.
+    zero: str = ""
     # Names that the flag accepts in any case, for a field that converts some of them.
     choices: tuple[str, ...] = ()
     hidden: bool = False
     # Always the first of a service's flags: it distinguishes processes of one kind.
     leads: bool = False
+
+
+# Of a whole number that the program chooses if it is 0.
+AUTO = Flag(unset="auto", zero="auto")
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class GatewaySettings(ServedModelSettings):
     )
     # Over all protocols.
     max_concurrent_requests: int = Field(
-        default=512,
+        default=4096,
         ge=1,
         le=65536,
         description="Requests that run or wait in one gateway process; one more gets 429.",

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from foretoken.address import Address
 from foretoken.common_settings import ComputeSettings, ListenAddress, ServedModelSettings
-from foretoken.config import Flag, Settings, flag_of
+from foretoken.config import AUTO, Flag, Settings, flag_of
 from foretoken.drafter_names import DrafterName
 from foretoken.errors import ConfigError
 from foretoken.limits import MAX_DRAFT_TOKENS
@@ -56,11 +56,19 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
     disable_overlap_schedule: bool = Field(
         default=False, description="On a GPU, launch a step only after the host has read the last one."
     )
-    max_running_requests: int = Field(default=64, ge=1, le=1024, description="Sequences that run at once.")
-    max_queued_requests: int = Field(
-        default=256, ge=1, le=65536, description="Requests that may wait; one more gets 429."
+    # verifier_svc.model.sizes puts a number in place of 0.
+    max_running_requests: Annotated[int, AUTO] = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Sequences that run at once. auto: 64 on a CPU; on a GPU up to 512, by its memory.",
     )
-    chunked_prefill_size: int = Field(default=512, ge=1, le=65536, description="Prompt tokens of one step.")
+    max_queued_requests: int = Field(
+        default=2048, ge=1, le=65536, description="Requests that may wait; one more gets 429."
+    )
+    chunked_prefill_size: Annotated[int, AUTO] = Field(
+        default=0, ge=0, le=65536, description="Prompt tokens of one step. auto: 512 on a CPU, 2048 on a GPU."
+    )
     disable_radix_cache: bool = Field(default=False, description="Use no prefix cache: compute every prompt in full.")
     speculative_num_draft_tokens: int = Field(
         default=8, ge=1, le=MAX_DRAFT_TOKENS.high + 1, description="Most nodes of one draft tree, including the root."

@@ -39,6 +39,7 @@ from verifier_svc.info import VerifierInfo
 from verifier_svc.lifecycle import SequenceBounds
 from verifier_svc.model.calibration import measure_step_costs
 from verifier_svc.model.memory_plan import MemoryPlan
+from verifier_svc.model.sizes import with_sizes
 from verifier_svc.model.target import memory_plan
 from verifier_svc.sampling import verify
 from verifier_svc.sampling.grammar import Vocabulary
@@ -87,7 +88,7 @@ class ProgressLines:
 def plan(settings: VerifierSettings) -> str:
     """Return the memory plan as text, for ``--dry-run``. Raises ConfigError or CheckpointError."""
     backend = choose_backend(settings.device)
-    return f"{memory_plan(settings, backend)}\n  device     {device_name(backend)}"
+    return f"{memory_plan(with_sizes(settings, backend), backend)}\n  device     {device_name(backend)}"
 
 
 @dataclass(slots=True)
@@ -126,6 +127,7 @@ def build(
     progress = progress or ProgressLines()
     backend = choose_backend(settings.device)
     logger.info("the model's device: %s", device_name(backend))
+    settings = with_sizes(settings, backend)
     budget = memory_plan(settings, backend)
     clients = DrafterClients(settings, backend, budget.num_blocks)
     try:

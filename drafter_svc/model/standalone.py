@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from foretoken.models.device_llama import DeviceLlama
     from foretoken.models.target_weights import TargetWeights
 
-# Most tokens that one request prefills, besides a few for each row: as many as a verifier's default
-# prefill chunk, so that the drafter keeps pace and no step waits for a whole prompt.
+# Most tokens that one request prefills, besides a few for each row: as many as a prefill chunk of a
+# verifier on a CPU, so that the drafter keeps pace and no step waits for a whole prompt.
 PREFILL_TOKENS = 512
 
 

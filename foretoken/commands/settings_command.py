@@ -88,6 +88,19 @@ class _Capitals(click.Choice[str]):
         return super().convert(value.upper() if value.upper() in self.choices else value, param, ctx)
 
 
+class _NumberOrWord(click.types.IntParamType):
+    """A whole number, or a word that stands for 0."""
+
+    def __init__(self, word: str) -> None:
+        self._word = word
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return 0 if value == self._word else super().convert(value, param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"INTEGER|{self._word}"
+
+
 def _parameter(name: str, setting: Setting) -> click.Parameter:
     shown, kind = setting.shown, setting.type
     kind_of_value: click.ParamType[Any, Any] = _TYPES.get(kind, click.STRING)
@@ -95,6 +108,8 @@ def _parameter(name: str, setting: Setting) -> click.Parameter:
         kind_of_value = _Capitals(shown.choices)
     elif get_origin(kind) is Literal:
         kind_of_value = click.Choice(get_args(kind))
+    elif shown.zero:
+        kind_of_value = _NumberOrWord(shown.zero)
     text = setting.field.description
     if setting.is_argument:
         return click.Argument([name], metavar=setting.flag, required=setting.is_required, help=text)

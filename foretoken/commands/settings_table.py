@@ -59,7 +59,8 @@ def _values(setting: Setting) -> str:
     choices = setting.shown.choices or (get_args(kind) if get_origin(kind) is Literal else ())
     numbers = {int: "whole number", float: "number"}
     if kind in numbers:
-        return " ".join((numbers[kind], setting.bounds)).strip()
+        word = f"{setting.shown.zero} or " if setting.shown.zero else ""
+        return word + " ".join((numbers[kind], setting.bounds)).strip()
     if kind is bool:
         return "off, on"
     return ", ".join(choices) or (setting.shown.metavar or "text").replace("|", "\\|")

@@ -84,6 +84,27 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
     assert verifier.address.startswith("unix:/") and verifier.address != drafter.address
 
 
+def test_auto_stands_for_a_number_that_the_verifier_chooses(
+    tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('chunked-prefill-size = "auto"')
+    serve(str(tmp_path), "--max-running-requests", "auto", "--config", str(file))
+    invoke(*words(supervised["verifier"]))
+    verifier, _ = served["verifier"]
+    assert (verifier.max_running_requests, verifier.chunked_prefill_size) == (0, 0)
+    assert "'many' is not a valid integer" in foretoken("serve", str(tmp_path), "--max-running-requests", "many").stderr
+
+
+def test_queues_hold_a_load_test() -> None:
+    """Two thousand requests at once are none too many for a gateway and its verifier."""
+    fields = (
+        GatewaySettings.model_fields["max_concurrent_requests"],
+        VerifierSettings.model_fields["max_queued_requests"],
+    )
+    assert all(field.default >= 2048 for field in fields)
+
+
 def test_telemetry_and_workers_reach_their_services(
     tmp_path: Path,
     served: dict[str, tuple[Any, ...]],

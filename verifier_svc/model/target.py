@@ -24,6 +24,8 @@ from verifier_svc.model.target_runner import TargetRunner
 _MAX_RERUN = 4
 # Most layers whose hidden states are captured for drafters: EAGLE-3 takes three.
 _CAPTURED = 4
+# Bytes of the sampler's workspace for one row: the candidates of top-k and top-p.
+_SAMPLER_ROW_BYTES = 33 << 10
 # Bytes for CUDA's context and libraries, and for captured graphs.
 _FIXED_GPU_BYTES = 2 << 30
 
@@ -44,7 +46,10 @@ class LoadedTarget(TargetRunner, Protocol):
 
 
 def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
-    """Return the memory plan without loading weights. Raises ConfigError or CheckpointError."""
+    """Return the memory plan without loading weights. Raises ConfigError or CheckpointError.
+
+    ``settings``: with sizes in place of ``auto`` (verifier_svc.model.sizes), here and below.
+    """
     if backend.kernels == "cpu":
         refuse_gpu_flags(settings)
     config = load_config(settings.model)
@@ -87,5 +92,6 @@ def _buffers_bytes(settings: VerifierSettings, config: ModelConfig, element: tor
     queries = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widths = config.hidden_size * (2 + _CAPTURED) + queries + config.hidden_size + 3 * config.intermediate_size
     logits = 4 * config.vocab_size
+    # For each token an int32 count, and whether it was seen.
     penalties = settings.max_running_requests * config.vocab_size * 5
-    return rows * (widths * element.itemsize + logits) + penalties + _FIXED_GPU_BYTES
+    return rows * (widths * element.itemsize + logits + _SAMPLER_ROW_BYTES) + penalties + _FIXED_GPU_BYTES

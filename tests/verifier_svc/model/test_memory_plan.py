@@ -10,6 +10,7 @@ from foretoken.errors import ConfigError
 from foretoken.models.backend import CPU
 from verifier_svc.config import VerifierSettings
 from verifier_svc.model.memory_plan import make_plan
+from verifier_svc.model.sizes import with_sizes
 from verifier_svc.model.target import memory_plan
 from verifier_svc.server import ProgressLines
 
@@ -21,7 +22,7 @@ def settings(**fields: int) -> VerifierSettings:
 
 
 def test_the_demo_fits_and_says_where_memory_goes() -> None:
-    plan = memory_plan(settings(), CPU)
+    plan = memory_plan(with_sizes(settings(), CPU), CPU)
     assert plan.max_model_len == 2048
     assert plan.num_blocks * plan.block_size >= 2048
     text = str(plan)
