@@ -97,7 +97,10 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
         description="For benchmarks only: a step with a draft emits this many tokens on average, without meaning.",
     )
     draft_timeout_ms: int = Field(
-        default=200, ge=1, le=60_000, description="Milliseconds that a step waits for a draft."
+        default=200,
+        ge=1,
+        le=60_000,
+        description="Milliseconds that a step waits for a draft at least; otherwise four times what drafts have cost.",
     )
 
     @field_validator("simulate_accept_length")

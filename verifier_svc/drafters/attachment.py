@@ -15,6 +15,7 @@ from typing import NamedTuple
 from foretoken.drafting import DeviceStep, DraftBatch, DrafterNeeds, DraftRequest
 from foretoken.transports.transport import DraftTransport, TransportClosedError
 from verifier_svc.drafters.counters import DrafterCounters
+from verifier_svc.drafters.deadline import Deadline
 from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
 from verifier_svc.drafters.final_updates import FinalUpdates
 from verifier_svc.drafters.request import NO_DRAFT, RequestKind, Row, request_of
@@ -33,7 +34,7 @@ class AttachmentSettings(NamedTuple):
 
     Attributes:
         epoch: the verifier's.
-        timeout_s: the longest wait for a draft.
+        timeout_s: the shortest deadline of a draft.
         clock: seconds, by which waits are measured.
     """
 
@@ -69,6 +70,14 @@ class Posted(NamedTuple):
         return max(row.shape.depth for row in self.rows)
 
 
+class LateDraft(NamedTuple):
+    """A draft that missed its deadline, by its depth and rows, and when it was asked for."""
+
+    depth: int
+    num_rows: int
+    since: float
+
+
 class Attachment:
     """Used by the engine thread alone.
 
@@ -96,6 +105,10 @@ class Attachment:
         self._counters = counters
         self._settings = settings
         self._first_waits = FirstWaits(record.budget)
+        self._deadline = Deadline(settings.timeout_s, record.times)
+        # An excused one that the drafter still works on, and when it was last seen to do so.
+        self._late: LateDraft | None = None
+        self._busy_at = 0.0
         self._feed: ResidentFeed | None = None
         self._step_id = 0
         self._posted: Posted | None = None
@@ -130,10 +143,13 @@ class Attachment:
         now = self._settings.clock()
         if is_idle:
             self._catching_up_since = None
-        elif now - self._catching_up_since > CATCH_UP_TIMEOUTS * self._settings.timeout_s:
+            self._learn_from_late()
+            return False
+        self._busy_at = now
+        if now - self._catching_up_since > CATCH_UP_TIMEOUTS * self._settings.timeout_s:
             self._catching_up_since = now
             self._record.source.report_failure(self._settings.late_reason)
-        return not is_idle
+        return True
 
     def has_answered(self) -> bool:
         """Return whether the drafter has answered everything; until then it may still read what it was sent."""
@@ -147,6 +163,32 @@ class Attachment:
         """Ask a late model nothing until it has answered: it may be capturing graphs for a batch that is new to it."""
         if self.needs.blocks and self._catching_up_since is None:
             self._catching_up_since = self._settings.clock()
+
+    def deadline_s(self, depth: int, num_rows: int) -> float:
+        """Return how long to wait for drafts of ``num_rows`` rows with at most ``depth`` edges."""
+        return self._deadline.seconds(depth, num_rows)
+
+    def miss(self, depth: int, num_rows: int, since: float, *, is_first: bool = False) -> None:
+        """Record that such a draft, asked for at ``since``, missed its deadline.
+
+        A model's miss that load alone may explain is no failure: the model is asked nothing until it has answered, and
+        reported if it never does. ``is_first``: the request may have captured graphs, so it says nothing of the cost.
+        """
+        now = self._settings.clock()
+        self.leave_alone()
+        if self.needs.blocks and (is_first or self._deadline.is_excused(depth, num_rows)):
+            self._late = None if is_first else LateDraft(depth, num_rows, since)
+            self._busy_at = now
+            return
+        self._record.budget.time_out(now)
+        seconds = self.deadline_s(depth, num_rows)
+        self._record.source.report_failure(f"no sound draft within {seconds * 1e3:.0f} ms")
+
+    def _learn_from_late(self) -> None:
+        """Learn what a late draft cost at least, so that the next one has time enough."""
+        late, self._late = self._late, None
+        if late is not None:
+            self._record.times.observe(late.depth, late.num_rows, self._busy_at - late.since)
 
     def finish(self, sequence: Sequence, captured: tuple[int, ...]) -> None:
         """Queue the final update of a sequence that is about to give its batch slot back."""
@@ -268,7 +310,7 @@ class Attachment:
         clock, record = self._settings.clock, self._record
         began = clock()
         try:
-            batch = self.transport.receive(self._settings.timeout_s)
+            batch = self.transport.receive(self.deadline_s(posted.depth, posted.num_drafted))
         except TransportClosedError as error:
             record.source.report_failure(str(error))
             return None
@@ -282,9 +324,7 @@ class Attachment:
         self._counters.num_awaited += 1
         self._counters.wait_seconds += now - began
         if batch is None:
-            record.budget.time_out(now)
-            self.leave_alone()
-            record.source.report_failure(self._settings.late_reason)
+            self.miss(posted.depth, posted.num_drafted, began, is_first=is_first)
         else:
             if not is_first:
                 record.times.observe(posted.depth, posted.num_drafted, now - began)

@@ -139,6 +139,16 @@ class DraftTimes:
         more = min(self._lines, default=None)
         return 0.0 if more is None else self._lines[more].estimate(depth) / 2 ** (more - exponent)
 
+    def most(self, depth: int, num_rows: int) -> float | None:
+        """Return the most seconds that measured waits allow for such drafts; None before the first wait.
+
+        Unlike the estimate it does not fade. Numbers of rows and depths that were never waited for count as slow as
+        they can be: in proportion to fewer rows, and to a shallower tree.
+        """
+        exponent = _exponent(num_rows)
+        bounds = (line.most(depth) * 2 ** max(exponent - known, 0) for known, line in self._lines.items())
+        return min(bounds, default=None)
+
 
 class _Line:
     """A line over the depth, in which older waits fade."""
@@ -150,9 +160,11 @@ class _Line:
         self._mean_s = 0.0
         self._depth_variance = 0.0
         self._covariance = 0.0
+        self._deepest = 1
 
     def observe(self, depth: int, seconds: float) -> None:
         self.belief = 1.0
+        self._deepest = max(self._deepest, depth)
         if self._weight:
             seconds = min(seconds, 3 * max(self.estimate(depth), 1e-5))
         share = max(SMOOTHING, 1 / (self._weight + 1))
@@ -164,8 +176,15 @@ class _Line:
         self._covariance = (1 - share) * (self._covariance + share * depth_off * seconds_off)
 
     def estimate(self, depth: int) -> float:
+        return self.belief * self._seconds(depth)
+
+    def most(self, depth: int) -> float:
+        measured = min(depth, self._deepest)
+        return self._seconds(measured) * depth / measured
+
+    def _seconds(self, depth: int) -> float:
         slope = max(self._covariance / self._depth_variance, 0.0) if self._depth_variance > 1e-3 else 0.0
-        return self.belief * max(self._mean_s + slope * (depth - self._mean_depth), 0.0)
+        return max(self._mean_s + slope * (depth - self._mean_depth), 0.0)
 
 
 def _exponent(num_rows: int) -> int:

@@ -290,7 +290,6 @@ def test_a_model_that_was_late_is_asked_again_once_it_has_answered(monkeypatch: 
     monkeypatch.setattr(InProcessTransport, "is_idle", lambda _: next(looks, True))
     run = harness(HeadLike())
     failures: list[str] = []
-    # One failure detaches nobody.
     run.sources[0].report_failure = failures.append  # type: ignore[method-assign]
     key = run.submit(ask([1, 2, 3, 1, 2]))
     receives: list[int] = []
@@ -300,4 +299,4 @@ def test_a_model_that_was_late_is_asked_again_once_it_has_answered(monkeypatch: 
     first = receives.index(1)
     assert receives[first : first + 5] == [1] * 5, "nobody waits while it is busy"
     assert receives[first + 5] == 2, "then it is asked again"
-    assert len(failures) == 1
+    assert not failures, "nothing is known of its cost: load may explain the wait"
