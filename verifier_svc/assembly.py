@@ -42,7 +42,7 @@ def load_target(
     budget: MemoryPlan,
     backend: Backend,
     progress: Progress,
-    on_loaded: Callable[[LoadedTarget], None],
+    on_loaded: Callable[[LoadedTarget], object] = lambda runner: None,
 ) -> Target:
     """Load the model and warm it up.
 

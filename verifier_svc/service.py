@@ -190,7 +190,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 
     def _heartbeat(self) -> verifier_pb2.Heartbeat:
         return verifier_pb2.Heartbeat(
-            step_id=self._engine.counters.num_steps, awaits_drafters=self._awaited.is_waiting() or not self._engine.is_prepared
+            step_id=self._engine.counters.num_steps,
+            awaits_drafters=self._awaited.is_waiting() or not self._engine.is_prepared,
         )
 
     def _check_alive(self) -> None:

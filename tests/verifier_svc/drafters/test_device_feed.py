@@ -25,6 +25,7 @@ from tests.verifier_svc.drafters.test_device_offer import EPOCH, LAYOUT, LONG_S,
 from verifier_svc import overlap as run_ahead
 from verifier_svc.drafters import attachment as attachments
 from verifier_svc.drafters.attachment import AttachmentSettings
+from verifier_svc.drafters.deadline import Deadline
 from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import Row, Shape
@@ -403,14 +404,14 @@ def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: P
         for place in (2, 9):
             assert post(place) == (True, expected(place))
         stop()
-        attachment._settings = settings._replace(timeout_s=0.05)
+        patient, attachment._deadline = attachment._deadline, Deadline(0.05, handle.record.times)
         assert post(4) == (True, [])
         results = memory.results.clone()
         assert post(6) == (False, [])
         assert torch.equal(memory.results, results) and int(memory.stamp) == 3
         os.kill(process.pid, signal.SIGCONT)
         until(transport.is_idle)
-        attachment._settings = settings
+        attachment._deadline = patient
         assert post(8) == (True, expected(8)) and int(memory.stamp) == 4
         stop()
         threading.Timer(0.2, process.kill).start()
