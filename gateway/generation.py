@@ -343,9 +343,10 @@ class Generation:
         for output in self.outputs:
             while output.finished is None:
                 self._raise_failure()
+                self._changed.clear()
                 self._news.clear()
                 await self._news.wait()
-        self._changed = {}
+        self._changed.clear()
         return [output.take() for output in self.outputs]
 
     def disconnect(self) -> None:
