@@ -185,7 +185,9 @@ def running_gateway(model: Path, verifier: str) -> Iterator[tuple[Address, psuti
     command = [sys.executable, "-P", "-m", "foretoken", "gateway", str(model), "--verifier", verifier]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), "--gateway-workers", "1"]
     command += ["--served-model-name", "bench", "--log-level", "warning"]
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    # -P leaves out the working folder: foretoken need not be installed.
+    paths = os.pathsep.join(filter(None, (str(environment.ROOT), os.environ.get("PYTHONPATH"))))
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths})
     address = Address("127.0.0.1", port)
     try:
         deadline = time.monotonic() + READY_TIMEOUT_S
