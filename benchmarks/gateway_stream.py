@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -40,6 +40,8 @@ from benchmarks.stack import POLL_S, READY_TIMEOUT_S, StackError, free_ports
 from foretoken import rpc
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 
+InfoContext: TypeAlias = "grpc.aio.ServicerContext[verifier_pb2.GetInfoRequest, verifier_pb2.GetInfoResponse]"
+SessionContext: TypeAlias = "grpc.aio.ServicerContext[verifier_pb2.SessionRequest, verifier_pb2.SessionResponse]"
 DEMO = environment.ROOT / "models" / "demo" / "target"
 MAX_MODEL_LEN = 1 << 20
 CLIENT_TIMEOUT_S = 60.0
@@ -98,13 +100,11 @@ class SteadyVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             max_model_len=MAX_MODEL_LEN,
         )
 
-    async def GetInfo(
-        self, request: verifier_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
-    ) -> verifier_pb2.GetInfoResponse:
+    async def GetInfo(self, request: verifier_pb2.GetInfoRequest, context: InfoContext) -> verifier_pb2.GetInfoResponse:
         return self._info
 
     async def Session(
-        self, request_iterator: AsyncIterator[verifier_pb2.SessionRequest], context: grpc.aio.ServicerContext
+        self, request_iterator: AsyncIterator[verifier_pb2.SessionRequest], context: SessionContext
     ) -> AsyncGenerator[verifier_pb2.SessionResponse, None]:
         reader = asyncio.create_task(self._read(request_iterator))
         try:
@@ -138,9 +138,7 @@ class SteadyVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         token_ids = [self._load.token_ids[number]]
         return verifier_pb2.SessionResponse(
             tokens=[
-                verifier_pb2.Tokens(
-                    request_id=sequence.request_id, offset=number, token_ids=token_ids, sources=[0]
-                )
+                verifier_pb2.Tokens(request_id=sequence.request_id, offset=number, token_ids=token_ids, sources=[0])
                 for sequence in self._sequences
             ]
         )
@@ -187,7 +185,9 @@ def running_gateway(model: Path, verifier: str) -> Iterator[tuple[Address, psuti
     command = [sys.executable, "-P", "-m", "foretoken", "gateway", str(model), "--verifier", verifier]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), "--gateway-workers", "1"]
     command += ["--served-model-name", "bench", "--log-level", "warning"]
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    # -P leaves out the working folder: foretoken need not be installed.
+    paths = os.pathsep.join(filter(None, (str(environment.ROOT), os.environ.get("PYTHONPATH"))))
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths})
     address = Address("127.0.0.1", port)
     try:
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -285,9 +285,7 @@ def _await_mark(marks: Connection, gateway: psutil.Process) -> tuple[float, floa
     return time.perf_counter(), used.user + used.system
 
 
-def _figures(
-    streams: list[list[float]], load: Load, began: tuple[float, float], ended: tuple[float, float]
-) -> Figures:
+def _figures(streams: list[list[float]], load: Load, began: tuple[float, float], ended: tuple[float, float]) -> Figures:
     # perf_counter is one clock for all processes.
     counted = [[at for at in times if began[0] <= at <= ended[0]] for times in streams]
     num_chunks = sum(map(len, counted))

@@ -120,7 +120,7 @@ def gateway(given: Given) -> None:
     settings = gateway_settings(given).model_copy(update={"model": find_checkpoint(given)})
     log_level = given.settings(GatewayOptions).log_level
     configure_logging("gateway", log_level)
-    if settings.gateway_workers > 1 and settings.worker_socket is None:
+    if settings.num_workers > 1 and settings.worker_socket is None:
         from gateway import workers
 
         sys.exit(workers.run(settings, ("--log-level", log_level)))

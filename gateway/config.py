@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,9 @@ from foretoken.errors import ConfigError
 from foretoken.limits import MAX_ATTEMPTS, MAX_BODY_BYTES
 
 MIN_KEY_CHARS = 16
+# What --gateway-workers auto means.
+CORES_PER_WORKER = 4
+MAX_DEFAULT_WORKERS = 4
 # Instead of a list of hosts or origins.
 ANY = "*"
 _HOST = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
@@ -90,7 +94,13 @@ class GatewaySettings(ServedModelSettings):
         le=86_400,
         description="Seconds that a client may read nothing while data waits for it; then it is disconnected.",
     )
-    gateway_workers: int = Field(default=1, ge=1, le=64, description="Gateway processes that share the ports.")
+    gateway_workers: Annotated[
+        Literal["auto"] | Annotated[int, Field(ge=1, le=64)], Flag(metavar="auto or 1 to 64")
+    ] = Field(
+        default="auto",
+        description="Gateway processes that share the ports; auto: one for each four cores that foretoken may use, at "
+        "least 1 and at most 4.",
+    )
     worker_socket: Annotated[Path | None, Flag(hidden=True)] = Field(
         default=None, description="Socket on which a worker process serves its counts to its parent."
     )
@@ -127,9 +137,16 @@ class GatewaySettings(ServedModelSettings):
         return origins
 
     @property
+    def num_workers(self) -> int:
+        """Gateway processes, with auto decided."""
+        if self.gateway_workers == "auto":
+            return default_workers(len(os.sched_getaffinity(0)))
+        return self.gateway_workers
+
+    @property
     def max_body_bytes_per_process(self) -> int:
         """One process's share of the budget for bodies: at least one whole body."""
-        return max(self.max_body_bytes_in_flight // self.gateway_workers, MAX_BODY_BYTES)
+        return max(self.max_body_bytes_in_flight // self.num_workers, MAX_BODY_BYTES)
 
     def admin_key(self) -> str | None:
         """Read the operator's key. Raises ConfigError if it is unreadable or too easy to guess."""
@@ -142,6 +159,15 @@ class GatewaySettings(ServedModelSettings):
         if len(key) < MIN_KEY_CHARS or not key.isprintable():
             raise ConfigError(f"--admin-api-key-file: the key must have at least {MIN_KEY_CHARS} printable characters")
         return key
+
+
+def default_workers(num_cores: int) -> int:
+    """Return how many gateway processes ``--gateway-workers auto`` starts.
+
+    One carries 20,000 tokens a second. The other cores are for the verifier, the drafters and the
+    machine's other work.
+    """
+    return max(1, min(num_cores // CORES_PER_WORKER, MAX_DEFAULT_WORKERS))
 
 
 def read_chat_template(path: Path) -> str:

@@ -236,6 +236,8 @@ class Generation:
     ) -> None:
         self.request = request
         self.started_at = time.monotonic()
+        # Each prompt counted once.
+        self.prompt_tokens = sum(len(prompt.ids) for prompt in request.prompts)
         self._verifiers = verifiers
         self._news = asyncio.Event()
         self._changed: dict[int, Output] = {}
@@ -263,11 +265,6 @@ class Generation:
         return SpeculationStats.sum([o.finished.speculation for o in self.outputs if o.finished is not None])
 
     @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens, each prompt counted once."""
-        return sum(len(prompt.ids) for prompt in self.request.prompts)
-
-    @property
     def completion_tokens(self) -> int:
         """Output tokens so far, without tokens after a stop string."""
         return sum(len(output.token_ids) for output in self.outputs)
@@ -275,6 +272,8 @@ class Generation:
     @property
     def prediction_tokens(self) -> tuple[int, int]:
         """Accepted and rejected tokens of the prediction so far, summed over outputs."""
+        if not self.request.prediction_ids:
+            return 0, 0
         matches = [output.prediction for output in self.outputs]
         return sum(match.num_accepted for match in matches), sum(match.num_rejected for match in matches)
 
@@ -286,8 +285,12 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Whether the reader took every output to its end; False if the client is gone."""
-        return self._interruption is None and not self._changed and all(output.finished is not None for output in self.outputs)
+        """Whether the reader took every output to its end; False if it was interrupted."""
+        return (
+            self._interruption is None
+            and not self._changed
+            and all(output.finished is not None for output in self.outputs)
+        )
 
     @property
     def num_resumes(self) -> int:
@@ -321,9 +324,8 @@ class Generation:
         self._reader = reader
         try:
             while True:
-                if self._changed and self._interruption is None:
-                    if deltas := self._take():
-                        return deltas
+                if self._interruption is None and (deltas := self._take()):
+                    return deltas
                 self._raise_failure()
                 self._news.clear()
                 if not self.is_waiting:
@@ -343,9 +345,10 @@ class Generation:
         for output in self.outputs:
             while output.finished is None:
                 self._raise_failure()
+                self._changed.clear()
                 self._news.clear()
                 await self._news.wait()
-        self._changed = {}
+        self._changed.clear()
         return [output.take() for output in self.outputs]
 
     def disconnect(self) -> None:
@@ -372,7 +375,7 @@ class Generation:
     def _on_news(self) -> None:
         """Let the direct reader take what one message brought, or wake the task that waits."""
         reader = self._reader
-        if reader is None or not reader.keeps_up or self._has_ends():
+        if reader is None or not reader.keeps_up or self._interruption is not None or self._has_ends():
             self._news.set()
             return
         try:
@@ -385,8 +388,9 @@ class Generation:
         return any(output.finished is not None or output.error is not None for output in self._changed.values())
 
     def _take(self) -> list[Delta]:
+        """Return what is new, in the order of the outputs."""
         changed, self._changed = self._changed, {}
-        return [output.take() for output in changed.values() if output.error is None]
+        return [changed[index].take() for index in sorted(changed) if changed[index].error is None]
 
     def _interrupt(self, error: BaseException) -> None:
         self._interruption = error

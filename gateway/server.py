@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -50,6 +51,9 @@ async def serve(settings: GatewaySettings) -> None:
     """Serve as ``run`` does, in the running event loop."""
     with rpc.stop_signals() as stop:
         async with Gateway(settings) as gateway:
+            # Freeze what stays: a full collection would scan it, and hold up every stream meanwhile.
+            gc.collect()
+            gc.freeze()
             await gateway.until(stop)
 
 

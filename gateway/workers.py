@@ -47,7 +47,7 @@ def run(settings: GatewaySettings, extra: Sequence[str] = ()) -> int:
 
 
 async def _run(settings: GatewaySettings, folder: Path, extra: Sequence[str]) -> int:
-    paths = [worker_socket(folder, number) for number in range(settings.gateway_workers)]
+    paths = [worker_socket(folder, number) for number in range(settings.num_workers)]
     services = [_worker(settings, number, path, extra) for number, path in enumerate(paths)]
     announcer = _Announcer(settings)
     async with contextlib.AsyncExitStack() as context:
@@ -61,7 +61,13 @@ async def _run(settings: GatewaySettings, folder: Path, extra: Sequence[str]) ->
 
 def _worker(settings: GatewaySettings, number: int, path: Path, extra: Sequence[str]) -> Service:
     liveness_path = liveness_socket(path.parent, number)
-    own = settings.model_copy(update={"worker_socket": path, "liveness_socket": liveness_path})
+    own = settings.model_copy(
+        update={
+            "gateway_workers": settings.num_workers,
+            "worker_socket": path,
+            "liveness_socket": liveness_path,
+        }
+    )
     return Service(
         f"gateway worker {number}",
         stack.command("gateway", own, extra),
@@ -83,7 +89,7 @@ class _Announcer:
         logger.info(
             "all workers listen",
             extra={
-                "num_workers": self._settings.gateway_workers,
+                "num_workers": self._settings.num_workers,
                 "host": self._settings.host,
                 "port": self._settings.port,
                 "grpc_port": self._settings.grpc_port,

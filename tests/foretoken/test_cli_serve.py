@@ -84,6 +84,27 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
     assert verifier.address.startswith("unix:/") and verifier.address != drafter.address
 
 
+@pytest.mark.parametrize(("num_cores", "num_workers"), [(1, 1), (2, 1), (4, 1), (7, 1), (8, 2), (16, 4), (64, 4)])
+def test_gateway_workers_follow_the_cores(
+    tmp_path: Path,
+    served: dict[str, tuple[Any, ...]],
+    supervised: dict[str, Service],
+    monkeypatch: pytest.MonkeyPatch,
+    num_cores: int,
+    num_workers: int,
+) -> None:
+    """By default there are as many as the cores that may be used allow; one is no worker."""
+    spawned: list[GatewaySettings] = []
+    monkeypatch.setattr("gateway.workers.run", lambda settings, extra: spawned.append(settings) or 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
+    for flags in ((), ("--gateway-workers", "auto")):
+        serve(str(tmp_path), *flags, "--speculative-algorithm", "NONE")
+        invoke(*words(supervised["gateway"]))
+        (gateway,) = spawned or served["gateway"][:1]
+        assert (gateway.num_workers, len(spawned)) == (num_workers, num_workers > 1)
+        spawned.clear()
+
+
 def test_auto_stands_for_a_number_that_the_verifier_chooses(
     tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
 ) -> None:

@@ -98,7 +98,8 @@ def start(
 ) -> Stack:
     free = free_ports(2)
     port, grpc_port = port or free[0], grpc_port or free[1]
-    ports = ("--port", str(port), "--grpc-port", str(grpc_port))
+    # One gateway, however many cores there are: ``service`` finds one process by its name.
+    ports = ("--port", str(port), "--grpc-port", str(grpc_port), "--gateway-workers", "1")
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "foretoken", "serve", str(checkpoint), *ports, "--threads", "1", *flags],
