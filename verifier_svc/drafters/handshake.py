@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,11 @@ class Terms:
 
     target: TargetInfo
     epoch: int
+    counters: TransportCounters
     token_capacity: int = DEFAULT_TOKEN_CAPACITY
     spin_us: int | None = None
     weights: SharedWeights | None = None
     resident: ResidentOffer | None = None
-    counters: TransportCounters = field(default_factory=TransportCounters)
 
 
 @dataclass(frozen=True)
