@@ -16,9 +16,8 @@ from foretoken import rpc
 from foretoken.drafting import TargetInfo
 from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
 from foretoken.lost_context import exit_if_context_lost
-from foretoken.transports.arena import ArenaTransport
 from foretoken.transports.shared_weights import SharedWeights
-from foretoken.transports.transport import DEFAULT_TOKEN_CAPACITY, TransportClosedError
+from foretoken.transports.transport import DEFAULT_TOKEN_CAPACITY, QueuedTransport, TransportClosedError
 from protos import drafter_pb2, drafter_pb2_grpc
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.drafters.device_offer import ResidentOffer
@@ -32,7 +31,6 @@ from verifier_svc.drafters.source import (
     TransportName,
     checked_gauges,
 )
-from verifier_svc.drafters.stream import StreamTransport
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +118,7 @@ class DrafterClient(DraftSource):
                     backoff_s = self._breaker.next_backoff_s(is_absent=is_absent)
                 self._interrupts.sleep(backoff_s)
 
-    def _watch(self, transport: ArenaTransport | StreamTransport, stub: Any) -> None:
+    def _watch(self, transport: QueuedTransport, stub: Any) -> None:
         """Block until the drafter is gone, the circuit opens, or the client is closed; look at its gauges meanwhile."""
         waiter = self._interrupts.waiter(transport.fileno())
         look_at = time.monotonic()
@@ -156,7 +154,7 @@ class DrafterClient(DraftSource):
         if not self._interrupts.is_closing:
             self._outages.lost(state, reason, outlook)
 
-    def _attach(self, undo: contextlib.ExitStack) -> tuple[ArenaTransport | StreamTransport, Any]:
+    def _attach(self, undo: contextlib.ExitStack) -> tuple[QueuedTransport, Any]:
         """Attach; return the transport, proved by its self-test, and the stub of the calls.
 
         ``undo`` closes both.
