@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, multiply_tile
+from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, Product, multiply_tile
 from foretoken_kernels.gpu.skinny_configs import MAX_ROWS, SkinnyConfig, block_rows
 
 
@@ -51,17 +51,11 @@ def _skinny_matmul_kernel(
     GATE_UP: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
+    product = Product(x, weight, partials, counters, num_rows, in_features, split_size, x_stride)
     multiply_tile(
-        x,
-        weight,
+        product,
         out,
-        partials,
-        counters,
-        num_rows,
         out_features,
-        in_features,
-        split_size,
-        x_stride,
         out_stride,
         0,
         tile,
