@@ -129,10 +129,8 @@ class DraftTransport(ABC):
 
 @dataclass(slots=True)
 class TransportCounters:
-    """Counts of one drafter's requests and replies. Only the engine thread writes them."""
+    """Counts of one drafter's failed requests and replies. Only the engine thread writes them."""
 
-    num_posted: int = 0
-    num_received: int = 0
     # Requests without a reply in time, replies that were malformed or had another request's ids,
     # and requests that were never sent because the drafter was too far behind.
     num_late: int = 0
@@ -274,7 +272,6 @@ class RequestQueue:
         parts = split_request(request, self._token_capacity, self._block_size)
         self._waiting.extend(_Part(part, part is parts[-1]) for part in parts)
         self._awaited_step_id = request.step_id
-        self._counters.num_posted += request.num_rows > 0
 
     def add_release(self, slots: Sequence[int]) -> None:
         """Queue a release, in order with the requests.
@@ -323,8 +320,6 @@ class RequestQueue:
         except MalformedBatchError:
             self._counters.num_malformed += 1
             return None
-        # Probes have no rows and are not counted.
-        self._counters.num_received += batch.num_rows > 0
         return batch
 
     def give_up(self) -> None:
@@ -413,7 +408,6 @@ class InProcessTransport(DraftTransport):
         with self._lock:
             self._check_open()
             self._batch = None
-            self._counters.num_posted += 1
             try:
                 self._batch = answer(self._drafter, request)
             except MalformedBatchError:
@@ -431,7 +425,6 @@ class InProcessTransport(DraftTransport):
         with self._lock:
             self._check_open()
             batch, self._batch = self._batch, None
-            self._counters.num_received += batch is not None
             return batch
 
     def is_idle(self) -> bool:
