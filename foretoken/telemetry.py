@@ -10,8 +10,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
+from opentelemetry import metrics
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
@@ -33,24 +33,20 @@ Family = Metric
 _STANDARD_LOG_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-class Counter(Protocol):
-    def add(self, amount: float, labels: Labels | None = None) -> None: ...
+class Counter:
+    """Counts what is added, with the labels that all samples have."""
 
-
-class Histogram(Protocol):
-    def record(self, amount: float, labels: Labels | None = None) -> None: ...
-
-
-class _BoundCounter:
-    def __init__(self, instrument: Counter, common: Labels) -> None:
+    def __init__(self, instrument: metrics.Counter, common: Labels) -> None:
         self._instrument, self._common = instrument, common
 
     def add(self, amount: float, labels: Labels | None = None) -> None:
         self._instrument.add(amount, {**self._common, **labels} if labels else self._common)
 
 
-class _BoundHistogram:
-    def __init__(self, instrument: Histogram, common: Labels) -> None:
+class Histogram:
+    """Records amounts, with the labels that all samples have."""
+
+    def __init__(self, instrument: metrics.Histogram, common: Labels) -> None:
         self._instrument, self._common = instrument, common
 
     def record(self, amount: float, labels: Labels | None = None) -> None:
@@ -80,14 +76,14 @@ class MetricRegistry:
 
     def counter(self, name: str, description: str, *, vllm: bool = False) -> Counter:
         instrument = self._meter.create_counter(self._declared(name, vllm), description=description)
-        return _BoundCounter(instrument, self._common)
+        return Counter(instrument, self._common)
 
     def histogram(self, name: str, description: str, buckets: Sequence[float], *, vllm: bool = False) -> Histogram:
         """Declare a histogram; ``buckets`` are upper bounds, without infinity."""
         instrument = self._meter.create_histogram(
             self._declared(name, vllm), description=description, explicit_bucket_boundaries_advisory=buckets
         )
-        return _BoundHistogram(instrument, self._common)
+        return Histogram(instrument, self._common)
 
     def observed_counter(self, name: str, description: str, samples: Samples, *, vllm: bool = False) -> None:
         """Declare a counter whose values ``samples`` returns at each scrape."""
