@@ -12,9 +12,10 @@ import threading
 from typing import NamedTuple
 
 import numpy as np
+from foretoken_kernels.cpu.compile import inlined
 
 from drafter_svc.ngram.sequences import GAP, MAX_WINDOW, MIN_WINDOW, matched_tokens
-from drafter_svc.ngram.trie import Int64, compiled
+from drafter_svc.ngram.trie import Int64
 from foretoken.corpora import CorpusInfo
 from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import MAX_CORPORA
@@ -55,7 +56,7 @@ def sort_places(tokens: Int32, window: int) -> Int32:
     return order.astype(np.int32)
 
 
-@compiled
+@inlined
 def is_before(tokens: Int32, place: int, own: Int32, most: int) -> bool:
     """Return whether the text up to ``place`` sorts before ``own``, both read backwards.
 
@@ -72,7 +73,7 @@ def is_before(tokens: Int32, place: int, own: Int32, most: int) -> bool:
     return False
 
 
-@compiled
+@inlined
 def find_external(corpora: Corpora, own: Int32, options: Int64, scanned: Int32) -> tuple[int, int]:
     """Fill ``scanned`` with the longest matches of the end of ``own``.
 
@@ -107,7 +108,7 @@ def find_external(corpora: Corpora, own: Int32, options: Int64, scanned: Int32) 
     return count, longest
 
 
-@compiled
+@inlined
 def rank_continuations(corpora: Corpora, scanned: Int32, count: int, by_frequency: bool, tallies: Int64) -> int:
     """Keep one place for each continuation in ``scanned``, in the order of drafting.
 

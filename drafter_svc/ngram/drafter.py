@@ -16,7 +16,7 @@ from drafter_svc.ngram.candidates import new_scratch
 from drafter_svc.ngram.corpora import CorpusStore
 from drafter_svc.ngram.sequences import GENERATION, NUM_COLUMNS, SLOT_OF, new_sequences
 from drafter_svc.ngram.settings import NgramSettings
-from drafter_svc.ngram.tree import Drafted, SentRows, compile_draft_batch
+from drafter_svc.ngram.tree import Drafted, SentRows, draft_rows
 from drafter_svc.ngram.trie import NUM_EVICTIONS, NUM_NODES, new_trie
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
@@ -50,7 +50,6 @@ class NgramDrafter:
         self._settings = settings
         # A window and the token that follows it.
         self._depth = settings.max_match_window_size + 1
-        self._draft_batch = compile_draft_batch()
         self._trie = new_trie(settings.capacity)
         self._corpora = CorpusStore(settings.external_corpus_max_tokens, settings.max_match_window_size)
         self._target: TargetInfo | None = None
@@ -129,7 +128,7 @@ class NgramDrafter:
             np.empty(rows + 1, np.int32), np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32)
         )
         self._num_rows += rows
-        self._num_drafted_rows += self._draft_batch(
+        self._num_drafted_rows += draft_rows(
             self._trie, self._corpora.index, self._sequences, self._scratch, self._options, sent, drafted
         )
         total = int(drafted.node_starts[rows])
@@ -182,7 +181,7 @@ class NgramDrafter:
         columns = np.ones((1, NUM_COLUMNS), np.int64)
         columns[:, SLOT_OF] = 0
         one = np.ones(1, np.int32)
-        self._draft_batch(
+        draft_rows(
             new_trie(64),
             self._corpora.index,
             new_sequences(1, 4, self._depth),
