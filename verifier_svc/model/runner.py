@@ -122,11 +122,6 @@ class TargetModel:
             torch.cuda.empty_cache()
 
     @property
-    def kv_bytes(self) -> int:
-        """Return the bytes of the KV cache."""
-        return self.cache.num_bytes
-
-    @property
     def fingerprint(self) -> str:
         """Return a hex SHA-256 of all that decides the generated text.
 
