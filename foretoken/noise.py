@@ -5,8 +5,8 @@ It only depends on seed, position, choice and token id, so drafters and batches 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a
 counter and a key into four 32-bit words. A word becomes a uniform number, and that becomes Gumbel
 noise. The sampled token is the argmax of logit / temperature + noise (the Gumbel-max trick). The
-functions here define the noise for numpy arrays and torch tensors; the compiled form is in
-foretoken_kernels.cpu.sample.
+functions here define the noise for numpy arrays, and its words for torch tensors too; the compiled
+form is in foretoken_kernels.cpu.sample.
 
     key      seed modulo 2**64: low word, high word
     counter  (token id // 4, position of the token being sampled, choice index, stream tag)
@@ -98,14 +98,3 @@ def gumbel_noise(
     """
     ids = np.asarray(token_ids, np.int64)
     return gumbel_from_words(token_words(seed, position, choice_index, ids, stream))
-
-
-def gumbel_noise_torch(
-    seed: int, position: int, choice_index: int, token_ids: torch.Tensor, stream: int = TOKEN_STREAM
-) -> torch.Tensor:
-    """Return ``gumbel_noise`` for an int64 tensor of token ids, on its device: the reference for
-    device kernels."""
-    words = token_words(seed, position, choice_index, token_ids, stream)
-    uniform = ((words >> (32 - UNIFORM_BITS)).float() + 0.5) / 2**UNIFORM_BITS
-    noise: torch.Tensor = (-(-uniform.double().log()).log()).float()
-    return noise

@@ -12,8 +12,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
+from opentelemetry import metrics
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
@@ -36,12 +36,10 @@ Family = Metric
 _STANDARD_LOG_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-class Counter(Protocol):
-    def add(self, amount: float, labels: Labels | None = None) -> None: ...
+class Counter:
+    """Counts what is added, with the labels that all samples have."""
 
-
-class _BoundCounter:
-    def __init__(self, instrument: Counter, common: Labels) -> None:
+    def __init__(self, instrument: metrics.Counter, common: Labels) -> None:
         self._instrument, self._common = instrument, common
 
     def add(self, amount: float, labels: Labels | None = None) -> None:
@@ -99,7 +97,7 @@ class MetricRegistry:
 
     def counter(self, name: str, description: str, *, vllm: bool = False) -> Counter:
         instrument = self._meter.create_counter(self._declared(name, vllm), description=description)
-        return _BoundCounter(instrument, self._common)
+        return Counter(instrument, self._common)
 
     def histogram(self, name: str, description: str, buckets: Sequence[float], *, vllm: bool = False) -> Histogram:
         """Declare a histogram; ``buckets`` are upper bounds, without infinity."""

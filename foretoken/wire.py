@@ -33,6 +33,11 @@ def field_names(kind: Any, *, without: Collection[str] = ()) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind) if field.name not in without)
 
 
+def values_of(source: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return these attributes of a value or message, by name."""
+    return {name: getattr(source, name) for name in names}
+
+
 # Numbers and texts that the message has under the same name.
 _STATS_FIELDS = field_names(SpeculationStats, without=("acceptance_histogram", "drafters"))
 
@@ -133,7 +138,7 @@ def logprobs_to_proto(entries: Iterable[TokenLogprobs]) -> list[common_pb2.Token
 
 def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
     return SpeculationStats(
-        **{name: getattr(stats, name) for name in _STATS_FIELDS},
+        **values_of(stats, _STATS_FIELDS),
         acceptance_histogram=tuple(stats.acceptance_histogram),
         drafters=tuple(
             DrafterStats(d.name, d.num_draft_tokens, d.num_accepted_tokens, tuple(d.accepted_per_position))
@@ -144,7 +149,7 @@ def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
 
 def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
     return common_pb2.SpeculationStats(
-        **{name: getattr(stats, name) for name in _STATS_FIELDS},
+        **values_of(stats, _STATS_FIELDS),
         acceptance_histogram=stats.acceptance_histogram,
         drafters=[common_pb2.DrafterStats(**drafter._asdict()) for drafter in stats.drafters],
     )

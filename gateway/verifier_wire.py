@@ -7,6 +7,7 @@ from gateway.messages import DrafterInfo, Finished, SequenceSpec, VerifierInfo
 from protos import verifier_pb2
 
 # Numbers and texts that the messages have under the same name.
+_FINISHED_FIELDS = wire.field_names(Finished, without=("reason", "speculation", "stop_token_id"))
 _INFO_FIELDS = wire.field_names(VerifierInfo, without=("step_time_us", "overlap_blocked_steps", "drafters"))
 _DRAFTER_FIELDS = wire.field_names(DrafterInfo, without=("accepted_per_position", "gauges"))
 
@@ -31,21 +32,16 @@ def spec_to_proto(spec: SequenceSpec) -> verifier_pb2.Sequence:
 
 def finished_from_proto(finished: verifier_pb2.Finished) -> Finished:
     return Finished(
+        **wire.values_of(finished, _FINISHED_FIELDS),
         reason=wire.reason_from_proto(finished.reason),
-        num_prompt_tokens=finished.num_prompt_tokens,
-        num_cached_tokens=finished.num_cached_tokens,
-        num_output_tokens=finished.num_output_tokens,
         speculation=wire.stats_from_proto(finished.speculation),
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
-        queue_ms=finished.queue_ms,
-        prefill_ms=finished.prefill_ms,
-        decode_ms=finished.decode_ms,
     )
 
 
 def info_from_proto(info: verifier_pb2.GetInfoResponse) -> VerifierInfo:
     return VerifierInfo(
-        **{name: getattr(info, name) for name in _INFO_FIELDS},
+        **wire.values_of(info, _INFO_FIELDS),
         step_time_us=dict(info.step_time_us),
         overlap_blocked_steps=dict(info.overlap_blocked_steps),
         drafters=tuple(drafter_from_proto(drafter) for drafter in info.drafters),
@@ -54,7 +50,7 @@ def info_from_proto(info: verifier_pb2.GetInfoResponse) -> VerifierInfo:
 
 def drafter_from_proto(drafter: verifier_pb2.DrafterState) -> DrafterInfo:
     return DrafterInfo(
-        **{name: getattr(drafter, name) for name in _DRAFTER_FIELDS},
+        **wire.values_of(drafter, _DRAFTER_FIELDS),
         accepted_per_position=tuple(drafter.accepted_per_position),
         gauges=dict(drafter.gauges),
     )

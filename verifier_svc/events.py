@@ -8,6 +8,10 @@ from foretoken import wire
 from protos import verifier_pb2
 from verifier_svc.messages import ErrorEvent, Event, FinishedEvent, TokensEvent
 
+# Fields that the messages have under the same name.
+_FINISHED_FIELDS = wire.field_names(FinishedEvent, without=("key", "reason", "speculation"))
+_ERROR_FIELDS = wire.field_names(ErrorEvent, without=("key",))
+
 
 def to_session_response(batch: Iterable[Event]) -> verifier_pb2.SessionResponse:
     """Return one message that carries all ``batch`` events of a session."""
@@ -42,27 +46,15 @@ def tokens_to_proto(event: TokensEvent) -> verifier_pb2.Tokens:
 
 def finished_to_proto(event: FinishedEvent) -> verifier_pb2.Finished:
     return verifier_pb2.Finished(
+        **wire.values_of(event, _FINISHED_FIELDS),
         request_id=event.key.request_id,
         choice_index=event.key.choice_index,
-        attempt=event.attempt,
         reason=wire.reason_to_proto(event.reason),
-        num_prompt_tokens=event.num_prompt_tokens,
-        num_cached_tokens=event.num_cached_tokens,
-        num_output_tokens=event.num_output_tokens,
         speculation=wire.stats_to_proto(event.speculation),
-        stop_token_id=event.stop_token_id,
-        queue_ms=event.queue_ms,
-        prefill_ms=event.prefill_ms,
-        decode_ms=event.decode_ms,
     )
 
 
 def _error_to_proto(event: ErrorEvent) -> verifier_pb2.SequenceError:
     return verifier_pb2.SequenceError(
-        request_id=event.key.request_id,
-        choice_index=event.key.choice_index,
-        attempt=event.attempt,
-        code=event.code,
-        message=event.message,
-        field=event.field,
+        **wire.values_of(event, _ERROR_FIELDS), request_id=event.key.request_id, choice_index=event.key.choice_index
     )

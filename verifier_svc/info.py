@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foretoken import __version__
+from foretoken import __version__, wire
 from foretoken.limits import ModelLimits
 from protos import verifier_pb2
 from verifier_svc.drafters.handle import DrafterHandle
@@ -33,21 +33,14 @@ class VerifierInfo:
         blocks = scheduler.blocks
         return verifier_pb2.GetInfoResponse(
             version=__version__,
-            epoch=self.epoch,
-            model_name=self.model_name,
-            model_fingerprint=self.model_fingerprint,
-            device=self.device,
-            dtype=self.dtype,
-            mode=self.mode,
+            **wire.values_of(self, _CONSTANTS),
             vocab_size=self.limits.vocab_size,
             max_model_len=self.limits.max_model_len,
-            eos_token_ids=self.eos_token_ids,
             block_size=blocks.block_size,
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            max_queue=self.max_queue,
             drafters=[drafter_state(drafter) for drafter in tuple(engine.speculator.drafters)],
             num_steps=counters.num_steps,
             num_resident_steps=counters.num_resident_steps,
@@ -60,8 +53,11 @@ class VerifierInfo:
             num_fallback_steps=counters.num_fallback_steps,
             step_time_us={phase: int(seconds * 1e6) for phase, seconds in dict(counters.phase_seconds).items()},
             overlap_blocked_steps=dict(counters.overlap_blocked_steps),
-            speculative_max_batch_size=self.speculative_max_batch_size,
         )
+
+
+# Fields that the answer has under the same name.
+_CONSTANTS = wire.field_names(VerifierInfo, without=("limits",))
 
 
 def drafter_state(drafter: DrafterHandle) -> verifier_pb2.DrafterState:

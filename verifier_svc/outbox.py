@@ -52,11 +52,6 @@ class Outbox:
         with self._lock:
             return len(self._last) + len(self._tokens) >= MAX_PENDING_SEQUENCES
 
-    def num_pending_tokens(self) -> int:
-        """Return how many tokens are pending."""
-        with self._lock:
-            return sum(len(event.token_ids) for events in self._tokens.values() for event in events)
-
 
 def _merge(events: list[TokensEvent]) -> TokensEvent:
     """Merge consecutive events of one attempt into one."""

@@ -86,7 +86,7 @@ class HeadDrafter(ModelDrafter):
         ``target``: the target's folder, if the verifier's is not visible here.
         """
         super().__init__()
-        self._algorithm = algorithm
+        self.algorithm = algorithm
         self._path = path
         self._target_path = target
         self._threads = threads
@@ -100,10 +100,6 @@ class HeadDrafter(ModelDrafter):
             with at_fault("--speculative-draft-model-path"):
                 check_head(algorithm, path)
 
-    @property
-    def algorithm(self) -> str:
-        return self._algorithm
-
     def needs(self, target: TargetInfo) -> DrafterNeeds:
         """Return needs of hidden states, blocks, and the target's embedding and output head.
 
@@ -113,7 +109,7 @@ class HeadDrafter(ModelDrafter):
         """
         with _as_refusals():
             path, config = self._folders(target)
-            head = check_head(self._algorithm, path)
+            head = check_head(self.algorithm, path)
             features = head_features(head, config.num_layers)
         return DrafterNeeds(
             features=features,

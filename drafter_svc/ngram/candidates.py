@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from foretoken_kernels.cpu.compile import inlined
 from numpy.typing import NDArray
 
 from drafter_svc.ngram.corpora import EXTERNAL_SCAN
 from drafter_svc.ngram.sequences import OWN_SCAN
-from drafter_svc.ngram.trie import Int64, compiled
+from drafter_svc.ngram.trie import Int64
 from foretoken.tree import Int32
 
 Float64 = NDArray[np.float64]
@@ -70,13 +71,13 @@ def new_scratch(max_nodes: int, max_breadth: int, depth: int) -> Scratch:
     )
 
 
-@compiled
+@inlined
 def heavier(weights: Float64, left: int, right: int) -> bool:
     """Return whether candidate ``left`` is heavier than ``right``, or as heavy and older."""
     return bool(weights[left] > weights[right] or (weights[left] == weights[right] and left < right))
 
 
-@compiled
+@inlined
 def push_heap(heap: Int32, size: int, weights: Float64, candidate: int) -> None:
     """Add a candidate to a heap of ``size`` candidates."""
     at = size
@@ -86,7 +87,7 @@ def push_heap(heap: Int32, size: int, weights: Float64, candidate: int) -> None:
     heap[at] = candidate
 
 
-@compiled
+@inlined
 def pop_heap(heap: Int32, size: int, weights: Float64) -> int:
     """Remove and return the heaviest candidate of a heap of ``size`` candidates."""
     top: int = heap[0]
@@ -103,7 +104,7 @@ def pop_heap(heap: Int32, size: int, weights: Float64) -> int:
     return top
 
 
-@compiled
+@inlined
 def find_offered(scratch: Scratch, first: int, token: int) -> int:
     """Return the candidate with ``token``, from number ``first`` on, or -1."""
     for candidate in range(first, scratch.sizes[CANDIDATES]):
@@ -112,7 +113,7 @@ def find_offered(scratch: Scratch, first: int, token: int) -> int:
     return -1
 
 
-@compiled
+@inlined
 def offer(scratch: Scratch, parent: int, token: int, node: int, window: int, weight: float) -> int:
     """Offer a child of tree node ``parent``.
 

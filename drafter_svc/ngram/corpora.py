@@ -12,9 +12,10 @@ import threading
 from typing import NamedTuple
 
 import numpy as np
+from foretoken_kernels.cpu.compile import inlined
 
 from drafter_svc.ngram.sequences import GAP, MAX_WINDOW, MIN_WINDOW, matched_tokens
-from drafter_svc.ngram.trie import Int64, compiled
+from drafter_svc.ngram.trie import Int64
 from foretoken.corpora import CorpusInfo
 from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import MAX_CORPORA
@@ -55,7 +56,7 @@ def sort_places(tokens: Int32, window: int) -> Int32:
     return order.astype(np.int32)
 
 
-@compiled
+@inlined
 def is_before(tokens: Int32, place: int, own: Int32, most: int) -> bool:
     """Return whether the text up to ``place`` sorts before ``own``, both read backwards.
 
@@ -72,7 +73,7 @@ def is_before(tokens: Int32, place: int, own: Int32, most: int) -> bool:
     return False
 
 
-@compiled
+@inlined
 def find_external(corpora: Corpora, own: Int32, options: Int64, scanned: Int32) -> tuple[int, int]:
     """Fill ``scanned`` with the longest matches of the end of ``own``.
 
@@ -107,7 +108,7 @@ def find_external(corpora: Corpora, own: Int32, options: Int64, scanned: Int32) 
     return count, longest
 
 
-@compiled
+@inlined
 def rank_continuations(corpora: Corpora, scanned: Int32, count: int, by_frequency: bool, tallies: Int64) -> int:
     """Keep one place for each continuation in ``scanned``, in the order of drafting.
 
@@ -148,15 +149,11 @@ class CorpusStore:
         self._max_tokens = max_tokens
         self._window = window
         self._lock = threading.Lock()
-        # For each corpus, in the order of ``_index.tokens``: its entries there, and its tokens
+        # For each corpus, in the order of ``index.tokens``: its entries there, and its tokens
         # without gaps.
         self._sizes: dict[str, tuple[int, int]] = {}
-        self._index = _EMPTY
-
-    @property
-    def index(self) -> Corpora:
-        """The current index. It is replaced, never changed in place."""
-        return self._index
+        # Replaced, never changed in place.
+        self.index = _EMPTY
 
     @property
     def num_tokens(self) -> int:
@@ -177,25 +174,25 @@ class CorpusStore:
                     f"there are {MAX_CORPORA} corpora already, the most that are allowed", field="name"
                 )
             own = self._slice(name)
-            kept = self._index.tokens[own] if append and name in self._sizes else _GAPS
-            rest = np.delete(self._index.tokens, own) if name in self._sizes else self._index.tokens
+            kept = self.index.tokens[own] if append and name in self._sizes else _GAPS
+            rest = np.delete(self.index.tokens, own) if name in self._sizes else self.index.tokens
             tokens = np.concatenate([rest, kept, token_ids.astype(np.int32), _GAPS])
             index = Corpora(tokens, sort_places(tokens, self._window))
             self._sizes.pop(name, None)
             # The gap before a corpus counts as its own.
             self._sizes[name] = (max(entries, 1) + len(token_ids) + 1, held + len(token_ids))
-            self._index = index
+            self.index = index
             return CorpusInfo(name, held + len(token_ids))
 
     def remove(self, name: str) -> None:
         with self._lock:
             if name not in self._sizes:
                 raise NotFoundError(f"there is no corpus {name!r}", field="name")
-            kept = np.ones(len(self._index.tokens), np.bool_)
+            kept = np.ones(len(self.index.tokens), np.bool_)
             kept[self._slice(name)] = False
             moved = np.cumsum(kept, dtype=np.int32) - 1
-            order = self._index.order[kept[self._index.order]]
-            self._index = Corpora(self._index.tokens[kept], moved[order])
+            order = self.index.order[kept[self.index.order]]
+            self.index = Corpora(self.index.tokens[kept], moved[order])
             del self._sizes[name]
 
     def list(self) -> tuple[CorpusInfo, ...]:
@@ -205,7 +202,7 @@ class CorpusStore:
     def clear(self) -> None:
         """Remove all corpora: the ids mean other tokens to another target."""
         with self._lock:
-            self._sizes, self._index = {}, _EMPTY
+            self._sizes, self.index = {}, _EMPTY
 
     def _slice(self, name: str) -> slice:
         """Return where a corpus is in the tokens of all."""

@@ -16,7 +16,7 @@ from drafter_svc.ngram.candidates import new_scratch
 from drafter_svc.ngram.corpora import CorpusStore
 from drafter_svc.ngram.sequences import GENERATION, NUM_COLUMNS, SLOT_OF, new_sequences
 from drafter_svc.ngram.settings import NgramSettings
-from drafter_svc.ngram.tree import Drafted, SentRows, compile_draft_batch
+from drafter_svc.ngram.tree import Drafted, SentRows, draft_rows
 from drafter_svc.ngram.trie import NUM_EVICTIONS, NUM_NODES, new_trie
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
@@ -46,13 +46,15 @@ class NgramDrafter:
     are read-only.
     """
 
+    algorithm = "NGRAM"
+
     def __init__(self, settings: NgramSettings) -> None:
         self._settings = settings
         # A window and the token that follows it.
         self._depth = settings.max_match_window_size + 1
-        self._draft_batch = compile_draft_batch()
         self._trie = new_trie(settings.capacity)
-        self._corpora = CorpusStore(settings.external_corpus_max_tokens, settings.max_match_window_size)
+        # For all tenants. Any thread may change them.
+        self.corpora = CorpusStore(settings.external_corpus_max_tokens, settings.max_match_window_size)
         self._target: TargetInfo | None = None
         self._sequences = new_sequences(0, 1, self._depth)
         self._scratch = new_scratch(1, 1, self._depth)
@@ -60,15 +62,6 @@ class NgramDrafter:
         self._num_drafted_rows = 0
         self._num_rows = 0
         self._warm_up()
-
-    @property
-    def algorithm(self) -> str:
-        return "NGRAM"
-
-    @property
-    def corpora(self) -> CorpusStore:
-        """The corpora, for all tenants. They may be changed from any thread."""
-        return self._corpora
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
         """Return needs of tokens only.
@@ -88,7 +81,7 @@ class NgramDrafter:
         self.needs(target)
         if self._target is not None and self._target.model_fingerprint != target.model_fingerprint:
             self._trie = new_trie(self._settings.capacity)
-            self._corpora.clear()
+            self.corpora.clear()
         self._target = target
         self._sequences = new_sequences(target.max_slots, target.max_model_len, self._depth)
         self._scratch = new_scratch(target.max_nodes, self._settings.max_bfs_breadth, self._depth)
@@ -129,8 +122,8 @@ class NgramDrafter:
             np.empty(rows + 1, np.int32), np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32)
         )
         self._num_rows += rows
-        self._num_drafted_rows += self._draft_batch(
-            self._trie, self._corpora.index, self._sequences, self._scratch, self._options, sent, drafted
+        self._num_drafted_rows += draft_rows(
+            self._trie, self.corpora.index, self._sequences, self._scratch, self._options, sent, drafted
         )
         total = int(drafted.node_starts[rows])
         return DraftBatch(
@@ -157,7 +150,7 @@ class NgramDrafter:
             "ngram_nodes": float(counters[NUM_NODES]),
             "ngram_capacity": float(self._settings.capacity),
             "ngram_evictions": float(counters[NUM_EVICTIONS]),
-            "ngram_external_tokens": float(self._corpora.num_tokens),
+            "ngram_external_tokens": float(self.corpora.num_tokens),
             "ngram_rows": float(self._num_rows),
             "ngram_drafted_rows": float(self._num_drafted_rows),
         }
@@ -182,9 +175,9 @@ class NgramDrafter:
         columns = np.ones((1, NUM_COLUMNS), np.int64)
         columns[:, SLOT_OF] = 0
         one = np.ones(1, np.int32)
-        self._draft_batch(
+        draft_rows(
             new_trie(64),
-            self._corpora.index,
+            self.corpora.index,
             new_sequences(1, 4, self._depth),
             new_scratch(2, self._settings.max_bfs_breadth, self._depth),
             self._options,

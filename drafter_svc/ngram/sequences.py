@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from foretoken_kernels.cpu.compile import inlined
 
-from drafter_svc.ngram.trie import Int64, Trie, compiled, insert_token, mix
+from drafter_svc.ngram.trie import Int64, Trie, insert_token, mix
 from foretoken.tree import Int32
 
 # Earlier places in its own text that a row is compared with, latest first.
@@ -70,7 +71,7 @@ def new_sequences(max_slots: int, max_model_len: int, depth: int) -> Sequences:
     )
 
 
-@compiled
+@inlined
 def append_own(sequences: Sequences, slot: int, token: int, window: int) -> None:
     """Append to a slot's text; ``window`` (1 or 2) tokens are hashed.
 
@@ -90,7 +91,7 @@ def append_own(sequences: Sequences, slot: int, token: int, window: int) -> None
     sequences.state[slot, OWN_LENGTH] = length + 1
 
 
-@compiled
+@inlined
 def break_off(sequences: Sequences, slot: int, window: int) -> None:
     """Mark a break in a slot's sequence: nothing is matched or learnt across it."""
     for d in range(sequences.ends.shape[1]):
@@ -98,7 +99,7 @@ def break_off(sequences: Sequences, slot: int, window: int) -> None:
     append_own(sequences, slot, GAP, window)
 
 
-@compiled
+@inlined
 def append_prediction(sequences: Sequences, slot: int, tokens: Int32) -> None:
     """Append to a slot's prediction, as far as the context reaches."""
     state, predicted = sequences.state[slot], sequences.predictions[slot]
@@ -109,7 +110,7 @@ def append_prediction(sequences: Sequences, slot: int, tokens: Int32) -> None:
     state[PREDICTED_LENGTH] = start + count
 
 
-@compiled
+@inlined
 def follow_prediction(sequences: Sequences, slot: int, token: int) -> None:
     """Move the cursor past one output token.
 
@@ -127,7 +128,7 @@ def follow_prediction(sequences: Sequences, slot: int, token: int) -> None:
         state[RUN] = 0
 
 
-@compiled
+@inlined
 def start_sequence(state: Int64, columns: Int64) -> None:
     """Reset a slot for a new sequence."""
     state[GENERATION], state[SALT] = columns[GENERATION_OF], columns[SALT_OF]
@@ -135,7 +136,7 @@ def start_sequence(state: Int64, columns: Int64) -> None:
     state[PREDICTED_LENGTH], state[CURSOR], state[RUN] = 0, 0, START_RUN
 
 
-@compiled
+@inlined
 def learn_row(
     trie: Trie,
     sequences: Sequences,
@@ -178,7 +179,7 @@ def learn_row(
     state[SEEN] = columns[LENGTH_OF]
 
 
-@compiled
+@inlined
 def matched_tokens(text: Int32, place: int, own: Int32, last: int, most: int) -> int:
     """Count the tokens of ``text`` up to ``place`` that equal ``own`` up to ``last``."""
     count = 0
@@ -187,7 +188,7 @@ def matched_tokens(text: Int32, place: int, own: Int32, last: int, most: int) ->
     return count
 
 
-@compiled
+@inlined
 def align_prediction(sequences: Sequences, slot: int) -> tuple[int, int]:
     """Find where the output goes on in the slot's prediction.
 
@@ -217,7 +218,7 @@ def align_prediction(sequences: Sequences, slot: int) -> tuple[int, int]:
     return state[CURSOR] - 1, state[RUN]
 
 
-@compiled
+@inlined
 def find_own(sequences: Sequences, slot: int, options: Int64, places: Int32) -> tuple[int, int]:
     """Find an earlier place in the slot's text that matches its end.
 

@@ -1,6 +1,6 @@
 """Compiled loops of the n-gram drafter: the draft tree of each row of a batch.
 
-``compile_draft_batch`` returns the one function that a batch calls.
+``draft_rows`` is the one function that a batch calls.
 
 A tree grows best first. A candidate's weight estimates the chance that the target's text runs
 through it:
@@ -17,21 +17,13 @@ takes none.
 
 from __future__ import annotations
 
-import functools
 import math
-import zlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
+from foretoken_kernels.cpu.compile import compiled, inlined
 from numpy.typing import NDArray
 
-from drafter_svc.ngram import candidates as ngram_candidates
-from drafter_svc.ngram import corpora as ngram_corpora
-from drafter_svc.ngram import sequences as ngram_sequences
-from drafter_svc.ngram import trie as ngram_trie
 from drafter_svc.ngram.candidates import (
     CANDIDATE_TOKEN,
     CANDIDATES,
@@ -74,7 +66,7 @@ from drafter_svc.ngram.sequences import (
     find_own,
     learn_row,
 )
-from drafter_svc.ngram.trie import CHILD, COUNT, NEXT, OLDEST_STAMP, TOKEN, Int64, Trie, compiled, find_child
+from drafter_svc.ngram.trie import CHILD, COUNT, NEXT, OLDEST_STAMP, TOKEN, Int64, Trie, find_child
 from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]
@@ -133,13 +125,13 @@ class Texts(NamedTuple):
     period: int
 
 
-@compiled
+@inlined
 def confidence(window: int) -> float:
     """Return the CONFIDENCE of a match of ``window`` tokens."""
     return CONFIDENCE[min(window, len(CONFIDENCE) - 1)]
 
 
-@compiled
+@inlined
 def breadth_at(options: Int64, level: int) -> int:
     """Return how many children a node may have: fewer from level to level, until ``max_window``."""
     most: int = options[MAX_BREADTH]
@@ -147,7 +139,7 @@ def breadth_at(options: Int64, level: int) -> int:
     return int(most - spread * min(level, options[MAX_WINDOW]) // options[MAX_WINDOW])
 
 
-@compiled
+@inlined
 def scan_children(nodes: Int32, node: int, limit: int, by_frequency: bool, scanned: Int32) -> int:
     """Put the ``limit`` latest children of ``node`` into ``scanned``. Return how many.
 
@@ -166,7 +158,7 @@ def scan_children(nodes: Int32, node: int, limit: int, by_frequency: bool, scann
     return count
 
 
-@compiled
+@inlined
 def offer_context(
     trie: Trie, scratch: Scratch, options: Int64, first: int, parent: int, node: int, window: int, weight: float
 ) -> None:
@@ -191,7 +183,7 @@ def offer_context(
         offer(scratch, parent, nodes[child, TOKEN], child, window + 1, part)
 
 
-@compiled
+@inlined
 def child_context(trie: Trie, scratch: Scratch, parent: int, node: int, window: int, token: int) -> tuple[int, int]:
     """Find ``token`` below the parent's context ``node`` of ``window`` tokens.
 
@@ -209,7 +201,7 @@ def child_context(trie: Trie, scratch: Scratch, parent: int, node: int, window: 
     return child, window + 1
 
 
-@compiled
+@inlined
 def offer_text(
     trie: Trie,
     scratch: Scratch,
@@ -241,7 +233,7 @@ def offer_text(
     return weight
 
 
-@compiled
+@inlined
 def offer_external(
     trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, first: int, window: int, count: int, weight: float
 ) -> None:
@@ -268,7 +260,7 @@ def offer_external(
             scratch.candidates[candidate, EXTERNAL_WINDOW] = window + 1
 
 
-@compiled
+@inlined
 def expand(trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, at: int, texts: Texts) -> None:
     """Offer the children of tree node ``at``."""
     weight, first, parent = scratch.grown_weights[at], scratch.sizes[CANDIDATES], scratch.grown[at]
@@ -302,7 +294,7 @@ def expand(trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, at: i
         offer_text(trie, scratch, first, context, EXTERNAL, place, corpora.tokens[place], weight)
 
 
-@compiled
+@inlined
 def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, slot: int) -> Texts:
     """Fill the contexts and the root of a slot's tree."""
     for w in range(len(scratch.contexts)):
@@ -324,7 +316,7 @@ def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int6
     )
 
 
-@compiled
+@inlined
 def add_heaviest(scratch: Scratch, options: Int64, max_branch: int, size: int, tree: Tree) -> bool:
     """Add the heaviest candidate whose parent has room as node ``size``.
 
@@ -348,7 +340,7 @@ def add_heaviest(scratch: Scratch, options: Int64, max_branch: int, size: int, t
     return False
 
 
-@compiled
+@inlined
 def grow_tree(
     trie: Trie,
     corpora: Corpora,
@@ -413,33 +405,3 @@ def draft_rows(
             num_drafted += size > 1
         drafted.node_starts[row + 1] = low + size
     return num_drafted
-
-
-@functools.cache
-def compile_draft_batch() -> Callable[..., int]:
-    """Compile ``draft_rows``; the cache is next to this file or, if it is read-only, per user.
-
-    numba reuses a cached function while its own file and its closure are unchanged. The closure
-    therefore holds a digest of all source files.
-    """
-    files = (ngram_trie.__file__, ngram_sequences.__file__, ngram_corpora.__file__, ngram_candidates.__file__, __file__)
-    digest = zlib.crc32(b"".join(Path(file).read_bytes() for file in files))
-
-    def draft_batch(
-        trie: Trie,
-        corpora: Corpora,
-        sequences: Sequences,
-        scratch: Scratch,
-        options: Int64,
-        sent: SentRows,
-        drafted: Drafted,
-    ) -> int:
-        assert digest >= 0
-        return draft_rows(trie, corpora, sequences, scratch, options, sent, drafted)
-
-    try:
-        batch = numba.njit(nogil=True, cache=True)(draft_batch)
-    except RuntimeError:
-        # numba may write to no folder: each process compiles.
-        batch = numba.njit(nogil=True)(draft_batch)
-    return cast(Callable[..., int], batch)

@@ -21,26 +21,15 @@ matching needs no search.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
+from foretoken_kernels.cpu.compile import inlined
 from numpy.typing import NDArray
 
 from foretoken.tree import Int32
 
 Int64 = NDArray[np.int64]
-Function = TypeVar("Function", bound=Callable[..., object])
-
-
-def compiled(function: Function) -> Function:
-    """Compile in nopython mode, without the GIL.
-
-    Not cached by itself: tree.py caches draft_batch, which has it.
-    """
-    return cast(Function, numba.njit(nogil=True)(function))
-
 
 # Columns of Trie.nodes, 32 bytes a node. Node 0 is "none".
 TOKEN, PARENT, CHILD, NEXT, PREVIOUS, COUNT, STAMP, CHAIN = range(8)
@@ -82,7 +71,7 @@ def new_trie(capacity: int) -> Trie:
     )
 
 
-@compiled
+@inlined
 def mix(high: int, low: int) -> int:
     """Return a non-negative hash of two 32-bit values (the finaliser of splitmix64)."""
     x = (np.uint64(high & 0xFFFFFFFF) << np.uint64(32)) | np.uint64(low & 0xFFFFFFFF)
@@ -91,7 +80,7 @@ def mix(high: int, low: int) -> int:
     return int((x ^ (x >> np.uint64(31))) >> np.uint64(1))
 
 
-@compiled
+@inlined
 def bucket_of(counters: Int64, digest: int) -> int:
     """Return the bucket of a digest."""
     level: int = counters[BUCKET_LEVEL]
@@ -99,7 +88,7 @@ def bucket_of(counters: Int64, digest: int) -> int:
     return bucket if bucket < counters[NUM_BUCKETS] else digest & (level - 1)
 
 
-@compiled
+@inlined
 def digest_of(nodes: Int32, node: int) -> int:
     """Return the hash of a node's key: its parent and token, or its salt if it is a root."""
     if nodes[node, TOKEN] == ROOT:
@@ -107,7 +96,7 @@ def digest_of(nodes: Int32, node: int) -> int:
     return mix(nodes[node, PARENT], nodes[node, TOKEN])
 
 
-@compiled
+@inlined
 def find_child(trie: Trie, parent: int, token: int) -> int:
     """Return the child of ``parent`` for ``token``, or 0."""
     node: int = trie.buckets[bucket_of(trie.counters, mix(parent, token))]
@@ -116,7 +105,7 @@ def find_child(trie: Trie, parent: int, token: int) -> int:
     return node
 
 
-@compiled
+@inlined
 def find_root(trie: Trie, salt: int) -> int:
     """Return the root of a salt, or 0."""
     low, high = int(np.int32(salt & 0xFFFFFFFF)), salt >> 32
@@ -128,7 +117,7 @@ def find_root(trie: Trie, salt: int) -> int:
     return 0
 
 
-@compiled
+@inlined
 def split_bucket(trie: Trie) -> None:
     """Add a bucket and move its nodes there from the bucket that is split."""
     nodes, buckets, counters = trie.nodes, trie.buckets, trie.counters
@@ -148,7 +137,7 @@ def split_bucket(trie: Trie) -> None:
         node = following
 
 
-@compiled
+@inlined
 def link_first(nodes: Int32, parent: int, node: int) -> None:
     """Make ``node`` the first child of ``parent``: children are listed latest first."""
     first = nodes[parent, CHILD]
@@ -159,7 +148,7 @@ def link_first(nodes: Int32, parent: int, node: int) -> None:
     nodes[parent, CHILD] = node
 
 
-@compiled
+@inlined
 def unlink(nodes: Int32, node: int) -> None:
     """Remove a node from its parent's list of children."""
     before, after = nodes[node, PREVIOUS], nodes[node, NEXT]
@@ -171,7 +160,7 @@ def unlink(nodes: Int32, node: int) -> None:
         nodes[after, PREVIOUS] = before
 
 
-@compiled
+@inlined
 def put_back(trie: Trie, node: int) -> None:
     """Add a node to the free list."""
     trie.nodes[node, CHAIN] = trie.counters[FREE]
@@ -179,7 +168,7 @@ def put_back(trie: Trie, node: int) -> None:
     trie.counters[NUM_NODES] -= 1
 
 
-@compiled
+@inlined
 def remove(trie: Trie, node: int) -> None:
     """Free a node without children: remove it from its bucket and from its parent."""
     nodes, buckets = trie.nodes, trie.buckets
@@ -197,7 +186,7 @@ def remove(trie: Trie, node: int) -> None:
     trie.counters[NUM_EVICTIONS] += 1
 
 
-@compiled
+@inlined
 def evict_oldest(trie: Trie) -> None:
     """Pop the oldest path and free the nodes that no later path shares, deepest first."""
     stamp = trie.counters[OLDEST_STAMP]
@@ -210,7 +199,7 @@ def evict_oldest(trie: Trie) -> None:
         node = parent
 
 
-@compiled
+@inlined
 def allocate(trie: Trie) -> int:
     """Return an unused node; evict paths if there is none."""
     counters = trie.counters
@@ -228,7 +217,7 @@ def allocate(trie: Trie) -> int:
     return node
 
 
-@compiled
+@inlined
 def allocate_for(trie: Trie, stamp: int) -> int:
     """Return an unused node for path ``stamp``; 0 if its eviction popped that path itself."""
     node = int(allocate(trie))
@@ -238,7 +227,7 @@ def allocate_for(trie: Trie, stamp: int) -> int:
     return node
 
 
-@compiled
+@inlined
 def touch(trie: Trie, node: int, stamp: int) -> None:
     """Count a node and make it the end of path ``stamp``; it keeps its largest stamp."""
     mark = stamp & STAMP_MASK
@@ -248,7 +237,7 @@ def touch(trie: Trie, node: int, stamp: int) -> None:
     trie.paths[stamp % len(trie.paths)] = node
 
 
-@compiled
+@inlined
 def enter(trie: Trie, node: int, stamp: int) -> None:
     """Put a new node, whose key is set, into its bucket and on path ``stamp``."""
     nodes = trie.nodes
@@ -260,7 +249,7 @@ def enter(trie: Trie, node: int, stamp: int) -> None:
     touch(trie, node, stamp)
 
 
-@compiled
+@inlined
 def add_root(trie: Trie, salt: int, stamp: int) -> int:
     """Make the root of a new salt; return 0 if an eviction popped path ``stamp``."""
     node = allocate_for(trie, stamp)
@@ -271,7 +260,7 @@ def add_root(trie: Trie, salt: int, stamp: int) -> int:
     return node
 
 
-@compiled
+@inlined
 def add_child(trie: Trie, parent: int, token: int, stamp: int) -> int:
     """Make a child of ``parent``; return 0 if an eviction popped path ``stamp``.
 
@@ -285,7 +274,7 @@ def add_child(trie: Trie, parent: int, token: int, stamp: int) -> int:
     return node
 
 
-@compiled
+@inlined
 def start_path(trie: Trie, ends: Int32, stamps: Int64, salt: int) -> None:
     """Start a path at the root of ``salt``, in entry 0 of ``ends`` and ``stamps``."""
     counters = trie.counters
@@ -303,7 +292,7 @@ def start_path(trie: Trie, ends: Int32, stamps: Int64, salt: int) -> None:
     stamps[0] = stamp
 
 
-@compiled
+@inlined
 def find_and_touch(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: int) -> None:
     """Fill ``found[d]`` with the child of ``ends[d]`` for ``token``, or 0, and mark it as seen.
 
@@ -323,7 +312,7 @@ def find_and_touch(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: 
             link_first(nodes, int(ends[d]), node)
 
 
-@compiled
+@inlined
 def insert_token(trie: Trie, ends: Int32, stamps: Int64, found: Int32, salt: int, token: int) -> None:
     """Extend the paths that end at a sequence's last token by one token, and start a new path.
 

@@ -31,7 +31,6 @@ import os
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,12 +51,11 @@ from foretoken.transports.arena_layout import (
     seal,
 )
 from foretoken.transports.doorbell import Doorbell, Waiter, default_spin_us
-from foretoken.transports.transport import RequestQueue, TransportClosedError, TransportCounters
+from foretoken.transports.transport import QueuedTransport, RequestQueue, TransportClosedError, TransportCounters
 
 if TYPE_CHECKING:
     import torch
 
-    from foretoken.resident import ResidentMemory, StreamOrder
     from foretoken.transports.resident_share import ResidentShare
 
 # Seconds that the hand-over of the descriptors may take once the drafter has connected.
@@ -174,8 +172,10 @@ class _DrafterConnection(NamedTuple):
     reply: Waiter
 
 
-class ArenaTransport:
-    """The verifier's end: a ``foretoken.transports.transport.DraftTransport``."""
+class ArenaTransport(QueuedTransport):
+    """The verifier's end."""
+
+    name = "shared-memory"
 
     def __init__(
         self,
@@ -200,27 +200,23 @@ class ArenaTransport:
             UnavailableError, PreconditionError: the device memory cannot be made; names CUDA's
                 error.
         """
-        # Drafters without a model need no torch; a verifier has it.
-        from foretoken.resident import StreamOrder
-
         assert bool(weights_fds) == bool(layout.has_weights), "the layout says what is handed over"
+        super().__init__(
+            RequestQueue(
+                layout.max_rows,
+                layout.token_capacity,
+                layout.block_size,
+                counters,
+                releases_are_answered=True,
+                resident_capacity=layout.resident_capacity,
+            )
+        )
         self._layout = layout
         self._weights_fds = weights_fds
         self._share: ResidentShare | None = None
         self._share_fds: list[int] = []
-        self._order = StreamOrder()
         self._digest = hashlib.sha256(challenge).digest()
         self._spin_us = default_spin_us() if spin_us is None else spin_us
-        self._queue = RequestQueue(
-            layout.max_rows,
-            layout.token_capacity,
-            layout.block_size,
-            counters,
-            releases_are_answered=True,
-            resident_capacity=layout.resident_capacity,
-        )
-        self._lock = threading.Lock()
-        self._closed = False
         self._num_sent = 0
         self._num_taken = 0
         self._drafter: _DrafterConnection | None = None
@@ -234,25 +230,13 @@ class ArenaTransport:
             except BaseException:
                 self._memory.close()
                 raise
-
-    @property
-    def name(self) -> str:
-        return "shared-memory"
-
-    @property
-    def resident(self) -> ResidentMemory | None:
-        return None if self._share is None else self._share.memory
-
-    @property
-    def order(self) -> StreamOrder:
-        return self._order if self._share is None else self._share.order
+            self.resident, self.order = self._share.memory, self._share.order
 
     def is_open(self) -> bool:
         with self._lock:
             return not self._closed and self._drafter is not None and not self._drafter.end.wait(0)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when the drafter is gone."""
         return self._attached().socket.fileno()
 
     def hand_over(self, connection: socket.socket) -> None:
@@ -281,13 +265,6 @@ class ArenaTransport:
         if self._share is not None and any(self._share.take_proof(len(self._digest))):
             raise PreconditionError("self-test: the drafter did not clear the digest in the device memory")
 
-    def post(self, request: DraftRequest) -> None:
-        with self._lock:
-            self._check_open()
-            self._queue.add(request)
-            self._take_replies()
-            self._send()
-
     def receive(self, timeout_s: float) -> DraftBatch | None:
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -306,20 +283,6 @@ class ArenaTransport:
                 # A reply that arrived before the end still counts.
                 if ready == {drafter.socket.fileno()}:
                     raise TransportClosedError("the drafter closed the arena")
-
-    def is_idle(self) -> bool:
-        with self._lock:
-            self._check_open()
-            self._take_replies()
-            self._send()
-            return self._queue.is_idle
-
-    def release(self, slots: Sequence[int]) -> None:
-        with self._lock:
-            self._check_open()
-            self._queue.add_release(slots)
-            self._take_replies()
-            self._send()
 
     def close(self) -> None:
         """Close the arena and let streams that wait for the drafter continue.
@@ -341,19 +304,16 @@ class ArenaTransport:
         assert self._drafter is not None, "hand_over comes first"
         return self._drafter
 
-    def _send(self) -> None:
-        """Write what the window allows and ring once for each message."""
-        while (message := self._queue.next()) is not None:
-            buffer = self._memory.requests[self._num_sent % len(self._memory.requests)]
-            if isinstance(message, tuple):
-                buffer.write_release(message)
-            else:
-                buffer.write(message)
-            self._num_sent += 1
-            self._memory.request_bell.ring()
+    def _write(self, message: DraftRequest | tuple[int, ...]) -> None:
+        buffer = self._memory.requests[self._num_sent % len(self._memory.requests)]
+        if isinstance(message, tuple):
+            buffer.write_release(message)
+        else:
+            buffer.write(message)
+        self._num_sent += 1
+        self._memory.request_bell.ring()
 
     def _take_replies(self) -> DraftBatch | None:
-        """Pair all replies that have arrived with their requests; return the awaited one."""
         num_rings = self._memory.reply_bell.take()
         if num_rings > self._queue.num_in_flight:
             # The end of the connection wakes both sides' waiters.
@@ -366,10 +326,6 @@ class ArenaTransport:
             self._num_taken += 1
             awaited = awaited or batch
         return awaited
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportClosedError("the transport is closed")
 
     def _close_sent_fds(self) -> None:
         """Close what the drafter has its own descriptors of. Mappings stay."""

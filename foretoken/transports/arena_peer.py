@@ -69,7 +69,8 @@ class ArenaPeer:
             self._reply_bell = Doorbell(os.dup(handed["reply_bell"]))
             undo.callback(self._reply_bell.close)
             self.weights = _map_weights(needs, handed)
-            self._share = self._map_share(needs, handed)
+            # Device memory shared with the verifier, if any; it may be used after ``close``.
+            self.share = self._map_share(needs, handed)
             self.digest = self._answer_self_test(header.challenge)
             closing.close()
             undo.pop_all()
@@ -77,11 +78,6 @@ class ArenaPeer:
         self._replies = [ReplyBuffer(self._reply_memory, self._layout, i) for i in range(self._layout.num_buffers)]
         self._num_read = 0
         self._num_answered = 0
-
-    @property
-    def share(self) -> ResidentShare | None:
-        """The device memory shared with the verifier, if any; it may be used after ``close``."""
-        return self._share
 
     def filenos(self) -> tuple[int, int]:
         """Return the descriptors of doorbell and connection; wait for them before ``requests``."""
@@ -117,8 +113,8 @@ class ArenaPeer:
         Streams that wait for the verifier continue. Device memory stays while the drafter refers to
         it.
         """
-        if self._share is not None:
-            self._share.release()
+        if self.share is not None:
+            self.share.release()
         self._connection.close()
         self._request_bell.close()
         self._reply_bell.close()
@@ -163,7 +159,7 @@ class ArenaPeer:
         if self._request_bell.take() != 1:
             raise PreconditionError("self-test: the request doorbell was not rung")
         digest = hashlib.sha256(challenge).digest()
-        if self._share is not None and self._share.take_proof(len(digest)) != digest:
+        if self.share is not None and self.share.take_proof(len(digest)) != digest:
             raise PreconditionError("self-test: the device memory does not hold the digest of the challenge")
         self._reply_memory[: len(digest)] = digest
         self._reply_bell.ring()

@@ -9,11 +9,12 @@ neither policies nor models. There are three: the arena (arena.py), the gRPC str
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import sub
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from foretoken.transports.draft_parts import split_request
 from foretoken.tree import Int32
 
 if TYPE_CHECKING:
-    from foretoken.resident import ResidentMemory, StreamOrder
+    from foretoken.resident import ResidentMemory
 
 # New tokens of one request on the wire. Larger requests are split; four long prompts take a few
 # parts.
@@ -69,43 +70,42 @@ class MalformedBatchError(ValueError):
     """A reply that cannot be used: its counts contradict each other or the request."""
 
 
-class DraftTransport(Protocol):
+class DraftTransport(ABC):
     """The verifier's end of a transport.
 
     The engine thread uses it; any thread may call ``close``.
+
+    Attributes:
+        name: shared-memory, grpc or in-process.
+        resident: the device memory shared with the drafter; None: there is none, and no request may
+            refer to it. Queued work may use this and ``order`` after ``close``; they live until
+            their last user is gone.
+        order: between the verifier's work on the device memory and the drafter's.
     """
 
-    @property
-    def name(self) -> str:
-        """Return shared-memory, grpc or in-process."""
-        ...
+    name: ClassVar[str]
 
-    @property
-    def resident(self) -> ResidentMemory | None:
-        """The device memory shared with the drafter; None: there is none, and no request may refer
-        to it.
+    def __init__(self) -> None:
+        # Drafters without a model need no torch; a verifier has it.
+        from foretoken.resident import StreamOrder
 
-        Queued work may use this and ``order`` after ``close``; they live until their last user is
-        gone.
-        """
-        ...
+        self.resident: ResidentMemory | None = None
+        self.order = StreamOrder()
+        self._lock = threading.Lock()
+        self._closed = False
 
-    @property
-    def order(self) -> StreamOrder:
-        """The order between the verifier's work on the device memory and the drafter's."""
-        ...
-
+    @abstractmethod
     def is_open(self) -> bool:
         """Return whether the connection to the drafter is open; the drafter may still hang.
 
         Takes microseconds.
         """
-        ...
 
+    @abstractmethod
     def post(self, request: DraftRequest) -> None:
         """Send a request without waiting. Raises TransportClosedError if the drafter is gone."""
-        ...
 
+    @abstractmethod
     def receive(self, timeout_s: float) -> DraftBatch | None:
         """Return the reply to the last request, checked by ``check_batch``; older replies are
         dropped.
@@ -113,31 +113,32 @@ class DraftTransport(Protocol):
         None if it did not arrive in time or was malformed. The request then counts as unanswered,
         and a late reply is dropped. Raises TransportClosedError as soon as the drafter is gone.
         """
-        ...
 
+    @abstractmethod
     def is_idle(self) -> bool:
         """Return whether the drafter has answered everything that was sent; drop replies that
         nobody awaits.
 
         Raises TransportClosedError if the drafter is gone.
         """
-        ...
 
+    @abstractmethod
     def release(self, slots: Sequence[int]) -> None:
         """Make the drafter forget batch slots before it sees any later request. Does not wait."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Free everything. Idempotent."""
-        ...
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosedError("the transport is closed")
 
 
 @dataclass(slots=True)
 class TransportCounters:
-    """Counts of one drafter's requests and replies. Only the engine thread writes them."""
+    """Counts of one drafter's failed requests and replies. Only the engine thread writes them."""
 
-    num_posted: int = 0
-    num_received: int = 0
     # Requests without a reply in time, replies that were malformed or had another request's ids,
     # and requests that were never sent because the drafter was too far behind.
     num_late: int = 0
@@ -291,7 +292,6 @@ class RequestQueue:
         parts = split_request(request, self._token_capacity, self._block_size)
         self._waiting.extend(_Part(part, part is parts[-1]) for part in parts)
         self._awaited_step_id = request.step_id
-        self._counters.num_posted += request.num_rows > 0
 
     def add_release(self, slots: Sequence[int]) -> None:
         """Queue a release, in order with the requests.
@@ -340,8 +340,6 @@ class RequestQueue:
         except MalformedBatchError:
             self._counters.num_malformed += 1
             return None
-        # Probes have no rows and are not counted.
-        self._counters.num_received += batch.num_rows > 0
         return batch
 
     def give_up(self) -> None:
@@ -351,11 +349,59 @@ class RequestQueue:
             self._counters.num_late += 1
 
 
-class InProcessTransport:
+class QueuedTransport(DraftTransport):
+    """A transport to another process: it sends from a RequestQueue and takes replies as they come."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def post(self, request: DraftRequest) -> None:
+        with self._lock:
+            self._check_open()
+            self._queue.add(request)
+            self._take_replies()
+            self._send()
+
+    def is_idle(self) -> bool:
+        with self._lock:
+            self._check_open()
+            self._take_replies()
+            self._send()
+            return self._queue.is_idle
+
+    def release(self, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._check_open()
+            self._queue.add_release(slots)
+            self._take_replies()
+            self._send()
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when the drafter is gone."""
+
+    def _send(self) -> None:
+        """Write what the window allows."""
+        while (message := self._queue.next()) is not None:
+            self._write(message)
+
+    @abstractmethod
+    def _write(self, message: DraftRequest | tuple[int, ...]) -> None:
+        """Send a request, or slots to release."""
+
+    @abstractmethod
+    def _take_replies(self) -> DraftBatch | None:
+        """Pair all replies that have arrived with their requests; return the awaited one."""
+
+
+class InProcessTransport(DraftTransport):
     """A transport to a drafter in the same process and thread, whose ``post`` drafts.
 
     It isolates nothing.
     """
+
+    name = "in-process"
 
     def __init__(
         self,
@@ -364,29 +410,11 @@ class InProcessTransport:
         resident: ResidentMemory | None = None,
     ) -> None:
         """``resident``: device memory that the drafter also has."""
-        # Drafters without a model need no torch; a verifier has it.
-        from foretoken.resident import StreamOrder
-
-        self._resident = resident
-        self._order = StreamOrder()
+        super().__init__()
+        self.resident = resident
         self._drafter = drafter
         self._counters = counters
         self._batch: DraftBatch | None = None
-        self._closed = False
-        self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        return "in-process"
-
-    @property
-    def resident(self) -> ResidentMemory | None:
-        return self._resident
-
-    @property
-    def order(self) -> StreamOrder:
-        """The order of sides that launch on one stream."""
-        return self._order
 
     def is_open(self) -> bool:
         """Return whether the drafter has not raised."""
@@ -400,7 +428,6 @@ class InProcessTransport:
         with self._lock:
             self._check_open()
             self._batch = None
-            self._counters.num_posted += 1
             try:
                 self._batch = answer(self._drafter, request)
             except MalformedBatchError:
@@ -418,7 +445,6 @@ class InProcessTransport:
         with self._lock:
             self._check_open()
             batch, self._batch = self._batch, None
-            self._counters.num_received += batch is not None
             return batch
 
     def is_idle(self) -> bool:
@@ -436,7 +462,3 @@ class InProcessTransport:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportClosedError("the transport is closed")

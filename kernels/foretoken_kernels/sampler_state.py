@@ -147,28 +147,6 @@ def new_sampler_state(
     )
 
 
-def new_walk_result(max_seqs: int, max_tokens: int, device: torch.device | str) -> WalkResult:
-    """Return a result with room for ``max_tokens`` sampled tokens a sequence.
-
-    Args:
-        max_tokens: the deepest node's depth and one more.
-    """
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
-    return WalkResult(
-        num_walked=zeros(max_seqs),
-        num_tokens=zeros(max_seqs),
-        tokens=zeros(max_seqs, max_tokens),
-        nodes=zeros(max_seqs, max_tokens),
-        num_matched=zeros(max_seqs),
-        num_accepted=zeros(max_seqs),
-        accepted=zeros(max_seqs, max_tokens),
-        finish=zeros(max_seqs),
-    )
-
-
 def reset_slots(
     state: SamplerState,
     slots: torch.Tensor,

@@ -130,7 +130,7 @@ class Course:
         count, vocab = len(self.tree_requests), self.head.table.shape[1]
         trees = state.new_draft_trees(count + self.spare, self.branches, self.depth, device).first(count)
         beams = state.new_draft_beams(count + self.spare, self.branches, device).first(count)
-        out = state.new_draft_output(count, self.nodes, device)
+        out = new_draft_output(count, self.nodes, device)
         # State left by an earlier draft must not matter.
         for tensor in trees[1:7]:
             tensor.fill_(3)
@@ -227,3 +227,12 @@ class Course:
                 assert (got.tokens[tree, :size].tolist(), got.parents[tree, :size].tolist()) == (tokens, parents)
                 np.testing.assert_allclose(got.scores[tree, :size].numpy(), scores, rtol=0, atol=1e-5)
         return got
+
+
+def new_draft_output(max_trees: int, max_nodes: int, device: torch.device | str) -> state.DraftOutput:
+    return state.DraftOutput(
+        tokens=torch.zeros((max_trees, max_nodes), dtype=torch.int32, device=device),
+        parents=torch.zeros((max_trees, max_nodes), dtype=torch.int32, device=device),
+        scores=torch.zeros((max_trees, max_nodes), dtype=torch.float32, device=device),
+        num_nodes=torch.zeros(max_trees, dtype=torch.int32, device=device),
+    )

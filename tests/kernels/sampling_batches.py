@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from foretoken_kernels.sampler_state import SampleBatch, SamplerState, new_sampler_state, reset_slots
+from foretoken_kernels.sampler_state import SampleBatch, SamplerState, WalkResult, new_sampler_state, reset_slots
 
 from foretoken.sampling import SamplingParams, is_greedy, noise_key, stop_token_ids
 from foretoken.tree import DraftTree
@@ -164,3 +164,25 @@ def path_tokens(tree: DraftTree, node: int) -> list[int]:
         path.append(int(tree.tokens[node]))
         node = int(tree.parents[node])
     return path[::-1]
+
+
+def new_walk_result(max_seqs: int, max_tokens: int, device: torch.device | str) -> WalkResult:
+    """Return a result with room for ``max_tokens`` sampled tokens a sequence.
+
+    Args:
+        max_tokens: the deepest node's depth and one more.
+    """
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    return WalkResult(
+        num_walked=zeros(max_seqs),
+        num_tokens=zeros(max_seqs),
+        tokens=zeros(max_seqs, max_tokens),
+        nodes=zeros(max_seqs, max_tokens),
+        num_matched=zeros(max_seqs),
+        num_accepted=zeros(max_seqs),
+        accepted=zeros(max_seqs, max_tokens),
+        finish=zeros(max_seqs),
+    )

@@ -21,6 +21,7 @@ from tests.kernels.draft_courses import (
     Head,
     TreeRequest,
     block_tables,
+    new_draft_output,
     set_requests,
 )
 
@@ -253,7 +254,7 @@ def test_a_draft_is_one_graph(device: str) -> None:
     tables = block_tables(count).to(device)
     logits = [head.table[: count * (branches if level else 1)].roll(level, 0).to(device) for level in range(depth)]
     trees, beams = state.new_draft_trees(count, branches, depth, device), state.new_draft_beams(count, branches, device)
-    workspace, out = gpu.offer_workspace(count, branches, vocab, device), state.new_draft_output(count, 64, device)
+    workspace, out = gpu.offer_workspace(count, branches, vocab, device), new_draft_output(count, 64, device)
     options: dict[str, Any] = {"vocab_limit": vocab, "target_ids": target_ids, "scale": SCALE}
 
     def draft(functions: Any, *extra: Any) -> None:

@@ -18,6 +18,8 @@ import triton
 from foretoken_kernels.gpu import draft_children, draft_cut, draft_tree
 from foretoken_kernels.gpu import draft_tree_state as state
 
+from tests.kernels.draft_courses import new_draft_output
+
 # Trees, branches, levels, vocabulary, dtype of the logits, scale of the noise, whether draft ids
 # are mapped.
 SHAPES = (
@@ -87,7 +89,7 @@ def compile_draft(
         draft_tree.offer_children(
             trees, logits, level, workspace, vocab_limit=vocab, target_ids=target_ids, scale=scale
         )
-    draft_tree.emit_trees(trees, state.new_draft_output(count, 64, "meta"))
+    draft_tree.emit_trees(trees, new_draft_output(count, 64, "meta"))
 
 
 @pytest.mark.slow

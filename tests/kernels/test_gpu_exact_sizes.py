@@ -20,7 +20,7 @@ from foretoken_kernels.gpu.qkv_rope import qkv_rope
 from foretoken_kernels.gpu.rms_norm import rms_norm
 from foretoken_kernels.gpu.rope_kv_write import Rope, rope_kv_write
 from foretoken_kernels.gpu.skinny_configs import SkinnyConfig
-from foretoken_kernels.gpu.skinny_matmul import skinny_gate_up, skinny_matmul, skinny_matmul_workspace
+from foretoken_kernels.gpu.skinny_matmul import skinny_matmul, skinny_matmul_workspace
 from foretoken_kernels.gpu.strict_attention import strict_attention
 from foretoken_kernels.gpu.strict_matmul import StrictTile, strict_matmul, strict_workspace
 from foretoken_kernels.gpu.tree_attention import tree_attention
@@ -123,7 +123,7 @@ def test_matmul(mode: str, is_strict: bool, device: str) -> None:
         workspace = strict_workspace(tile, 33, mode == "gate_up", device)
         strict_matmul(x, weight, out, workspace, tile, add=mode == "add", gate_up=mode == "gate_up")
     elif mode == "gate_up":
-        skinny_gate_up(x, weight, out, skinny_matmul_workspace(66, 3, device), config)
+        skinny_matmul(x, weight, out, skinny_matmul_workspace(66, 3, device), config, gate_up=True)
     else:
         skinny_matmul(x, weight, out, skinny_matmul_workspace(33, 3, device), config, mode == "add")
     torch.testing.assert_close(out, expected, **CLOSE)

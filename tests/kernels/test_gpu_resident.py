@@ -24,8 +24,9 @@ from foretoken_kernels.sampler_state import (
     FINISH_NONE,
     FINISH_STOP,
     WalkResult,
-    new_walk_result,
 )
+
+from tests.kernels.sampling_batches import new_walk_result
 
 BLOCK, BLOCKS, SLOTS, VOCAB, STEP = 4, 12, 200, 50, 7
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from foretoken_kernels import reference
 from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, block_rows, candidates, shared_memory
-from foretoken_kernels.gpu.skinny_matmul import skinny_gate_up, skinny_matmul, skinny_matmul_workspace
+from foretoken_kernels.gpu.skinny_matmul import skinny_matmul, skinny_matmul_workspace
 
 
 def small(block_n: int, split_k: int) -> SkinnyConfig:
@@ -35,7 +35,7 @@ def check(
     for _ in range(2):  # The second run starts with the counters that the first one left.
         buffer.copy_(before)
         if mode == "gate_up":
-            skinny_gate_up(x, weight, out, workspace, config)
+            skinny_matmul(x, weight, out, workspace, config, gate_up=True)
         else:
             skinny_matmul(x, weight, out, workspace, config, mode == "add")
         wanted = expected + (before[:, :out_features].double() if mode == "add" else 0.0)

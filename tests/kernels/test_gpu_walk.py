@@ -15,13 +15,20 @@ from foretoken_kernels.sampler_state import (
     FINISH_STOP,
     SamplerState,
     WalkResult,
-    new_walk_result,
 )
 
 from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams
 from foretoken.tree import DraftTree, depths
-from tests.kernels.sampling_batches import Sequence, new_batch, new_state, random_logits, random_sequence, random_tree
+from tests.kernels.sampling_batches import (
+    Sequence,
+    new_batch,
+    new_state,
+    new_walk_result,
+    random_logits,
+    random_sequence,
+    random_tree,
+)
 from verifier_svc.sampling.verify import SamplingState, sample_and_walk
 
 FINISHES = {None: FINISH_NONE, FinishReason.STOP: FINISH_STOP, FinishReason.LENGTH: FINISH_LENGTH}

@@ -12,6 +12,7 @@ from foretoken.models.target_weights import TargetWeights
 from foretoken.results import TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import InProcessTransport, TransportCounters
+from tests.support.block_books import check_blocks
 from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.request import TreeBounds
@@ -284,7 +285,7 @@ class Harness:
         while not self.engine.is_idle:
             self.step()
         self.step()
-        self.blocks.check_integrity()
+        check_blocks(self.blocks)
         assert self.blocks.num_free_blocks == self.blocks.num_blocks, "blocks leaked"
         assert len(self.speculator.rows) == 0, "states of ended rows leaked"
 

@@ -17,6 +17,7 @@ from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES, ModelLimits
 from foretoken.models.batch import ForwardBatch
 from foretoken.tracing import Tracer
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.support.block_books import check_blocks
 from tests.support.engine_harness import Harness
 from tests.support.hash_target import HashTarget
 from tests.support.sampling_limits import at_the_ends_on_the_wire, beyond_on_the_wire
@@ -39,7 +40,7 @@ async def _run(scenario: Callable[[Stub, Harness], Awaitable[None]], options: di
         blocks = harness.blocks
         await until(lambda: harness.engine.is_idle and blocks.num_free_blocks == blocks.num_blocks)
     # The engine has stopped: it is in no step that could be half done.
-    blocks.check_integrity()
+    check_blocks(blocks)
 
 
 @contextlib.asynccontextmanager

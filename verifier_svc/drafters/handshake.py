@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,13 @@ from foretoken.transports.arena import ArenaListener, ArenaTransport
 from foretoken.transports.arena_layout import CHALLENGE_BYTES, LAYOUT_VERSION, ArenaLayout
 from foretoken.transports.draft_wire import needs_from_proto, target_to_proto
 from foretoken.transports.shared_weights import SharedWeights
-from foretoken.transports.transport import DEFAULT_TOKEN_CAPACITY, DraftTransport, TransportCounters, probe_request
+from foretoken.transports.transport import (
+    DEFAULT_TOKEN_CAPACITY,
+    DraftTransport,
+    QueuedTransport,
+    TransportCounters,
+    probe_request,
+)
 from protos import drafter_pb2
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.interrupts import Interrupts
@@ -42,18 +48,18 @@ class Terms:
 
     target: TargetInfo
     epoch: int
+    counters: TransportCounters
     token_capacity: int = DEFAULT_TOKEN_CAPACITY
     spin_us: int | None = None
     weights: SharedWeights | None = None
     resident: ResidentOffer | None = None
-    counters: TransportCounters = field(default_factory=TransportCounters)
 
 
 @dataclass(frozen=True)
 class Connection:
     """A transport that passed its self-test; ``needs`` are those that it can meet."""
 
-    transport: ArenaTransport | StreamTransport
+    transport: QueuedTransport
     needs: DrafterNeeds
     algorithm: str
 
@@ -76,7 +82,7 @@ class Handshake:
     def attach(self, stub: Any, needs: DrafterNeeds, undo: contextlib.ExitStack, *, over_arena: bool) -> Connection:
         """Attach and prove the transport, which ``undo`` closes. Raises PreconditionError if a check fails."""
         terms, challenge = self._terms, os.urandom(CHALLENGE_BYTES)
-        transport: ArenaTransport | StreamTransport
+        transport: QueuedTransport
         if over_arena:
             transport, response = self._attach_arena(stub, challenge, needs, undo)
             transport.check_self_test()

@@ -13,12 +13,11 @@ import time
 from typing import Any
 
 from foretoken import rpc
-from foretoken.drafting import DrafterNeeds, TargetInfo
+from foretoken.drafting import TargetInfo
 from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
 from foretoken.lost_context import exit_if_context_lost
-from foretoken.transports.arena import ArenaTransport
 from foretoken.transports.shared_weights import SharedWeights
-from foretoken.transports.transport import DEFAULT_TOKEN_CAPACITY, DraftTransport, TransportClosedError
+from foretoken.transports.transport import DEFAULT_TOKEN_CAPACITY, QueuedTransport, TransportClosedError
 from protos import drafter_pb2, drafter_pb2_grpc
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.drafters.device_offer import ResidentOffer
@@ -27,12 +26,11 @@ from verifier_svc.drafters.interrupts import Interrupts
 from verifier_svc.drafters.source import (
     GAUGES_EVERY_S,
     MAX_CONSECUTIVE_FAILURES,
-    CircuitBreaker,
+    DraftSource,
     State,
     TransportName,
     checked_gauges,
 )
-from verifier_svc.drafters.stream import StreamTransport
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ GAUGES_TIMEOUT_S = 2.0
 STARTS_WITHIN_S = 60.0
 
 
-class DrafterClient:
+class DrafterClient(DraftSource):
     """A ``DraftSource`` in another process, by arena or stream as its endpoint says."""
 
     def __init__(
@@ -57,59 +55,19 @@ class DrafterClient:
         resident: ResidentOffer | None = None,
     ) -> None:
         """See Terms. Nothing happens before ``start``."""
-        self.name, self.address = endpoint.name, endpoint.address
         socket_path = rpc.unix_path(endpoint.address)
         # On one host the arena, unless the endpoint says otherwise. There is no falling back.
         by_address: TransportName = "grpc" if socket_path is None else "shared-memory"
-        self.transport_name: TransportName = by_address if endpoint.transport == "auto" else endpoint.transport
-        self._terms = Terms(target, epoch, token_capacity, spin_us, weights, resident)
+        transport_name = by_address if endpoint.transport == "auto" else endpoint.transport
+        super().__init__(endpoint.name, endpoint.address, transport_name)
+        terms = Terms(target, epoch, self._counters, token_capacity, spin_us, weights, resident)
         self._interrupts = Interrupts()
-        self._handshake = Handshake(self._terms, self._interrupts, socket_path and socket_path.parent)
-        self._outages = OutageLog(endpoint.name, endpoint.address, self.transport_name)
-        self._breaker = CircuitBreaker()
+        self._handshake = Handshake(terms, self._interrupts, socket_path and socket_path.parent)
+        self._outages = OutageLog(endpoint.name, endpoint.address, transport_name)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._needs = DrafterNeeds()
-        self._state: State = "connecting"
-        self._reason = ""
-        self._algorithm = ""
-        self._num_attaches = 0
-        self._gauges: dict[str, float] = {}
-        self._transport: DraftTransport | None = None
         # Whether the drafter answered the current attempt.
         self._is_ready = False
-
-    @property
-    def algorithm(self) -> str:
-        return self._algorithm
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return self._needs
-
-    @property
-    def transport(self) -> DraftTransport | None:
-        return self._transport
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def reason(self) -> str:
-        return self._reason
-
-    @property
-    def num_attaches(self) -> int:
-        return self._num_attaches
-
-    @property
-    def num_rejected(self) -> int:
-        return self._terms.counters.num_rejected
-
-    @property
-    def gauges(self) -> dict[str, float]:
-        return self._gauges
 
     def start(self) -> None:
         """Begin to attach, in the background."""
@@ -127,10 +85,10 @@ class DrafterClient:
     def report_failure(self, reason: str) -> None:
         with self._lock:
             if self._transport is not None and self._breaker.failure():
-                self._state = "broken"
+                self.state = "broken"
                 self._transport = None
-                self._reason = f"{MAX_CONSECUTIVE_FAILURES} failures in a row, the last: {reason}"
-                self._interrupts.open_circuit(self._reason)
+                self.reason = f"{MAX_CONSECUTIVE_FAILURES} failures in a row, the last: {reason}"
+                self._interrupts.open_circuit(self.reason)
 
     def report_success(self) -> None:
         with self._lock:
@@ -160,7 +118,7 @@ class DrafterClient:
                     backoff_s = self._breaker.next_backoff_s(is_absent=is_absent)
                 self._interrupts.sleep(backoff_s)
 
-    def _watch(self, transport: ArenaTransport | StreamTransport, stub: Any) -> None:
+    def _watch(self, transport: QueuedTransport, stub: Any) -> None:
         """Block until the drafter is gone, the circuit opens, or the client is closed; look at its gauges meanwhile."""
         waiter = self._interrupts.waiter(transport.fileno())
         look_at = time.monotonic()
@@ -185,18 +143,18 @@ class DrafterClient:
         except ForetokenError as error:
             logger.debug("drafter %s does not answer for its gauges: %s", self.name, error)
         else:
-            self._gauges = checked_gauges(info.gauges)
+            self.gauges = checked_gauges(info.gauges)
 
     def _lost(self, state: State, reason: str, outlook: str = "until it is") -> None:
-        self._gauges = {}
+        self.gauges = {}
         with self._lock:
             # Readers do not lock: whoever finds no transport finds the state that says why.
-            self._state, self._reason = state, reason
+            self.state, self.reason = state, reason
             self._transport = None
         if not self._interrupts.is_closing:
             self._outages.lost(state, reason, outlook)
 
-    def _attach(self, undo: contextlib.ExitStack) -> tuple[ArenaTransport | StreamTransport, Any]:
+    def _attach(self, undo: contextlib.ExitStack) -> tuple[QueuedTransport, Any]:
         """Attach; return the transport, proved by its self-test, and the stub of the calls.
 
         ``undo`` closes both.
@@ -208,11 +166,11 @@ class DrafterClient:
         self._is_ready = True
         found = self._handshake.attach(stub, needs, undo, over_arena=self.transport_name == "shared-memory")
         with self._lock:
-            self._algorithm = found.algorithm
-            self._needs = found.needs
-            self._num_attaches += 1
+            self.algorithm = found.algorithm
+            self.needs = found.needs
+            self.num_attaches += 1
             self._interrupts.close_circuit()
-            self._state, self._reason = "attached", ""
+            self.state, self.reason = "attached", ""
             self._transport = found.transport
         self._outages.attached()
         logger.info("drafter %s (%s) attached over %s", self.name, found.algorithm, found.transport.name)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 from foretoken.drafting import DrafterNeeds
-from foretoken.transports.transport import DraftTransport
+from foretoken.transports.transport import DraftTransport, TransportCounters
 
 State = Literal["connecting", "attached", "broken", "detached"]
 TransportName = Literal["shared-memory", "grpc", "in-process"]
@@ -28,75 +29,59 @@ MAX_GAUGES = 64
 _GAUGE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
-class DraftSource(Protocol):
-    """A drafter for the speculator, wherever it runs. Used by the engine thread; figures may be read by any."""
+class DraftSource(ABC):
+    """A drafter for the speculator, wherever it runs. Used by the engine thread; figures may be read by any.
 
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        address: where the drafter listens; empty: in this process.
+        transport_name: of the transport in use, or to be used.
+        algorithm: NGRAM, EAGLE3, ...; empty before the first attachment.
+        needs: what its requests must carry; of the last attachment.
+        state: ``broken``: refused by the drafter or by the self-test, or given up for its failures.
+        reason: why there is no attachment, as far as is known; empty while there is one.
+        num_attaches: grows with each attachment; a new one knows nothing of any sequence.
+        gauges: the drafter's own, at most MAX_GAUGES, as of a few seconds ago; none while there is no attachment.
+    """
 
-    @property
-    def address(self) -> str:
-        """Where the drafter listens; empty: in this process."""
-        ...
-
-    @property
-    def algorithm(self) -> str:
-        """NGRAM, EAGLE3, ...; empty before the first attachment."""
-        ...
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        """What its requests must carry; of the last attachment."""
-        ...
+    def __init__(self, name: str, address: str, transport_name: TransportName) -> None:
+        self.name = name
+        self.address = address
+        self.transport_name = transport_name
+        self.algorithm = ""
+        self.needs = DrafterNeeds()
+        self.state: State = "connecting"
+        self.reason = ""
+        self.num_attaches = 0
+        self.gauges: Mapping[str, float] = {}
+        self._transport: DraftTransport | None = None
+        self._counters = TransportCounters()
+        self._breaker = CircuitBreaker()
 
     @property
     def transport(self) -> DraftTransport | None:
         """What to draft through now; None while there is no attachment."""
-        ...
-
-    @property
-    def transport_name(self) -> TransportName:
-        """The transport in use, or to be used."""
-        ...
-
-    @property
-    def state(self) -> State:
-        """``broken``: refused by the drafter or by the self-test, or given up for its failures."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """Why there is no attachment, as far as is known; empty while there is one."""
-        ...
-
-    @property
-    def num_attaches(self) -> int:
-        """Grows with each attachment; a new one knows nothing of any sequence."""
-        ...
+        return self._transport
 
     @property
     def num_rejected(self) -> int:
         """Drafts that were late or malformed, or never asked for because the drafter was too late with others."""
-        ...
+        return self._counters.num_rejected
 
-    @property
-    def gauges(self) -> Mapping[str, float]:
-        """The drafter's own, at most MAX_GAUGES, as of a few seconds ago; none while there is no attachment."""
-        ...
-
+    @abstractmethod
     def report_failure(self, reason: str) -> None:
         """A draft was late or of no use; several in a row detach the drafter."""
-        ...
 
+    @abstractmethod
     def report_success(self) -> None:
         """A draft was sound."""
-        ...
 
-    def start(self) -> None: ...
+    @abstractmethod
+    def start(self) -> None:
+        """Attach, or begin to in the background."""
 
+    @abstractmethod
     def close(self) -> None:
         """Detach for good. Idempotent."""
-        ...
 
 
 def checked_gauges(gauges: Mapping[str, float]) -> dict[str, float]:

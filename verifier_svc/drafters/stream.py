@@ -9,73 +9,58 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 
 from foretoken import limits
 from foretoken.drafting import DraftBatch, DraftRequest
-from foretoken.resident import StreamOrder
 from foretoken.transports.arena_layout import ArenaLayout
 from foretoken.transports.doorbell import Doorbell
 from foretoken.transports.draft_wire import batch_from_proto, request_to_proto
-from foretoken.transports.transport import RequestQueue, TransportClosedError, TransportCounters, token_capacity_for
+from foretoken.transports.transport import (
+    QueuedTransport,
+    RequestQueue,
+    TransportClosedError,
+    TransportCounters,
+    token_capacity_for,
+)
 from protos import drafter_pb2
 
 # The reader's word for: the stream has ended.
 _END = None
 
 
-class StreamTransport:
-    """The verifier's end: a ``foretoken.transports.transport.DraftTransport`` over ``DrafterService.Draft``."""
+class StreamTransport(QueuedTransport):
+    """The verifier's end, over ``DrafterService.Draft``. A stream shares no memory."""
+
+    name = "grpc"
 
     def __init__(self, stub: Any, epoch: int, layout: ArenaLayout, counters: TransportCounters) -> None:
         """``stub``: a synchronous DrafterServiceStub that is attached. ``layout``: sizes of requests."""
-        self._stub = stub
-        self._epoch = epoch
         capacity = token_capacity_for(
             layout.max_rows, layout.hidden_width, layout.token_capacity, limits.MAX_BODY_BYTES // 2
         )
-        self._queue = RequestQueue(layout.max_rows, capacity, layout.block_size, counters, releases_are_answered=False)
+        super().__init__(
+            RequestQueue(layout.max_rows, capacity, layout.block_size, counters, releases_are_answered=False)
+        )
+        self._stub = stub
+        self._epoch = epoch
         self._outgoing: queue.SimpleQueue[DraftRequest | tuple[int, ...] | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[drafter_pb2.DraftResponse | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._closed = False
         self._is_over = False
-        self._order = StreamOrder()
         self._reason = "the stream ended"
         self._ended = Doorbell()
         self._call = stub.Draft(self._requests())
         self._reader = threading.Thread(target=self._read, name="draft-stream-reader", daemon=True)
         self._reader.start()
 
-    @property
-    def name(self) -> str:
-        return "grpc"
-
-    @property
-    def resident(self) -> None:
-        """A stream shares no memory."""
-        return None
-
-    @property
-    def order(self) -> StreamOrder:
-        return self._order
-
     def is_open(self) -> bool:
         return not (self._closed or self._is_over)
 
     def fileno(self) -> int:
-        """Readable when the drafter is gone."""
         return self._ended.fileno()
-
-    def post(self, request: DraftRequest) -> None:
-        with self._lock:
-            self._check_open()
-            self._queue.add(request)
-            self._take_replies()
-            self._send()
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
         deadline = time.monotonic() + timeout_s
@@ -91,19 +76,6 @@ class StreamTransport:
                 if (batch := self._take(message)) is not None:
                     return batch
             return None
-
-    def is_idle(self) -> bool:
-        with self._lock:
-            self._check_open()
-            self._take_replies()
-            self._send()
-            return self._queue.is_idle
-
-    def release(self, slots: Sequence[int]) -> None:
-        with self._lock:
-            self._check_open()
-            self._queue.add_release(slots)
-            self._send()
 
     def close(self) -> None:
         with self._lock:
@@ -143,14 +115,14 @@ class StreamTransport:
         self._outgoing.put(None)
         self._ended.ring()
 
-    def _send(self) -> None:
-        while (message := self._queue.next()) is not None:
-            self._outgoing.put(message)
+    def _write(self, message: DraftRequest | tuple[int, ...]) -> None:
+        self._outgoing.put(message)
 
-    def _take_replies(self) -> None:
-        """Replies that came after they were given up."""
+    def _take_replies(self) -> DraftBatch | None:
+        awaited = None
         while not self._replies.empty():
-            self._take(self._replies.get())
+            awaited = self._take(self._replies.get()) or awaited
+        return awaited
 
     def _take(self, message: drafter_pb2.DraftResponse | None) -> DraftBatch | None:
         if message is _END:
@@ -161,7 +133,3 @@ class StreamTransport:
         except TransportClosedError:
             self._call.cancel()
             raise
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportClosedError("the transport is closed")

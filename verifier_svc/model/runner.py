@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -122,11 +122,6 @@ class TargetModel:
             torch.cuda.empty_cache()
 
     @property
-    def kv_bytes(self) -> int:
-        """Return the bytes of the KV cache."""
-        return self.cache.num_bytes
-
-    @property
     def fingerprint(self) -> str:
         """Return a hex SHA-256 of all that decides the generated text.
 
@@ -171,25 +166,8 @@ class ModelRunner(TargetModel):
         threads: threads of a forward pass, including the caller's. 0: ``default_threads()``.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        dtype: DType = "auto",
-        threads: int = 0,
-        block_size: int = 16,
-        num_blocks: int,
-        context_length: int = 0,
-        progress: Progress = silent,
-    ) -> None:
-        super().__init__(
-            path,
-            dtype=dtype,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            context_length=context_length,
-            progress=progress,
-        )
+    def __init__(self, path: Path, *, threads: int = 0, **options: Any) -> None:
+        super().__init__(path, **options)
         self.threads = threads or default_threads()
         # A prompt may use all cores: drafters wait for it, and the gateway has little to do.
         self.wide_threads = threads or len(os.sched_getaffinity(0))

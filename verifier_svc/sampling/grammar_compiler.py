@@ -73,11 +73,6 @@ class GrammarCompiler:
         self._kept_bytes = 0
         self._waiting: dict[Grammar, Future[Matcher]] = {}
         self._closed = False
-        self.num_compiled = 0
-
-    @property
-    def num_kept(self) -> int:
-        return len(self._kept)
 
     async def matcher(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> Matcher:
         """Return a new matcher, advanced by ``output_ids``.
@@ -127,7 +122,6 @@ class GrammarCompiler:
             num_bytes = self._check(grammar, self._vocabulary)
             matcher = compile_grammar(grammar, self._vocabulary)
             self._keep(grammar, _Kept(matcher, num_bytes + len(grammar.text)))
-            self.num_compiled += 1
             return matcher
         except ForetokenError as error:
             error.field = error.field or grammar.kind

@@ -70,15 +70,6 @@ class BlockManager:
         """Return how many blocks no table references, including cached ones."""
         return len(self._empty) + len(self._cached)
 
-    @property
-    def num_cached_blocks(self) -> int:
-        """Return how many free blocks a prefix lookup can still find."""
-        return len(self._cached)
-
-    def ref_count(self, block_id: int) -> int:
-        """Return how many tables reference a block."""
-        return self._ref_counts[block_id]
-
     def match_prefix(self, token_ids: Sequence[int], salt: str | None) -> BlockTable:
         """Return a new table that references the longest cached prefix of the tokens for this salt.
 
@@ -159,21 +150,6 @@ class BlockManager:
         for block_id in reversed(table.block_ids):
             self._release(block_id)
         table.block_ids = []
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the records contradict each other. For tests and idle times."""
-        free = [*self._empty, *self._cached]
-        assert len(free) == len(set(free)), "a block is free twice"
-        referenced = {block_id for block_id, count in enumerate(self._ref_counts) if count}
-        assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
-        assert referenced.isdisjoint(free), "a referenced block is free"
-        assert len(referenced) + len(free) == self.num_blocks, "a block is lost"
-        found = [(block_id, chain) for chain, block_ids in self._blocks_of_hash.items() for block_id in block_ids]
-        assert sorted(found) == sorted(self._hashes.items()), "hashes disagree"
-        copies = [block_ids for block_ids in self._blocks_of_hash.values() if len(block_ids) != 1]
-        assert all(block_ids and referenced.issuperset(block_ids) for block_ids in copies), "a free block has a copy"
-        assert self._hashes.keys().isdisjoint(self._empty), "an empty block has a hash"
-        assert self._hashes.keys() >= self._cached.keys(), "a cached block has no hash"
 
     def _num_missing(self, table: BlockTable, num_slots: int) -> int:
         return max(-(-num_slots // self.block_size) - len(table.block_ids), 0)

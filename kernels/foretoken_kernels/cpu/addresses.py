@@ -9,46 +9,28 @@ from foretoken_kernels.cpu.compile import carray, cgutils, emitted, inlined, ir,
 _FAR = 1 << 48
 
 
-def _pointer_to(dtype: Any) -> Any:
-    def typed(_typing: Any, _address: Any) -> Any:
-        def codegen(_context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], _context.get_value_type(signature.return_type))
+def _array_at(dtype: Any) -> Any:
+    """Return a compiled function that views memory at an address as an array of ``dtype``."""
+
+    @emitted
+    def pointer_to(_typing: Any, _address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
         return types.CPointer(dtype)(types.int64), codegen
 
-    return emitted(typed)
+    @inlined
+    def array_at(address: int) -> Any:
+        return carray(pointer_to(address), _FAR)
+
+    return array_at
 
 
-_float32_pointer = _pointer_to(types.float32)
-_uint16_pointer = _pointer_to(types.uint16)
-_int32_pointer = _pointer_to(types.int32)
-_int64_pointer = _pointer_to(types.int64)
-_uint64_pointer = _pointer_to(types.uint64)
-
-
-@inlined
-def float32_at(address: int) -> Any:
-    return carray(_float32_pointer(address), _FAR)
-
-
-@inlined
-def uint16_at(address: int) -> Any:
-    return carray(_uint16_pointer(address), _FAR)
-
-
-@inlined
-def int32_at(address: int) -> Any:
-    return carray(_int32_pointer(address), _FAR)
-
-
-@inlined
-def int64_at(address: int) -> Any:
-    return carray(_int64_pointer(address), _FAR)
-
-
-@inlined
-def uint64_at(address: int) -> Any:
-    return carray(_uint64_pointer(address), _FAR)
+float32_at = _array_at(types.float32)
+uint16_at = _array_at(types.uint16)
+int32_at = _array_at(types.int32)
+int64_at = _array_at(types.int64)
+uint64_at = _array_at(types.uint64)
 
 
 @emitted

@@ -1,12 +1,13 @@
-"""Compile this package's functions with numba, and keep the results on disk between runs.
+"""Compile functions with numba, and keep the results on disk between runs.
 
 Only functions that Python calls are cached. numba's own cache watches one source file, so it would
-miss a change in a file whose functions are inlined. Here the digest of the whole package decides
-whether a cached function is valid.
+miss a change in a file whose functions are inlined. Here the digest of the function's folder and of
+this one decides whether a cached function is valid.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from functools import cache
@@ -51,7 +52,9 @@ def inlined(function: Function) -> Function:
 def compiled(function: Function) -> Function:
     """Compile a function that Python calls: it releases the GIL and is cached on disk."""
     dispatcher = _numba.njit(nogil=True, error_model="numpy")(function)
-    dispatcher._cache = _PackageCache(function)
+    # numba may write to no folder: each process compiles.
+    with contextlib.suppress(RuntimeError):
+        dispatcher._cache = _FolderCache(function)
     return cast(Function, dispatcher)
 
 
@@ -63,25 +66,28 @@ def callback(function: Callable[..., Any]) -> Any:
     signature = _numba.void(types.voidptr)
     parts = (signature.args, signature.return_type)
     compiled_callback: Any = numba.core.ccallback.CFunc(function, parts, {}, {"error_model": "numpy"})
-    compiled_callback._cache = _PackageCache(function)
+    compiled_callback._cache = _FolderCache(function)
     compiled_callback.compile()
     return compiled_callback
 
 
 @cache
-def _package_digest() -> str:
+def _digest(folder: Path) -> str:
+    """Return a digest of the sources in a folder and in this one."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted({*folder.glob("*.py"), *Path(__file__).parent.glob("*.py")}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-class _PackageCache(numba.core.caching.FunctionCache):
-    """numba's function cache, stamped with the digest of the package instead of one file's date."""
+class _FolderCache(numba.core.caching.FunctionCache):
+    """numba's function cache, stamped with the digest of a folder instead of one file's date."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         parent: Any = super()
         parent.__init__(function)
         self._cache_file = _caching.IndexDataCacheFile(
-            cache_path=self._cache_path, filename_base=self._impl.filename_base, source_stamp=_package_digest()
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=_digest(Path(function.__code__.co_filename).parent),
         )

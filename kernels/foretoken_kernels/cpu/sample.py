@@ -104,20 +104,6 @@ def gumbel_from_word(word: np.uint64) -> np.float32:
 
 
 @njit(cache=True, nogil=True)
-def gumbel_row(
-    key_low: np.uint64, key_high: np.uint64, position: int, choice_index: int, stream: int, num_tokens: int
-) -> Float32:
-    """Return float32 [num_tokens]: the noise of token ids 0 .. num_tokens - 1 at a position."""
-    out = np.empty(num_tokens, np.float32)
-    c1, c2, c3 = np.uint64(position), np.uint64(choice_index), np.uint64(stream)
-    for block in range((num_tokens + 3) // 4):
-        words = philox4x32(np.uint64(block), c1, c2, c3, key_low, key_high)
-        for lane in range(min(4, num_tokens - 4 * block)):
-            out[4 * block + lane] = gumbel_from_word(words[lane])
-    return out
-
-
-@njit(cache=True, nogil=True)
 def argmax_row(logits: Float32, vocab_limit: int) -> int:
     """Return the lowest id of the largest logit below ``vocab_limit``; NaN counts as -inf."""
     best_id = 0

@@ -201,12 +201,3 @@ def new_draft_beams(max_trees: int, max_branches: int, device: torch.device | st
         sources=sources,
         row_starts=torch.arange(max_trees + 1, dtype=torch.int32, device=device) * max_branches,
     )
-
-
-def new_draft_output(max_trees: int, max_nodes: int, device: torch.device | str) -> DraftOutput:
-    return DraftOutput(
-        tokens=torch.zeros((max_trees, max_nodes), dtype=torch.int32, device=device),
-        parents=torch.zeros((max_trees, max_nodes), dtype=torch.int32, device=device),
-        scores=torch.zeros((max_trees, max_nodes), dtype=torch.float32, device=device),
-        num_nodes=torch.zeros(max_trees, dtype=torch.int32, device=device),
-    )

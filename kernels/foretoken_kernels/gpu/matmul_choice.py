@@ -16,11 +16,7 @@ from foretoken_kernels.gpu.activation import silu_and_multiply
 from foretoken_kernels.gpu.qkv_rope import qkv_rope
 from foretoken_kernels.gpu.rope_kv_write import Rope, rope_kv_write
 from foretoken_kernels.gpu.skinny_configs import MAX_SPLIT_K, SkinnyConfig
-from foretoken_kernels.gpu.skinny_matmul import (
-    skinny_gate_up,
-    skinny_matmul,
-    skinny_matmul_workspace,
-)
+from foretoken_kernels.gpu.skinny_matmul import skinny_matmul, skinny_matmul_workspace
 from foretoken_kernels.gpu.wide_gate_up import fits_wide_gate_up, pays_wide_gate_up, wide_gate_up
 
 # Not only powers of two: at 24 rows cuBLAS uses other kernels than at 32, and both may be slower.
@@ -199,7 +195,7 @@ class MatmulTable:
             self.matmul(x, weight, gate_up)
             silu_and_multiply(gate_up, out)
         else:
-            skinny_gate_up(x, weight, out, self._workspace, config)
+            skinny_matmul(x, weight, out, self._workspace, config, gate_up=True)
 
     def qkv_by(
         self, config: SkinnyConfig | None, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rope: Rope

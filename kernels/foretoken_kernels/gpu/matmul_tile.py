@@ -31,18 +31,24 @@ class MatmulWorkspace(NamedTuple):
     counters: torch.Tensor
 
 
+class Product(NamedTuple):
+    """What a launch of ``x @ weight.T`` reads, and where it keeps partial sums."""
+
+    x: Any
+    weight: Any
+    partials: Any
+    counters: Any
+    num_rows: Any
+    in_features: Any
+    split_size: Any
+    x_stride: Any
+
+
 @_jit
 def multiply_tile(  # type: ignore[no-untyped-def]
-    x,
-    weight,
+    product,
     out,
-    partials,
-    counters,
-    num_rows,
     out_features,
-    in_features,
-    split_size,
-    x_stride,
     out_stride,
     first_row,
     feature_tile,
@@ -70,7 +76,7 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     """
     m = first_row + tl.arange(0, BLOCK_M)
     n = feature_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_output = (m < num_rows)[:, None] & (n < out_features)[None, :]
+    is_output = (m < product.num_rows)[:, None] & (n < out_features)[None, :]
     # Features past the end repeat the last one and are not stored: a mask would slow down the
     # loads.
     source = n
@@ -80,30 +86,10 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     start = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if ADD:
         # The first part's sum starts with the old value.
-        limit = tl.where(split == 0, num_rows, 0)
+        limit = tl.where(split == 0, product.num_rows, 0)
         start += tl.load(out_at, mask=is_output & (m < limit)[:, None], other=0.0).to(tl.float32)
     total, up_total, is_whole = sum_tile(
-        x,
-        weight,
-        source,
-        out_features,
-        start,
-        partials,
-        counters,
-        num_rows,
-        in_features,
-        split_size,
-        x_stride,
-        m,
-        split,
-        tile,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SPLIT_K,
-        EVEN_K,
-        GATE_UP,
-        WIDEN,
+        product, source, out_features, start, m, split, tile, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, GATE_UP, WIDEN
     )
     if is_whole:
         if GATE_UP:
@@ -113,17 +99,10 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 
 @_jit
 def sum_tile(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branches are compile-time
-    x,
-    weight,
+    product,
     source,
     out_features,
     start,
-    partials,
-    counters,
-    num_rows,
-    in_features,
-    split_size,
-    x_stride,
     m,
     split,
     tile,
@@ -146,21 +125,23 @@ def sum_tile(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branches are
         m: [BLOCK_M]; rows of x.
         split, tile, WIDEN: as for multiply_tile.
     """
-    is_row = (m < num_rows)[:, None]
-    k = split * split_size + tl.arange(0, BLOCK_K)
-    x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_at = weight + source.to(tl.int64)[:, None] * in_features + k[None, :]
-    up_at = weight_at + out_features.to(tl.int64) * in_features
+    is_row = (m < product.num_rows)[:, None]
+    k = split * product.split_size + tl.arange(0, BLOCK_K)
+    x_at = product.x + m.to(tl.int64)[:, None] * product.x_stride + k[None, :]
+    weight_at = product.weight + source.to(tl.int64)[:, None] * product.in_features + k[None, :]
+    up_at = weight_at + out_features.to(tl.int64) * product.in_features
 
     total = start
     up_total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(0, split_size, BLOCK_K):
+    for _ in range(0, product.split_size, BLOCK_K):
         if EVEN_K:
             rows = tl.load(x_at, mask=is_row, other=0.0)
             features = tl.load(weight_at, eviction_policy="evict_first")
         else:
-            rows = tl.load(x_at, mask=is_row & (k < in_features)[None, :], other=0.0)
-            features = tl.load(weight_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
+            rows = tl.load(x_at, mask=is_row & (k < product.in_features)[None, :], other=0.0)
+            features = tl.load(
+                weight_at, mask=(k < product.in_features)[None, :], other=0.0, eviction_policy="evict_first"
+            )
         if WIDEN:
             rows = rows.to(tl.float32)
             features = features.to(tl.float32)
@@ -169,7 +150,9 @@ def sum_tile(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branches are
             if EVEN_K:
                 up_features = tl.load(up_at, eviction_policy="evict_first")
             else:
-                up_features = tl.load(up_at, mask=(k < in_features)[None, :], other=0.0, eviction_policy="evict_first")
+                up_features = tl.load(
+                    up_at, mask=(k < product.in_features)[None, :], other=0.0, eviction_policy="evict_first"
+                )
             if WIDEN:
                 up_features = up_features.to(tl.float32)
             up_total = tl.dot(rows, tl.trans(up_features), up_total, input_precision="ieee")
@@ -184,14 +167,14 @@ def sum_tile(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branches are
         PARTS: tl.constexpr = 2 if GATE_UP else 1
         TILE: tl.constexpr = BLOCK_M * BLOCK_N
         inside_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        begin = partials + tile.to(tl.int64) * (SPLIT_K * PARTS * TILE) + inside_tile
+        begin = product.partials + tile.to(tl.int64) * (SPLIT_K * PARTS * TILE) + inside_tile
         tl.store(begin + split * (PARTS * TILE), total, mask=is_row)
         if GATE_UP:
             tl.store(begin + split * (PARTS * TILE) + TILE, up_total, mask=is_row)
         # All threads' parts are written before one thread counts this program as done. What that
         # thread reads holds for all threads after the barrier.
         tl.debug_barrier()
-        is_whole = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
+        is_whole = tl.atomic_add(product.counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
         if is_whole:
             # Read back every part, this program's own too. ".cg" bypasses the first-level cache,
             # which does not see other SMs' writes.
@@ -204,5 +187,5 @@ def sum_tile(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branches are
                     up_total += tl.load(
                         begin + part * (PARTS * TILE) + TILE, mask=is_row, other=0.0, cache_modifier=".cg"
                     )
-            tl.store(counters + tile, 0)
+            tl.store(product.counters + tile, 0)
     return total, up_total, is_whole

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, sum_tile
+from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, Product, sum_tile
 from foretoken_kernels.gpu.rope_kv_write import Rope, write_kv_entries
 from foretoken_kernels.gpu.skinny_configs import SkinnyConfig
 from foretoken_kernels.gpu.skinny_matmul import cut
@@ -78,18 +78,12 @@ def _qkv_rope_kernel(
     feature = tl.arange(0, BLOCK_N)
     clamped = tl.minimum(tile * PAIRS + feature % PAIRS, NUM_PAIRS - 1)
     source = clamped // HALF * HEAD_DIM + clamped % HALF + tl.where(feature < PAIRS, 0, HALF)
+    product = Product(x, weight, partials, counters, num_rows, in_features, split_size, x_stride)
     total, _, is_whole = sum_tile(
-        x,
-        weight,
+        product,
         source,
         in_features,
         tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-        partials,
-        counters,
-        num_rows,
-        in_features,
-        split_size,
-        x_stride,
         m,
         tl.program_id(1),
         tile,

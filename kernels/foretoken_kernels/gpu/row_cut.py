@@ -37,48 +37,33 @@ def _weights_of(values, largest):
 
 
 @triton.jit
-def _piece(first, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
+def _piece(first, num_gathered, at, workspace, TOKENS: tl.constexpr):
     """Return values and ascending ids of one piece.
 
     A piece of the gathered values, or of the vocabulary if ``num_gathered`` is -1.
     """
-    at = first + tl.arange(0, TOKENS)
+    ids = first + tl.arange(0, TOKENS)
     values = tl.full([TOKENS], float("-inf"), tl.float32)
-    ids = at
     if num_gathered >= 0:
-        inside = at < num_gathered
-        gathered = row.to(tl.int64) * TOKENS + at
+        inside = ids < num_gathered
+        gathered = at.row.to(tl.int64) * TOKENS + ids
         values = tl.load(workspace.gathered_values + gathered, mask=inside, other=float("-inf"))
         ids = tl.load(workspace.gathered_ids + gathered, mask=inside, other=NO_TOKEN)
     else:
-        values = row_logits(first, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+        values = row_logits(first, at, TOKENS)
     return values, ids
 
 
 @triton.jit
-def _tally(
-    threshold,
-    largest,
-    num_gathered,
-    batch,
-    state,
-    workspace,
-    sizes,
-    row,
-    start,
-    slot,
-    masks_stops,
-    MASS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+def _tally(threshold, largest, num_gathered, at, workspace, MASS: tl.constexpr, TOKENS: tl.constexpr):
     """Return the number (float64) of values above -inf from ``threshold`` on, and their mass.
 
     The mass is computed only with MASS.
     """
     number = tl.full([], 0.0, tl.float64)
     mass = tl.full([], 0.0, tl.float64)
-    for first in range(0, tl.where(num_gathered >= 0, num_gathered, sizes.vocab_limit), TOKENS):
-        values, _ = _piece(first, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS)
+    for first in range(0, tl.where(num_gathered >= 0, num_gathered, at.sizes.vocab_limit), TOKENS):
+        values, _ = _piece(first, num_gathered, at, workspace, TOKENS)
         counted = (values >= threshold) & (values > float("-inf"))
         number += tl.sum(counted.to(tl.int32), axis=0).to(tl.float64)
         if MASS:
@@ -87,44 +72,14 @@ def _tally(
 
 
 @triton.jit
-def _bisect(
-    low,
-    high,
-    wanted,
-    largest,
-    num_gathered,
-    batch,
-    state,
-    workspace,
-    sizes,
-    row,
-    start,
-    slot,
-    masks_stops,
-    MASS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+def _bisect(low, high, wanted, largest, num_gathered, at, workspace, MASS: tl.constexpr, TOKENS: tl.constexpr):
     """Return the largest order in [low, high] from which on number or mass is at least ``wanted``.
 
     Returns ``low`` if there is none.
     """
     while low < high:
         middle = low + (high - low + 1) // 2
-        number, mass = _tally(
-            _value_of(middle),
-            largest,
-            num_gathered,
-            batch,
-            state,
-            workspace,
-            sizes,
-            row,
-            start,
-            slot,
-            masks_stops,
-            MASS,
-            TOKENS,
-        )
+        number, mass = _tally(_value_of(middle), largest, num_gathered, at, workspace, MASS, TOKENS)
         is_enough = number >= wanted
         if MASS:
             is_enough = mass >= wanted
@@ -134,14 +89,14 @@ def _bisect(
 
 
 @triton.jit
-def _gather(threshold, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
+def _gather(threshold, at, workspace, TOKENS: tl.constexpr):
     """Gather the row's values above -inf from ``threshold`` on and their ids, at most TOKENS."""
     count = tl.full([], 0, tl.int32)
-    for first_id in range(0, sizes.vocab_limit, TOKENS):
-        values = row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+    for first_id in range(0, at.sizes.vocab_limit, TOKENS):
+        values = row_logits(first_id, at, TOKENS)
         kept = (values >= threshold) & (values > float("-inf"))
         place = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
-        out = row.to(tl.int64) * TOKENS + place
+        out = at.row.to(tl.int64) * TOKENS + place
         tl.store(workspace.gathered_values + out, values, mask=kept & (place < TOKENS))
         tl.store(workspace.gathered_ids + out, first_id + tl.arange(0, TOKENS), mask=kept & (place < TOKENS))
         count += tl.sum(kept.to(tl.int32), axis=0)
@@ -151,14 +106,12 @@ def _gather(threshold, batch, state, workspace, sizes, row, start, slot, masks_s
 
 
 @triton.jit
-def _nth_equal(
-    value, wanted, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr
-):
+def _nth_equal(value, wanted, num_gathered, at, workspace, TOKENS: tl.constexpr):
     """Return the id of the ``wanted``-th (from 1) token with this value, in id order."""
     found = tl.full([], NO_TOKEN, tl.int32)
     before = wanted * 0
-    for first in range(0, tl.where(num_gathered >= 0, num_gathered, sizes.vocab_limit), TOKENS):
-        values, ids = _piece(first, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS)
+    for first in range(0, tl.where(num_gathered >= 0, num_gathered, at.sizes.vocab_limit), TOKENS):
+        values, ids = _piece(first, num_gathered, at, workspace, TOKENS)
         equal = (values == value).to(tl.int32)
         rank = before + tl.cumsum(equal, axis=0)
         found = tl.minimum(found, tl.min(tl.where((equal > 0) & (rank == wanted), ids, NO_TOKEN), axis=0))
@@ -167,9 +120,7 @@ def _nth_equal(
 
 
 @triton.jit
-def _top_cut(
-    largest, top_k, top_p, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr
-):
+def _top_cut(largest, top_k, top_p, at, workspace, TOKENS: tl.constexpr):
     """Return cut value and cut id of top-k (0: off), then top-p (1: off); at least one is on."""
     # How far below the largest value the first cut can be. Top-k decides if it is on; top-p then
     # cuts what top-k kept.
@@ -177,9 +128,7 @@ def _top_cut(
     never = tl.full([], float("-inf"), tl.float32)
     wanted = top_k.to(tl.float64)
     if top_k == 0:
-        _, total = _tally(
-            never, largest, all_values, batch, state, workspace, sizes, row, start, slot, masks_stops, True, TOKENS
-        )
+        _, total = _tally(never, largest, all_values, at, workspace, True, TOKENS)
         wanted = top_p * total
     gap = tl.full([], 1.0, tl.float32)
     high = _order_of(largest)
@@ -191,131 +140,42 @@ def _top_cut(
         threshold = tl.where(gap < 1000.0, largest - gap, never)
         mass = number * 0.0
         if top_k == 0:
-            number, mass = _tally(
-                threshold,
-                largest,
-                all_values,
-                batch,
-                state,
-                workspace,
-                sizes,
-                row,
-                start,
-                slot,
-                masks_stops,
-                True,
-                TOKENS,
-            )
+            number, mass = _tally(threshold, largest, all_values, at, workspace, True, TOKENS)
             is_enough = mass >= wanted
         else:
-            number, mass = _tally(
-                threshold,
-                largest,
-                all_values,
-                batch,
-                state,
-                workspace,
-                sizes,
-                row,
-                start,
-                slot,
-                masks_stops,
-                False,
-                TOKENS,
-            )
+            number, mass = _tally(threshold, largest, all_values, at, workspace, False, TOKENS)
             is_enough = number >= wanted
         high = tl.where(is_enough, high, _order_of(threshold))
     num_gathered = all_values
     if number <= TOKENS:
-        num_gathered = _gather(threshold, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS)
+        num_gathered = _gather(threshold, at, workspace, TOKENS)
 
     order = _order_of(threshold)
     if top_k > 0:
-        order = _bisect(
-            order,
-            high,
-            wanted,
-            largest,
-            num_gathered,
-            batch,
-            state,
-            workspace,
-            sizes,
-            row,
-            start,
-            slot,
-            masks_stops,
-            False,
-            TOKENS,
-        )
+        order = _bisect(order, high, wanted, largest, num_gathered, at, workspace, False, TOKENS)
         high = _order_of(largest)
     cut = _value_of(order)
     cut_id = tl.full([], NO_TOKEN, tl.int32)
     if top_p < 1.0:
         if top_k > 0:
-            _, total = _tally(
-                cut, largest, num_gathered, batch, state, workspace, sizes, row, start, slot, masks_stops, True, TOKENS
-            )
+            _, total = _tally(cut, largest, num_gathered, at, workspace, True, TOKENS)
             wanted = top_p * total
-        order = _bisect(
-            order,
-            high,
-            wanted,
-            largest,
-            num_gathered,
-            batch,
-            state,
-            workspace,
-            sizes,
-            row,
-            start,
-            slot,
-            masks_stops,
-            True,
-            TOKENS,
-        )
+        order = _bisect(order, high, wanted, largest, num_gathered, at, workspace, True, TOKENS)
         cut = _value_of(order)
         # Of the values equal to the cut, keep only as many as the mass needs.
-        _, above = _tally(
-            _value_of(order + 1),
-            largest,
-            num_gathered,
-            batch,
-            state,
-            workspace,
-            sizes,
-            row,
-            start,
-            slot,
-            masks_stops,
-            True,
-            TOKENS,
-        )
+        _, above = _tally(_value_of(order + 1), largest, num_gathered, at, workspace, True, TOKENS)
         weight = _weights_of(cut, largest)
         if weight > 0.0:
             needed = tl.maximum(tl.ceil((wanted - above) / weight), 1.0)
             needed = tl.where((needed > 1.0) & (above + (needed - 1.0) * weight >= wanted), needed - 1.0, needed)
             needed = tl.where(above + needed * weight < wanted, needed + 1.0, needed)
-            cut_id = _nth_equal(
-                cut,
-                needed.to(tl.int32),
-                num_gathered,
-                batch,
-                state,
-                workspace,
-                sizes,
-                row,
-                start,
-                slot,
-                masks_stops,
-                TOKENS,
-            )
+            cut_id = _nth_equal(cut, needed.to(tl.int32), num_gathered, at, workspace, TOKENS)
     return cut, cut_id
 
 
 @triton.jit
-def row_cut(batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
-    """Return cut value and cut id of a row.
+def row_cut(at, workspace, TOKENS: tl.constexpr):
+    """Return cut value and cut id of a Row.
 
     Kept tokens are above the value, or equal it with an id up to the cut id.
 
@@ -323,21 +183,19 @@ def row_cut(batch, state, workspace, sizes, row, start, slot, masks_stops, TOKEN
     reference_sampling.row_cut.
     """
     largest = tl.full([], float("-inf"), tl.float32)
-    for first_id in range(0, sizes.vocab_limit, TOKENS):
-        values = row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS)
+    for first_id in range(0, at.sizes.vocab_limit, TOKENS):
+        values = row_logits(first_id, at, TOKENS)
         largest = tl.maximum(largest, tl.max(values, axis=0))
     cut = tl.full([], float("-inf"), tl.float32)
     cut_id = tl.full([], NO_TOKEN, tl.int32)
     # A row with +inf has no token, whatever is cut.
     if (largest > float("-inf")) & (largest < float("inf")):
-        top_k = tl.load(state.top_k + slot)
-        top_k = tl.where((top_k > 0) & (top_k < sizes.vocab_limit), top_k, 0)
-        top_p = tl.load(state.top_p + slot)
+        top_k = tl.load(at.state.top_k + at.slot)
+        top_k = tl.where((top_k > 0) & (top_k < at.sizes.vocab_limit), top_k, 0)
+        top_p = tl.load(at.state.top_p + at.slot)
         if (top_k > 0) | (top_p < 1.0):
-            cut, cut_id = _top_cut(
-                largest, top_k, top_p, batch, state, workspace, sizes, row, start, slot, masks_stops, TOKENS
-            )
-        min_p = tl.load(state.min_p + slot)
+            cut, cut_id = _top_cut(largest, top_k, top_p, at, workspace, TOKENS)
+        min_p = tl.load(at.state.min_p + at.slot)
         if min_p > 0.0:
             low = _order_of(cut)
             high = _order_of(largest)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -67,18 +67,34 @@ def raw_logits(first_id, batch, sizes, row, limit, TOKENS: tl.constexpr):
     return tl.load(logits + ids, mask=ids < limit, other=float("-inf"))
 
 
-@triton.jit
-def row_logits(first_id, batch, state, sizes, row, start, slot, masks_stops, TOKENS: tl.constexpr):
-    """Return float32 [TOKENS] processed logits from ``first_id`` on, -inf from ``vocab_limit`` on.
+class Row(NamedTuple):
+    """One row of a batch, as kernels pass it on.
 
-    They are divided by the temperature if it is above 0.
-
-    Args:
+    Attributes:
         row, start: the node's row and its root's row.
         masks_stops: whether too few tokens are out for a stop token.
     """
-    raw = raw_logits(first_id, batch, sizes, row, sizes.vocab_limit, TOKENS)
-    return processed_logits(raw, first_id, batch, state, sizes, start, row - start, slot, masks_stops, TOKENS)
+
+    batch: Any
+    state: Any
+    sizes: Any
+    row: Any
+    start: Any
+    slot: Any
+    masks_stops: Any
+
+
+@triton.jit
+def row_logits(first_id, at, TOKENS: tl.constexpr):
+    """Return float32 [TOKENS] processed logits of a Row from ``first_id`` on, -inf from
+    ``vocab_limit`` on.
+
+    They are divided by the temperature if it is above 0.
+    """
+    raw = raw_logits(first_id, at.batch, at.sizes, at.row, at.sizes.vocab_limit, TOKENS)
+    return processed_logits(
+        raw, first_id, at.batch, at.state, at.sizes, at.start, at.row - at.start, at.slot, at.masks_stops, TOKENS
+    )
 
 
 @triton.jit

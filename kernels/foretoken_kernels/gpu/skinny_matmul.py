@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, multiply_tile
+from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, Product, multiply_tile
 from foretoken_kernels.gpu.skinny_configs import MAX_ROWS, SkinnyConfig, block_rows
 
 
@@ -51,17 +51,11 @@ def _skinny_matmul_kernel(
     GATE_UP: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
+    product = Product(x, weight, partials, counters, num_rows, in_features, split_size, x_stride)
     multiply_tile(
-        x,
-        weight,
+        product,
         out,
-        partials,
-        counters,
-        num_rows,
         out_features,
-        in_features,
-        split_size,
-        x_stride,
         out_stride,
         0,
         tile,
@@ -80,48 +74,6 @@ def _skinny_matmul_kernel(
 
 
 _skinny_matmul: Any = triton.jit(_skinny_matmul_kernel, do_not_specialize=["num_rows"])
-
-
-def skinny_matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    workspace: MatmulWorkspace,
-    config: SkinnyConfig,
-    add: bool = False,
-) -> None:
-    """Compute ``out = x @ weight.T``, or ``out += x @ weight.T`` with ``add``; sums are float32.
-
-    Args:
-        x: [rows, in_features], at most 128 rows; bfloat16, or float32 as weight. Rows may be apart,
-            columns may not.
-        weight: [out_features, in_features], contiguous, x's dtype.
-        out: [rows, out_features], bfloat16 or float32; rows may be apart, columns may not. Not x.
-        workspace: from skinny_matmul_workspace, for at least ``config.split_k`` parts; unused if
-            that is 1.
-
-    Raises:
-        ValueError: shapes, strides, types or the workspace do not fit.
-    """
-    _launch(x, weight, out, workspace, config, add, False)
-
-
-def skinny_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, workspace: MatmulWorkspace, config: SkinnyConfig
-) -> None:
-    """Compute ``out = silu(x @ gate.T) * (x @ up.T)``: a program has the same features of both.
-
-    Args:
-        x: as for skinny_matmul.
-        weight: [2 * size, in_features], contiguous: gate, then up.
-        out: [rows, size].
-        workspace: as for skinny_matmul.
-        config: ``block_n`` counts features of ``out``.
-
-    Raises:
-        ValueError: shapes, strides, types or the workspace do not fit.
-    """
-    _launch(x, weight, out, workspace, config, False, True)
 
 
 class Cut(NamedTuple):
@@ -162,15 +114,33 @@ def cut(
     return Cut(tiles, block_m, split_size)
 
 
-def _launch(
+def skinny_matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
     workspace: MatmulWorkspace,
     config: SkinnyConfig,
-    add: bool,
-    gate_up: bool,
+    add: bool = False,
+    gate_up: bool = False,
 ) -> None:
+    """Compute ``out = x @ weight.T``, ``out += x @ weight.T``, or gate and up with the activation.
+
+    With ``add`` it adds to ``out``; with ``gate_up`` it computes ``out = silu(x @ gate.T) * (x @
+    up.T)``, where a program has the same features of both. Sums are float32.
+
+    Args:
+        x: [rows, in_features], at most 128 rows; bfloat16, or float32 as weight. Rows may be apart,
+            columns may not.
+        weight: [out_features, in_features], or twice as many rows for ``gate_up``: gate, then up;
+            contiguous, x's dtype.
+        out: [rows, out_features], bfloat16 or float32; rows may be apart, columns may not. Not x.
+        workspace: from skinny_matmul_workspace, for at least ``config.split_k`` parts; unused if
+            that is 1.
+        config: ``block_n`` counts features of ``out``.
+
+    Raises:
+        ValueError: shapes, strides, types or the workspace do not fit.
+    """
     if len(x) == 0:
         return
     out_features = out.shape[1]

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, multiply_tile
+from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, Product, multiply_tile
 from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, shared_memory
 
 # Most rows of one launch, so that partial sums have a bound; more rows take several launches, one
@@ -142,22 +142,18 @@ def _strict_matmul_kernel(
     GATE_UP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
+    product = Product(x, weight, partials, counters, num_rows, in_features, split_size, x_stride)
+    first_row, feature_tile, split = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    tile = tl.program_id(0) * tl.num_programs(1) + feature_tile
     multiply_tile(
-        x,
-        weight,
+        product,
         out,
-        partials,
-        counters,
-        num_rows,
         out_features,
-        in_features,
-        split_size,
-        x_stride,
         out_stride,
-        tl.program_id(0) * BLOCK_M,
-        tl.program_id(1),
-        tl.program_id(2),
-        tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
+        first_row,
+        feature_tile,
+        split,
+        tile,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,

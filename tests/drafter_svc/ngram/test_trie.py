@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drafter_svc.ngram.candidates import new_scratch
 from drafter_svc.ngram.corpora import CorpusStore
 from drafter_svc.ngram.sequences import new_sequences
-from drafter_svc.ngram.tree import Drafted, SentRows, compile_draft_batch
+from drafter_svc.ngram.tree import Drafted, SentRows, draft_rows
 from drafter_svc.ngram.trie import (
     CHAIN,
     CHILD,
@@ -72,7 +72,7 @@ class Harness:
         drafted = Drafted(
             np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(16, np.int32), np.zeros(16, np.float32)
         )
-        compile_draft_batch()(
+        draft_rows(
             self.trie,
             CorpusStore(1, self.window).index,
             self.sequences,

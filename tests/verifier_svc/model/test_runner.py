@@ -71,8 +71,8 @@ def test_attributes(folder: Path) -> None:
     assert (runner.config.vocab_size, runner.max_model_len, runner.config.eos_token_ids) == (VOCAB, 128, (7,))
     assert runner.dtype == torch.float32
     # 12 blocks of 16 tokens, 2 layers, keys and values, 2 heads of 16 float32.
-    assert runner.kv_bytes == 13 * 16 * 2 * 2 * 2 * 16 * 4
-    assert cache_bytes_per_token(runner.config, "auto") == runner.kv_bytes // (13 * 16)
+    assert runner.cache.num_bytes == 13 * 16 * 2 * 2 * 2 * 16 * 4
+    assert cache_bytes_per_token(runner.config, "auto") == runner.cache.num_bytes // (13 * 16)
     assert cache_bytes_per_token(runner.config, "bfloat16") * 2 == cache_bytes_per_token(runner.config, "float32")
     # Every parameter once, in float32; panels are filled up to 32 outputs.
     assert runner.weights_bytes >= 4 * (VOCAB * 48 * 2 + 2 * (48 * 128 + 64 * 48 + 3 * 80 * 48))

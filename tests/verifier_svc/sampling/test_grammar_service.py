@@ -15,6 +15,7 @@ import pytest
 from foretoken import rpc
 from foretoken.limits import MAX_GRAMMAR_BYTES, ModelLimits
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.support.block_books import check_blocks
 from tests.support.engine_harness import Harness
 from tests.support.grammars import END, VOCAB, ids_of, text_of, vocabulary, write_tokenizer
 from tests.support.hash_target import HashTarget
@@ -41,7 +42,7 @@ def run(folder: Path, scenario: Callable[[Stub, Harness], Awaitable[None]], **op
             while not (harness.engine.is_idle and blocks.num_free_blocks == blocks.num_blocks):
                 await asyncio.sleep(0.01)
         # The engine has stopped: it is in no step that could be half done.
-        blocks.check_integrity()
+        check_blocks(blocks)
 
     asyncio.run(main())
 

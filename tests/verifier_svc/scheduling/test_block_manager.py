@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from tests.support.block_books import check_blocks, num_cached_blocks, ref_count
 from verifier_svc.scheduling.block_manager import BlockManager, BlockTable
 
 TEN = list(range(10))
@@ -59,10 +60,10 @@ def test_a_prefix_is_found_in_full_blocks_and_shared():
     second = manager.match_prefix(TEN, None)
     assert second.block_ids == first.block_ids[:2]
     assert (second.num_cached_tokens, second.num_hashed) == (8, 2)
-    assert [manager.ref_count(block) for block in first.block_ids] == [2, 2, 1]
+    assert [ref_count(manager, block) for block in first.block_ids] == [2, 2, 1]
     manager.free(first)
-    assert [manager.ref_count(block) for block in second.block_ids] == [1, 1]
-    manager.check_integrity()
+    assert [ref_count(manager, block) for block in second.block_ids] == [1, 1]
+    check_blocks(manager)
 
 
 def test_the_last_token_is_never_cached():
@@ -138,8 +139,8 @@ def test_of_blocks_computed_twice_one_copy_stays_cached():
     assert third.block_ids == first.block_ids[:2]
     for table in (first, third, second):
         manager.free(table)
-        manager.check_integrity()
-    assert (manager.num_free_blocks, manager.num_cached_blocks) == (8, 2)
+        check_blocks(manager)
+    assert (manager.num_free_blocks, num_cached_blocks(manager)) == (8, 2)
     assert num_found(manager, TEN) == 2
 
 
@@ -158,11 +159,11 @@ def test_a_cached_block_gives_way_to_a_running_one_of_the_same_content():
     manager.reserve(late, 4)
     early = written(manager, TEN[:5])
     manager.free(early)
-    assert manager.num_cached_blocks == 1
+    assert num_cached_blocks(manager) == 1
     manager.hash_full_blocks(late, TEN[:4], 4)
-    assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 7)
+    assert (num_cached_blocks(manager), manager.num_free_blocks) == (0, 7)
     assert manager.match_prefix(TEN, None).block_ids == late.block_ids
-    manager.check_integrity()
+    check_blocks(manager)
 
 
 def test_freed_blocks_are_revived_by_a_prefix():
@@ -170,10 +171,10 @@ def test_freed_blocks_are_revived_by_a_prefix():
     table = written(manager, TEN)
     blocks = table.block_ids[:2]
     manager.free(table)
-    assert (manager.num_free_blocks, manager.num_cached_blocks) == (3, 2)
+    assert (manager.num_free_blocks, num_cached_blocks(manager)) == (3, 2)
     again = manager.match_prefix(TEN, None)
     assert again.block_ids == blocks
-    assert (manager.num_free_blocks, manager.num_cached_blocks) == (1, 0)
+    assert (manager.num_free_blocks, num_cached_blocks(manager)) == (1, 0)
 
 
 def test_empty_blocks_go_first_then_the_longest_released_ends_first():
@@ -181,7 +182,7 @@ def test_empty_blocks_go_first_then_the_longest_released_ends_first():
     old, young = [1, 1, 2, 2, 0], [3, 3, 4, 4, 0]
     manager.free(written(manager, old))
     manager.free(written(manager, young))
-    assert (manager.num_free_blocks, manager.num_cached_blocks) == (6, 4)
+    assert (manager.num_free_blocks, num_cached_blocks(manager)) == (6, 4)
     taker = manager.match_prefix([], None)
     found = []
     for num_blocks in range(1, 7):
@@ -190,7 +191,7 @@ def test_empty_blocks_go_first_then_the_longest_released_ends_first():
     # Looking releases the blocks that it found at once: `young` is looked at last, so it stays the
     # youngest.
     assert found == [(2, 2), (2, 2), (1, 2), (0, 2), (0, 1), (0, 0)]
-    manager.check_integrity()
+    check_blocks(manager)
 
 
 def test_an_evicted_block_is_not_found_under_its_old_hash():
@@ -237,17 +238,17 @@ def test_a_block_freed_through_another_table_is_an_error():
 def test_the_integrity_check_finds_damage(damage, complaint):
     manager = BlockManager(6, 4)
     written(manager, TEN)
-    manager.check_integrity()
+    check_blocks(manager)
     damage(manager)
     with pytest.raises(AssertionError, match=complaint):
-        manager.check_integrity()
+        check_blocks(manager)
 
 
 def test_without_prefix_cache_nothing_is_found():
     manager = BlockManager(4, 4, enable_prefix_cache=False)
     manager.free(written(manager, TEN))
     assert num_found(manager, TEN) == 0
-    assert (manager.num_free_blocks, manager.num_cached_blocks) == (4, 0)
+    assert (manager.num_free_blocks, num_cached_blocks(manager)) == (4, 0)
 
 
 # --- Random histories.
@@ -349,14 +350,14 @@ class BlockManagerHistory(RuleBasedStateMachine):
         """Check blocks handed out as new: they hold nothing, and nobody else has them."""
         for block_id in block_ids:
             self.content.pop(block_id, None)
-            assert self.manager.ref_count(block_id) == 1
+            assert ref_count(self.manager, block_id) == 1
 
     @invariant()
     def books_agree(self) -> None:
         manager = self.manager
-        manager.check_integrity()
+        check_blocks(manager)
         references = Counter(block_id for owner in self.running for block_id in owner.table.block_ids)
-        assert [manager.ref_count(block_id) for block_id in range(NUM_BLOCKS)] == [
+        assert [ref_count(manager, block_id) for block_id in range(NUM_BLOCKS)] == [
             references[block_id] for block_id in range(NUM_BLOCKS)
         ]
         assert manager.num_free_blocks == NUM_BLOCKS - len(references)
@@ -369,7 +370,7 @@ class BlockManagerHistory(RuleBasedStateMachine):
         for owner in self.running:
             self.manager.free(owner.table)
         assert self.manager.num_free_blocks == NUM_BLOCKS
-        self.manager.check_integrity()
+        check_blocks(self.manager)
 
 
 TestBlockManagerHistory = BlockManagerHistory.TestCase
