@@ -191,9 +191,7 @@ class Engine:
         """Run overlapped steps as long as possible; count why none could run. Return whether any ran."""
         if self._run_ahead is None or not self.scheduler.has_work:
             return False
-        blocked = self._run_ahead.run(
-            self.scheduler, self.speculator, self.lifecycle, self, has_asked=self._has_asked
-        )
+        blocked = self._run_ahead.run(self.scheduler, self.speculator, self.lifecycle, self, has_asked=self._has_asked)
         self._has_asked = False
         if blocked is not None:
             self.counters.count_blocked_overlap(blocked.value)

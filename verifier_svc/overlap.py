@@ -255,9 +255,7 @@ class OverlappedRun:
 
     def _reserve(self) -> bool:
         """Reserve blocks for one more step of each seat, whatever steps in flight emit."""
-        self._lacks_blocks = not all(
-            self._reserve_seat(seat.sequence) for seat in self._step.seats if seat is not None
-        )
+        self._lacks_blocks = not all(self._reserve_seat(seat.sequence) for seat in self._step.seats if seat is not None)
         return not self._lacks_blocks
 
     def _reserve_seat(self, sequence: Sequence) -> bool:
@@ -324,10 +322,9 @@ class OverlappedRun:
         parts: list[Scheduled] = []
         for sequence in self._joining:
             part = Scheduled(sequence, min(sequence.num_uncomputed - 1, room), 1)
-            if drafting.is_for(sequence) and drafting.attachment is not None and sequence.num_computed:
-                if drafting.attachment.sent.length(sequence) == 0:
-                    # A drafter needs the hidden states at the end of a cached prefix.
-                    part.num_rerun = capture.num_rerun(sequence)
+            if sequence.num_computed and drafting.is_new_to_drafter(sequence):
+                # A drafter needs the hidden states at the end of a cached prefix.
+                part.num_rerun = capture.num_rerun(sequence)
             part.num_tokens = min(part.num_tokens, room - part.num_rerun)
             end = sequence.num_computed + part.num_tokens
             if part.num_tokens < 0 or not self._scheduler.reserve_ahead(sequence, end, end + 1):

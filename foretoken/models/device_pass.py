@@ -68,9 +68,7 @@ class DevicePass:
         self._cos_sin = cos_sin_table(config.rope, config.head_dim, num_positions).contiguous().to(device)
         has_graphs = flashinfer is None or not flashinfer.every_pass
         prompt_rows = MAX_PROMPT_GRAPH_ROWS if flashinfer is None else _FLASHINFER_FROM
-        self._batches = DeviceBatches(
-            sizes, cache.block_size, device, graphs=has_graphs, prompt_graph_rows=prompt_rows
-        )
+        self._batches = DeviceBatches(sizes, cache.block_size, device, graphs=has_graphs, prompt_graph_rows=prompt_rows)
         self._graphs = DeviceGraphs(sizes.graphs and device.type == "cuda")
         self._buffers = DeviceBuffers(cache.data.dtype, device, self._graphs.clear)
         self._given = PinnedRows(_MIN_PINNED, cache.data.dtype, device)

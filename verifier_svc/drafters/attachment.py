@@ -18,7 +18,7 @@ from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.deadline import Deadline
 from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
 from verifier_svc.drafters.final_updates import FinalUpdates
-from verifier_svc.drafters.request import NO_DRAFT, RequestKind, Row, request_of
+from verifier_svc.drafters.request import RequestKind, Row, request_of
 from verifier_svc.drafters.sent_tokens import SentTokens
 from verifier_svc.drafters.source_record import SourceRecord
 from verifier_svc.drafters.waits import FirstWaits

@@ -36,7 +36,7 @@ class ResidentDrafting:
         most_steps: most steps of the run. None: any number.
     """
 
-    def __init__(  # noqa: PLR0913 - what one run has of a drafter
+    def __init__(
         self,
         drafter: DrafterHandle | None = None,
         attachment: Attachment | None = None,
@@ -109,6 +109,10 @@ class ResidentDrafting:
     def is_for(self, sequence: Sequence) -> bool:
         """Return whether a running sequence is drafted for, even if only with roots."""
         return sequence in self._drafted
+
+    def is_new_to_drafter(self, sequence: Sequence) -> bool:
+        """Return whether nothing was sent yet of a sequence that is drafted for."""
+        return self.attachment is not None and self.is_for(sequence) and self.attachment.sent.length(sequence) == 0
 
     @property
     def _block_size(self) -> int:
