@@ -119,8 +119,8 @@ def lay_out_rows(
     """Fill ``rows`` except ``row_starts``; reference_resident.lay_out_rows_reference defines it.
 
     A tree without the seats' step as its stamp, one that was drafted before the sequence joined, an
-    invalid tree, or a tree that is too deep becomes a root alone. A tree that is too large for its rows, or for the tokens that may still be
-    emitted, is cut: ancestors come first.
+    invalid tree, or a tree that is too deep becomes a root alone. A tree that is too large for its
+    rows, or for the tokens that may still be emitted, is cut: ancestors come first.
 
     Args:
         block_tables: int32 [seats, blocks].
