@@ -30,6 +30,7 @@ from foretoken.models.device_llama import ResidentPass
 from foretoken.models.pinned_buffers import PinnedBuffers, SendRing
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.model.device_runner import DeviceRunner
+from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_numbers
 from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_results
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
 
@@ -77,11 +78,18 @@ class _Stage:
 
 
 class _Launched(NamedTuple):
-    """A step that was not read yet. ``stage``: None for an empty step, whose end is ``reached``."""
+    """A step that was not read yet.
+
+    Attributes:
+        stage: None for an empty step, whose end is ``reached``.
+        logprobs: those of all tokens that the seats ``logprob_seats`` may have got, seat by seat.
+    """
 
     stage: _Stage | None
     seats: tuple[Seat | None, ...]
     reached: Any
+    logprob_seats: list[int]
+    logprobs: LogprobNumbers | None
 
 
 class ResidentStep:
@@ -286,12 +294,18 @@ class ResidentStep:
             self._graphs.run(self._shape, partial(self._launch_kernels, stage, self._shape.max_width))
         self.number += 1
         self._order.signal_step(self.number)
+        wanted = [
+            index
+            for index, seat in enumerate(self._seats)
+            if seat is not None and seat.sequence.sampling.logprobs is not None
+        ]
+        logprobs = self._launch_logprobs(stage, wanted) if stage is not None and wanted else None
         if stage is not None:
             stage.walk.found.record()
         reached = torch.cuda.Event() if stage is None and self._is_cuda else None  # type: ignore[no-untyped-call]
         if reached is not None:
             reached.record()
-        self._in_flight.append(_Launched(stage, tuple(self._seats), reached))
+        self._in_flight.append(_Launched(stage, tuple(self._seats), reached, wanted, logprobs))
 
     def release(self) -> None:
         """Let steps in flight go on without the trees that they wait for."""
@@ -299,21 +313,56 @@ class ResidentStep:
 
     def is_done(self) -> bool:
         """Return whether the oldest step in flight is done."""
-        stage, _, reached = self._in_flight[0]
+        stage, _, reached, *_ = self._in_flight[0]
         if stage is not None:
             return stage.walk.found.is_ready()
         return reached is None or bool(reached.query())
 
     def receive(self) -> list[SeatResult]:
         """Return the results of the oldest step in flight, which must be done."""
-        stage, seats, _ = self._in_flight.popleft()
+        stage, seats, _, logprob_seats, logprobs = self._in_flight.popleft()
         if stage is None:
             return []
         found = stage.walk.found.take()
         taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
         walks = walk_results(found, [(index, seat.number) for index, seat in taken])
+        if logprobs is not None:
+            places = {index: place for place, (index, _) in enumerate(taken)}
+            for at, index in enumerate(logprob_seats):
+                seat, place = seats[index], places[index]
+                assert seat is not None
+                walk, most = walks[place], seat.sequence.sampling.logprobs
+                assert most is not None
+                rows = range(at * self.max_tokens, at * self.max_tokens + len(walk.tokens))
+                entries = logprobs.results(walk.tokens, [most] * len(walk.tokens), rows)
+                walks[place] = walk._replace(logprobs=entries)
         num_nodes = found["num_nodes"].tolist()
         return [SeatResult(seat, walk, num_nodes[index]) for (index, seat), walk in zip(taken, walks, strict=True)]
+
+    def _launch_logprobs(self, stage: _Stage, wanted: list[int]) -> LogprobNumbers:
+        """Launch the logprobs of the tokens that these seats got, as many as a step can give.
+
+        The next pass overwrites the logits. Which tokens are real is known with the results.
+        """
+        device, depth, walk = self._state.slots.device, self.max_tokens, stage.walk.result
+        on_host = torch.tensor(wanted, dtype=torch.int64)
+        seats = (on_host.pin_memory() if self._is_cuda else on_host).to(device, non_blocking=True)
+        logits = stage.resident.logits
+        rows = stage.rows.row_starts[seats, None] + walk.nodes[seats, :depth]
+        tokens = walk.tokens[seats, :depth]
+        most = max(self._most_logprobs(index) for index in wanted)
+        numbers = logprob_numbers(
+            logits,
+            rows.long().clamp(0, len(logits) - 1).flatten(),
+            tokens.long().clamp(0, logits.shape[1] - 1).flatten(),
+            most,
+        )
+        return numbers.to_host()
+
+    def _most_logprobs(self, index: int) -> int:
+        seat = self._seats[index]
+        assert seat is not None
+        return seat.sequence.sampling.logprobs or 0
 
     def _prepare(self) -> _Stage | None:
         """Bring the device up to date with seats and block tables; return the next step's stage."""

@@ -68,8 +68,10 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
 
         ``features``: as for ``extend``.
         """
+        # Loading it may make room for what is given.
+        loaded = self._entry_program()
         self._passes.gather_given(features)
-        self._passes.launch(self._entry_program(), arrays)
+        self._passes.launch(loaded, arrays)
 
     def _entry_program(self) -> DeviceProgram:
         return self._program(0, from_target=True) if self.write_entries is None else self._kv_only_program()

@@ -27,7 +27,7 @@ PLAIN_AFTER = 64
 class OverlapBlock(Enum):
     """Why the next step cannot overlap with the host's work. The values are the reasons in metrics."""
 
-    HOST_WORK = "host_work"  # a grammar or logprobs: the host works between two steps
+    HOST_WORK = "host_work"  # a grammar, or logprobs of a prompt: the host works between two steps
     NO_FREE_BLOCKS = "no_free_blocks"
     SEVERAL_DRAFTERS = "several_drafters"
     LOOKUP_DRAFTER = "lookup_drafter"  # it must see the tokens of a step before it drafts the next
@@ -175,5 +175,4 @@ class OverlapPolicy:
 
 def needs_host(sequence: Sequence) -> bool:
     """Return whether the host works on a sequence's logits between two steps."""
-    sampling = sequence.sampling
-    return sampling.grammar is not None or sampling.logprobs is not None or sequence.wants_prompt_logprobs
+    return sequence.sampling.grammar is not None or sequence.wants_prompt_logprobs
