@@ -10,6 +10,8 @@ import pytest
 
 from drafter_svc.config import DrafterSettings
 from drafter_svc.ngram.settings import NgramSettings
+from foretoken.config import build
+from foretoken.errors import ConfigError
 from foretoken.mps import PIPES
 from foretoken.probes import GatewayProbe
 from foretoken.stack import GATEWAY_DRAIN_S
@@ -124,6 +126,13 @@ def test_queues_hold_a_load_test() -> None:
         VerifierSettings.model_fields["max_queued_requests"],
     )
     assert all(field.default >= 2048 for field in fields)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("0", "at least 1"), ("65", "at most 64"), ("many", "a whole number")])
+def test_a_wrong_number_of_gateway_workers_is_refused(value: str, expected: str) -> None:
+    needed = {"model": "m", "served_model_name": "m", "verifiers": ["unix:/v"]}
+    with pytest.raises(ConfigError, match=f"--gateway-workers: expected {expected}, got '{value}'"):
+        build(GatewaySettings, needed | {"gateway_workers": value})
 
 
 def test_telemetry_and_workers_reach_their_services(

@@ -36,6 +36,7 @@ TEXTS = {
     "address": "unix:/a",
     "model": "folder",
     "allowed_origins": "https://other",
+    "gateway_workers": "2",
 }
 
 
