@@ -223,6 +223,71 @@ class Output:
         self._on_change(self)
 
 
+class News:
+    """Collects outputs that have something new, until the reader of their generation takes it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed: dict[int, Output] = {}
+        # Takes deltas while its task waits.
+        self._reader: DirectReader | None = None
+        self._fault: Exception | None = None
+        self._wake = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._changed)
+
+    def add(self, output: Output) -> None:
+        """Note that an output has something new."""
+        if not self._changed:
+            # After the whole message of the verifier, which may change several outputs.
+            self._loop.call_soon(self._announce)
+        self._changed[output.index] = output
+
+    def wake(self) -> None:
+        """End the present ``wait``."""
+        self._wake.set()
+
+    def clear(self) -> None:
+        """Leave what is new with the outputs; the next news is announced again."""
+        self._changed.clear()
+
+    def take(self) -> list[Delta]:
+        """Return what is new, in the order of the outputs."""
+        changed, self._changed = self._changed, {}
+        return [changed[index].take() for index in sorted(changed) if changed[index].error is None]
+
+    async def wait(self, reader: DirectReader | None = None) -> None:
+        """Return after ``wake``, or with news that ``reader`` did not take. Raise its fault.
+
+        The reader takes the deltas of outputs that go on, as long as it keeps up.
+        """
+        self._wake.clear()
+        self._reader = reader
+        try:
+            await self._wake.wait()
+        finally:
+            self._reader = None
+        if self._fault is not None:
+            raise self._fault
+
+    def _announce(self) -> None:
+        """Let the direct reader take what one message brought, or wake the task that waits."""
+        reader = self._reader
+        if reader is None or not reader.keeps_up or self._fault is not None or self._has_ends():
+            self._wake.set()
+            return
+        try:
+            reader.take(self.take())
+        except Exception as error:
+            self._fault = error
+            self._wake.set()
+
+    def _has_ends(self) -> bool:
+        """Whether an output with news has ended or failed: then the task has more to do."""
+        return any(output.finished is not None or output.error is not None for output in self._changed.values())
+
+
 class Generation:
     """Runs all ``len(prompts) * n`` outputs of one request, prompt by prompt."""
 
@@ -239,13 +304,8 @@ class Generation:
         # Each prompt counted once.
         self.prompt_tokens = sum(len(prompt.ids) for prompt in request.prompts)
         self._verifiers = verifiers
-        self._news = asyncio.Event()
-        self._changed: dict[int, Output] = {}
-        # Takes deltas while its task waits.
-        self._reader: DirectReader | None = None
-        # Raised in whoever waits.
-        self._interruption: BaseException | None = None
-        self._loop = asyncio.get_running_loop()
+        self._news = News()
+        self._gone: ClientGoneError | None = None
         self.outputs: list[Output] = []
         places = PairPlaces(request.prediction_ids)
         for index, spec in enumerate(_specs(request, max_model_len)):
@@ -257,7 +317,7 @@ class Generation:
             )
             prediction = PredictionMatch(request.prediction_ids, places)
             times = TokenTimes(on_step)
-            self.outputs.append(Output(index, spec, request, text, times, prediction, self._on_change, self._news.set))
+            self.outputs.append(Output(index, spec, request, text, times, prediction, self._news.add, self._news.wake))
 
     @property
     def speculation(self) -> SpeculationStats:
@@ -285,12 +345,10 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Whether the reader took every output to its end; False if it was interrupted."""
-        return (
-            self._interruption is None
-            and not self._changed
-            and all(output.finished is not None for output in self.outputs)
-        )
+        """Whether the reader took every output to its end; False if the client is gone."""
+        if self._news or self._gone is not None:
+            return False
+        return all(output.finished is not None for output in self.outputs)
 
     @property
     def num_resumes(self) -> int:
@@ -316,85 +374,51 @@ class Generation:
     async def wait(self, reader: DirectReader | None = None) -> list[Delta]:
         """Wait for news, then return it; a slow reader gets larger deltas, never more of them.
 
-        While it waits, ``reader`` takes the deltas of outputs that go on, as long as it keeps up.
+        Meanwhile ``reader`` takes the deltas of outputs that go on, as long as it keeps up. Its
+        fault is raised here.
 
         Returns an empty list every WAITING_NEWS_S while an output waits for a verifier. Raises the
         error that ended the generation after the reader took everything before it.
         """
-        self._reader = reader
-        try:
-            while True:
-                if self._interruption is None and (deltas := self._take()):
-                    return deltas
-                self._raise_failure()
-                self._news.clear()
-                if not self.is_waiting:
-                    await self._news.wait()
-                    continue
-                try:
-                    async with asyncio.timeout(WAITING_NEWS_S):
-                        await self._news.wait()
-                except TimeoutError:
-                    if self.is_waiting:
-                        return []
-        finally:
-            self._reader = None
+        while True:
+            if self._gone is None and (deltas := self._news.take()):
+                return deltas
+            self._raise_failure()
+            if not self.is_waiting:
+                await self._news.wait(reader)
+                continue
+            try:
+                async with asyncio.timeout(WAITING_NEWS_S):
+                    await self._news.wait(reader)
+            except TimeoutError:
+                if self.is_waiting:
+                    return []
 
     async def run(self) -> list[Delta]:
         """Wait for the end; return one delta per output, in order."""
         for output in self.outputs:
             while output.finished is None:
                 self._raise_failure()
-                self._changed.clear()
                 self._news.clear()
                 await self._news.wait()
-        self._changed.clear()
+        self._news.clear()
         return [output.take() for output in self.outputs]
 
     def disconnect(self) -> None:
         """Raise ClientGoneError in whoever waits: the client is gone."""
-        self._interrupt(ClientGoneError())
+        self._gone = ClientGoneError()
+        self._news.wake()
 
     def check_client(self) -> None:
         """Raise ClientGoneError if the client is gone: an unread answer does not count."""
-        if self._interruption is not None:
-            raise self._interruption
+        if self._gone is not None:
+            raise self._gone
 
     def close(self) -> None:
         """Drop the outputs that still run. Safe to call at any time and more than once."""
         for output in self.outputs:
             if output.finished is None and output.sequence is not None:
                 output.sequence.drop()
-
-    def _on_change(self, output: Output) -> None:
-        if not self._changed:
-            # After the whole message of the verifier, which may change several outputs.
-            self._loop.call_soon(self._on_news)
-        self._changed[output.index] = output
-
-    def _on_news(self) -> None:
-        """Let the direct reader take what one message brought, or wake the task that waits."""
-        reader = self._reader
-        if reader is None or not reader.keeps_up or self._interruption is not None or self._has_ends():
-            self._news.set()
-            return
-        try:
-            reader.take(self._take())
-        except Exception as error:
-            self._interrupt(error)
-
-    def _has_ends(self) -> bool:
-        """Whether an output with news has ended or failed: then its task has more to do."""
-        return any(output.finished is not None or output.error is not None for output in self._changed.values())
-
-    def _take(self) -> list[Delta]:
-        """Return what is new, in the order of the outputs."""
-        changed, self._changed = self._changed, {}
-        return [changed[index].take() for index in sorted(changed) if changed[index].error is None]
-
-    def _interrupt(self, error: BaseException) -> None:
-        self._interruption = error
-        self._news.set()
 
     def _raise_failure(self) -> None:
         self.check_client()
