@@ -90,6 +90,11 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
         description="A drafter to attach to; or, to run it in this process, name=NAME,algorithm=ALGORITHM"
         "[,model=MODEL]. May be given several times.",
     )
+    speculative_controller_log: Annotated[str, Flag(metavar="FILE", unset="none")] = Field(
+        default="",
+        description="Log what decides the shapes of drafts on a GPU to FILE.NAME for each drafter with a model; "
+        "benchmarks/replay_controller.py decides the same from it.",
+    )
     simulate_accept_length: Annotated[float | None, Flag(metavar="TOKENS", unset="what the model accepts")] = Field(
         default=None,
         ge=1,
@@ -115,7 +120,13 @@ class VerifierSettings(ServedModelSettings, ComputeSettings):
 
 def refuse_gpu_flags(settings: VerifierSettings) -> None:
     """Raise ConfigError if a setting is set that has no effect on a CPU."""
-    for name in ("mem_fraction_static", "disable_cuda_graph", "disable_overlap_schedule", "attention_backend"):
+    for name in (
+        "mem_fraction_static",
+        "disable_cuda_graph",
+        "disable_overlap_schedule",
+        "attention_backend",
+        "speculative_controller_log",
+    ):
         if getattr(settings, name) != VerifierSettings.model_fields[name].default:
             flag = flag_of(VerifierSettings, name)
             raise ConfigError(f"{flag} has an effect on a GPU only, and models run on the CPU here")

@@ -143,7 +143,7 @@ class RunAhead:
         for drafter in speculator.drafters:
             attachment = drafter.attachment
             if attachment is not None and attachment.has_resident and attachment.has_answered():
-                widths = sorted({shape.nodes for shape in speculator.overlap.controller(drafter).shapes})
+                widths = sorted({shape.nodes for shape in speculator.overlap.controllers.of(drafter).controller.shapes})
                 steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, widths
         for step, (features, widths) in steps.items():
             if step not in self._captures:
@@ -412,7 +412,7 @@ class OverlappedRun:
             is_plain=is_timed and drafting.drafter is None and not facts.num_prompt_rows,
         )
         if is_timed and drafting.controller is not None:
-            drafting.controller.observe_step(
+            drafting.controller.controller.observe_step(
                 facts.shape, facts.num_seats, now - read_at, num_prompt_tokens=facts.num_prompt_rows
             )
         self._speculator.limit.count(facts.num_seats)

@@ -174,6 +174,7 @@ def _assemble(
         ),
         TreeBounds.of(settings),
         max_batch_size=settings.speculative_max_batch_size,
+        controller_log=settings.speculative_controller_log,
     )
     eos_ids = frozenset(runner.config.eos_token_ids)
     token_limit = num_token_ids(settings.model, runner.config.vocab_size)

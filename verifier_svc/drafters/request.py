@@ -16,7 +16,7 @@ from verifier_svc.scheduling.hidden_states import HiddenSlice, joined
 from verifier_svc.scheduling.sequence import Sequence
 
 # Where the flags are silent: levels of a tree at most, and children of a node.
-DEFAULT_STEPS = 5
+DEFAULT_STEPS = 7
 DEFAULT_BRANCHES = 4
 _NO_HIDDEN = np.zeros((0, 0), np.float32)
 

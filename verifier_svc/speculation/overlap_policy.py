@@ -7,12 +7,11 @@ from enum import Enum
 
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
-from verifier_svc.drafters.request import NO_DRAFT, TreeBounds
+from verifier_svc.drafters.request import NO_DRAFT
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.capture import Capture
-from verifier_svc.speculation.controller import Controller
-from verifier_svc.speculation.costs import DraftCosts
+from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.routing import AUTO, DrafterRouting
@@ -20,8 +19,6 @@ from verifier_svc.speculation.row_state import RowStates
 
 # Steps that overlap beside look-up drafters that had found nothing: they must see the tokens to find something.
 LOOKUP_RESTS = 16
-# Steps in a row in which drafts do not pay, after which a run goes on without the drafter.
-PLAIN_AFTER = 64
 
 
 class OverlapBlock(Enum):
@@ -48,23 +45,12 @@ class OverlapPolicy:
         rows: RowStates,
         capture: Capture,
         trees: NextTrees,
-        bounds: TreeBounds,
         limit: BatchLimit,
-        costs: DraftCosts,
+        controllers: DrafterControllers,
     ) -> None:
         self._routing, self._rows, self._capture = routing, rows, capture
-        self._trees, self._bounds, self._limit, self._costs = trees, bounds, limit, costs
-        # What was learned of each drafter with a model, and for how many steps its drafts have not
-        # paid, by its number.
-        self._controllers: dict[int, Controller] = {}
-        self._num_plain: dict[int, int] = {}
-
-    def controller(self, drafter: DrafterHandle) -> Controller:
-        """Return the controller of a drafter with a model. It outlives attachments."""
-        known = self._controllers.get(drafter.number)
-        if known is None:
-            known = self._controllers[drafter.number] = Controller(self._bounds, self._costs.plain_step_s)
-        return known
+        self._trees, self._limit = trees, limit
+        self.controllers = controllers
 
     def drafting(
         self, running: Seq[Sequence], waiting: Seq[Sequence], *, has_asked: bool
@@ -97,14 +83,13 @@ class OverlapPolicy:
         block = self._block(drafter, attachment)
         if block is not None:
             return block
-        controller = self.controller(drafter)
-        if self._num_plain.get(drafter.number, 0) >= PLAIN_AFTER:
-            return ResidentDrafting(controller=controller, controlled=drafter.number, most_steps=most_steps)
+        controller = self.controllers.of(drafter)
+        if controller.rests:
+            return ResidentDrafting(controller=controller, most_steps=most_steps)
         drafting = ResidentDrafting(
             drafter,
             attachment,
             controller=controller,
-            controlled=drafter.number,
             captured=self._capture.layers,
             most_steps=most_steps,
         )
@@ -128,13 +113,11 @@ class OverlapPolicy:
 
     def choose(self, drafting: ResidentDrafting, num_sequences: int) -> bool:
         """Choose the shape of a run's next trees; return whether the run can go on with it."""
-        controller, number = drafting.controller, drafting.controlled
+        controller = drafting.controller
         if controller is None:
             return True
         drafting.shape = controller.choose(num_sequences)
-        is_plain = drafting.shape == NO_DRAFT
-        self._num_plain[number] = num_plain = self._num_plain.get(number, 0) + 1 if is_plain else 0
-        return is_plain if drafting.drafter is None else num_plain < PLAIN_AFTER
+        return drafting.shape == NO_DRAFT if drafting.drafter is None else not controller.rests
 
     def _block(self, drafter: DrafterHandle, attachment: Attachment) -> OverlapBlock | None:
         """Return what keeps the one drafter of a batch from drafting ahead, or None."""

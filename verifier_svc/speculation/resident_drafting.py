@@ -14,7 +14,7 @@ from verifier_svc.drafters.request import NO_DRAFT, Row, Shape, record_of, reque
 from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.sequence import Sequence
-from verifier_svc.speculation.controller import Controller
+from verifier_svc.speculation.controllers import DrafterController
 
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_HIDDEN = np.zeros((0, 0), np.float32)
@@ -30,7 +30,6 @@ class ResidentDrafting:
         drafter: the drafter. None: plain decode.
         attachment: the drafter's attachment when the run began.
         controller: chooses the shape of the batch's trees; without a drafter, when to draft again.
-        controlled: the number of the controller's drafter.
         captured: layers whose hidden states the target captures.
         is_above_limit: whether the batch is too large to draft for.
         most_steps: most steps of the run. None: any number.
@@ -41,14 +40,13 @@ class ResidentDrafting:
         drafter: DrafterHandle | None = None,
         attachment: Attachment | None = None,
         *,
-        controller: Controller | None = None,
-        controlled: int = 0,
+        controller: DrafterController | None = None,
         captured: tuple[int, ...] = (),
         is_above_limit: bool = False,
         most_steps: int | None = None,
     ) -> None:
         self.drafter, self.attachment = drafter, attachment
-        self.controller, self.controlled = controller, controlled
+        self.controller = controller
         self.features = captured
         self.is_above_limit = is_above_limit
         self.most_steps = most_steps
@@ -315,5 +313,5 @@ class ResidentDrafting:
         drafter.counters.add(share.num_drafted, share.accepted_depths)
         drafter.record.acceptance.observe(num_matched, depth)
         if self.controller is not None:
-            self.controller.observe_walk(shape, num_matched, depth)
+            self.controller.controller.observe_walk(shape, num_matched, depth)
         return (share,)

@@ -20,6 +20,7 @@ from verifier_svc.scheduling.draft import Draft, DrafterShare, merge
 from verifier_svc.scheduling.sequence import NO_SLOT, Sequence
 from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.capture import Capture
+from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.costs import DraftCosts, StepCosts
 from verifier_svc.speculation.draft_round import Found, LookupRound, ModelRound
 from verifier_svc.speculation.next_trees import NextTrees
@@ -40,8 +41,13 @@ class Speculator:
         bounds: TreeBounds,
         *,
         max_batch_size: int,
+        controller_log: str = "",
     ) -> None:
-        """``max_batch_size`` of 0 means no limit."""
+        """
+        Args:
+            max_batch_size: the largest batch to draft for; 0: no limit.
+            controller_log: begins the names of the controllers' logs; empty: they have none.
+        """
         self.costs = DraftCosts(costs, bounds)
         self.limit = BatchLimit(max_batch_size)
         self.rows = RowStates()
@@ -49,7 +55,12 @@ class Speculator:
         self.hidden_states = Capture(self._routing)
         self.trees = NextTrees(self.costs, bounds)
         self.overlap = OverlapPolicy(
-            self._routing, self.rows, self.hidden_states, self.trees, bounds, self.limit, self.costs
+            self._routing,
+            self.rows,
+            self.hidden_states,
+            self.trees,
+            self.limit,
+            DrafterControllers(bounds, self.costs.plain_step_s, controller_log),
         )
         shared = (self._routing, self.rows, self.hidden_states, self.costs, bounds)
         self.lookup_round, self.model_round = LookupRound(*shared), ModelRound(*shared)
