@@ -92,7 +92,7 @@ class _Launched(NamedTuple):
     logprobs: LogprobNumbers | None
 
 
-class ResidentStep:
+class ResidentStep:  # large: seats, launches and results of one step share all its buffers
     """Seat sequences, launch steps, and read them. Not thread-safe.
 
     Args:

@@ -165,7 +165,7 @@ class _Stage:
         self.levels = levels.memory(shape, places, output)
 
 
-class ResidentDraft:
+class ResidentDraft:  # large: one run's seats, passes and journal share all its buffers
     """The runs of one attachment over one memory; one at a time.
 
     Args:

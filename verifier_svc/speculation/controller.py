@@ -62,7 +62,7 @@ class Reason(StrEnum):
     PROBE = "probe"
 
 
-class Controller:
+class Controller:  # large: the figures of one decision and of its probes
     """The controller of one drafter with a model. Used by the engine thread alone."""
 
     def __init__(

@@ -53,7 +53,7 @@ class DrafterControllers:
             if self._log:
                 # Open as long as the server runs, and written line by line: it may be killed.
                 path = Path(f"{self._log}.{drafter.name}")
-                log = write_to(path.open("w", buffering=1, encoding="ascii"))  # noqa: SIM115
+                log = write_to(path.open("w", buffering=1, encoding="ascii"))
             known = DrafterController(Controller(self._bounds, self._verify_s, log=log))
             self._known[drafter.number] = known
         return known

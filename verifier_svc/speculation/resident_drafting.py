@@ -24,7 +24,7 @@ _EMPTY = np.zeros(1, ROW_DTYPE)
 _EMPTY["slots"], _EMPTY["max_nodes"], _EMPTY["max_depths"], _EMPTY["max_branches"] = -1, *NO_DRAFT
 
 
-class ResidentDrafting:
+class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, and got of it
     """The drafting of one run of overlapped steps. Only the engine thread uses it.
 
     Args:
