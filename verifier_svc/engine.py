@@ -2,6 +2,9 @@
 
     inbox -> schedule -> forward -> sample and walk -> commit -> draft the next step -> outboxes
 
+That is an ordinary step. On a GPU overlapped steps (overlap.py) come first, as long as nothing
+needs the host between two steps.
+
 This module owns the loop. lifecycle.py owns the sequences and their events; target_step.py runs the
 target and handles its results. The service reaches the engine only through ``send``,
 ``open_session`` and the outboxes.

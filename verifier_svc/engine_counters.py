@@ -37,7 +37,7 @@ class EngineCounters:
     num_generated_tokens: int = 0
     num_prompt_tokens: int = 0
     num_fallback_steps: int = 0
-    # Steps after which no overlapped step could follow, by reason.
+    # Ordinary steps on a GPU, by what kept them from overlapping.
     overlap_blocked_steps: dict[str, int] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class EngineCounters:
         self.add_time(name, time.perf_counter() - began)
 
     def count_blocked_overlap(self, reason: str) -> None:
-        """Count a step after which no overlapped step could follow."""
+        """Count an ordinary step in place of an overlapped one."""
         self.overlap_blocked_steps[reason] = self.overlap_blocked_steps.get(reason, 0) + 1
 
     def add_step(self, times: StepTimes) -> None:

@@ -4,8 +4,9 @@
 
 It measures as benchmarks.gpu.steps does, with verifier and drafter as two processes and a forced
 acceptance. One batch has a tree beside requests without drafts. The others have chains beside one
-request whose steps cannot overlap, because the host must see a result between two steps. Each batch
-is compared with one without the odd request.
+request with a grammar, with n-grams or with logprobs. Beside a grammar or n-grams steps cannot
+overlap, because the host must see a result between two steps. Each batch is compared with one
+without the odd request.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ CONCURRENCIES: Mapping[str, tuple[int, ...]] = {"H200": (1, 4, 16, 64, 128, 256)
 OVER_PLAIN, OVER_FIXED = 0.98, 0.95
 # At most this concurrency has bars for gaps (p99) and for TTFT.
 MOST_STREAMS = 64
-# A step with a prompt chunk takes at most --max-step-ms, 60 ms by default.
+# What a step may take with a pass over prompts before it, and what a gap may take more.
 PREFILL_STEP_MS, GAP_SLACK_MS = 60.0, 10.0
 LONGEST_GAP_MS = 150.0
 # TTFT over that of vLLM's fastest arm.

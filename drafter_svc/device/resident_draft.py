@@ -4,6 +4,8 @@ the trees back.
 The host enqueues a draft before the step's tokens exist, as one CUDA graph: intake, the pass over
 new tokens, the levels of the trees, their stamp. It reads some requests later what was committed,
 and then brings its rows up to date. Passes over prompts run between the step and that graph.
+
+Here a *run* lasts from a request that names the seats to the next one that does.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ from foretoken.tree import Int32
 
 # Steps that may be on their way, and unread.
 _STEPS = 8
-# A table has room for so many blocks more than a run's longest sequence has, or it would soon be too narrow.
+# A table has room for so many blocks more than a run's longest sequence has, or it would soon be
+# too narrow.
 _ROOM_BLOCKS = 16
-# Of a table: as many blocks as ordinary requests' tables have a multiple of, or the kernels were compiled once more.
+# A table has a multiple of so many blocks, as tables of ordinary requests have. Otherwise kernels
+# would be compiled once more.
 _TABLE_STEP = 16
 # Seconds after which a step that does not come is given up. A verifier may compile kernels first.
 _PATIENCE_S = 10.0
@@ -119,7 +123,8 @@ class _Stage:
             memory.hidden[:rows],
         )
         self.draft_stamp = memory.draft_stamp
-        # What a run begins with. LENGTH, MAX_NODES and ROOT_TOKEN, and the number, are the device's from then on.
+        # What the host sends when the seats are named anew. LENGTH, MAX_NODES and ROOT_TOKEN, and
+        # the number, are the device's from then on.
         self.begun = PinnedBuffers(
             {
                 "requests": ((seats, NUM_COLUMNS), torch.int32),
@@ -130,9 +135,10 @@ class _Stage:
             },
             device,
         )
-        # Within a run entries are only added, behind all that a kernel in flight reads: a copy that is still on its way
-        # may take them along, so the host need not wait for it. A sequence that has ended keeps those of blocks that
-        # others have by then: no step tells of tokens of it any more, so nothing is written there for it.
+        # Until the seats are named anew, entries are only added, after all that a kernel in flight
+        # reads: a copy that is still on its way may take them along, so the host need not wait for
+        # it. A sequence that has ended keeps those of blocks that others have by then: no step has
+        # tokens of it any more, so nothing is written there for it.
         self.tables = PinnedBuffers({"block_tables": ((seats, shape.blocks), torch.int32)}, device)
         self.journal = DeviceJournal(
             {"counts": (seats,), "lengths": (seats,), "is_written": (seats,), "tokens": (seats, tokens)}, _STEPS, device

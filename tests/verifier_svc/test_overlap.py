@@ -151,7 +151,7 @@ def test_trees_that_never_come(targets: Targets, device: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_request_ends_a_run_and_joins_the_next(targets: Targets, device: str) -> None:
+def test_a_new_request_with_logprobs_joins_a_run(targets: Targets, device: str) -> None:
     target = targets["llama"]
     long = Request(text(3, 20), SamplingParams(temperature=0.0, max_tokens=14))
     short = Request(text(4, 20), SamplingParams(temperature=0.0, max_tokens=4, logprobs=1))
@@ -170,5 +170,5 @@ def test_a_new_request_ends_a_run_and_joins_the_next(targets: Targets, device: s
     while not all(harness.results[key].is_done for key in keys):
         harness.step()
     assert [harness.results[key].token_ids for key in keys] == expected
-    # Logprobs need each step's rows on the host.
+    # Its logprobs are read with the results of each step, one step late.
     assert num_ahead(harness) > 3 and len(harness.results[keys[1]].logprobs) == 4

@@ -53,7 +53,7 @@ PROMPT_SMOOTHING = 0.05
 
 
 class Reason(StrEnum):
-    """Why the present shape was chosen. The values appear in metrics and replies."""
+    """Why the present shape was chosen."""
 
     FIXED = "fixed"
     FIRST_STEPS = "first_steps"

@@ -124,7 +124,7 @@ def test_no_hidden_state_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyP
 def disturbances(runs: Runs, late: Sequence[Request], keys: list[SequenceKey]) -> Iterator[None]:
     """Yield once for each request.
 
-    Now and then a request comes, or an abort of an unknown sequence, which only ends a run.
+    Now and then a request comes, or an abort of an unknown sequence, which changes nothing.
     """
     for request in late:
         for _ in range(4):
