@@ -85,6 +85,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         self._check_ready()
         algorithm = await asyncio.wrap_future(self._thread.algorithm())
         gauges = await asyncio.wrap_future(self._thread.gauges())
+        is_preparing = await asyncio.wrap_future(self._thread.is_preparing())
         attachment = self._thread.attachment
         return drafter_pb2.GetInfoResponse(
             version=__version__,
@@ -94,6 +95,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             epoch=0 if attachment is None else attachment.epoch,
             transport="" if attachment is None else attachment.transport,
             gauges=gauges,
+            preparing=is_preparing,
         )
 
     async def AddCorpus(self, request: drafter_pb2.AddCorpusRequest, context: Any) -> drafter_pb2.AddCorpusResponse:

@@ -46,6 +46,8 @@ class Session:
         self.drafter = drafter
         self.attachment: Attachment | None = None
         self.peer: ArenaPeer | None = None
+        # The drafter, while it has device memory of the attachment.
+        self._resident: DraftsResident | None = None
 
     def attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> tuple[Attachment, str, bytes]:
         """As DrafterThread.attach."""
@@ -63,6 +65,7 @@ class Session:
                     kind = self.drafter.algorithm
                     raise PreconditionError(f"a drafter of kind {kind} does not draft from device memory")
                 self.drafter.set_resident(peer.share.memory, peer.share.order)
+                self._resident = self.drafter
             undo.pop_all()
         self.peer = peer
         self.attachment = Attachment(epoch, target, needs, "grpc" if peer is None else "shared-memory")
@@ -111,6 +114,24 @@ class Session:
         except Exception as error:
             self._fail(error)
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether ``prepare`` has more to do."""
+        return self._resident is not None and not self._resident.is_prepared
+
+    def prepare(self) -> bool:
+        """Prepare for one more usual kind of request, while none waits. Return whether it did.
+
+        Any error ends the attachment; a lost GPU context ends the process.
+        """
+        if self._resident is None:
+            return False
+        try:
+            return self._resident.prepare()
+        except Exception as error:
+            self._fail(error)
+            return False
+
     def corpora(self) -> Corpora:
         """As DrafterThread.corpora."""
         if not isinstance(self.drafter, HoldsCorpora):
@@ -125,6 +146,7 @@ class Session:
         """
         attachment, self.attachment = self.attachment, None
         peer, self.peer = self.peer, None
+        self._resident = None
         if peer is not None:
             peer.close()
         if attachment is None:

@@ -22,6 +22,10 @@ from foretoken.transports.doorbell import Doorbell, Waiter, default_spin_us
 
 Result = TypeVar("Result")
 
+# Seconds without a request after which the drafter counts as idle and prepares for later ones. Steps of
+# a running sequence ask more often.
+_QUIET_S = 0.2
+
 
 class DrafterThread:
     """Runs the drafter.
@@ -81,6 +85,10 @@ class DrafterThread:
         """Return the drafter's gauges."""
         return self._submit(lambda session: session.drafter.gauges())
 
+    def is_preparing(self) -> Future[bool]:
+        """Return whether the drafter still prepares for usual requests while it is idle."""
+        return self._submit(lambda session: session.is_preparing)
+
     def algorithm(self) -> Future[str]:
         """Return the drafter's algorithm."""
         return self._submit(lambda session: session.drafter.algorithm)
@@ -126,15 +134,22 @@ class DrafterThread:
             return
         self.ready.set_result(None)
         waiter, waited_for = self._new_waiter(session.peer), session.peer
+        is_idle = False
         while not self._stopping:
             if waited_for is not session.peer:
                 waiter, waited_for = self._new_waiter(session.peer), session.peer
-            ready = waiter.wait(None)
+            wait_s = None
+            if session.is_preparing:
+                wait_s = 0.0 if is_idle else _QUIET_S
+            ready = waiter.wait(wait_s)
             if self._wake.fileno() in ready:
                 self._wake.take()
                 self._run_commands(session)
+            elif not ready:
+                is_idle = session.prepare()
             elif session.peer is not None:
                 session.serve_arena(session.peer)
+                is_idle = False
         session.end("the drafter stopped")
         self._cancel_commands()
 

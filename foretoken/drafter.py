@@ -60,3 +60,16 @@ class DraftsResident(Protocol):
         """Set the memory that has such requests' tokens and takes their trees, after ``attach``,
         until the next."""
         ...
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether ``prepare`` has nothing left to do."""
+        ...
+
+    def prepare(self) -> bool:
+        """Prepare for one more usual kind of such requests. Return whether it did.
+
+        Called after ``set_resident`` while no request waits; one that comes meanwhile has to. Does
+        nothing between the first and the last request of a run.
+        """
+        ...

@@ -60,12 +60,20 @@ def starts_of(*counts: Iterable[int]) -> Int32:
 FINAL_NORM = -1
 
 
+class TreeLimits(NamedTuple):
+    """Limits of a tree besides its nodes: edges from the root, and children of one node."""
+
+    max_depth: int
+    max_branches: int
+
+
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
     """What a drafter learns about the target when it is attached. ``max_nodes`` includes the root.
 
     ``checkpoint`` is the target's folder as the verifier sees it; a drafter on another host may not
-    see it. ``model_fingerprint`` names the checkpoint's files.
+    see it. ``model_fingerprint`` names the checkpoint's files. ``usual_trees`` are the trees that
+    most requests ask for; a drafter may prepare for them.
     """
 
     model_fingerprint: str
@@ -78,6 +86,7 @@ class TargetInfo:
     block_size: int = 16
     num_blocks: int = 0
     checkpoint: str = ""
+    usual_trees: tuple[TreeLimits, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

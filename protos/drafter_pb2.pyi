@@ -6,8 +6,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class TreeLimits(_message.Message):
+    __slots__ = ("max_depth", "max_branches")
+    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    max_depth: int
+    max_branches: int
+    def __init__(self, max_depth: _Optional[int] = ..., max_branches: _Optional[int] = ...) -> None: ...
+
 class TargetInfo(_message.Message):
-    __slots__ = ("model_fingerprint", "vocab_size", "max_model_len", "max_slots", "max_nodes", "hidden_size", "num_layers", "block_size", "num_blocks", "checkpoint")
+    __slots__ = ("model_fingerprint", "vocab_size", "max_model_len", "max_slots", "max_nodes", "hidden_size", "num_layers", "block_size", "num_blocks", "checkpoint", "usual_trees")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +26,7 @@ class TargetInfo(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    USUAL_TREES_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     vocab_size: int
     max_model_len: int
@@ -28,7 +37,8 @@ class TargetInfo(_message.Message):
     block_size: int
     num_blocks: int
     checkpoint: str
-    def __init__(self, model_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_slots: _Optional[int] = ..., max_nodes: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    usual_trees: _containers.RepeatedCompositeFieldContainer[TreeLimits]
+    def __init__(self, model_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_slots: _Optional[int] = ..., max_nodes: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., checkpoint: _Optional[str] = ..., usual_trees: _Optional[_Iterable[_Union[TreeLimits, _Mapping]]] = ...) -> None: ...
 
 class PrepareRequest(_message.Message):
     __slots__ = ("target",)
@@ -165,7 +175,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "name", "algorithm", "attached", "epoch", "transport", "gauges")
+    __slots__ = ("version", "name", "algorithm", "attached", "epoch", "transport", "gauges", "preparing")
     class GaugesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +190,7 @@ class GetInfoResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     GAUGES_FIELD_NUMBER: _ClassVar[int]
+    PREPARING_FIELD_NUMBER: _ClassVar[int]
     version: str
     name: str
     algorithm: str
@@ -187,7 +198,8 @@ class GetInfoResponse(_message.Message):
     epoch: int
     transport: str
     gauges: _containers.ScalarMap[str, float]
-    def __init__(self, version: _Optional[str] = ..., name: _Optional[str] = ..., algorithm: _Optional[str] = ..., attached: bool = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    preparing: bool
+    def __init__(self, version: _Optional[str] = ..., name: _Optional[str] = ..., algorithm: _Optional[str] = ..., attached: bool = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., gauges: _Optional[_Mapping[str, float]] = ..., preparing: bool = ...) -> None: ...
 
 class Corpus(_message.Message):
     __slots__ = ("name", "num_tokens")

@@ -48,6 +48,7 @@ from verifier_svc.sampling.simulated_acceptance import AcceptanceSimulator, Simu
 from verifier_svc.scheduling.block_manager import BlockManager
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.service import VerifierService
+from verifier_svc.speculation.candidate_shapes import usual_trees
 from verifier_svc.speculation.costs import StepCosts
 from verifier_svc.speculation.speculator import Speculator
 
@@ -129,7 +130,8 @@ def build(
     logger.info("the model's device: %s", device_name(backend))
     settings = with_sizes(settings, backend)
     budget = memory_plan(settings, backend)
-    clients = DrafterClients(settings, backend, budget.num_blocks)
+    usual = usual_trees(TreeBounds.of(settings))
+    clients = DrafterClients(settings, backend, budget.num_blocks, usual)
     try:
         target_model = load_target(settings, budget, backend, progress, clients.start)
         return _assemble(settings, backend, budget, target_model, clients, placed)

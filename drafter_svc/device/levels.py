@@ -128,7 +128,7 @@ class LevelMemory:
         shape: TreeShape,
         places: TreePlaces,
         output: DraftOutput,
-        draft_vocab_size: int,
+        workspace: OfferWorkspace,
         device: torch.device,
     ) -> None:
         trees, branches, depth, _, _, self.filtered = shape
@@ -137,7 +137,7 @@ class LevelMemory:
         # For a multiple of four trees all arrays are aligned; otherwise Triton would compile the
         # kernels again.
         self.beams: DraftBeams = new_draft_beams(-(-trees // 4) * 4, branches, device).first(trees)
-        self.workspace: OfferWorkspace = gpu.offer_workspace(trees, branches, draft_vocab_size, device)
+        self.workspace = workspace
         self.all_rows = torch.arange(trees * branches, dtype=torch.int32, device=device)
 
     def arrays(self, module: int) -> DeviceArrays:
@@ -184,11 +184,17 @@ class DeviceLevels:
         self.vocabulary = vocabulary_of(model, target)
         self._scale = scale
         ids = self.vocabulary.target_ids
+        # By rows. Growths run one at a time, so those of all shapes share them: with a large vocabulary they are most
+        # of the levels' memory.
+        self._workspaces: dict[int, OfferWorkspace] = {}
         self._target_ids = torch.from_numpy(ids).to(device) if len(ids) else None
 
     def memory(self, shape: TreeShape, places: TreePlaces, output: DraftOutput) -> LevelMemory:
         """Allocate the working memory of one shape."""
-        return LevelMemory(shape, places, output, self.vocabulary.size, self.device)
+        rows = shape.trees * shape.branches
+        if rows not in self._workspaces:
+            self._workspaces[rows] = gpu.offer_workspace(rows, 1, self.vocabulary.size, self.device)
+        return LevelMemory(shape, places, output, self._workspaces[rows], self.device)
 
     def launch(self, memory: LevelMemory, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         """Grow trees from the roots on and write them to the memory's output.

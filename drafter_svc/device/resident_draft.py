@@ -10,7 +10,10 @@ Here a *run* lasts from a request that names the seats to the next one that does
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import NamedTuple
 
@@ -31,6 +34,7 @@ from foretoken_kernels.resident_state import NO_SLOT, StepResults
 from numpy.typing import NDArray
 
 from drafter_svc.device.levels import DeviceLevels, FoundTrees, TreePlaces, TreeShape, batch_of, write_requests
+from drafter_svc.device.usual_drafts import PROMPT_WIDTHS, UsualDraft, prompt_sizes, usual_drafts
 from drafter_svc.trees.figures import PassFigures
 from drafter_svc.trees.growth import set_tree_requests
 from drafter_svc.trees.passes import scratch_batch
@@ -46,6 +50,8 @@ from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
+logger = logging.getLogger(__name__)
+
 # Steps that may be on their way, and unread.
 _STEPS = 8
 # A table has room for so many blocks more than a run's longest sequence has, or it would soon be
@@ -60,6 +66,8 @@ _PATIENCE_S = 10.0
 _QUEUED_PASSES = 8
 # Of no step.
 _NO_STEP = -1
+# Graphs that no request has asked for yet leave so much of the device's memory free.
+_SPARE_BYTES = 512 << 20
 
 
 class _Run:
@@ -110,7 +118,15 @@ class _Sizes(NamedTuple):
 class _Stage:
     """The memory of one shape's graph. ``capacity``: blocks of a sequence; those of its tree stand behind them."""
 
-    def __init__(self, shape: TreeShape, sizes: _Sizes, memory: ResidentMemory, levels: DeviceLevels) -> None:
+    def __init__(
+        self,
+        shape: TreeShape,
+        sizes: _Sizes,
+        memory: ResidentMemory,
+        levels: DeviceLevels,
+        root_hidden: torch.Tensor,
+    ) -> None:
+        """``root_hidden``: [at least the shape's trees, hidden_size]; graphs run one at a time, so all share it."""
         seats, tokens = shape.trees, sizes.tokens
         device, rows = levels.device, shape.trees * sizes.tokens
         self.capacity = shape.blocks - sizes.tree_blocks
@@ -160,7 +176,7 @@ class _Stage:
             block_tables=tables,
             max_seq_rows=tokens,
         )
-        self.root_hidden = torch.zeros((seats, max(levels.model.hidden_size, 1)), dtype=levels.dtype, device=device)
+        self.root_hidden = root_hidden[:seats]
         places = TreePlaces(begun["requests"], tables, begun["tree_starts"], begun["context_starts"])
         output = DraftOutput(
             memory.draft_tokens[:seats],
@@ -208,7 +224,7 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
             raise PreconditionError(f"memory on {memory.stamp.device}, and a drafter on {levels.device}")
         self._levels, self._target, self._rows, self._scratch = levels, target, rows, scratch
         self._memory, self._order, self._figures = memory, order, figures
-        self._sizes, self._pass_rows = _Sizes(layout.tokens, scratch.shape[1]), pass_sizes.rows
+        self._sizes, self._pass_sizes = _Sizes(layout.tokens, scratch.shape[1]), pass_sizes
         # The trees of the last step of a run, for its reply.
         self._found = ResidentMemory.mirror(layout, pinned=levels.device.type == "cuda")
         self._tree_requests = kernel.new_trees(layout.seats, 2, 1)
@@ -217,7 +233,13 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
         # The stamp of each step with prompt rows.
         self._stamps = DeviceJournal({"stamp": (1,)}, _STEPS, levels.device)
         self._stages: dict[TreeShape, _Stage] = {}
-        self._graphs = DeviceGraphs(pass_sizes.graphs and levels.device.type == "cuda")
+        self._root_hidden = torch.zeros(
+            (layout.seats, max(levels.model.hidden_size, 1)), dtype=levels.dtype, device=levels.device
+        )
+        has_graphs = pass_sizes.graphs and levels.device.type == "cuda"
+        self._graphs = DeviceGraphs(has_graphs)
+        # Drafts whose graphs are still to be captured.
+        self._usual = deque(usual_drafts(target, layout) if has_graphs else ())
         # None: no request has named the seats, or the run has ended.
         self._run: _Run | None = None
         # None: the run has no seats.
@@ -309,11 +331,59 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
             count *= 2
         self._stages.clear()
         self._stage, self._shape = None, None
-        count = 1
-        while count <= min(layout.prompt_rows, self._pass_rows, self._target.max_model_len):
-            arrays = self._levels.model.upload(scratch_batch(count, self._target))
-            self._levels.model.write_prompt(arrays, self._memory.prompt_hidden[:count])
-            count *= 2
+        self._warm_up_prompts()
+
+    def _warm_up_prompts(self) -> None:
+        target, sizes, model = self._target, self._pass_sizes, self._levels.model
+        most = min(self._memory.layout.prompt_rows, sizes.rows, target.max_model_len)
+        widths = {min(width, sizes.blocks) for width in (*PROMPT_WIDTHS, sizes.blocks)}
+        for seqs, longest in prompt_sizes(most, sizes.seqs):
+            rows = seqs - 1 + longest
+            arrays = model.upload(scratch_batch(rows, target, seqs=seqs, wants_logits=False))
+            for width in widths:
+                tables = torch.full((seqs, width), target.num_blocks, dtype=torch.int32, device=self._levels.device)
+                model.write_prompt(arrays._replace(block_tables=tables), self._memory.prompt_hidden[:rows])
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether ``prepare`` has nothing left to do."""
+        return not self._usual
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Capture one more graph of a usual draft, if no run is begun. Return whether it did.
+
+        Writes only to scratch, and to trees that nobody reads between two runs; those are stamped as
+        no step's.
+        """
+        while self._usual and self._run is None:
+            usual = self._usual.popleft()
+            self._ask(usual)
+            if not self._graphs.captures(self._shape_of(usual.seats, usual.num_blocks)):
+                continue
+            if not _has_room(self._levels.device):
+                logger.warning("little memory is left on the GPU: %d graphs wait for their requests", len(self._usual))
+                self._usual.clear()
+                return False
+            run = _Run([NO_SLOT] * usual.seats)
+            run.num_blocks[0] = usual.num_blocks
+            self._set_up(run, _NO_STEP)
+            stage, shape = self._stage, self._shape
+            assert stage is not None and shape is not None
+            self._stage = self._shape = None
+            self._graphs.run(shape, partial(self._launch_kernels, stage))
+            return True
+        return False
+
+    def _ask(self, usual: UsualDraft) -> None:
+        """Write a usual draft's tree requests in place of a run's."""
+        shapes, filters = (part[: usual.seats] for part in (self._tree_requests.shapes, self._tree_requests.filters))
+        shapes[:] = 0
+        shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = usual.depth, usual.branches
+        filters[:] = 0
+        filters[:, kernel.TOP_P] = 1
+        if usual.filtered:
+            filters[:, kernel.TEMPERATURE] = shapes[:, kernel.TOP_K] = 1
 
     def _checked(self, request: DraftRequest) -> DeviceStep:
         step, layout = request.resident, self._memory.layout
@@ -413,21 +483,12 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
 
     def _set_up(self, run: _Run, number: int) -> None:
         """Send what is known of the seats before step ``number``."""
-        layout, size = self._memory.layout, self._target.block_size
-        count = len(run)
+        size, count = self._target.block_size, len(run)
         all_rows = self._all_seats[:count]
-        least = min(table_bucket(max(run.num_blocks) + _ROOM_BLOCKS), self._rows.max_blocks) + self._sizes.tree_blocks
-        blocks = -(-least // _TABLE_STEP) * _TABLE_STEP
-        self._shape = TreeShape.of(
-            self._tree_requests,
-            all_rows,
-            trees=min(seq_bucket(count), layout.seats),
-            nodes=layout.nodes,
-            blocks=blocks,
-        )
-        if self._shape not in self._stages:
-            self._stages[self._shape] = _Stage(self._shape, self._sizes, self._memory, self._levels)
-        self._stage = stage = self._stages[self._shape]
+        self._shape = shape = self._shape_of(count, max(run.num_blocks))
+        if shape not in self._stages:
+            self._stages[shape] = _Stage(shape, self._sizes, self._memory, self._levels, self._root_hidden)
+        self._stage = stage = self._stages[shape]
         capacity = stage.capacity
         stage.begun.wait()
         stage.tables.wait()
@@ -455,6 +516,18 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
                 tables[index, :num_blocks] = sequence.table[:num_blocks]
         stage.begun.send()
         stage.tables.send()
+
+    def _shape_of(self, count: int, num_blocks: int) -> TreeShape:
+        """Return the shape for the tree requests of so many seats, whose longest sequence has so many blocks."""
+        layout = self._memory.layout
+        least = min(table_bucket(num_blocks + _ROOM_BLOCKS), self._rows.max_blocks) + self._sizes.tree_blocks
+        return TreeShape.of(
+            self._tree_requests,
+            self._all_seats[:count],
+            trees=min(seq_bucket(count), layout.seats),
+            nodes=layout.nodes,
+            blocks=-(-least // _TABLE_STEP) * _TABLE_STEP,
+        )
 
     def _launch(self, number: int, *, is_last: bool) -> None:
         stage, shape = self._stage, self._shape
@@ -582,3 +655,8 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
         found = FoundTrees(*(part[:num_seats].numpy() for part in parts))
         roots[:num_seats] = found.tokens[:, 0]
         return batch_of(request, roots, self._all_seats[:num_seats], found)
+
+
+def _has_room(device: torch.device) -> bool:
+    """Return whether graphs may take more of a device's memory."""
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= _SPARE_BYTES

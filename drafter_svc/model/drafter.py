@@ -33,6 +33,15 @@ class ModelDrafter:
         assert self._passes is not None, "not attached"
         self._passes.set_resident(memory, order)
 
+    @property
+    def is_prepared(self) -> bool:
+        """As DraftsResident says."""
+        return self._passes is None or self._passes.is_prepared
+
+    def prepare(self) -> bool:
+        """As DraftsResident says."""
+        return self._passes is not None and self._passes.prepare()
+
     def release(self, slots: Sequence[int]) -> None:
         if self._passes is not None:
             self._passes.release(slots)

@@ -66,6 +66,15 @@ class ResidentDrafts(Protocol):
         """Stop learning tokens of these batch slots."""
         ...
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether ``prepare`` has nothing left to do."""
+        ...
+
+    def prepare(self) -> bool:
+        """Prepare for one more usual kind of drafts, if no run is begun. Return whether it did."""
+        ...
+
 
 class Growth(Protocol):
     """Grows the trees of one request at a time.

@@ -164,6 +164,15 @@ class DraftPasses:
             raise PreconditionError("a drafter on the CPU does not draft from device memory")
         self._resident = self._growth.resident_draft(self._rows, self._scratch, memory, order, self.figures)
 
+    @property
+    def is_prepared(self) -> bool:
+        """As DraftsResident says."""
+        return self._resident is None or self._resident.is_prepared
+
+    def prepare(self) -> bool:
+        """As DraftsResident says."""
+        return self._resident is not None and self._resident.prepare()
+
     def release(self, slots: Sequence[int]) -> None:
         """Forget batch slots.
 
@@ -385,17 +394,25 @@ def cache_blocks(target: TargetInfo) -> int:
     return target.num_blocks + target.max_slots * scratch_blocks_per_row(target)
 
 
-def scratch_batch(rows: int, target: TargetInfo) -> ForwardBatch:
-    """Return rows of one sequence that write to, and attend to, only the first slot of scratch.
+def scratch_batch(rows: int, target: TargetInfo, *, seqs: int = 1, wants_logits: bool = True) -> ForwardBatch:
+    """Return rows that write to, and attend to, only the first slot of scratch.
 
     The other slots may hold anything.
+
+    Args:
+        seqs: sequences of the rows; all but the first have one row.
+        wants_logits: whether the logits of the last row are wanted.
     """
-    chain = chain_batch(np.zeros(rows, np.int32), 0, target.block_size, np.array([rows - 1], np.int32))
+    wanted = np.array([rows - 1] if wants_logits else [], np.int32)
+    chain = chain_batch(np.zeros(rows, np.int32), 0, target.block_size, wanted)
+    seq_of_row = np.maximum(np.arange(rows, dtype=np.int32) - (rows - seqs), 0)
     return replace(
         chain,
         slot_mapping=np.full(rows, target.num_blocks * target.block_size, np.int32),
+        row_seqs=seq_of_row,
         context_lens=np.ones(rows, np.int32),
-        block_tables=np.full_like(chain.block_tables, target.num_blocks),
+        tree_starts=np.zeros(seqs, np.int32),
+        block_tables=np.full((seqs, chain.block_tables.shape[1]), target.num_blocks, np.int32),
     )
 
 

@@ -20,6 +20,7 @@ from foretoken.drafting import (
     DrafterNeeds,
     DraftRequest,
     TargetInfo,
+    TreeLimits,
 )
 from foretoken.errors import InvalidRequestError, PreconditionError
 from foretoken.transports.transport import check_request
@@ -30,11 +31,14 @@ INT32_MAX = 2**31 - 1
 
 
 def target_to_proto(target: TargetInfo) -> drafter_pb2.TargetInfo:
-    return drafter_pb2.TargetInfo(**asdict(target))
+    values = asdict(target) | {"usual_trees": [tree._asdict() for tree in target.usual_trees]}
+    return drafter_pb2.TargetInfo(**values)
 
 
 def target_from_proto(message: drafter_pb2.TargetInfo) -> TargetInfo:
-    return TargetInfo(**{field.name: getattr(message, field.name) for field in fields(TargetInfo)})
+    values = {field.name: getattr(message, field.name) for field in fields(TargetInfo)}
+    values["usual_trees"] = tuple(TreeLimits(tree.max_depth, tree.max_branches) for tree in message.usual_trees)
+    return TargetInfo(**values)
 
 
 def needs_to_proto(algorithm: str, needs: DrafterNeeds) -> drafter_pb2.PrepareResponse:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 
 from foretoken.drafter import Drafter
-from foretoken.drafting import TargetInfo
+from foretoken.drafting import TargetInfo, TreeLimits
 from foretoken.models.backend import Backend
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
 from verifier_svc.drafters.device_offer import ResidentOffer
@@ -23,11 +23,17 @@ class DrafterClients:
     the drafters of the settings attach while the target still warms up.
     """
 
-    def __init__(self, settings: VerifierSettings, backend: Backend, num_blocks: int) -> None:
-        """``num_blocks``: blocks of the target's KV cache. Nothing happens before ``start``."""
+    def __init__(
+        self, settings: VerifierSettings, backend: Backend, num_blocks: int, usual_trees: tuple[TreeLimits, ...]
+    ) -> None:
+        """``num_blocks``: blocks of the target's KV cache. Nothing happens before ``start``.
+
+        ``usual_trees``: as in TargetInfo.
+        """
         self.epoch = secrets.randbits(63) | 1
         self.remote: list[DrafterClient] = []
         self._settings, self._backend, self._num_blocks = settings, backend, num_blocks
+        self._usual_trees = usual_trees
 
     def start(self, runner: LoadedTarget) -> None:
         """Begin to attach the drafters of the settings, in the background; call it once.
@@ -48,6 +54,7 @@ class DrafterClients:
             block_size=settings.block_size,
             num_blocks=self._num_blocks,
             checkpoint=str(settings.model.resolve()),
+            usual_trees=self._usual_trees,
         )
         self._resident = ResidentOffer.of_backend(
             self._backend, TreeBounds.of(settings).max_depth, runner.dtype, settings.chunked_prefill_size

@@ -79,6 +79,11 @@ class DrafterHandle:
         return self.record.num_attaches
 
     @property
+    def is_preparing(self) -> bool:
+        """Whether the drafter still prepares for usual requests while it is idle."""
+        return not self.is_detached and self.source.is_preparing
+
+    @property
     def num_rejected(self) -> int:
         """Drafts that were of no use, as the verifier and all sources of the drafter count them."""
         return self.counters.num_rejected_drafts + self.record.num_rejected

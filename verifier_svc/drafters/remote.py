@@ -34,7 +34,9 @@ from verifier_svc.drafters.source import (
 
 logger = logging.getLogger(__name__)
 
-GAUGES_TIMEOUT_S = 2.0
+INFO_TIMEOUT_S = 2.0
+# Between two looks at a drafter that prepares: readiness may wait for it.
+PREPARING_LOOK_S = 0.25
 # A drafter that starts with the verifier compiles and loads for at most so long. Until then its
 # absence is no warning.
 STARTS_WITHIN_S = 60.0
@@ -119,7 +121,7 @@ class DrafterClient(DraftSource):
                 self._interrupts.sleep(backoff_s)
 
     def _watch(self, transport: QueuedTransport, stub: Any) -> None:
-        """Block until the drafter is gone, the circuit opens, or the client is closed; look at its gauges meanwhile."""
+        """Block until the drafter is gone, the circuit opens, or the client is closed; look at it meanwhile."""
         waiter = self._interrupts.waiter(transport.fileno())
         look_at = time.monotonic()
         while not self._interrupts.is_closing:
@@ -128,25 +130,25 @@ class DrafterClient(DraftSource):
                 self._lost("connecting", "the drafter is gone")
                 return
             if not ready:
-                self._look_at_gauges(stub)
-                look_at = time.monotonic() + GAUGES_EVERY_S
+                self._look(stub)
+                look_at = time.monotonic() + (PREPARING_LOOK_S if self.is_preparing else GAUGES_EVERY_S)
             self._interrupts.take()
             # A call waits on the same doorbell: what was rung meanwhile is not lost.
             if reason := self._interrupts.close_circuit():
                 self._lost("broken", reason)
                 return
 
-    def _look_at_gauges(self, stub: Any) -> None:
-        """Ask for the drafter's gauges. Old ones stay if it does not answer: its drafts decide whether it is of use."""
+    def _look(self, stub: Any) -> None:
+        """Ask the drafter how it is. Old answers stay if it gives none: its drafts decide whether it is of use."""
         try:
-            info = self._interrupts.result(stub.GetInfo.future(drafter_pb2.GetInfoRequest(), timeout=GAUGES_TIMEOUT_S))
+            info = self._interrupts.result(stub.GetInfo.future(drafter_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S))
         except ForetokenError as error:
-            logger.debug("drafter %s does not answer for its gauges: %s", self.name, error)
+            logger.debug("drafter %s does not say how it is: %s", self.name, error)
         else:
-            self.gauges = checked_gauges(info.gauges)
+            self.gauges, self.is_preparing = checked_gauges(info.gauges), info.preparing
 
     def _lost(self, state: State, reason: str, outlook: str = "until it is") -> None:
-        self.gauges = {}
+        self.gauges, self.is_preparing = {}, False
         with self._lock:
             # Readers do not lock: whoever finds no transport finds the state that says why.
             self.state, self.reason = state, reason
@@ -168,6 +170,8 @@ class DrafterClient(DraftSource):
         with self._lock:
             self.algorithm = found.algorithm
             self.needs = found.needs
+            # Until the first look says more. Readers look at this once there is an attachment.
+            self.is_preparing = found.transport.resident is not None
             self.num_attaches += 1
             self._interrupts.close_circuit()
             self.state, self.reason = "attached", ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from foretoken.drafting import TreeLimits
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
 
 # Nodes of the trees, smallest first; bounds add a tree of their own size. Children of one node by the nodes.
@@ -29,6 +30,12 @@ def candidate_shapes(bounds: TreeBounds) -> tuple[Shape, ...]:
     sizes = sorted(n for n in {*TREE_NODES, bounds.max_nodes} if depth + 1 < n <= bounds.max_nodes)
     trees = (Shape(nodes, depth, min(_branches(nodes), bounds.branches)) for nodes in sizes if bounds.branches > 1)
     return NO_DRAFT, *(chain(length) for length in range(1, depth + 1)), *trees
+
+
+def usual_trees(bounds: TreeBounds) -> tuple[TreeLimits, ...]:
+    """Return the trees for which a drafter may prepare: those of the candidates that have any."""
+    limits = (TreeLimits(shape.depth, shape.branches) for shape in candidate_shapes(bounds) if shape.nodes > 1)
+    return tuple(dict.fromkeys(limits))
 
 
 def _branches(nodes: int) -> int:

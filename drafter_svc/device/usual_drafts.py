@@ -1,0 +1,72 @@
+"""The drafts and prompts from device memory that a drafter prepares for before requests ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from foretoken_kernels.gpu.matmul_choice import ROW_BUCKETS
+
+from drafter_svc.trees.growth import MAX_BRANCHES
+from foretoken.drafting import TargetInfo
+from foretoken.models.device_batch import seq_bucket
+from foretoken.resident import ResidentLayout
+
+# Blocks of a sequence: its table has the least width, and the next. Attention has the same kernels for
+# all wider tables, so these compile what there is to compile.
+_USUAL_BLOCKS = (1, 128)
+# Blocks of a prompt's table, for the same reason. The widest table may be of any width.
+PROMPT_WIDTHS = (128, 256)
+
+
+class UsualDraft(NamedTuple):
+    """What a graph of a draft depends on.
+
+    Attributes:
+        seats: seats of the step.
+        depth: levels of a tree.
+        branches: children of a node.
+        num_blocks: blocks of the longest sequence.
+        filtered: whether any seat has top-k, top-p or min-p.
+    """
+
+    seats: int
+    depth: int
+    branches: int
+    num_blocks: int
+    filtered: bool
+
+
+def usual_drafts(target: TargetInfo, layout: ResidentLayout) -> Iterator[UsualDraft]:
+    """Yield the drafts that the target's verifier asks for most often, and those first that come first.
+
+    A run begins with few short sequences.
+    """
+    most_depth, most = max(layout.tokens - 1, 1), seq_bucket(layout.seats)
+    for num_blocks in _USUAL_BLOCKS:
+        for filtered in (False, True):
+            seats = 1
+            while seats <= most:
+                for depth, branches in target.usual_trees:
+                    yield UsualDraft(
+                        min(seats, layout.seats),
+                        min(depth, most_depth),
+                        min(branches, MAX_BRANCHES),
+                        num_blocks,
+                        filtered,
+                    )
+                seats *= 2
+
+
+def prompt_sizes(most_rows: int, most_seqs: int) -> Iterator[tuple[int, int]]:
+    """Yield the sizes of passes over prompts that together need all kernels: sequences, and rows of
+    the first one; the others have one row each.
+
+    Matmuls have kernels for numbers of rows. Attention chooses its tiles by the rows of the longest
+    sequence, and smaller ones where few sequences would leave a GPU idle.
+    """
+    powers = [1 << power for power in range(most_rows.bit_length())]
+    yield from ((1, rows) for rows in sorted({*powers, *ROW_BUCKETS}) if rows <= most_rows)
+    for seqs in powers[2::2]:
+        if seqs <= most_seqs:
+            yield from ((seqs, longest) for longest in powers if seqs - 1 + longest <= most_rows)
