@@ -19,7 +19,7 @@ def to_session_response(batch: Iterable[Event]) -> verifier_pb2.SessionResponse:
     for event in batch:
         match event:
             case TokensEvent():
-                response.tokens.append(tokens_to_proto(event))
+                _fill_tokens(response.tokens.add(), event)
             case FinishedEvent():
                 response.finished.append(finished_to_proto(event))
             case ErrorEvent():
@@ -28,20 +28,26 @@ def to_session_response(batch: Iterable[Event]) -> verifier_pb2.SessionResponse:
 
 
 def tokens_to_proto(event: TokensEvent) -> verifier_pb2.Tokens:
-    message = verifier_pb2.Tokens(
-        request_id=event.key.request_id,
-        choice_index=event.key.choice_index,
-        attempt=event.attempt,
-        offset=event.offset,
-        token_ids=event.token_ids,
-        sources=event.sources,
-        num_cached_tokens=event.num_cached_tokens,
-    )
+    message = verifier_pb2.Tokens()
+    _fill_tokens(message, event)
+    return message
+
+
+def _fill_tokens(message: verifier_pb2.Tokens, event: TokensEvent) -> None:
+    """Fill a new message, in place and field by field: each step has one for each sequence."""
+    key = event.key
+    message.request_id = key.request_id
+    message.choice_index = key.choice_index
+    message.attempt = event.attempt
+    message.offset = event.offset
+    message.token_ids.extend(event.token_ids)
+    message.sources.extend(event.sources)
+    if event.num_cached_tokens is not None:
+        message.num_cached_tokens = event.num_cached_tokens
     if event.logprobs:
         message.logprobs.extend(wire.logprobs_to_proto(event.logprobs))
     if event.prompt_logprobs:
         message.prompt_logprobs.extend(wire.logprobs_to_proto(event.prompt_logprobs))
-    return message
 
 
 def finished_to_proto(event: FinishedEvent) -> verifier_pb2.Finished:

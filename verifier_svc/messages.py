@@ -58,9 +58,11 @@ class CloseSession:
     session_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokensEvent:
-    """New output tokens of one sequence. The first one has index ``offset`` in its output."""
+class TokensEvent(NamedTuple):
+    """New output tokens of one sequence. The first one has index ``offset`` in its output.
+
+    A named tuple, since each step makes one for each sequence: a dataclass takes longer to make.
+    """
 
     key: SequenceKey
     attempt: int

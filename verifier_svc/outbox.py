@@ -44,7 +44,8 @@ class Outbox:
         with self._lock:
             tokens, last = self._tokens, self._last
             self._tokens, self._last = {}, {}
-        return [*(_merge(events) for events in tokens.values()), *last.values()]
+        merged = [events[0] if len(events) == 1 else _merge(events) for events in tokens.values()]
+        return [*merged, *last.values()]
 
     @property
     def is_full(self) -> bool:
@@ -55,8 +56,6 @@ class Outbox:
 
 def _merge(events: list[TokensEvent]) -> TokensEvent:
     """Merge consecutive events of one attempt into one."""
-    if len(events) == 1:
-        return events[0]
     first = events[0]
     return TokensEvent(
         first.key,

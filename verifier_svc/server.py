@@ -59,6 +59,10 @@ SERVICE_NAME = "foretoken.verifier.v1.VerifierService"
 WATCH_S = 0.5
 STOP_GRACE_S = 2.0
 PROGRESS_S = 1.0
+# Most seconds for which a thread keeps the GIL while another one waits for it. The engine releases
+# it in each call that launches GPU work, and waits until it has it back, while the service may
+# have messages to write. Python's default of 5 ms is as long as a step.
+GIL_INTERVAL_S = 5e-4
 
 Progress = Callable[[int, int, str], None]
 
@@ -220,6 +224,7 @@ def run(settings: VerifierSettings, in_process_drafters: Mapping[str, Drafter] |
 
     A signal during loading ends the process with status 0.
     """
+    sys.setswitchinterval(GIL_INTERVAL_S)
     if not uvloop.run(_serve(settings, in_process_drafters)):
         # Loading runs native code that cannot be interrupted. It holds nothing that outlives this
         # process.

@@ -88,3 +88,19 @@ def test_a_start_that_fails_leaves_no_drafter_attached(
     with pytest.raises(ValueError, match="broken"):
         server.build(settings)
     until(lambda: not is_attached(address))
+
+
+def test_threads_of_a_verifier_pass_the_gil_on_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    async def serve(settings: VerifierSettings, drafters: object) -> bool:
+        seen.append(sys.getswitchinterval())
+        return True
+
+    monkeypatch.setattr(server, "_serve", serve)
+    before = sys.getswitchinterval()
+    try:
+        server.run(VerifierSettings(model=tmp_path, served_model_name="tiny", address=f"unix:{tmp_path}/v.sock"))
+    finally:
+        sys.setswitchinterval(before)
+    assert seen == [pytest.approx(server.GIL_INTERVAL_S)] and seen[0] < before
