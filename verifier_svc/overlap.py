@@ -249,7 +249,7 @@ class OverlappedRun:
                 break
             policy.start(sequence, drafting)
             self._joining.append(sequence)
-        if not policy.still_drafts(drafting, len(scheduler.running)):
+        if not policy.still_drafts(drafting, scheduler.num_soon):
             return False
         return policy.choose(drafting, max(len(scheduler.running), 1)) and self._reserve()
 

@@ -167,7 +167,10 @@ class OverlapPolicy:
         return [drafter for drafter in drafters if drafter.has_model or drafter.number in proposed]
 
     def still_drafts(self, drafting: ResidentDrafting, num_sequences: int) -> bool:
-        """Return whether a run would begin again with the same drafter, or again with none."""
+        """Return whether a run would begin again with the same drafter, or again with none.
+
+        ``num_sequences``: running ones and those that could start, as in ``drafting``.
+        """
         if not drafting.is_current or not self._routing.is_as_attached:
             return False
         return self._limit.is_exceeded(num_sequences) == drafting.is_above_limit
