@@ -329,6 +329,8 @@ class OverlappedRun:
             end = sequence.num_computed + part.num_tokens
             if part.num_tokens < 0 or not self._scheduler.reserve_ahead(sequence, end, end + 1):
                 continue
+            if not drafting.reserve_room(sequence, end):
+                continue
             if part.num_rows:
                 parts.append(part)
                 room -= part.num_rows
@@ -348,10 +350,11 @@ class OverlappedRun:
         return batch.forward.num_rows
 
     def _join(self) -> None:
-        """Seat the sequences whose last token alone is left to compute."""
+        """Seat the sequences of which all but the last token is computed, and all is sent."""
         waiting: list[Sequence] = []
         for sequence in self._joining:
-            if sequence.num_uncomputed > 1 or not self._reserve_seat(sequence):
+            is_ready = sequence.num_uncomputed == 1 and self._drafting.has_sent(sequence)
+            if not is_ready or not self._reserve_seat(sequence):
                 waiting.append(sequence)
                 continue
             width = self._drafting.shape_of(sequence).nodes

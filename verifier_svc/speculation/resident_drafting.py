@@ -61,7 +61,9 @@ class ResidentDrafting:
         self._records = np.zeros(0, ROW_DTYPE)
         self._num_blocks: list[int] = []
         self._asked_shape = NO_DRAFT
+        # The prompts of the next request, and the tokens for which it has room reserved.
         self._prompts: list[Row] = []
+        self._num_new: list[int] = []
         # Tokens of each sequence before the last step that was read.
         self._lengths: dict[Sequence, int] = {}
 
@@ -131,10 +133,31 @@ class ResidentDrafting:
     # What the drafter is sent.
 
     def add(self, sequence: Sequence) -> None:
-        """Draft for a running sequence. If it decodes already, send what the drafter lacks of it."""
+        """Draft for a running sequence, from when it is seated. It was sent all its tokens then."""
         self._drafted.add(sequence)
-        if sequence.num_uncomputed == 1 and sequence.is_decoding:
-            self.send_prompt(sequence, 0)
+
+    def has_sent(self, sequence: Sequence) -> bool:
+        """Return whether the drafter was sent all tokens of a sequence, if it drafts for that."""
+        if self.attachment is None or not self.is_for(sequence):
+            return True
+        return self.attachment.sent.length(sequence) == len(sequence.tokens)
+
+    def reserve_room(self, sequence: Sequence, num_computed: int) -> bool:
+        """Reserve room in the next request for ``send_prompt`` of so many computed tokens.
+
+        Returns whether there is room: a request holds one long prefix beside a chunk.
+        """
+        if self.attachment is None or not self.is_for(sequence):
+            return True
+        num_new = num_computed + 1 - self.attachment.sent.length(sequence)
+        if num_new <= 0:
+            return True
+        assert self.memory is not None
+        counts = [num_new, *self._num_new]
+        if sum(counts) - max(counts) > self.memory.layout.prompt_rows:
+            return False
+        self._num_new = counts
+        return True
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended. The drafter has learnt all of it in the run."""
@@ -154,9 +177,6 @@ class ResidentDrafting:
             return False
         sent, length = attachment.sent.length(sequence), min(sequence.num_computed + 1, len(sequence.tokens))
         if sent >= length:
-            return False
-        if not self._has_room(length - sent):
-            self._drafted.discard(sequence)
             return False
         blocks = sequence.block_ids[sent // self._block_size : (length - 1) // self._block_size + 1]
         key = sequence.slot, sequence.generation
@@ -178,12 +198,6 @@ class ResidentDrafting:
         attachment.sent.mark(*key, length)
         return has_hidden
 
-    def _has_room(self, num_tokens: int) -> bool:
-        """Return whether the next request holds so many tokens more: one long prefix beside a chunk."""
-        assert self.memory is not None
-        counts = [num_tokens, *(len(row.new_tokens) for row in self._prompts)]
-        return sum(counts) - max(counts) <= self.memory.layout.prompt_rows
-
     def post(self, number: int, seats: tuple[Seat | None, ...], prompt_start: int, *, is_last: bool = False) -> None:
         """Request the trees that follow step ``number``, which was launched with these seats.
 
@@ -196,14 +210,14 @@ class ResidentDrafting:
             is_last: whether the step was read and ends the run.
         """
         if self.attachment is None or not self.is_current:
-            self._prompts = []
+            self._prompts, self._num_new = [], []
             return
         begins = self._begins(seats)
         if begins:
             self._name(seats, is_read=is_last)
         step = DeviceStep(number, begins, is_last, len(self._records), prompt_start)
         self.attachment.post_resident(self._request(), step)
-        self._prompts = []
+        self._prompts, self._num_new = [], []
 
     def _begins(self, seats: tuple[Seat | None, ...]) -> bool:
         """Return whether the drafter must be told the seats anew: not for those that were left."""
