@@ -33,6 +33,8 @@ from verifier_svc.speculation.speculator import Speculator
 EPOCH = 41
 # A node costs almost nothing here: the gate stays open, so that walks are exercised.
 FLAT_COSTS = {1: 1.0, 256: 1.001}
+# Steps in a row that may get nowhere although there is work.
+MOST_VAIN_STEPS = 50
 
 
 class TestSource:
@@ -225,6 +227,8 @@ class Harness:
         self.results: dict[SequenceKey, Result] = {}
         self.num_steps = 0
         self._num_submitted = 0
+        # Steps since the last one that had work to do and got anywhere, as far as can be seen.
+        self._num_vain = 0
 
     def submit(self, request: Request, request_id: str | None = None) -> SequenceKey:
         """Queue a request; return its key."""
@@ -254,8 +258,11 @@ class Harness:
 
     def step(self) -> None:
         """Run one step, take its events into ``results``, and check that offsets leave no gap."""
+        before = self._progress()
         self.engine.run_step()
         self.num_steps += 1
+        self._num_vain = self._num_vain + 1 if self._progress() == before and not self.engine.is_idle else 0
+        assert self._num_vain < MOST_VAIN_STEPS, "the engine turns in vain"
         for event in self.outbox.take():
             result = self.results[event.key]
             match event:
@@ -270,6 +277,12 @@ class Harness:
                     result.finished = event
                 case ErrorEvent():
                     result.error = event
+
+    def _progress(self) -> tuple[int, int, int]:
+        """Return counts of which one grows with each step that gets anywhere."""
+        engine = self.engine
+        running = sum(sequence.num_computed for sequence in self.scheduler.running)
+        return engine.counters.num_steps, engine.counters.num_generated_tokens, running
 
     def run(self, requests: Iterable[Request], *, every_step: Callable[[Harness], None] | None = None) -> list[Result]:
         """Submit all, step until all are done, return their results in order."""

@@ -66,6 +66,8 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         # Hidden states by text and position.
         self.hidden: dict[tuple[int, int], np.ndarray] = {}
         self.blocks: dict[tuple[int, int], list[int]] = {}
+        # Tokens of each sequence that came without the hidden state before them.
+        self.num_without_hidden: dict[tuple[int, int], int] = {}
         # By seat; None for an empty one.
         self._keys: list[tuple[int, int] | None] = []
         self._batch: DraftBatch | None = None
@@ -75,6 +77,8 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         # The overlapped requests of this attachment: their steps, and how many blocks each named.
         self.numbers: list[int] = []
         self.num_named: list[int] = []
+        # The last step with hidden states of prompts, and where these began.
+        self._prompts_at = (-1, -1)
         # Rows that sent prompts within a run.
         self.num_prompt_rows = 0
         # How each request came: within a run, as a run of one step, or by the host.
@@ -187,6 +191,8 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         for row, key in enumerate(seats):
             if key is None or key not in self.tokens:
                 # Its request wants no drafts.
+                assert request.block_starts[row] == request.block_starts[row + 1], "blocks without tokens"
+                assert request.max_nodes[row] == 1, "a tree after tokens that were never sent"
                 continue
             count, first = int(memory.counts[row]), row * memory.layout.tokens
             hidden = memory.hidden[first : first + count].float().cpu().numpy()
@@ -199,7 +205,13 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
 
     def _learn_prompts(self, request: DraftRequest, step: DeviceStep, keys: list[tuple[int, int]]) -> None:
         at = step.prompt_start
-        for row in range(step.num_seats, request.num_rows):
+        rows = range(step.num_seats, request.num_rows)
+        if sum(int(request.device_hidden[row]) for row in rows):
+            assert (step.number, at) != (self._prompts_at[0] + 1, self._prompts_at[1]), (
+                "the drafter still reads this half"
+            )
+            self._prompts_at = step.number, at
+        for row in rows:
             new = request.new_tokens[slice(*request.new_token_starts[row : row + 2])].tolist()
             count = int(request.device_hidden[row])
             hidden = self.resident.prompt_hidden[at : at + count].float().cpu().numpy()
@@ -212,7 +224,10 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
             known[(len(self.tokens[keys[row]]) - len(new)) // self._block_size :] = blocks
 
     def _append(self, key: tuple[int, int], new: list[int], hidden: np.ndarray) -> None:
+        if key not in self.tokens:
+            self._forget_earlier(key)
         tokens = self.tokens.setdefault(key, [])
+        self.num_without_hidden[key] = self.num_without_hidden.get(key, 0) + len(new) - len(hidden)
         tokens += new
         text = self._text(tokens)
         assert tokens == self._texts[text][: len(tokens)], "was sent other tokens than the text's"
@@ -220,6 +235,12 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
             known = self.hidden.setdefault((text, position), row.copy())
             message = f"another hidden state at position {position}"
             np.testing.assert_allclose(row, known, rtol=0, atol=self._tolerance, err_msg=message)
+
+    def _forget_earlier(self, key: tuple[int, int]) -> None:
+        """Forget the batch slot's last owner, as a drafter does if a row has another generation."""
+        for other in [other for other in self.tokens if other[0] == key[0]]:
+            assert other[1] < key[1], "a row of a batch slot's earlier owner"
+            del self.tokens[other], self.blocks[other]
 
     def _text(self, tokens: list[int]) -> int:
         return next(i for i, text in enumerate(self._texts) if text[: len(tokens)] == tokens)

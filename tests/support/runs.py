@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Harness, Request, Result
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget
 from tests.support.host_step import HostStep, plain_memory
 from tests.support.oracle_drafter import OracleDrafter
+from verifier_svc.messages import SequenceKey
 from verifier_svc.overlap import RunAhead
+from verifier_svc.scheduling.sequence import Sequence as Running
 
 VOCAB, BLOCK, NODES, SEATS = 40, 4, 6, 8
 FEATURES = (1, 2)
@@ -35,7 +38,11 @@ def plain(requests: Sequence[Request]) -> list[Result]:
 
 
 def oracle_of(requests: Sequence[Request], results: Sequence[Result], **options: Any) -> OracleDrafter:
-    texts = [[*request.prompt, *result.token_ids, 3] for request, result in zip(requests, results, strict=True)]
+    texts = []
+    for request, result in zip(requests, results, strict=True):
+        # Results have no tokens of a resumed request's earlier attempts.
+        output = [*request.output, *result.token_ids[len(request.output) :]]
+        texts.append([*request.prompt, *output, 3])
     return OracleDrafter(
         texts,
         "cpu",
@@ -105,3 +112,95 @@ class Runs:
     def num_ordinary(self) -> int:
         """Return the number of steps that did not overlap."""
         return self.harness.engine.counters.num_steps - self.num_ahead
+
+
+class Course:
+    """Requests that come, and are aborted, at given steps of overlapped runs.
+
+    ``step``: the step of the drafter's memory; without a drafter, of plain decode. ``errors``: the
+    requests that end with an error; their text is a part of the whole.
+
+    Args:
+        comes: by request, the number of the step at whose launch it comes, or that of a later one.
+            The others are there at the start.
+        look: called with the number of each step at its launch.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        comes: Mapping[int, int] | None = None,
+        *,
+        drafts: bool = True,
+        look: Callable[[int], None] = lambda number: None,
+        prompt_rows: int = 64,
+        **options: Any,
+    ) -> None:
+        self.expected = plain(requests)
+        self.oracle = oracle_of(requests, self.expected, prompt_rows=prompt_rows)
+        self.errors: set[int] = set()
+        self._requests, self._comes, self._look = requests, dict(comes or {}), look
+        self._keys: dict[int, SequenceKey] = {}
+        self._aborted: set[int] = set()
+        options.setdefault("chunk_tokens", prompt_rows)
+        self.runs = Runs([self.oracle] if drafts else [], on_launch=self._launch, **options)
+        self.harness = self.runs.harness
+
+    @property
+    def step(self) -> HostStep:
+        return self.runs.steps[-1]
+
+    @property
+    def num_runs(self) -> int:
+        return sum(step.num_runs for step in self.runs.steps)
+
+    def submit(self, index: int, request_id: str | None = None) -> None:
+        self._keys[index] = self.harness.submit(self._requests[index], request_id)
+
+    def abort(self, index: int) -> None:
+        self._aborted.add(index)
+        self.harness.abort(self._keys[index])
+
+    def sequence(self, index: int) -> Running | None:
+        """Return a request's running sequence."""
+        return next((s for s in self.harness.scheduler.running if s.key == self._keys.get(index)), None)
+
+    def result(self, index: int) -> Result:
+        return self.harness.results[self._keys[index]]
+
+    def num_accepted(self, index: int) -> int:
+        """Return how many drafted tokens of a request were accepted."""
+        finished = self.result(index).finished
+        assert finished is not None
+        return finished.speculation.num_accepted_tokens
+
+    def run(self) -> None:
+        """Run all requests to their ends, and check texts and blocks."""
+        for index in range(len(self._requests)):
+            if index not in self._comes and index not in self._keys:
+                self.submit(index)
+        self.harness.drain()
+        self.check()
+
+    def check(self) -> None:
+        """Check that each request has the text of plain decode, or a part of it if it was ended."""
+        assert len(self._keys) == len(self._requests), "a request never came"
+        for index, expected in enumerate(self.expected):
+            got = self.result(index)
+            assert got.token_ids == expected.token_ids[: len(got.token_ids)], index
+            if index in self.errors:
+                assert got.error is not None
+                continue
+            assert got.error is None and got.finished is not None and expected.finished is not None
+            if index in self._aborted:
+                assert got.finished.reason == FinishReason.ABORT
+                continue
+            assert got.token_ids == expected.token_ids, index
+            assert got.finished.reason == expected.finished.reason
+            assert got.finished.stop_token_id == expected.finished.stop_token_id
+
+    def _launch(self, number: int) -> None:
+        for index, at in self._comes.items():
+            if at <= number and index not in self._keys:
+                self.submit(index)
+        self._look(number)
