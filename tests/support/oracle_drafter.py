@@ -79,6 +79,8 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         self.num_named: list[int] = []
         # The last step with hidden states of prompts, and where these began.
         self._prompts_at = (-1, -1)
+        # Requests that named their seats anew.
+        self.num_begins = 0
         # Rows that sent prompts within a run.
         self.num_prompt_rows = 0
         # How each request came: within a run, as a run of one step, or by the host.
@@ -176,6 +178,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         seats = [None if key[0] < 0 else key for key in keys[: step.num_seats]]
         self.num_named.append(int(request.block_starts[step.num_seats]))
         self._learn_prompts(request, step, keys)
+        self.num_begins += step.begins
         if step.begins:
             for seat, key in enumerate(seats):
                 length = int(request.lengths[seat])

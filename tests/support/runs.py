@@ -121,15 +121,15 @@ class Course:
     requests that end with an error; their text is a part of the whole.
 
     Args:
-        comes: by request, the number of the step at whose launch it comes, or that of a later one.
-            The others are there at the start.
+        comes: by request, when it comes: at the launch of this step or of a later one, or at the
+            first launch where this is true. The others are there at the start.
         look: called with the number of each step at its launch.
     """
 
     def __init__(
         self,
         requests: Sequence[Request],
-        comes: Mapping[int, int] | None = None,
+        comes: Mapping[int, int | Callable[[], bool]] | None = None,
         *,
         drafts: bool = True,
         look: Callable[[int], None] = lambda number: None,
@@ -139,9 +139,10 @@ class Course:
         self.expected = plain(requests)
         self.oracle = oracle_of(requests, self.expected, prompt_rows=prompt_rows)
         self.errors: set[int] = set()
-        self._requests, self._comes, self._look = requests, dict(comes or {}), look
+        self._requests, self._comes, self.look = requests, dict(comes or {}), look
         self._keys: dict[int, SequenceKey] = {}
         self._aborted: set[int] = set()
+        self._started: set[int] = set()
         options.setdefault("chunk_tokens", prompt_rows)
         self.runs = Runs([self.oracle] if drafts else [], on_launch=self._launch, **options)
         self.harness = self.runs.harness
@@ -162,8 +163,18 @@ class Course:
         self.harness.abort(self._keys[index])
 
     def sequence(self, index: int) -> Running | None:
-        """Return a request's running sequence."""
-        return next((s for s in self.harness.scheduler.running if s.key == self._keys.get(index)), None)
+        """Return a request's sequence while it waits or runs."""
+        scheduler = self.harness.scheduler
+        sequences = [*scheduler.running, *scheduler.waiting]
+        return next((s for s in sequences if s.key == self._keys.get(index)), None)
+
+    def num_output(self, index: int) -> int:
+        """Return how many tokens the host knows of a request that has not ended; 0 if it has."""
+        sequence = self.sequence(index)
+        return sequence.num_output_tokens if sequence is not None else 0
+
+    def has_ended(self, index: int) -> bool:
+        return index in self._started and self.sequence(index) is None
 
     def result(self, index: int) -> Result:
         return self.harness.results[self._keys[index]]
@@ -200,7 +211,8 @@ class Course:
             assert got.finished.stop_token_id == expected.finished.stop_token_id
 
     def _launch(self, number: int) -> None:
+        self._started |= {index for index in self._keys if self.sequence(index) is not None}
         for index, at in self._comes.items():
-            if at <= number and index not in self._keys:
+            if index not in self._keys and (at <= number if isinstance(at, int) else at()):
                 self.submit(index)
-        self._look(number)
+        self.look(number)

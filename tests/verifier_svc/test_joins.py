@@ -22,6 +22,12 @@ def alike(lengths: list[int], shared: int, max_tokens: int) -> list[Request]:
     ]
 
 
+def with_logprobs(seed: int, max_tokens: int) -> Request:
+    """Return a request for which the host works between two steps."""
+    request = greedy(seed, 6, max_tokens)
+    return replace(request, sampling=replace(request.sampling, logprobs=1))
+
+
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_request_joins_a_run_that_goes_on(drafts: bool) -> None:
     """No step is an ordinary one, the first included; the second prompt is a pass of its own."""
@@ -33,6 +39,8 @@ def test_a_request_joins_a_run_that_goes_on(drafts: bool) -> None:
     assert course.step.num_seated[:6] == [1, 1, 1, 1, 2, 2]
     for index in range(2):
         assert course.num_accepted(index) > 5 or not drafts
+    # The drafter is told of each seat once.
+    assert course.oracle.num_begins == (2 if drafts else 0)
 
 
 def test_several_prompts_are_one_pass() -> None:
@@ -118,3 +126,13 @@ def test_choices_of_a_request(drafts: bool, limit: int) -> None:
     assert course.runs.steps[0].prefills + course.runs.steps[-1].prefills
     for index in range(1, 4):
         assert course.result(index).finished.num_cached_tokens == 16  # type: ignore[union-attr]
+
+
+def test_a_slot_goes_to_another_in_a_run_that_the_drafter_takes_no_part_in() -> None:
+    """What is left to send of the old owner must not follow the new one's prompt."""
+    requests = [greedy(1, 6, 24), greedy(2, 6, 90), greedy(3, 6, 30), greedy(4, 6, 60), with_logprobs(5, 4)]
+    # The first is drafted for, and ends beside two others: that is above the limit.
+    comes = {1: 2, 2: 2, 3: lambda: course.has_ended(0), 4: lambda: course.num_output(3) > 20}
+    course = Course(requests, comes, max_running=3, max_batch_size=2)
+    course.run()
+    assert course.num_accepted(0) > 0 and course.num_accepted(3) > 10 and course.oracle.ways.count("host") > 1

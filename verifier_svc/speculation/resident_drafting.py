@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 
@@ -221,9 +222,9 @@ class ResidentDrafting:
 
     def _begins(self, seats: tuple[Seat | None, ...]) -> bool:
         """Return whether the drafter must be told the seats anew: not for those that were left."""
-        if self._seats is None or self._prompts or self.shape != self._asked_shape or len(seats) > len(self._seats):
+        if self._seats is None or self._prompts or self.shape != self._asked_shape:
             return True
-        return any(seat is not None and seat is not known for seat, known in zip(seats, self._seats, strict=False))
+        return any(seat is not None and seat is not known for seat, known in zip_longest(seats, self._seats))
 
     def _name(self, seats: tuple[Seat | None, ...], *, is_read: bool) -> None:
         """Name the seats of a step. ``is_read``: whether the host has read the step's tokens."""
