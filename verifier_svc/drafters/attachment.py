@@ -249,6 +249,7 @@ class Attachment:
         """
         self._step_id += 1
         self.resident_number = step.number
+        self.final_updates.forget_slots(set(request.slots[step.num_seats :].tolist()))
         try:
             self.transport.post(replace(request, epoch=self._settings.epoch, step_id=self._step_id, resident=step))
         except TransportClosedError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from verifier_svc.drafters.request import Row
 
 
@@ -28,6 +30,11 @@ class FinalUpdates:
     def forget_known(self) -> None:
         """Drop the rows of sequences that the drafter knows to their ends."""
         self._rows = [row for row in self._rows if row.new_tokens]
+
+    def forget_slots(self, slots: Container[int]) -> None:
+        """Drop what is queued of batch slots whose new owners the drafter is sent: it forgets the old ones by that."""
+        self._rows = [row for row in self._rows if row.slot not in slots]
+        self._to_release = [slot for slot in self._to_release if slot not in slots]
 
     def merge(self, rows: list[Row]) -> tuple[list[Row], list[int]]:
         """Put the queued rows before the ones of the next request; return them, and the slots to release first.
