@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.synthetic_machine import H200_MS, Machine, Phase, Run, drive, fixed_speed
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
-from verifier_svc.speculation.candidate_shapes import candidate_shapes, chain
+from verifier_svc.speculation.candidate_shapes import candidate_shapes, chain, usual_trees
 from verifier_svc.speculation.controller import Controller, Reason
 
 GREAT, GOOD, FAIR, BAD = (0.95,), (0.85, 0.8, 0.78, 0.75, 0.72), (0.6, 0.5, 0.45, 0.4), (0.1,)
@@ -179,3 +179,10 @@ def test_candidates() -> None:
         Shape(64, 5, 8),
     )
     assert all(shape.branches <= 1 for shape in candidate_shapes(TreeBounds(64, branches=1)))
+
+
+def test_drafters_are_told_which_trees_are_usual() -> None:
+    chains = [(depth, 1) for depth in range(1, 6)]
+    assert usual_trees(TreeBounds(64, branches=8)) == (*chains, (5, 2), (5, 4), (5, 8))
+    assert usual_trees(TreeBounds(16, num_steps=4, branches=4)) == ((4, 4),)
+    assert usual_trees(TreeBounds(1)) == ()
