@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from foretoken.errors import (
@@ -133,8 +134,10 @@ class Lifecycle:
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """Count ``num_tokens`` as computed, and make the blocks that are now full shareable."""
         sequence.num_computed += num_tokens
-        assert sequence.table is not None
-        self.blocks.hash_full_blocks(sequence.table, sequence.tokens, sequence.num_computed)
+        table = sequence.table
+        assert table is not None
+        if sequence.num_computed >= (table.num_hashed + 1) * self.blocks.block_size:
+            self.blocks.hash_full_blocks(table, sequence.tokens, sequence.num_computed)
 
     def commit_decode(self, sequence: Sequence, result: WalkResult, shares: tuple[DrafterShare, ...]) -> None:
         """Append the tokens that a decode step's walk emitted; end the sequence if it is done.
@@ -142,7 +145,7 @@ class Lifecycle:
         ``shares``: each drafter's share of the walked tree; empty if there was no tree.
         """
         wanted = self._speculator.wants_drafts(sequence)
-        sequence.steps.append(DecodeStep(result.num_walked_tokens, shares, wanted))
+        sequence.steps.append(_decode_step(result.num_walked_tokens, shares, wanted))
         self.counters.num_fallback_steps += wanted and not shares
         self.append(sequence, 1, result)
 
@@ -151,21 +154,22 @@ class Lifecycle:
 
         ``num_computed``: tokens of the pass before the walk, without tree nodes after the root.
         """
+        tokens = result.tokens
         offset = sequence.num_output_tokens
-        sequence.tokens.extend(result.tokens)
+        sequence.tokens.extend(tokens)
         self.advance(sequence, num_computed + len(result.accepted_nodes))
         is_first = sequence.first_token_at is None
         if is_first:
             sequence.first_token_at = time.monotonic()
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
-        self.counters.num_generated_tokens += len(result.tokens)
+        self.counters.num_generated_tokens += len(tokens)
         prompt_logprobs = () if sequence.prompt_logprobs_sent else tuple(sequence.prompt_logprobs)
-        if result.tokens or prompt_logprobs:
+        if tokens or prompt_logprobs:
             event = TokensEvent(
                 sequence.key,
                 sequence.attempt,
                 offset,
-                tuple(result.tokens),
+                tuple(tokens),
                 tuple(result.sources),
                 tuple(result.logprobs),
                 prompt_logprobs,
@@ -241,6 +245,12 @@ class Lifecycle:
         del self._sequences[sequence.key]
         self._speculator.finish(sequence)
         self._scheduler.remove(sequence)
+
+
+@lru_cache(maxsize=4096)
+def _decode_step(num_emitted: int, shares: tuple[DrafterShare, ...], wanted: bool) -> DecodeStep:
+    """Return the same object for the same figures: a sequence keeps one for each of its steps."""
+    return DecodeStep(num_emitted, shares, wanted)
 
 
 def _answer(done: Future[Answer], call: Callable[[Argument], Answer], argument: Argument) -> None:

@@ -401,12 +401,13 @@ class OverlappedRun:
         for seat, walk, num_nodes in self._step.receive():
             if num_nodes == 0 or seat.is_left:
                 continue
-            shares = drafting.observe(seat, facts.shape, num_nodes, len(walk.matched_nodes), len(walk.tokens))
+            shares = drafting.observe(seat.sequence, num_nodes, len(walk.matched_nodes), len(walk.tokens))
             if seat.is_new:
                 seat.is_new = False
                 lifecycle.append(seat.sequence, 1, walk)
             else:
                 lifecycle.commit_decode(seat.sequence, walk, shares)
+        drafting.learn(facts.shape)
         now = time.perf_counter()
         is_timed = facts.is_timed and facts.num_seats > 0
         lifecycle.end_step(

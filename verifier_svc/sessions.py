@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 
 from verifier_svc.messages import Event
 from verifier_svc.outbox import Outbox
@@ -16,7 +17,7 @@ class Sessions:
         self._outboxes: dict[int, Outbox] = {}
         self._last_id = 0
         # Events that were emitted and not yet published, by session.
-        self._pending: dict[int, list[Event]] = {}
+        self._pending: defaultdict[int, list[Event]] = defaultdict(list)
 
     def open(self, outbox: Outbox) -> int:
         """Register a session's outbox and return the session's id."""
@@ -33,13 +34,13 @@ class Sessions:
 
     def emit(self, event: Event) -> None:
         """Keep an event for ``publish``."""
-        self._pending.setdefault(event.key.session_id, []).append(event)
+        self._pending[event.key.session_id].append(event)
 
     def publish(self) -> None:
         """Put the events since the last call into their sessions' outboxes."""
         if not self._pending:
             return
-        pending, self._pending = self._pending, {}
+        pending, self._pending = self._pending, defaultdict(list)
         for session_id, events in pending.items():
             outbox = self._outboxes.get(session_id)
             if outbox is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from foretoken.drafting import DraftRequest
 from foretoken.resident import StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import ROWS_PER_SLOT
@@ -84,7 +85,7 @@ def test_any_course_of_requests(seed: int, drafts: bool, logprobs: bool, monkeyp
             assert result.finished is not None and got.finished.reason == result.finished.reason
     runs.harness.drain()
     assert runs.num_ahead > (5 if logprobs else 20)
-    assert all(oracle.ways.count("fed") > 5 for oracle in sources) or not logprobs
+    assert all(oracle.ways.count("fed") > 4 for oracle in sources) or not logprobs
 
 
 class NumberedOrder(StreamOrder):
@@ -150,6 +151,25 @@ def test_a_request_names_the_blocks_that_its_step_may_need_and_no_others() -> No
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
     assert runs.num_ahead > 3
     assert max(oracle.num_named) <= ROWS_PER_SLOT * SEATS
+
+
+def test_seats_are_named_anew_only_when_somebody_joins() -> None:
+    """Empty seats after the occupied ones are no reason: the drafter would stop for each request."""
+    requests = [greedy(1, 6, 60), greedy(2, 6, 20)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    post, begun = oracle.post, []
+
+    def count(request: DraftRequest) -> None:
+        if request.resident is not None:
+            begun.append(request.resident.begins)
+        post(request)
+
+    oracle.post = count  # type: ignore[method-assign]
+    runs = Runs([oracle], max_running=SEATS)
+    assert [r.token_ids for r in runs.harness.run(requests)] == [r.token_ids for r in expected]
+    # Their prompts, their seats, and the end of the run.
+    assert len(begun) > 12 and sum(begun) <= 4
 
 
 def test_no_block_is_named_after_the_end_of_the_context() -> None:

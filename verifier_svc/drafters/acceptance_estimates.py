@@ -69,8 +69,11 @@ class AcceptanceRate:
     def value(self) -> float:
         return self._accepted / self._trials
 
-    def observe(self, num_accepted: int, depth: int) -> None:
-        """Learn from a tree of this drafter alone, ``depth`` edges deep."""
-        self._accepted = self._accepted * RATE_MEMORY + num_accepted
+    def observe(self, num_accepted: int, depth: int, num_rows: int = 1) -> None:
+        """Learn from ``num_rows`` trees of this drafter alone, ``depth`` edges deep."""
+        kept = RATE_MEMORY**num_rows
+        # The sum of what is left of each tree once the last one was counted.
+        weight = (1 - kept) / (1 - RATE_MEMORY)
+        self._accepted = self._accepted * kept + num_accepted * weight
         # The token after the last accepted one was tried too, unless the draft ended there.
-        self._trials = self._trials * RATE_MEMORY + min(num_accepted + 1, depth)
+        self._trials = self._trials * kept + min(num_accepted + 1, depth) * weight

@@ -19,12 +19,17 @@ class DrafterCounters:
     num_awaited: int = 0
     wait_seconds: float = 0.0
 
-    def add(self, num_drafted: int, accepted_depths: Sequence[int]) -> None:
-        """Add one row's verified tree: the nodes of this drafter, and the depths of the accepted ones."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
-        self.num_accepted_tokens += len(accepted_depths)
+    def add(self, num_drafted: int, accepted_depths: Sequence[int], num_rows: int = 1) -> None:
+        """Add a verified tree of each of ``num_rows`` rows.
+
+        Args:
+            num_drafted: nodes of this drafter.
+            accepted_depths: the depths of the accepted ones.
+        """
+        self.num_drafts += num_rows
+        self.num_draft_tokens += num_drafted * num_rows
+        self.num_accepted_tokens += len(accepted_depths) * num_rows
         missing = max(accepted_depths, default=0) - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * max(missing, 0))
         for depth in accepted_depths:
-            self.accepted_per_position[depth - 1] += 1
+            self.accepted_per_position[depth - 1] += num_rows

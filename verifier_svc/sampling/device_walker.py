@@ -288,27 +288,20 @@ def walk_results(
     all_tokens, all_accepted = found["tokens"][:, :longest].tolist(), found["accepted"][:, :longest].tolist()
     results = []
     for index, sources in wanted:
-        count = num_tokens[index]
-        tokens, matched = all_tokens[index][: num_walked[index]], all_accepted[index][: num_matched[index]]
+        count, walked = num_tokens[index], num_walked[index]
+        tokens, matched = all_tokens[index], all_accepted[index][: num_matched[index]]
         accepted = matched[: num_accepted[index]]
         if sources is None or isinstance(sources, int):
             from_drafters = [1 if sources is None else sources] * len(accepted)
         else:
             from_drafters = [int(sources[node]) for node in accepted]
-        finish = _FINISHES.get(finishes[index])
-        results.append(
-            WalkResult(
-                tokens=tokens[:count],
-                accepted_nodes=accepted,
-                sources=from_drafters + [0] * (count - len(accepted)),
-                finish=finish,
-                stop_token_id=tokens[-1] if finish is FinishReason.STOP else None,
-                logprobs=[],
-                num_walked_tokens=num_walked[index],
-                matched_nodes=matched,
-                error=broken_logits() if finishes[index] == FINISH_BROKEN else None,
-            )
-        )
+        from_drafters += [0] * (count - len(accepted))
+        finish, stop, error = None, None, None
+        if finishes[index]:
+            finish = _FINISHES.get(finishes[index])
+            stop = tokens[walked - 1] if finish is FinishReason.STOP else None
+            error = broken_logits() if finishes[index] == FINISH_BROKEN else None
+        results.append(WalkResult(tokens[:count], accepted, from_drafters, finish, stop, [], walked, matched, error))
     return results
 
 

@@ -15,11 +15,10 @@ Call ``can_reserve`` before ``reserve``.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 # Bytes of a block hash: 128 bits of SHA-256. Two prefixes with one hash would read each other's
 # cache.
@@ -157,7 +156,7 @@ class BlockManager:
     def _chain(self, parent: bytes, token_ids: Sequence[int], index: int) -> bytes:
         """Return the hash of block ``index`` after the blocks whose chain hash is ``parent``."""
         block = token_ids[index * self.block_size : (index + 1) * self.block_size]
-        return hashlib.sha256(parent + np.array(block, np.uint32).tobytes()).digest()[:HASH_BYTES]
+        return hashlib.sha256(parent + array("I", block).tobytes()).digest()[:HASH_BYTES]
 
     def _acquire(self, block_id: int) -> None:
         """Add a reference to a block that a prefix lookup found."""

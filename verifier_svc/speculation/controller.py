@@ -133,10 +133,10 @@ class Controller:  # large: the figures of one decision and of its probes
         if self._log is not None:
             self._log(("step", *shape, batch, seconds, num_prompt_tokens))
 
-    def observe_walk(self, shape: Shape, num_matched: int, depth: int) -> None:
-        """Learn that ``num_matched`` tokens of a path were accepted in a draft of ``depth`` levels."""
+    def observe_walk(self, shape: Shape, num_matched: int, depth: int, num_rows: int = 1) -> None:
+        """Learn that ``num_matched`` tokens of a path were accepted in drafts of ``depth`` levels."""
         if depth > 0:
-            self._walks[shape][num_matched, depth] += 1
+            self._walks[shape][num_matched, depth] += num_rows
 
     def explain(self) -> Mapping[str, str | float]:
         """Return the figures behind the present choice. Tokens a second are those of the whole batch."""

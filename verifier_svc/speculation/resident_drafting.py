@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foretoken.drafting import ROW_DTYPE, DeviceStep, DraftRequest, starts_of
+from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DeviceStep, DraftRequest
 from foretoken.resident import ResidentMemory, StreamOrder
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
@@ -17,11 +16,21 @@ from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.controllers import DrafterController
 
+# The row of DraftRequest.starts that says where each row's blocks begin.
+_BLOCKS = list(RAGGED_COLUMNS).index("block_ids")
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_HIDDEN = np.zeros((0, 0), np.float32)
 # An empty seat: no slot, no tokens, nothing asked.
 _EMPTY = np.zeros(1, ROW_DTYPE)
 _EMPTY["slots"], _EMPTY["max_nodes"], _EMPTY["max_depths"], _EMPTY["max_branches"] = -1, *NO_DRAFT
+
+
+@dataclass(slots=True)
+class _Walks:
+    """The rows of one step with trees of one size and as many matched nodes, and their share."""
+
+    shares: tuple[DrafterShare]
+    num_rows: int = 0
 
 
 class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, and got of it
@@ -51,6 +60,8 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         self.features = captured
         self.is_above_limit = is_above_limit
         self.most_steps = most_steps
+        # Most tokens that steps in flight may add to a sequence.
+        self._most_in_flight = MAX_IN_FLIGHT * self.memory.layout.tokens if self.memory is not None else 0
         # The shape of the trees that the next request asks for.
         self.shape = NO_DRAFT
         # The sequences that are drafted for.
@@ -63,8 +74,12 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         # The prompts of the next request, and the tokens for which it has room reserved.
         self._prompts: list[Row] = []
         self._num_new: list[int] = []
+        # Whether every seat of the last request is drafted for. None: not known.
+        self._is_for_all: bool | None = None
         # Tokens of each sequence before the last step that was read.
         self._lengths: dict[Sequence, int] = {}
+        # The walks of the step that is being read, by nodes of the tree and matched ones.
+        self._walks: dict[tuple[int, int], _Walks] = {}
 
     @property
     def memory(self) -> ResidentMemory | None:
@@ -103,9 +118,11 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
     @property
     def is_for_all(self) -> bool:
         """Return whether every seat of the last request is drafted for."""
-        return self._seats is not None and all(
-            seat is None or seat.is_left or self.is_for(seat.sequence) for seat in self._seats
-        )
+        if self._is_for_all is None:
+            self._is_for_all = self._seats is not None and all(
+                seat is None or seat.is_left or self.is_for(seat.sequence) for seat in self._seats
+            )
+        return self._is_for_all
 
     def is_for(self, sequence: Sequence) -> bool:
         """Return whether a running sequence is drafted for, even if only with roots."""
@@ -134,6 +151,7 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
     def add(self, sequence: Sequence) -> None:
         """Draft for a running sequence, from when it is seated. It was sent all its tokens then."""
         self._drafted.add(sequence)
+        self._is_for_all = None
 
     def has_sent(self, sequence: Sequence) -> bool:
         """Return whether the drafter was sent all tokens of a sequence, if it drafts for that."""
@@ -161,6 +179,7 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended. The drafter has learnt all of it in the run."""
         self._drafted.discard(sequence)
+        self._is_for_all = None
         self._lengths.pop(sequence, None)
         if self.attachment is not None:
             self.attachment.final_updates.forget_known()
@@ -220,15 +239,22 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
 
     def _begins(self, seats: tuple[Seat | None, ...]) -> bool:
         """Return whether the drafter must be told the seats anew: not for those that were left."""
-        if self._seats is None or self._prompts or self.shape != self._asked_shape:
+        known = self._seats
+        if known is None or self._prompts or self.shape != self._asked_shape:
             return True
-        return any(seat is not None and seat is not known for seat, known in zip_longest(seats, self._seats))
+        # Empty seats after the last one that was named are no news.
+        if any(seat is not None and not seat.is_left for seat in seats[len(known) :]):
+            return True
+        same = seats[: len(known)]
+        return same != known and any(
+            seat is not None and seat is not old for seat, old in zip(same, known, strict=False)
+        )
 
     def _name(self, seats: tuple[Seat | None, ...], *, is_read: bool) -> None:
         """Name the seats of a step. ``is_read``: whether the host has read the step's tokens."""
         taken = [index for index, seat in enumerate(seats) if seat is not None and not seat.is_left]
         seats = seats[: max(taken, default=-1) + 1]
-        self._seats, self._asked_shape = seats, self.shape
+        self._seats, self._asked_shape, self._is_for_all = seats, self.shape, None
         self._records = np.repeat(_EMPTY, len(seats))
         self._num_blocks = [0] * len(seats)
         assert self.attachment is not None
@@ -248,18 +274,21 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
     def _request(self) -> DraftRequest:
         """Return the request of the named seats and of the prompts, without epoch and step."""
         assert self._seats is not None
-        named: list[list[int]] = []
+        num_blocks, blocks, ends = self._num_blocks, [], [0]
         for index, seat in enumerate(self._seats):
-            blocks = [] if seat is None else self._blocks(seat.sequence)
-            named.append(blocks[self._num_blocks[index] :])
-            self._num_blocks[index] = max(self._num_blocks[index], len(blocks))
-        nothing, counts = [0] * len(named), [len(blocks) for blocks in named]
-        ids = np.array([block for blocks in named for block in blocks], np.int32)
+            count = 0 if seat is None else self._count_blocks(seat.sequence)
+            if seat is not None and count > num_blocks[index]:
+                blocks += seat.sequence.block_ids[num_blocks[index] : count]
+                num_blocks[index] = count
+            ends.append(len(blocks))
+        starts = np.zeros((len(RAGGED_COLUMNS), len(ends)), np.int32)
+        starts[_BLOCKS] = ends
+        ids = np.array(blocks, np.int32)
         seats = DraftRequest(
             0,
             0,
             self._records,
-            starts_of(nothing, nothing, counts, nothing),
+            starts,
             _NO_TOKENS,
             _NO_HIDDEN,
             ids,
@@ -268,26 +297,25 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         if not self._prompts:
             return seats
         prompts = request_of(0, 0, self._prompts)
-        ends = seats.starts[:, -1:] + prompts.starts[:, 1:]
+        prompt_ends = starts[:, -1:] + prompts.starts[:, 1:]
         return replace(
             prompts,
             rows=np.concatenate([seats.rows, prompts.rows]),
-            starts=np.concatenate([seats.starts, ends], axis=1),
+            starts=np.concatenate([starts, prompt_ends], axis=1),
             block_ids=np.concatenate([ids, prompts.block_ids]),
         )
 
-    def _blocks(self, sequence: Sequence) -> list[int]:
-        """Return the blocks that steps in flight may write to.
+    def _count_blocks(self, sequence: Sequence) -> int:
+        """Return how many blocks a sequence needs until steps in flight are done.
 
         More blocks are reserved, but a request may not name all of them, and no KV entries lie
         after the context's end.
         """
         # A sequence that has ended, or is not drafted for, needs no blocks.
         if sequence.table is None or not self.is_for(sequence):
-            return []
-        assert self.memory is not None
-        most = min(len(sequence.tokens) + MAX_IN_FLIGHT * self.memory.layout.tokens, sequence.max_len)
-        return sequence.block_ids[: -(-most // self._block_size)]
+            return 0
+        most = min(len(sequence.tokens) + self._most_in_flight, sequence.max_len)
+        return min(-(-most // self._block_size), len(sequence.block_ids))
 
     def end(self, number: int, seats: tuple[Seat | None, ...], prompt_start: int) -> None:
         """End the run after step ``number``, which was read and had these seats.
@@ -307,26 +335,34 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
     # What came of it.
 
     def observe(
-        self, seat: Seat, shape: Shape, num_nodes: int, num_matched: int, num_tokens: int
+        self, sequence: Sequence, num_nodes: int, num_matched: int, num_tokens: int
     ) -> tuple[DrafterShare, ...]:
-        """Record a step's acceptance before its tokens are appended; return the drafter's share.
+        """Count one walk of a step before its tokens are appended; return the drafter's share.
 
         The tokens count as sent, because the next request includes them.
-
-        Args:
-            shape: of the step's trees.
         """
-        drafter, sequence = self.drafter, seat.sequence
-        if drafter is None or self.attachment is None or not self.is_for(sequence):
+        if self.attachment is None or sequence not in self._drafted:
             return ()
-        self._lengths[sequence] = len(sequence.tokens)
-        self.attachment.sent.mark(sequence.slot, sequence.generation, len(sequence.tokens) + num_tokens)
+        self._lengths[sequence] = length = len(sequence.tokens)
+        self.attachment.sent.mark(sequence.slot, sequence.generation, length + num_tokens)
         if num_nodes <= 1:
             return ()
-        share = DrafterShare(drafter.number, num_nodes - 1, tuple(range(1, num_matched + 1)))
-        depth = min(shape.depth, num_nodes - 1)
-        drafter.counters.add(share.num_drafted, share.accepted_depths)
-        drafter.record.acceptance.observe(num_matched, depth)
-        if self.controller is not None:
-            self.controller.controller.observe_walk(shape, num_matched, depth)
-        return (share,)
+        walks = self._walks.get((num_nodes, num_matched))
+        if walks is None:
+            share = DrafterShare(self.drafter_number, num_nodes - 1, tuple(range(1, num_matched + 1)))
+            walks = self._walks[num_nodes, num_matched] = _Walks((share,))
+        walks.num_rows += 1
+        return walks.shares
+
+    def learn(self, shape: Shape) -> None:
+        """Learn from the walks that were counted, those of one step. ``shape``: of its trees."""
+        if self.drafter is None:
+            return
+        for (num_nodes, num_matched), walks in self._walks.items():
+            (share,), num_rows = walks.shares, walks.num_rows
+            depth = min(shape.depth, num_nodes - 1)
+            self.drafter.counters.add(share.num_drafted, share.accepted_depths, num_rows)
+            self.drafter.record.acceptance.observe(num_matched, depth, num_rows)
+            if self.controller is not None:
+                self.controller.controller.observe_walk(shape, num_matched, depth, num_rows)
+        self._walks = {}

@@ -1,0 +1,262 @@
+"""Time the host's work for each sequence in overlapped steps, with a target that costs nothing.
+
+    python -m benchmarks.overlap_host [--batch 64 256] [--nodes 1 4] [--steps 400] [--profile]
+
+It prints microseconds a sequence and step, by phase. Steps return ready-made results, a drafter
+takes its requests and does nothing, and nobody reads the events. ``--nodes``: of each tree, with
+its root; 1: no drafter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import random
+import time
+from collections import deque
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import torch
+
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest
+from foretoken.models.batch import ForwardBatch
+from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from verifier_svc.drafters.attachment import AttachmentSettings
+from verifier_svc.drafters.request import TreeBounds
+from verifier_svc.engine_counters import EngineCounters
+from verifier_svc.lifecycle import Lifecycle, SequenceBounds
+from verifier_svc.messages import SequenceKey, Submit
+from verifier_svc.outbox import Outbox
+from verifier_svc.overlap import RunAhead
+from verifier_svc.sampling.device_walker import walk_results
+from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.resident_seat import Seat, SeatResult
+from verifier_svc.scheduling.scheduler import Scheduler
+from verifier_svc.server import spare_collections
+from verifier_svc.speculation.costs import StepCosts
+from verifier_svc.speculation.speculator import Speculator
+
+VOCAB, BLOCK, PROMPT = 128_000, 16, 128
+PHASES = ("plan", "draft_post", "prefill", "launch", "commit")
+# Steps before the measured ones.
+WARM_STEPS = 20
+# Different results of a step.
+NUM_RESULTS = 16
+
+
+class FreeStep:
+    """The part of ResidentStep that RunAhead uses, with results that were made before."""
+
+    def __init__(self, memory: ResidentMemory, results: list[dict[str, np.ndarray]], outbox: Outbox) -> None:
+        self.memory, self._results, self._outbox = memory, results, outbox
+        self.number = 0
+        self.seats: list[Seat | None] = []
+        self._in_flight: deque[tuple[Seat | None, ...]] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.memory.layout.tokens
+
+    def warm_up(self, features: tuple[int, ...]) -> None:
+        """Compile nothing."""
+
+    def begin(self, features: tuple[int, ...], number: int) -> None:
+        self.number, self.seats = number, [None] * self.memory.layout.seats
+
+    def free_seat(self) -> int:
+        return self.seats.index(None)
+
+    def join(self, index: int, seat: Seat) -> None:
+        self.seats[index] = seat
+
+    def leave(self, index: int) -> None:
+        self.seats[index] = None
+
+    def resize(self, index: int, width: int) -> None:
+        seat = self.seats[index]
+        assert seat is not None
+        seat.width = width
+
+    def prefill(self, batch: ForwardBatch) -> None:
+        """Compute nothing."""
+
+    def keep_hidden(self, parts: Items[tuple[int, int]]) -> int:
+        return 0
+
+    def launch(self, *, is_drafted: bool) -> None:
+        self.number += 1
+        self._in_flight.append(tuple(self.seats))
+
+    def release(self) -> None:
+        """Wait for nobody."""
+
+    def is_done(self) -> bool:
+        self._outbox.take()
+        return True
+
+    def receive(self) -> list[SeatResult]:
+        taken = [(index, seat) for index, seat in enumerate(self._in_flight.popleft()) if seat is not None]
+        found = self._results[self.number % len(self._results)]
+        walks = walk_results(found, [(index, seat.number) for index, seat in taken])
+        num_nodes = found["num_nodes"].tolist()
+        return [SeatResult(seat, walk, num_nodes[index]) for (index, seat), walk in zip(taken, walks, strict=True)]
+
+
+class SilentDrafter:
+    """A DraftSource and its transport, whose requests go nowhere."""
+
+    name, algorithm, address, transport_name, state, reason = "silent", "EAGLE3", "", "in-process", "attached", ""
+    num_rejected, num_attaches = 0, 1
+
+    def __init__(self, memory: ResidentMemory) -> None:
+        self.needs = DrafterNeeds((1,), num_rerun=1, blocks=True)
+        self.gauges: dict[str, float] = {}
+        self.resident, self.order = memory, StreamOrder()
+
+    @property
+    def transport(self) -> SilentDrafter:
+        return self
+
+    def start(self) -> None:
+        """It is attached."""
+
+    def close(self) -> None:
+        """It has nothing to close."""
+
+    def report_failure(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def report_success(self) -> None:
+        """Nothing follows from it."""
+
+    def is_open(self) -> bool:
+        return True
+
+    def is_idle(self) -> bool:
+        return True
+
+    def release(self, slots: Items[int]) -> None:
+        """It knows of no sequence."""
+
+    def receive(self, timeout_s: float) -> DraftBatch | None:
+        return None
+
+    def post(self, request: DraftRequest) -> None:
+        """Drop the request."""
+
+
+class StopAfter:
+    """The engine's side of a run, which stops it after some steps. Takes the times in between."""
+
+    def __init__(self, step: FreeStep, counters: EngineCounters, num_steps: int) -> None:
+        self._step, self._counters = step, counters
+        self._num_steps = num_steps
+        self._before: dict[str, float] = {}
+        self.profile: cProfile.Profile | None = None
+        self.is_stopping = False
+        self.seconds: dict[str, float] = {}
+
+    def handle_messages(self) -> None:
+        if self._step.number == WARM_STEPS - 1:
+            spare_collections()
+        if self._step.number == WARM_STEPS:
+            self._before = dict(self._counters.phase_seconds)
+            if self.profile is not None:
+                self.profile.enable()
+        if self._step.number >= WARM_STEPS + self._num_steps and not self.is_stopping:
+            self.is_stopping = True
+            if self.profile is not None:
+                self.profile.disable()
+            after = self._counters.phase_seconds
+            self.seconds = {name: after.get(name, 0.0) - self._before.get(name, 0.0) for name in PHASES}
+
+
+def ready_results(batch: int, nodes: int) -> list[dict[str, np.ndarray]]:
+    """Return what the device finds in a few steps, each seat with a chain of ``nodes`` nodes."""
+    draw = np.random.default_rng(1)
+    results = []
+    for _ in range(NUM_RESULTS):
+        matched = draw.integers(0, nodes, batch).astype(np.int32)
+        results.append(
+            {
+                "tokens": draw.integers(0, VOCAB, (batch, nodes)).astype(np.int32),
+                "accepted": np.tile(np.arange(1, nodes + 1, dtype=np.int32), (batch, 1)),
+                "num_walked": matched + 1,
+                "num_tokens": matched + 1,
+                "num_matched": matched,
+                "num_accepted": matched,
+                "finish": np.zeros(batch, np.int32),
+                "num_nodes": np.full(batch, nodes, np.int32),
+            }
+        )
+    return results
+
+
+def measure(batch: int, nodes: int, num_steps: int, profile: cProfile.Profile | None) -> dict[str, float]:
+    """Return the seconds of ``num_steps`` steps by phase."""
+    output = nodes * (WARM_STEPS + num_steps + 8)
+    length = PROMPT + output + nodes + 1
+    blocks = BlockManager(batch * (length // BLOCK + 8), BLOCK)
+    scheduler = Scheduler(blocks, max_running=batch, max_waiting=batch, chunk_tokens=batch * PROMPT)
+    layout = ResidentLayout(batch, nodes, nodes, 1, torch.float32, batch * PROMPT)
+    memory = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
+    sources: list[Any] = [SilentDrafter(memory)] if nodes > 1 else []
+    speculator = Speculator(
+        sources,
+        StepCosts({1: 1e-3, batch * nodes: 1.01e-3}),
+        AttachmentSettings(1, VOCAB, BLOCK, 60.0),
+        TreeBounds(max(nodes, 2), max(nodes - 1, 1), 1),
+        max_batch_size=0,
+    )
+    counters = EngineCounters()
+    lifecycle = Lifecycle(scheduler, speculator, counters, SequenceBounds(length, frozenset(), VOCAB), "model")
+    outbox = Outbox(lambda: None)
+    session = lifecycle.sessions.open(outbox)
+    draw = random.Random(1)
+    for index in range(batch):
+        prompt = tuple(draw.randrange(VOCAB) for _ in range(PROMPT))
+        sampling = SamplingParams(temperature=0.0, max_tokens=output)
+        key = SequenceKey(session, f"request-{index:027}", 0)
+        lifecycle.handle(
+            Submit(key, 0, prompt, (), sampling, speculation=SpeculationOptions(), cache_salt=None, deadline=None), 0.0
+        )
+    step = FreeStep(memory, ready_results(batch, nodes), outbox)
+    speculator.capture(scheduler.running)
+    ahead = RunAhead(lambda memory, order: step, step, timeout_s=60.0)  # type: ignore[arg-type, return-value]
+    messages = StopAfter(step, counters, num_steps)
+    messages.profile = profile
+    blocked = ahead.run(scheduler, speculator, lifecycle, messages, has_asked=True)
+    assert blocked is None and messages.seconds, f"the steps did not overlap: {blocked}"
+    return messages.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="print the functions that take the time")
+    args = parser.parse_args()
+    for batch in args.batch:
+        for nodes in args.nodes:
+            profile = cProfile.Profile(time.thread_time) if args.profile else None
+            rounds = [measure(batch, nodes, args.steps, profile) for _ in range(args.repeats)]
+            scale = 1e6 / args.steps / batch
+            best = {name: min(each[name] for each in rounds) * scale for name in PHASES}
+            parts = " ".join(f"{name} {best[name]:.2f}" for name in PHASES)
+            print(f"batch {batch}, {nodes} nodes: {sum(best.values()):.2f} us a sequence and step: {parts}", flush=True)
+            if profile is not None:
+                pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+
+
+if __name__ == "__main__":
+    main()
