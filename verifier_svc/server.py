@@ -161,11 +161,15 @@ def _assemble(
     verify.warm_up()
     max_nodes = settings.speculative_num_draft_tokens
     limits = ModelLimits(runner.config.vocab_size, runner.max_model_len)
+    most_rows = max(max_nodes * 2, settings.max_running_requests)
+    if target.run_ahead is not None:
+        # There the whole batch drafts in one shape, whose rows may be many times the sequences.
+        most_rows = max(most_rows, min(settings.max_running_requests * max_nodes, settings.chunked_prefill_size))
     costs = measure_step_costs(
         runner,
         num_tokens=min(runner.max_model_len, budget.num_tokens),
         block_size=settings.block_size,
-        most_rows=max(max_nodes * 2, settings.max_running_requests),
+        most_rows=most_rows,
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
     sources: list[DraftSource] = [*clients.remote, *clients.attach_inside(in_process_drafters)]
