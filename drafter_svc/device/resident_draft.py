@@ -236,10 +236,9 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
         self._root_hidden = torch.zeros(
             (layout.seats, max(levels.model.hidden_size, 1)), dtype=levels.dtype, device=levels.device
         )
-        has_graphs = pass_sizes.graphs and levels.device.type == "cuda"
-        self._graphs = DeviceGraphs(has_graphs)
+        self._graphs = DeviceGraphs(pass_sizes.graphs and levels.device.type == "cuda")
         # Drafts whose graphs are still to be captured.
-        self._usual = deque(usual_drafts(target, layout) if has_graphs else ())
+        self._usual = deque(usual_drafts(target, layout) if self._graphs.enabled else ())
         # None: no request has named the seats, or the run has ended.
         self._run: _Run | None = None
         # None: the run has no seats.
@@ -362,7 +361,7 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
             if not self._graphs.captures(self._shape_of(usual.seats, usual.num_blocks)):
                 continue
             if not _has_room(self._levels.device):
-                logger.warning("little memory is left on the GPU: %d graphs wait for their requests", len(self._usual))
+                logger.warning("little memory is left on the GPU: other graphs are captured once requests need them")
                 self._usual.clear()
                 return False
             run = _Run([NO_SLOT] * usual.seats)

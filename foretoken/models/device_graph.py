@@ -20,11 +20,12 @@ class DeviceGraphs:
         enabled: False: every call launches its kernels one by one, by the same code.
 
     Attributes:
+        enabled: as given.
         generation: number of calls of ``clear``, for other graphs over the same memory.
     """
 
     def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         # All captures share one stream: cuBLAS takes a workspace for each new stream, 34 MB on
@@ -34,14 +35,14 @@ class DeviceGraphs:
 
     def captures(self, key: Hashable) -> bool:
         """Return whether ``run`` will capture, which waits for all work on the device."""
-        return self._enabled and key not in self._graphs
+        return self.enabled and key not in self._graphs
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Run ``launch`` or replay its graph.
 
         For one ``key``, ``launch`` must always launch the same kernels on the same memory.
         """
-        if not self._enabled:
+        if not self.enabled:
             launch()
             return
         graph = self._graphs.get(key)

@@ -17,11 +17,12 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from drafter_svc.model.placement import ModelPlacement
+from drafter_svc.trees.passes import scratch_batch
 from foretoken.models.backend import Backend
 from tests.drafter_svc.device import test_resident_draft
 from tests.support import resident_play
 
-SEATS, NUM_BLOCKS = 16, 400
+SEATS, NUM_BLOCKS, PROMPT_ROWS = 16, 400, 64
 
 
 class Compilations:
@@ -63,6 +64,7 @@ def main(folder: Path, depth: int, branches: int) -> None:
     found = Compilations()
     JITFunction.run = lambda kernel, *arguments, **options: found.launch(kernel, *arguments, **options)
     nodes = 1 + depth * branches
+    resident_play.PROMPT_ROWS = PROMPT_ROWS
     resident_play.TOKENS, resident_play.NODES, resident_play.SEATS = depth + 1, nodes, SEATS
     test_resident_draft.NODES, test_resident_draft.SEATS = nodes, SEATS
     resident_play.NUM_BLOCKS = test_resident_draft.NUM_BLOCKS = NUM_BLOCKS
@@ -82,6 +84,11 @@ def main(folder: Path, depth: int, branches: int) -> None:
             play.send(0)
             drafter.draft(play.request(1, begins=True, is_last=False))
             play.order.calls.clear()
+    model = play.resident._levels.model
+    for rows, seqs in ((1, 1), (3, 2), (7, 1), (27, 3), (33, 1), (64, 10)):
+        batch = scratch_batch(rows, target, seqs=seqs, wants_logits=False)
+        with torch.inference_mode():
+            model.write_prompt(model.upload(batch), play.memory.prompt_hidden[1 : 1 + rows])
 
 
 if __name__ == "__main__":

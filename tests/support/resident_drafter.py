@@ -22,6 +22,8 @@ from tests.support.mirror_drafter import MirrorDrafter
 DEVICE = "cpu"
 # A batch row's tree: a root, and this many nodes in a chain.
 NUM_DRAFTED = 3
+# Kinds of requests that it prepares for.
+NUM_KINDS = 3
 
 
 class ResidentDrafter(MirrorDrafter):
@@ -32,6 +34,7 @@ class ResidentDrafter(MirrorDrafter):
         self._device = device
         self.memory: ResidentMemory | None = None
         self.order = StreamOrder()
+        self.num_prepared = 0
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
         return DrafterNeeds(features=(1,), num_rerun=1, device=self._device, resident=True)
@@ -43,6 +46,20 @@ class ResidentDrafter(MirrorDrafter):
     def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
         assert self.attached, "before attach"
         self.memory, self.order = memory, order
+        self.num_prepared = 0
+
+    @property
+    def is_prepared(self) -> bool:
+        return self.num_prepared == NUM_KINDS
+
+    def prepare(self) -> bool:
+        if self.is_prepared:
+            return False
+        self.num_prepared += 1
+        return True
+
+    def gauges(self) -> dict[str, float]:
+        return super().gauges() | {"prepared": float(self.num_prepared)}
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         step = request.resident

@@ -43,7 +43,11 @@ class AwaitedDrafters:
     @staticmethod
     def _warn(drafter: DrafterHandle) -> None:
         if drafter.num_attaches:
-            logger.warning("drafter %s has not captured its graphs within %.0f s", drafter.name, MAX_AWAIT_S)
+            logger.warning(
+                "drafter %s has not captured its graphs within %.0f s; ready with what it has",
+                drafter.name,
+                MAX_AWAIT_S,
+            )
             return
         logger.warning(
             "drafter %s has not attached within %.0f s: %s; ready without it",

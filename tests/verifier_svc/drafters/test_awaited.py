@@ -11,11 +11,17 @@ from verifier_svc.drafters.awaited import MAX_AWAIT_S, AwaitedDrafters
 from verifier_svc.drafters.handle import DrafterHandle
 
 
-def drafter(name: str, *, num_attaches: int = 0) -> DrafterHandle:
+def drafter(name: str, *, num_attaches: int = 0, is_preparing: bool = False) -> DrafterHandle:
     """Return a handle's figures."""
     return cast(
         "DrafterHandle",
-        SimpleNamespace(name=name, num_attaches=num_attaches, is_detached=False, reason="nobody listens there"),
+        SimpleNamespace(
+            name=name,
+            num_attaches=num_attaches,
+            is_detached=False,
+            is_preparing=is_preparing,
+            reason="" if num_attaches else "nobody listens there",
+        ),
     )
 
 
@@ -36,6 +42,22 @@ def test_each_drafter_is_awaited_until_its_first_attachment() -> None:
     # What a replaced source forgets does not matter.
     head.num_attaches = 0  # type: ignore[misc]
     assert not awaited.is_waiting()
+
+
+def test_an_attached_drafter_is_awaited_until_it_is_prepared() -> None:
+    head = drafter("head", num_attaches=1, is_preparing=True)
+    awaited = AwaitedDrafters([head], Clock())
+    assert awaited.is_waiting()
+    head.is_preparing = False  # type: ignore[misc]
+    assert not awaited.is_waiting()
+
+
+def test_one_that_prepares_for_long_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    awaited = AwaitedDrafters([drafter("head", num_attaches=1, is_preparing=True)], clock)
+    clock.now += MAX_AWAIT_S
+    assert not awaited.is_waiting() and not awaited.is_waiting()
+    assert caplog.messages == ["drafter head has not captured its graphs within 30 s; ready with what it has"]
 
 
 def test_one_that_the_operator_takes_away_is_awaited_no_longer() -> None:

@@ -20,7 +20,7 @@ from foretoken.resident import ResidentLayout, ResidentMemory
 from foretoken.transports.transport import DraftTransport, TransportClosedError
 from tests.support.draft_requests import draft_request
 from tests.support.mirror_drafter import MirrorDrafter
-from tests.support.resident_drafter import DEVICE, NUM_DRAFTED, ResidentDrafter
+from tests.support.resident_drafter import DEVICE, NUM_DRAFTED, NUM_KINDS, ResidentDrafter
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.in_process import InProcessClient
@@ -132,6 +132,19 @@ def test_steps_through_the_memory_of_a_drafters_process_and_plain_ones_between(a
         assert batch is not None and batch.tree(0).tokens.tolist()[:2] == [7, 5 + 2 * 7]
         run_steps(transport, 22, 5)
         assert client.num_rejected == 0
+
+
+def test_a_drafter_prepares_while_idle_and_says_when_it_is_done(address: str) -> None:
+    with client_of(address) as client:
+        attached(client)
+        # Not before the drafter has said so.
+        assert client.is_preparing or client.gauges["prepared"] == NUM_KINDS
+        until(lambda: not client.is_preparing)
+        assert client.gauges["prepared"] == NUM_KINDS
+        run_steps(attached(client), 1, 3)
+    with client_of(address, "grpc") as client:
+        attached(client)
+        assert not client.is_preparing
 
 
 def test_a_later_attachment_has_memory_of_its_own(address: str) -> None:
