@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.synthetic_machine import H200_MS, Machine, Phase, Run, drive, fixed_speed
-from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
+from verifier_svc.drafters.request import DEFAULT_STEPS, NO_DRAFT, Shape, TreeBounds
 from verifier_svc.speculation.candidate_shapes import candidate_shapes, chain, usual_trees
 from verifier_svc.speculation.controller import Controller, Reason
 
@@ -172,17 +172,16 @@ def test_it_explains_why_it_does_not_draft() -> None:
 def test_candidates() -> None:
     assert candidate_shapes(TreeBounds(1)) == (NO_DRAFT,)
     assert candidate_shapes(TreeBounds(4)) == (NO_DRAFT, chain(1), chain(2), chain(3))
-    assert candidate_shapes(TreeBounds(64, branches=8))[6:] == (
-        Shape(8, 5, 2),
-        Shape(16, 5, 4),
-        Shape(32, 5, 8),
-        Shape(64, 5, 8),
+    assert candidate_shapes(TreeBounds(64, branches=8))[1 + DEFAULT_STEPS :] == (
+        Shape(16, DEFAULT_STEPS, 4),
+        Shape(32, DEFAULT_STEPS, 8),
+        Shape(64, DEFAULT_STEPS, 8),
     )
     assert all(shape.branches <= 1 for shape in candidate_shapes(TreeBounds(64, branches=1)))
 
 
 def test_drafters_are_told_which_trees_are_usual() -> None:
-    chains = [(depth, 1) for depth in range(1, 6)]
-    assert usual_trees(TreeBounds(64, branches=8)) == (*chains, (5, 2), (5, 4), (5, 8))
+    chains = [(depth, 1) for depth in range(1, DEFAULT_STEPS + 1)]
+    assert usual_trees(TreeBounds(64, branches=8)) == (*chains, (DEFAULT_STEPS, 4), (DEFAULT_STEPS, 8))
     assert usual_trees(TreeBounds(16, num_steps=4, branches=4)) == ((4, 4),)
     assert usual_trees(TreeBounds(1)) == ()
