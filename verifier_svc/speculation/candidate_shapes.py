@@ -8,6 +8,8 @@ from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
 # Nodes of the trees, smallest first; bounds add a tree of their own size. Children of one node by the nodes.
 TREE_NODES = (8, 16, 32)
 BRANCHES = 2, 4, 8
+# Levels of a small tree at most: with more of them it would be a chain.
+SMALL_DEPTH = 5
 
 
 def chain(depth: int) -> Shape:
@@ -26,9 +28,12 @@ def candidate_shapes(bounds: TreeBounds) -> tuple[Shape, ...]:
         return (NO_DRAFT,)
     if bounds.is_fixed:
         return (bounds.of_row(True, depth, bounds.max_nodes - 1),)
-    # A tree of no more nodes than the chain is a chain.
-    sizes = sorted(n for n in {*TREE_NODES, bounds.max_nodes} if depth + 1 < n <= bounds.max_nodes)
-    trees = (Shape(nodes, depth, min(_branches(nodes), bounds.branches)) for nodes in sizes if bounds.branches > 1)
+    trees = []
+    for nodes in sorted({*TREE_NODES, bounds.max_nodes}):
+        levels = depth if nodes > TREE_NODES[0] else min(depth, SMALL_DEPTH)
+        # A tree of no more nodes than its path is a chain.
+        if bounds.branches > 1 and levels + 1 < nodes <= bounds.max_nodes:
+            trees.append(Shape(nodes, levels, min(_branches(nodes), bounds.branches)))
     return NO_DRAFT, *(chain(length) for length in range(1, depth + 1)), *trees
 
 

@@ -172,7 +172,9 @@ def test_it_explains_why_it_does_not_draft() -> None:
 def test_candidates() -> None:
     assert candidate_shapes(TreeBounds(1)) == (NO_DRAFT,)
     assert candidate_shapes(TreeBounds(4)) == (NO_DRAFT, chain(1), chain(2), chain(3))
+    assert candidate_shapes(TreeBounds(8))[1 + DEFAULT_STEPS :] == (Shape(8, 5, 2),)
     assert candidate_shapes(TreeBounds(64, branches=8))[1 + DEFAULT_STEPS :] == (
+        Shape(8, 5, 2),
         Shape(16, DEFAULT_STEPS, 4),
         Shape(32, DEFAULT_STEPS, 8),
         Shape(64, DEFAULT_STEPS, 8),
@@ -182,6 +184,6 @@ def test_candidates() -> None:
 
 def test_drafters_are_told_which_trees_are_usual() -> None:
     chains = [(depth, 1) for depth in range(1, DEFAULT_STEPS + 1)]
-    assert usual_trees(TreeBounds(64, branches=8)) == (*chains, (DEFAULT_STEPS, 4), (DEFAULT_STEPS, 8))
+    assert usual_trees(TreeBounds(64, branches=8)) == (*chains, (5, 2), (DEFAULT_STEPS, 4), (DEFAULT_STEPS, 8))
     assert usual_trees(TreeBounds(16, num_steps=4, branches=4)) == ((4, 4),)
     assert usual_trees(TreeBounds(1)) == ()
