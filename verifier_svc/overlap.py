@@ -190,6 +190,8 @@ class OverlappedRun:
         self._scheduler, self._speculator, self._lifecycle = scheduler, speculator, lifecycle
         # Running sequences that have no seat yet.
         self._joining: list[Sequence] = list(scheduler.running)
+        # The trees' shape for which blocks were reserved, and the one in which steps are launched.
+        self._reserved_shape = self._launched_shape = drafting.shape
         # The seats of the last launched step, and where the hidden states of its prompts begin.
         self._launched: tuple[Seat | None, ...] | None = None
         self._prompt_start = 0
@@ -255,8 +257,25 @@ class OverlappedRun:
 
     def _reserve(self) -> bool:
         """Reserve blocks for one more step of each seat, whatever steps in flight emit."""
-        self._lacks_blocks = not all(self._reserve_seat(seat.sequence) for seat in self._step.seats if seat is not None)
-        return not self._lacks_blocks
+        shape = self._drafting.shape
+        is_same, self._reserved_shape = shape == self._reserved_shape, shape
+        self._lacks_blocks = False
+        for seat in self._step.seats:
+            if seat is None or (is_same and len(seat.sequence.tokens) <= seat.enough_until):
+                continue
+            if not self._reserve_seat(seat.sequence):
+                self._lacks_blocks = True
+                return False
+            seat.enough_until = self._enough_until(seat.sequence)
+        return True
+
+    def _enough_until(self, sequence: Sequence) -> int:
+        """Return up to how many tokens a sequence needs no more blocks, whatever is in flight."""
+        width = self._drafting.shape_of(sequence).nodes
+        if self._scheduler.has_reserved(sequence, sequence.max_len + width + 1):
+            return sequence.max_len
+        num_slots = len(sequence.block_ids) * self._scheduler.blocks.block_size
+        return num_slots - MAX_IN_FLIGHT * self._step.max_tokens - width - 1
 
     def _reserve_seat(self, sequence: Sequence) -> bool:
         # One KV slot more, because a drafter stores the next root's KV entry before the target
@@ -292,9 +311,11 @@ class OverlappedRun:
         with phase("prefill"):
             num_prompt_rows = self._prefill()
         self._join()
-        for index, seat in enumerate(step.seats):
-            if seat is not None:
-                step.resize(index, drafting.shape_of(seat.sequence).nodes)
+        if drafting.shape != self._launched_shape:
+            self._launched_shape = drafting.shape
+            for index, seat in enumerate(step.seats):
+                if seat is not None:
+                    step.resize(index, drafting.shape_of(seat.sequence).nodes)
         self._launched = tuple(step.seats)
         taken = [seat for seat in self._launched if seat is not None]
         if not taken and not num_prompt_rows:

@@ -274,12 +274,15 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
     def _request(self) -> DraftRequest:
         """Return the request of the named seats and of the prompts, without epoch and step."""
         assert self._seats is not None
-        num_blocks, blocks, ends = self._num_blocks, [], [0]
+        num_blocks, block_size, in_flight = self._num_blocks, self._block_size, self._most_in_flight
+        blocks: list[int] = []
+        ends = [0]
         for index, seat in enumerate(self._seats):
-            count = 0 if seat is None else self._count_blocks(seat.sequence)
-            if seat is not None and count > num_blocks[index]:
-                blocks += seat.sequence.block_ids[num_blocks[index] : count]
-                num_blocks[index] = count
+            if seat is not None and len(seat.sequence.tokens) + in_flight > num_blocks[index] * block_size:
+                count = self._count_blocks(seat.sequence)
+                if count > num_blocks[index]:
+                    blocks += seat.sequence.block_ids[num_blocks[index] : count]
+                    num_blocks[index] = count
             ends.append(len(blocks))
         starts = np.zeros((len(RAGGED_COLUMNS), len(ends)), np.int32)
         starts[_BLOCKS] = ends
