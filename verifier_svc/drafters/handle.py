@@ -18,6 +18,8 @@ class DrafterHandle:
         self.name = source.name
         self.number = number
         self.counters = DrafterCounters()
+        # The figures by which the shape of its trees was chosen last, for metrics.
+        self.decision: Mapping[str, float] = {}
         # Whether the operator has taken the drafter away.
         self.is_detached = False
         self.record = SourceRecord(source, settings.timeout_s)
@@ -90,4 +92,5 @@ class DrafterHandle:
 
     @property
     def gauges(self) -> Mapping[str, float]:
-        return {} if self.is_detached else self.source.gauges
+        """The drafter's own, and those of the decision for its trees."""
+        return {} if self.is_detached else {**self.source.gauges, **self.decision}

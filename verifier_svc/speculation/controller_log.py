@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 # What happened, and its values.
@@ -26,6 +27,21 @@ class LoggedTimes:
 def write_to(file: TextIO) -> Callable[[Record], None]:
     """Return a log that writes one JSON array a line."""
     return lambda record: print(json.dumps(record), file=file)
+
+
+def write_anew(path: Path) -> Callable[[Record], None]:
+    """Return a log that adds a line to a file for each record; the file is empty now.
+
+    It holds no open file: a server that is killed leaves all of its log. Raises OSError if the file
+    cannot be made.
+    """
+    path.write_text("", encoding="ascii")
+
+    def log(record: Record) -> None:
+        with path.open("a", encoding="ascii") as file:
+            write_to(file)(record)
+
+    return log
 
 
 def read(lines: Iterable[str]) -> Iterator[Record]:

@@ -8,18 +8,21 @@ from pathlib import Path
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
 from verifier_svc.speculation.controller import Controller
-from verifier_svc.speculation.controller_log import write_to
+from verifier_svc.speculation.controller_log import write_anew
 
 # Steps in a row in which drafts do not pay, after which a run goes on without the drafter.
 PLAIN_AFTER = 64
+# Steps between two looks at the figures behind a choice.
+FIGURES_EVERY = 64
 
 
 class DrafterController:
     """A drafter's controller. It outlives attachments."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Controller, drafter: DrafterHandle) -> None:
         self.controller = controller
-        self._num_plain = 0
+        self._drafter = drafter
+        self._num_plain = self._num_chosen = 0
 
     @property
     def rests(self) -> bool:
@@ -30,7 +33,16 @@ class DrafterController:
         """Return the shape of the next trees for a batch."""
         shape = self.controller.choose(num_sequences)
         self._num_plain = self._num_plain + 1 if shape == NO_DRAFT else 0
+        if self._num_chosen % FIGURES_EVERY == 0:
+            self._drafter.decision = self._figures(shape)
+        self._num_chosen += 1
         return shape
+
+    def _figures(self, shape: Shape) -> dict[str, float]:
+        """Return the figures behind a choice, as gauges of the drafter: other threads read them."""
+        figures = self.controller.explain()
+        sizes = {"chosen_nodes": float(shape.nodes), "chosen_levels": float(shape.depth if shape.nodes > 1 else 0)}
+        return sizes | {f"chosen_{name}": float(value) for name, value in figures.items() if not isinstance(value, str)}
 
 
 class DrafterControllers:
@@ -49,11 +61,7 @@ class DrafterControllers:
         """Return the controller of a drafter with a model. Raises OSError if its log cannot be made."""
         known = self._known.get(drafter.number)
         if known is None:
-            log = None
-            if self._log:
-                # Open as long as the server runs, and written line by line: it may be killed.
-                path = Path(f"{self._log}.{drafter.name}")
-                log = write_to(path.open("w", buffering=1, encoding="ascii"))
-            known = DrafterController(Controller(self._bounds, self._verify_s, log=log))
+            log = write_anew(Path(f"{self._log}.{drafter.name}")) if self._log else None
+            known = DrafterController(Controller(self._bounds, self._verify_s, log=log), drafter)
             self._known[drafter.number] = known
         return known
