@@ -21,6 +21,11 @@ from verifier_svc.speculation.row_state import RowStates
 LOOKUP_RESTS = 16
 
 
+# Sequences up to which a look-up drafter is asked beside a model: it must see a step's tokens, so the whole batch then
+# waits for the host.
+MOST_WITH_LOOKUP = 4
+
+
 class OverlapBlock(Enum):
     """Why the next step cannot overlap with the host's work. The values are the reasons in metrics."""
 
@@ -66,9 +71,14 @@ class OverlapPolicy:
             return OverlapBlock.HOST_WORK
         if self._limit.is_exceeded(len(sequences)):
             return ResidentDrafting(is_above_limit=True)
-        wanted = [(sequence, self._drafters_of(sequence)) for sequence in sequences]
+        is_large = len(sequences) > MOST_WITH_LOOKUP
+        wanted = [(sequence, self._drafters_of(sequence, is_large=is_large)) for sequence in sequences]
         drafters = {drafter.number: drafter for _, found in wanted for drafter in found}
-        rests = any(len(found) < len(self._routing.of(sequence)) for sequence, found in wanted)
+        rests = any(
+            len(found) < len(self._routing.of(sequence))
+            for sequence, found in wanted
+            if not (is_large and any(drafter.has_model for drafter in found))
+        )
         if rests and not has_asked:
             return OverlapBlock.LOOKUP_DRAFTER
         most_steps = LOOKUP_RESTS if rests else None
@@ -135,17 +145,19 @@ class OverlapPolicy:
             return OverlapBlock.NO_WAIT_BUDGET
         return None
 
-    def _drafters_of(self, sequence: Sequence) -> Seq[DrafterHandle]:
+    def _drafters_of(self, sequence: Sequence, *, is_large: bool = False) -> Seq[DrafterHandle]:
         """Return the drafters of a row that must be asked before each step.
 
         Where the server chooses, it leaves a look-up drafter aside for a run if that has found nothing for the next
-        step, and for a few steps if the client has said what comes.
+        step, and for a few steps if the client has said what comes. Beside a model it does so in any large batch.
         """
         drafters = self._routing.of(sequence)
         draft = self._trees.of(sequence)
         has_prediction = sequence.prediction_ids and self._rows.of(sequence).lookup_gate.expects_drafts
         if sequence.speculation.drafter != AUTO or has_prediction:
             return drafters
+        if is_large and any(drafter.has_model for drafter in drafters):
+            return [drafter for drafter in drafters if drafter.has_model]
         proposed = draft.sources if draft is not None else []
         return [drafter for drafter in drafters if drafter.has_model or drafter.number in proposed]
 

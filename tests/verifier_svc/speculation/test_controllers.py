@@ -48,4 +48,4 @@ def test_each_drafter_has_a_log_of_its_own(tmp_path: Path) -> None:
     assert controllers.of(drafter) is controllers.of(drafter)
     controllers.of(drafter).choose(1)
     records = [json.loads(line) for line in (tmp_path / "log.oracle").read_text().splitlines()]
-    assert [record[0] for record in records][0] == "bounds" and records[-1][:2] == ["choose", 1]
+    assert records[0][0] == "bounds" and records[-1][:2] == ["choose", 1]
