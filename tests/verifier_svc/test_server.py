@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -104,3 +105,21 @@ def test_threads_of_a_verifier_pass_the_gil_on_soon(tmp_path: Path, monkeypatch:
     finally:
         sys.setswitchinterval(before)
     assert seen == [pytest.approx(server.GIL_INTERVAL_S)] and seen[0] < before
+
+
+def test_a_step_of_a_large_batch_starts_no_garbage_collection() -> None:
+    before = gc.get_threshold()
+    seen = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        seen.append(phase)
+
+    try:
+        server.spare_collections()
+        gc.callbacks.append(look)
+        made = [[index] for index in range(5000)]
+        gc.callbacks.remove(look)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+    assert len(made) == 5000 and not seen

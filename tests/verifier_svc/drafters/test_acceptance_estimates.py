@@ -10,7 +10,8 @@ import random
 
 import pytest
 
-from verifier_svc.drafters.acceptance_estimates import AcceptanceEstimates
+from verifier_svc.drafters.acceptance_estimates import AcceptanceEstimates, AcceptanceRate
+from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.request import DEFAULT_STEPS, TreeBounds
 from verifier_svc.drafters.waits import DraftTimes
 
@@ -88,3 +89,18 @@ def test_shapes_by_flag_are_exact_and_others_follow_the_reach() -> None:
     assert free.of_row(True, 2, 7).nodes < free.of_row(True, 5, 7).nodes <= 8
     assert free.of_row(False, 3, 7) == (4, 3, 8), "without a model reach counts tokens"
     assert free.of_row(False, 3, 2) == (3, 2, 8)
+
+
+def test_rows_that_are_observed_together_count_like_rows_one_by_one() -> None:
+    one_by_one, together = AcceptanceRate(), AcceptanceRate()
+    for _ in range(5):
+        one_by_one.observe(2, 3)
+    one_by_one.observe(0, 3)
+    together.observe(2, 3, 5)
+    together.observe(0, 3)
+    assert together.value == pytest.approx(one_by_one.value)
+    counted, at_once = DrafterCounters(), DrafterCounters()
+    for _ in range(5):
+        counted.add(3, (1, 2))
+    at_once.add(3, (1, 2), 5)
+    assert at_once == counted and counted.accepted_per_position == [5, 5]
