@@ -37,6 +37,7 @@ class OverlapBlock(Enum):
     CATCHING_UP = "catching_up"
     UNANSWERED = "unanswered"  # the drafter may still read what it was sent
     NO_WAIT_BUDGET = "no_wait_budget"
+    UNDRAFTED_ROW = "undrafted_row"  # the drafter owes KV entries, which it writes with ordinary requests only
 
 
 class OverlapPolicy:
@@ -97,6 +98,9 @@ class OverlapPolicy:
         block = self._block(drafter, attachment)
         if block is not None:
             return block
+        undrafted = self._trees.undrafted if has_asked else ()
+        if any((sequence.slot, sequence.generation) in undrafted for sequence, found in wanted if found):
+            return OverlapBlock.UNDRAFTED_ROW
         controller = self.controller(drafter)
         if self._num_plain.get(drafter.number, 0) >= PLAIN_AFTER:
             return ResidentDrafting(controller=controller, controlled=drafter.number, most_steps=most_steps)
@@ -121,10 +125,13 @@ class OverlapPolicy:
         """Return whether a sequence that waits may join a run; if not, the run has to end for it."""
         if needs_host(sequence):
             return False
-        if drafting.is_above_limit or (drafting.drafter is None and drafting.controller is not None):
+        if drafting.is_above_limit:
             return True
         found = self._drafters_of(sequence)
-        return not found or list(found) == [drafting.drafter]
+        if drafting.most_steps is None and len(found) < len(self._routing.of(sequence)):
+            # A look-up drafter may rest for a few steps only.
+            return False
+        return not found or [drafter.number for drafter in found] == [drafting.controlled]
 
     def choose(self, drafting: ResidentDrafting, num_sequences: int) -> bool:
         """Choose the shape of a run's next trees; return whether the run can go on with it."""
@@ -166,14 +173,16 @@ class OverlapPolicy:
         proposed = draft.sources if draft is not None else []
         return [drafter for drafter in drafters if drafter.has_model or drafter.number in proposed]
 
-    def still_drafts(self, drafting: ResidentDrafting, num_sequences: int) -> bool:
+    def still_drafts(self, drafting: ResidentDrafting, running: Seq[Sequence], waiting: Seq[Sequence]) -> bool:
         """Return whether a run would begin again with the same drafter, or again with none.
 
-        ``num_sequences``: running ones and those that could start, as in ``drafting``.
+        ``waiting``: the sequences that could start, as for ``drafting``.
         """
         if not drafting.is_current or not self._routing.is_as_attached:
             return False
-        return self._limit.is_exceeded(num_sequences) == drafting.is_above_limit
+        if drafting.drafter is not None and not drafting.has_drafted and not any(map(self._drafters_of, waiting)):
+            return False
+        return self._limit.is_exceeded(len(running) + len(waiting)) == drafting.is_above_limit
 
 
 def needs_host(sequence: Sequence) -> bool:

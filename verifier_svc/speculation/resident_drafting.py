@@ -103,6 +103,11 @@ class ResidentDrafting:
         return bool(self._prompts)
 
     @property
+    def has_drafted(self) -> bool:
+        """Return whether any running sequence is drafted for."""
+        return bool(self._drafted)
+
+    @property
     def is_for_all(self) -> bool:
         """Return whether every seat of the last request is drafted for."""
         return self._seats is not None and all(
