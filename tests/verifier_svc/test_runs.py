@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from foretoken.drafting import DraftRequest
 from foretoken.resident import StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import ROWS_PER_SLOT
 from tests.support.engine_harness import Request
-from tests.support.runs import BLOCK, SEATS, VOCAB, Runs, greedy, oracle_of, plain, prompt
+from tests.support.runs import BLOCK, SEATS, VOCAB, Runs, greedy, oracle_of, plain, prompt, with_grammar
 from verifier_svc import overlap as run_ahead
 
 
@@ -219,7 +220,7 @@ def test_a_drafter_that_still_writes_a_prompt_catches_up_before_a_run(
 ) -> None:
     """Ordinary requests let it catch up: a run excludes sequences that it cannot draft for yet."""
     # The second request's prompt is computed beside another one, for which the host has work.
-    request, other = greedy(1, 30, 40), with_grammar(2, 6, 2)
+    request, other = greedy(1, 30, 40), with_grammar(greedy(2, 6, 2))
     expected = plain([other, request])
     oracle = oracle_of([other, request], expected)
     right, learn = oracle._tree, oracle._learn
@@ -251,4 +252,6 @@ def test_a_prompt_is_drafted_for_from_its_first_token_on(num_steps: int) -> None
     runs = Runs([oracle_of(requests, expected)], num_steps=num_steps)
     (result,) = runs.harness.run(requests)
     assert result.token_ids == expected[0].token_ids and result.finished is not None
-    assert runs.num_ordinary == 0 and result.finished.speculation.fallback_steps == 0
+    assert runs.num_ordinary == 0 and result.sources[:2] == [0, 1]
+    # Where one token is left, no draft is needed.
+    assert result.finished.speculation.fallback_steps == 1
