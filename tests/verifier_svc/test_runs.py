@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from typing import Any
 
 import pytest
 
