@@ -251,7 +251,7 @@ class OverlappedRun:
                 break
             policy.start(sequence, drafting)
             self._joining.append(sequence)
-        if not policy.still_drafts(drafting, scheduler.num_soon):
+        if not policy.still_drafts(drafting, scheduler.running, scheduler.admissible):
             return False
         return policy.choose(drafting, max(len(scheduler.running), 1)) and self._reserve()
 
@@ -419,7 +419,9 @@ class OverlappedRun:
         """Commit the oldest step's tokens and publish them. Return when that was done."""
         drafting, lifecycle, facts = self._drafting, self._lifecycle, self._facts.popleft()
         self._num_read += 1
+        num_live = 0
         for seat, walk, num_nodes in self._step.receive():
+            num_live += num_nodes > 0
             if num_nodes == 0 or seat.is_left:
                 continue
             shares = drafting.observe(seat.sequence, num_nodes, len(walk.matched_nodes), len(walk.tokens))
@@ -440,16 +442,18 @@ class OverlappedRun:
             drafting.controller.controller.observe_step(
                 facts.shape, facts.num_seats, now - read_at, num_prompt_tokens=facts.num_prompt_rows
             )
-        self._speculator.limit.count(facts.num_seats)
+        self._speculator.limit.count(num_live)
         return now
 
     def _free_seats(self) -> None:
-        """Free the seats of sequences that have ended."""
+        """Free the seats of sequences that have ended, and forget those that wait for one."""
         for index, seat in enumerate(self._step.seats):
             if seat is not None and seat.is_left:
                 self._step.leave(index)
                 self._drafting.drop(seat.sequence)
-        self._joining = [sequence for sequence in self._joining if sequence.table is not None]
+        for sequence in [sequence for sequence in self._joining if sequence.table is None]:
+            self._joining.remove(sequence)
+            self._drafting.drop(sequence)
 
     def _end(self) -> None:
         drafting, running = self._drafting, self._scheduler.running

@@ -87,7 +87,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         self.ways: list[Way] = []
         # Whether it has answered everything, as the verifier sees it.
         self.is_idle = True
-        # Sequences that it was asked to forget.
+        # Sequences that it was asked to forget, or whose batch slot it was sent another one of.
         self.forgotten: list[tuple[int, int]] = []
 
     @property
@@ -243,6 +243,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         """Forget the batch slot's last owner, as a drafter does if a row has another generation."""
         for other in [other for other in self.tokens if other[0] == key[0]]:
             assert other[1] < key[1], "a row of a batch slot's earlier owner"
+            self.forgotten.append(other)
             del self.tokens[other], self.blocks[other]
 
     def _text(self, tokens: list[int]) -> int:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +16,18 @@ from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Harness, Request, Result
+from tests.support.grammars import VOCAB, regex, vocabulary
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget
 from tests.support.host_step import HostStep, plain_memory
 from tests.support.oracle_drafter import OracleDrafter
+from verifier_svc.drafters.request import Shape, TreeBounds
 from verifier_svc.messages import SequenceKey
 from verifier_svc.overlap import RunAhead
+from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 from verifier_svc.scheduling.sequence import Sequence as Running
+from verifier_svc.speculation.controller import Controller
 
-VOCAB, BLOCK, NODES, SEATS = 40, 4, 6, 8
+BLOCK, NODES, SEATS = 4, 6, 8
 FEATURES = (1, 2)
 
 
@@ -30,6 +38,19 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def greedy(seed: int, length: int, max_tokens: int, **options: Any) -> Request:
     return Request(prompt(seed, length), SamplingParams(temperature=0.0, max_tokens=max_tokens), **options)
+
+
+@cache
+def _vocabulary() -> Vocabulary:
+    with tempfile.TemporaryDirectory() as folder:
+        return vocabulary(Path(folder))
+
+
+def with_grammar(request: Request) -> Request:
+    """Return a request for which the host works between any two steps."""
+    grammar = regex("[a-f0-9 ]{400}")
+    sampling = replace(request.sampling, grammar=grammar)
+    return replace(request, sampling=sampling, matcher=compile_grammar(grammar, _vocabulary()))
 
 
 def plain(requests: Sequence[Request]) -> list[Result]:
@@ -112,6 +133,24 @@ class Runs:
     def num_ordinary(self) -> int:
         """Return the number of steps that did not overlap."""
         return self.harness.engine.counters.num_steps - self.num_ahead
+
+
+class _ChosenShapes(Controller):
+    """A controller whose choices the test makes."""
+
+    def __init__(self, choice: Callable[[int], Shape]) -> None:
+        super().__init__(TreeBounds(NODES), lambda rows: 1.0)
+        self._choice = choice
+        self._num_choices = 0
+
+    def choose(self, batch: int) -> Shape:
+        self._num_choices += 1
+        return self._choice(self._num_choices)
+
+
+def choose(runs: Runs, choice: Callable[[int], Shape]) -> None:
+    """Let ``choice`` give the shape of trees of the first drafter; it gets the number of choices."""
+    runs.harness.speculator.overlap._controllers[1] = _ChosenShapes(choice)
 
 
 class Course:

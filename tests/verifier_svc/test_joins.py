@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.engine_harness import Request
-from tests.support.runs import BLOCK, SEATS, Course, greedy, prompt
+from tests.support.runs import BLOCK, SEATS, Course, greedy, prompt, with_grammar
 
 
 def alike(lengths: list[int], shared: int, max_tokens: int) -> list[Request]:
@@ -20,12 +20,6 @@ def alike(lengths: list[int], shared: int, max_tokens: int) -> list[Request]:
         replace(greedy(i, 6, max_tokens), prompt=[*first, *prompt(i, length - shared)])
         for i, length in enumerate(lengths)
     ]
-
-
-def with_logprobs(seed: int, max_tokens: int) -> Request:
-    """Return a request for which the host works between two steps."""
-    request = greedy(seed, 6, max_tokens)
-    return replace(request, sampling=replace(request.sampling, logprobs=1))
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -130,7 +124,7 @@ def test_choices_of_a_request(drafts: bool, limit: int) -> None:
 
 def test_a_slot_goes_to_another_in_a_run_that_the_drafter_takes_no_part_in() -> None:
     """What is left to send of the old owner must not follow the new one's prompt."""
-    requests = [greedy(1, 6, 24), greedy(2, 6, 90), greedy(3, 6, 30), greedy(4, 6, 60), with_logprobs(5, 4)]
+    requests = [greedy(1, 6, 24), greedy(2, 6, 90), greedy(3, 6, 30), greedy(4, 6, 60), with_grammar(greedy(5, 6, 4))]
     # The first is drafted for, and ends beside two others: that is above the limit.
     comes = {1: 2, 2: 2, 3: lambda: course.has_ended(0), 4: lambda: course.num_output(3) > 20}
     course = Course(requests, comes, max_running=3, max_batch_size=2)

@@ -1,9 +1,10 @@
-"""A single step on the device takes its results from its own pass."""
+"""Steps on the device one by one: who has a seat in them, and what they leave in memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from foretoken.models.backend import Backend
@@ -15,45 +16,178 @@ from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_step import ResidentStep
 from verifier_svc.sampling.device_walker import DeviceWalker
+from verifier_svc.scheduling.batch import Scheduled, build_batch
 from verifier_svc.scheduling.block_manager import BlockTable
 from verifier_svc.scheduling.resident_seat import Seat
 from verifier_svc.scheduling.sequence import Sequence
 
-VOCAB, HIDDEN, BLOCK = 40, 32, 4
+VOCAB, HIDDEN, BLOCK, NUM_BLOCKS, SLOTS, NODES = 40, 32, 4, 8, 2, 4
+# Hidden state 0 is the token's embedding.
+EMBEDDING = (0,)
 
 
-def decoding(token: int) -> Sequence:
-    """Return a sequence whose only token is its root, in block 0."""
-    options = SpeculationOptions()
-    submit = Submit(SequenceKey(1, "r", 0), 0, (token,), (), SamplingParams(temperature=0.0), options, None, None)
-    sequence = Sequence(submit, max_model_len=64, eos_ids=frozenset(), token_limit=VOCAB, now=0.0)
-    sequence.table = BlockTable(b"", [0])
-    sequence.slot = sequence.generation = 0
+class Steps:
+    """A ResidentStep with a small target. ``seated``: sequences by seat."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        backend = Backend("gpu", torch.device(device))
+        sizes = PassSizes(16, 16, SLOTS, NUM_BLOCKS)
+        self.runner = DeviceRunner(folder, backend=backend, sizes=sizes, block_size=BLOCK, num_blocks=NUM_BLOCKS)
+        walker = DeviceWalker(
+            vocab_size=VOCAB,
+            token_limit=VOCAB,
+            max_slots=SLOTS,
+            max_rows=16,
+            max_nodes=NODES,
+            device=backend.device,
+            graphs=True,
+        )
+        layout = ResidentLayout(SLOTS, 3, NODES, HIDDEN, self.runner.dtype, prompt_rows=8)
+        self.memory = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
+        self.step = ResidentStep(
+            self.runner, walker, self.memory, StreamOrder(), max_seats=SLOTS, simulated=None, graphs=True
+        )
+        self.step.begin(EMBEDDING, 0)
+        self.seated: dict[int, Sequence] = {}
+
+    def prefill(self, sequence: Sequence, num_tokens: int) -> torch.Tensor:
+        """Compute prompt tokens; return the hidden states that a drafter gets of them."""
+        part = Scheduled(sequence, num_tokens, 1)
+        batch = build_batch([part], BLOCK, NUM_BLOCKS * BLOCK)
+        self.step.prefill(batch.forward)
+        sequence.num_computed += num_tokens
+        first = self.step.keep_hidden([(0, num_tokens)])
+        return self.memory.prompt_hidden[first : first + num_tokens]
+
+    def join(self, sequence: Sequence, width: int = 1) -> int:
+        index = self.step.free_seat()
+        self.step.join(index, Seat(sequence, width, 1, is_new=True))
+        self.seated[index] = sequence
+        return index
+
+    def leave(self, index: int) -> None:
+        self.step.leave(index)
+        del self.seated[index]
+
+    def draft(self, index: int, tokens: list[int], parents: list[int]) -> None:
+        """Draft a tree after the last step, as a drafter does."""
+        memory, count = self.memory, len(tokens)
+        memory.num_nodes[index] = count
+        memory.draft_tokens[index, :count] = torch.tensor(tokens, dtype=torch.int32)
+        memory.draft_parents[index, :count] = torch.tensor(parents, dtype=torch.int32)
+        memory.draft_stamp.fill_(self.step.number)
+
+    def run(self, *, is_drafted: bool = False) -> dict[int, list[int]]:
+        """Run one step; return the tokens of each seat that took part."""
+        self.step.launch(is_drafted=is_drafted)
+        found: dict[int, list[int]] = {}
+        for seat, walk, num_nodes in self.step.receive():
+            (index,) = (index for index, sequence in self.seated.items() if sequence is seat.sequence)
+            assert num_nodes > 0
+            seat.sequence.tokens.extend(walk.tokens)
+            seat.sequence.num_computed += len(walk.tokens)
+            found[index] = walk.tokens
+            assert int(self.memory.counts[index]) == len(walk.tokens)
+            assert self.memory.new_tokens[index, : len(walk.tokens)].tolist() == walk.tokens
+        assert self.memory.stamp.tolist() == [self.step.number]
+        return found
+
+    def text(self, prompt: list[int], count: int) -> list[int]:
+        """Return a prompt's next tokens, each made by a step of its own with one seat."""
+        sequence = sequence_of(prompt, 0, list(range(4)))
+        self.prefill(sequence, len(prompt) - 1)
+        index = self.join(sequence)
+        found = [self.run()[index][0] for _ in range(count)]
+        self.leave(index)
+        return found
+
+
+def sequence_of(prompt: list[int], slot: int, blocks: list[int]) -> Sequence:
+    """Return a running sequence with these blocks, of which nothing is computed."""
+    submit = Submit(
+        SequenceKey(1, f"r{slot}", 0),
+        0,
+        tuple(prompt),
+        (),
+        SamplingParams(temperature=0.0, max_tokens=8),
+        SpeculationOptions(),
+        None,
+        None,
+    )
+    sequence = Sequence(submit, max_model_len=16, eos_ids=frozenset(), token_limit=VOCAB, now=0.0)
+    sequence.table = BlockTable(b"", blocks)
+    sequence.slot, sequence.generation = slot, 0
     return sequence
 
 
-def test_hidden_states_are_those_of_the_pass_also_when_its_buffer_has_grown(tmp_path: Path, device: str) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN)
+
+
+def test_hidden_states_are_those_of_the_pass_also_when_its_buffer_has_grown(folder: Path, device: str) -> None:
     """A drafter that wants more states comes and goes; the first one's buffer has changed."""
-    backend = Backend("gpu", torch.device(device))
-    folder = save_llama(tmp_path / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
-    runner = DeviceRunner(folder, backend=backend, sizes=PassSizes(4, 4, 1, 8), block_size=BLOCK, num_blocks=2)
-    walker = DeviceWalker(
-        vocab_size=VOCAB,
-        token_limit=VOCAB,
-        max_slots=1,
-        max_rows=4,
-        max_nodes=2,
-        device=backend.device,
-        graphs=True,
-    )
-    layout = ResidentLayout(seats=1, tokens=2, nodes=2, hidden_width=HIDDEN, hidden_dtype=runner.dtype)
-    memory = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
-    step = ResidentStep(runner, walker, memory, StreamOrder(), max_seats=1, simulated=None, graphs=True)
-    # Hidden state 0 is the token's embedding.
-    embedding = runner.weights.embedding
+    steps = Steps(folder, device)
+    embedding = steps.runner.weights.embedding
     for token in (7, 9):
-        step.begin([Seat(decoding(token), 1, None, 1)], (0,), step.number)
-        step.launch(is_drafted=False)
-        step.receive()
-        assert torch.equal(memory.hidden[0], embedding[token]), token
-        runner.resident_pass((0, 1, 2), 1, 1, 1, 1)
+        steps.step.begin(EMBEDDING, steps.step.number)
+        steps.seated.clear()
+        steps.join(sequence_of([token], 0, [0]))
+        steps.run()
+        assert torch.equal(steps.memory.hidden[0], embedding[token]), token
+        steps.runner.resident_pass((0, 1, 2), 1, 1, 1, 1)
+
+
+def test_a_step_without_seats_only_gets_its_number(folder: Path, device: str) -> None:
+    """Its results are those of the step before, and it has none for the host."""
+    steps = Steps(folder, device)
+    assert steps.run() == {} and steps.step.number == 1
+    prompt = sequence_of([3, 4, 5], 0, [0])
+    hidden = steps.prefill(prompt, 2)
+    assert steps.run() == {} and steps.memory.stamp.tolist() == [2]
+    assert torch.equal(hidden, steps.runner.weights.embedding[[3, 4]])
+    steps.join(prompt)
+    assert list(steps.run()) == [0]
+
+
+def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(folder: Path, device: str) -> None:
+    """Widths change from step to step; each text is that of the sequence alone."""
+    steps = Steps(folder, device)
+    prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
+    texts = [steps.text(prompt, 6) for prompt in prompts]
+    first = sequence_of(prompts[0], 0, [0, 1, 2, 3])
+    steps.prefill(first, 4)
+    assert steps.join(first) == 0
+    assert steps.run() == {0: texts[0][:1]}
+
+    # A wrong and a right child. The second prompt comes in two chunks meanwhile.
+    steps.step.resize(0, 4)
+    wrong = (texts[0][1] + 1) % VOCAB
+    steps.draft(0, [texts[0][0], wrong, texts[0][1], texts[0][2]], [-1, 0, 0, 2])
+    second = sequence_of(prompts[1], 1, [4, 5, 6, 7])
+    halves = [steps.prefill(second, 1)]
+    assert steps.run(is_drafted=True) == {0: texts[0][1:4]}
+    embedding = steps.runner.weights.embedding
+    assert torch.equal(steps.memory.hidden[:3], embedding[texts[0][:3]])
+
+    # The second one's first tree is its root, whatever is left in memory of its seat.
+    steps.draft(1, [1, 2], [-1, 0])
+    steps.draft(0, [texts[0][3], texts[0][4]], [-1, 0])
+    halves.append(steps.prefill(second, 1))
+    assert steps.join(second, width=2) == 1
+    steps.step.resize(0, 2)
+    assert steps.run(is_drafted=True) == {0: texts[0][4:6], 1: texts[1][:1]}
+    assert torch.equal(torch.cat(halves), embedding[prompts[1][:2]])
+    assert halves[0].data_ptr() != halves[1].data_ptr()
+
+    # The first seat stays empty, and the second one has its rows.
+    steps.leave(0)
+    steps.draft(1, [texts[1][0], texts[1][1]], [-1, 0])
+    assert steps.run(is_drafted=True) == {1: texts[1][1:3]}
+    assert steps.memory.counts.tolist() == [0, 2] and int(steps.memory.num_left[0]) == 0
+
+    # Somebody else takes it: the lowest free seat, with the first one's slot.
+    third = sequence_of(prompts[0], 0, [0, 1, 2, 3])
+    steps.prefill(third, 4)
+    assert steps.join(third) == 0
+    assert steps.run() == {0: texts[0][:1], 1: texts[1][3:4]}

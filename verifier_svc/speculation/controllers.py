@@ -25,6 +25,11 @@ class DrafterController:
         self._num_plain = self._num_chosen = 0
 
     @property
+    def number(self) -> int:
+        """Return the drafter's number."""
+        return self._drafter.number
+
+    @property
     def rests(self) -> bool:
         """Return whether drafts have not paid for so long that steps go on without the drafter."""
         return self._num_plain >= PLAIN_AFTER

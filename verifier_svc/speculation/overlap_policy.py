@@ -39,6 +39,7 @@ class OverlapBlock(Enum):
     CATCHING_UP = "catching_up"
     UNANSWERED = "unanswered"  # the drafter may still read what it was sent
     NO_WAIT_BUDGET = "no_wait_budget"
+    UNDRAFTED_ROW = "undrafted_row"  # the drafter owes KV entries, which it writes with ordinary requests only
 
 
 class OverlapPolicy:
@@ -93,15 +94,19 @@ class OverlapPolicy:
         block = self._block(drafter, attachment)
         if block is not None:
             return block
+        undrafted = self._trees.undrafted if has_asked else ()
+        if any((sequence.slot, sequence.generation) in undrafted for sequence, found in wanted if found):
+            return OverlapBlock.UNDRAFTED_ROW
         controller = self.controllers.of(drafter)
         if controller.rests:
-            return ResidentDrafting(controller=controller, most_steps=most_steps)
+            return ResidentDrafting(controller=controller, most_steps=most_steps, is_large=is_large)
         drafting = ResidentDrafting(
             drafter,
             attachment,
             controller=controller,
             captured=self._capture.layers,
             most_steps=most_steps,
+            is_large=is_large,
         )
         for sequence in running:
             self.start(sequence, drafting)
@@ -116,10 +121,17 @@ class OverlapPolicy:
         """Return whether a sequence that waits may join a run; if not, the run has to end for it."""
         if needs_host(sequence):
             return False
-        if drafting.is_above_limit or (drafting.drafter is None and drafting.controller is not None):
+        if drafting.is_above_limit:
             return True
-        found = self._drafters_of(sequence)
-        return not found or list(found) == [drafting.drafter]
+        found = self._drafters_of(sequence, is_large=drafting.is_large)
+        rests = len(found) < len(self._routing.of(sequence)) and not (
+            drafting.is_large and any(drafter.has_model for drafter in found)
+        )
+        if rests and drafting.most_steps is None:
+            # A look-up drafter may rest for a few steps only.
+            return False
+        number = drafting.controller.number if drafting.controller is not None else 0
+        return not found or [drafter.number for drafter in found] == [number]
 
     def choose(self, drafting: ResidentDrafting, num_sequences: int) -> bool:
         """Choose the shape of a run's next trees; return whether the run can go on with it."""
@@ -161,14 +173,16 @@ class OverlapPolicy:
         proposed = draft.sources if draft is not None else []
         return [drafter for drafter in drafters if drafter.has_model or drafter.number in proposed]
 
-    def still_drafts(self, drafting: ResidentDrafting, num_sequences: int) -> bool:
+    def still_drafts(self, drafting: ResidentDrafting, running: Seq[Sequence], waiting: Seq[Sequence]) -> bool:
         """Return whether a run would begin again with the same drafter, or again with none.
 
-        ``num_sequences``: running ones and those that could start, as in ``drafting``.
+        ``waiting``: the sequences that could start, as for ``drafting``.
         """
         if not drafting.is_current or not self._routing.is_as_attached:
             return False
-        return self._limit.is_exceeded(num_sequences) == drafting.is_above_limit
+        if drafting.drafter is not None and not drafting.has_drafted and not any(map(self._drafters_of, waiting)):
+            return False
+        return self._limit.is_exceeded(len(running) + len(waiting)) == drafting.is_above_limit
 
 
 def needs_host(sequence: Sequence) -> bool:

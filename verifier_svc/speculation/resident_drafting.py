@@ -43,6 +43,7 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         captured: layers whose hidden states the target captures.
         is_above_limit: whether the batch is too large to draft for.
         most_steps: most steps of the run. None: any number.
+        is_large: whether the batch is too large to ask look-up drafters beside a model.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         captured: tuple[int, ...] = (),
         is_above_limit: bool = False,
         most_steps: int | None = None,
+        is_large: bool = False,
     ) -> None:
         self.drafter, self.attachment = drafter, attachment
         self.controller = controller
         self.features = captured
         self.is_above_limit = is_above_limit
         self.most_steps = most_steps
+        self.is_large = is_large
         # Most tokens that steps in flight may add to a sequence.
         self._most_in_flight = MAX_IN_FLIGHT * self.memory.layout.tokens if self.memory is not None else 0
         # The shape of the trees that the next request asks for.
@@ -114,6 +117,11 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
     def has_prompts(self) -> bool:
         """Return whether the next request sends prompts."""
         return bool(self._prompts)
+
+    @property
+    def has_drafted(self) -> bool:
+        """Return whether any running sequence is drafted for."""
+        return bool(self._drafted)
 
     @property
     def is_for_all(self) -> bool:

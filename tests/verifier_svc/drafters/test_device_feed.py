@@ -19,7 +19,7 @@ from foretoken.resident import ResidentLayout, ResidentMemory
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Request, Result, TestSource
 from tests.support.oracle_drafter import OracleDrafter
-from tests.support.runs import BLOCK, NODES, VOCAB, Runs, greedy, oracle_of, plain
+from tests.support.runs import BLOCK, NODES, VOCAB, Runs, greedy, oracle_of, plain, with_grammar
 from tests.support.scripted_drafter import ScriptedDrafter
 from tests.verifier_svc.drafters.test_device_offer import EPOCH, LAYOUT, LONG_S, attached, client_of, process_at, until
 from verifier_svc import overlap as run_ahead
@@ -37,7 +37,7 @@ INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
 ORACLE = SpeculationOptions(drafter="oracle")
 # Each of these keeps its batch from overlapping with the host's work.
 ODD: dict[str, Callable[[Request], Request]] = {
-    "logprobs": lambda request: replace(request, sampling=replace(request.sampling, logprobs=1)),
+    "grammar": with_grammar,
     "n-grams": lambda request: replace(request, speculation=SpeculationOptions(drafter="quick")),
 }
 
@@ -124,7 +124,7 @@ def test_no_hidden_state_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyP
 def disturbances(runs: Runs, late: Sequence[Request], keys: list[SequenceKey]) -> Iterator[None]:
     """Yield once for each request.
 
-    Now and then a request comes, or an abort of an unknown sequence, which changes nothing.
+    Now and then a request comes, which ends a run, or an abort of an unknown sequence, which does not.
     """
     for request in late:
         for _ in range(4):
@@ -143,7 +143,7 @@ def test_changes_between_all_transports(monkeypatch: pytest.MonkeyPatch) -> None
     Each token is sent once, with its hidden state; trees are accepted as with one transport.
     """
     requests = [greedy(1, 6, 120, speculation=ORACLE), greedy(2, 9, 120, speculation=ORACLE)]
-    late = [ODD["logprobs"](greedy(3 + i, 5, 14, speculation=ORACLE)) for i in range(3)]
+    late = [with_grammar(greedy(3 + i, 5, 14, speculation=ORACLE)) for i in range(3)]
     every = [*requests, *late]
     expected = plain(every)
     found = []
@@ -175,9 +175,10 @@ def test_changes_between_all_transports(monkeypatch: pytest.MonkeyPatch) -> None
         results = [runs.harness.results[key] for key in keys]
         assert [result.token_ids for result in results] == [want.token_ids for want in expected], len(keys)
         assert set(oracle.ways) == ({"run", "fed", "host"} if may_feed else {"run", "host"})
-        # A run follows a step by device memory, and the other way round.
+        # A run follows a step by device memory; after a run, the prompt that ended it comes first.
         pairs = set(zip(oracle.ways, oracle.ways[1:], strict=False))
-        assert not may_feed or {("fed", "fed"), ("fed", "host"), ("host", "fed"), ("run", "fed")} <= pairs
+        turns = {("fed", "fed"), ("fed", "host"), ("host", "fed"), ("run", "host"), ("fed", "run")}
+        assert not may_feed or turns <= pairs
         found.append(results)
     accepted = [[sum(source > 0 for source in result.sources) for result in results] for results in found]
     steps = [[r.finished.speculation.num_decode_steps for r in results if r.finished] for results in found]
@@ -187,7 +188,7 @@ def test_changes_between_all_transports(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_row_whose_gate_is_shut_is_sent_beside_the_others() -> None:
     """The row wants no tree, and its hidden states are not fetched for later."""
     requests = [
-        ODD["logprobs"](greedy(1, 6, 60, speculation=ORACLE)),
+        with_grammar(greedy(1, 6, 60, speculation=ORACLE)),
         greedy(2, 6, 60, speculation=SpeculationOptions(drafter="oracle", max_draft_tokens=1)),
     ]
     expected = plain(requests)
@@ -203,7 +204,7 @@ def test_a_row_whose_gate_is_shut_is_sent_beside_the_others() -> None:
 
 
 def test_a_step_that_says_more_than_a_seat_holds_goes_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [ODD["logprobs"](greedy(1, 6, 60, speculation=ORACLE))]
+    requests = [with_grammar(greedy(1, 6, 60, speculation=ORACLE))]
     expected = plain(requests)
     text = [*requests[0].prompt, *expected[0].token_ids]
     oracle = oracle_of(requests, expected)
@@ -224,7 +225,7 @@ def test_a_drafter_that_has_not_answered_is_not_written_to(by_host: Callable[[],
 
     Once it has answered, the host sends it what it missed, and then the device sends again.
     """
-    requests = [ODD["logprobs"](greedy(1, 6, 60, speculation=ORACLE))]
+    requests = [with_grammar(greedy(1, 6, 60, speculation=ORACLE))]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
     runs = Runs([oracle])
@@ -252,7 +253,7 @@ def test_a_drafter_that_has_not_answered_is_not_written_to(by_host: Callable[[],
 
 @pytest.mark.parametrize("when", ["before the request", "after it"])
 def test_a_drafter_that_dies_in_a_step(when: str) -> None:
-    requests = [ODD["logprobs"](greedy(i, 6, 40, speculation=ORACLE)) for i in range(2)]
+    requests = [with_grammar(greedy(i, 6, 40, speculation=ORACLE)) for i in range(2)]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
     runs = Runs([oracle])

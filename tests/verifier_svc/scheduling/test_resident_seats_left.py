@@ -25,8 +25,7 @@ def test_a_run_goes_on_without_those_that_end(drafts: bool) -> None:
     runs = Runs([oracle_of(requests, expected)] if drafts else [])
     results = runs.harness.run(requests)
     assert [facts(result) for result in results] == [facts(result) for result in expected]
-    # The prompts are one step.
-    assert runs.steps[-1].num_runs == 1 and runs.num_ordinary == 1
+    assert runs.steps[-1].num_runs == 1 and runs.num_ordinary == 0
     runs.harness.drain()
 
 
@@ -54,7 +53,7 @@ def test_blocks_of_one_that_ended_are_given_to_others_of_the_run(drafts: bool, m
     runs = Runs([oracle] if drafts else [], num_blocks=25, on_launch=look)
     results = runs.harness.run([short, long])
     assert [r.token_ids for r in results] == [r.token_ids for r in expected[:2]]
-    assert runs.steps[-1].num_runs == 1 and runs.num_ordinary == 1
+    assert runs.steps[-1].num_runs == 1 and runs.num_ordinary == 0
     shared = tables[22] & tables[6]
     assert len(shared) > 1
     assert runs.harness.run([again])[0].token_ids == expected[2].token_ids
@@ -85,7 +84,7 @@ def test_a_drafter_must_forget_after_the_run(monkeypatch: pytest.MonkeyPatch) ->
 
     runs = Runs([oracle], max_running=2, on_launch=look)
     runs.harness.run(requests[:2])
-    assert runs.steps[1].num_runs == 1 and runs.num_ordinary == 1
+    assert runs.steps[1].num_runs == 1 and runs.num_ordinary == 0
     assert forgotten_at and not any(forgotten_at) and len(oracle.tokens) == 2
     owners = set(oracle.tokens)
     runs.harness.drain()
@@ -94,33 +93,28 @@ def test_a_drafter_must_forget_after_the_run(monkeypatch: pytest.MonkeyPatch) ->
     assert set(oracle.forgotten) == owners and not owners & set(oracle.tokens)
 
 
-def test_a_run_ends_where_the_pass_of_a_smaller_batch_is_cheaper() -> None:
-    """Eight rows cost a fifth more than one, so two rows are cheaper by an eighth."""
+def test_a_run_goes_on_with_fewer_rows_as_sequences_end() -> None:
+    """A step has rows for the seats that are taken; the seats in between stay empty."""
     requests = [greedy(i, 6, 8 * i + 9) for i in range(SEATS)]
     expected = plain(requests)
-    runs = Runs(costs={1: 1.0, 8: 1.2})
+    runs = Runs()
     (step,) = runs.steps
-    sizes = []
-    begin = step.begin
-
-    def look(seats: Any, features: Any, number: int) -> None:
-        sizes.append(len(seats))
-        begin(seats, features, number)
-
-    step.begin = look  # type: ignore[method-assign]
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    assert sizes == [8, 2]
+    assert step.num_runs == 1 and runs.num_ordinary == 0
+    # One in eight steps frees a seat, one step after the sequence's last token.
+    assert [step.num_seated[8 * i + 10] for i in range(SEATS - 1)] == list(range(SEATS - 1, 0, -1))
 
 
-def test_a_run_ends_as_one_that_waits_can_be_admitted() -> None:
+def test_one_that_waits_takes_the_place_of_one_that_ends() -> None:
+    """The run goes on; the third one runs beside the second, in the first one's seat and slot."""
     requests = [greedy(1, 6, 10), greedy(2, 6, 60), greedy(3, 6, 40)]
     expected = plain(requests)
     runs = Runs(max_running=2)
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    # The third one runs beside the second.
-    assert runs.harness.engine.counters.num_steps < 65 and runs.steps[0].num_runs == 2
+    assert runs.harness.engine.counters.num_steps == 60 and runs.steps[0].num_runs == 1
+    assert runs.steps[0].num_seated == [2] * 60 or runs.steps[0].num_seated[11:50] == [2] * 39
 
 
 def test_a_run_ends_with_the_last_one_that_is_drafted_for() -> None:
@@ -129,7 +123,7 @@ def test_a_run_ends_with_the_last_one_that_is_drafted_for() -> None:
     runs = Runs([oracle_of(requests, expected)])
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    assert [step.num_runs for step in runs.steps] == [1, 1]
+    assert [step.num_runs for step in runs.steps] == [1, 1] and runs.num_ordinary == 0
     assert runs.steps[0].number > 40
 
 

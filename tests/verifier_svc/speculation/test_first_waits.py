@@ -13,7 +13,7 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.draft_requests import draft_batch
 from verifier_svc.drafters.attachment import Attachment, AttachmentSettings
 from verifier_svc.drafters.handle import DrafterHandle
-from verifier_svc.drafters.request import Row, Shape
+from verifier_svc.drafters.request import Row, Shape, request_of
 from verifier_svc.drafters.source import MAX_CONSECUTIVE_FAILURES, CircuitBreaker
 from verifier_svc.drafters.waits import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS
 from verifier_svc.messages import SequenceKey, Submit
@@ -231,13 +231,14 @@ def test_without_a_gpu_there_is_nothing_to_capture(is_model: bool) -> None:
     assert left_s(handle, drafter) == pytest.approx(FULL_S - SLOW_S)
 
 
-def test_the_last_draft_of_a_run_is_a_kind_of_its_own() -> None:
-    """A run needs graphs that ordinary requests do not need."""
+def test_nobody_waits_on_the_host_for_the_drafts_of_a_run() -> None:
+    """The GPU does (verifier_svc.overlap), the last one's included; the wait budget stays full."""
     drafter = Drafter()
     handle = handle_of(drafter)
-    ask(handle, rows(1))
+    attachment = attachment_of(handle)
     drafter.takes = [SLOW_S] * 2
-    for _ in range(2):
-        attachment_of(handle).post_resident(rows(1), DeviceStep(1, True, True, 1))
-        attachment_of(handle).collect(lambda _: 0.0)
-    assert left_s(handle, drafter) == pytest.approx(FULL_S - SLOW_S, abs=FILLED_S)
+    request = request_of(0, 0, rows(1))
+    for number, is_last in ((1, False), (2, True)):
+        attachment.post_resident(request, DeviceStep(number, True, is_last, 1))
+        assert attachment.collect(lambda _: 0.0) == []
+    assert drafter.now == 0.0 and left_s(handle, drafter) == pytest.approx(FULL_S)

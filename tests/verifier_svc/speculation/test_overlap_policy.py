@@ -8,10 +8,12 @@ import pytest
 
 from foretoken.drafting import TargetInfo
 from foretoken.sampling import SpeculationOptions
-from tests.support.engine_harness import TestSource
+from tests.support.engine_harness import TestSource, assert_bits
 from tests.support.oracle_drafter import OracleDrafter
-from tests.support.runs import BLOCK, NODES, VOCAB, Runs, greedy, oracle_of, plain
+from tests.support.runs import BLOCK, NODES, VOCAB, Runs, choose, greedy, oracle_of, plain, with_grammar
 from tests.support.scripted_drafter import ScriptedDrafter
+from verifier_svc.drafters.request import NO_DRAFT
+from verifier_svc.speculation import controllers
 
 INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
 MERGED = SpeculationOptions(drafter="merge")
@@ -42,7 +44,8 @@ def test_several_drafters() -> None:
     runs, _ = with_oracle(with_lookup=True)
     runs.harness.drain()
     assert runs.num_ahead == 0 and set(counts(runs)) == {"several_drafters"}
-    assert counts(runs)["several_drafters"] == runs.num_ordinary - 1, "after the last step nothing runs"
+    # A run is tried before each step, the first one included.
+    assert counts(runs)["several_drafters"] == runs.num_ordinary
 
 
 def test_a_lookup_drafter_alone() -> None:
@@ -52,12 +55,22 @@ def test_a_lookup_drafter_alone() -> None:
     assert runs.num_ahead == 0 and set(counts(runs)) == {"lookup_drafter"}
 
 
-def test_what_the_host_must_see_between_two_steps() -> None:
-    request = greedy(1, 6, 30)
-    request = replace(request, sampling=replace(request.sampling, logprobs=1))
+def test_a_grammar() -> None:
     runs = Runs()
-    runs.harness.run([request])
-    assert runs.num_ahead == 0 and set(counts(runs)) == {"not_steady"}
+    runs.harness.run([with_grammar(greedy(1, 6, 30))])
+    assert runs.num_ahead == 0 and counts(runs) == {"host_work": runs.num_ordinary}
+
+
+def test_logprobs_of_a_prompt() -> None:
+    """The host needs them once; logprobs of the output come with a step's results."""
+    request = greedy(1, 30, 20)
+    request = replace(request, sampling=replace(request.sampling, logprobs=2, prompt_logprobs=1))
+    (expected,) = plain([request])
+    runs = Runs(chunk_tokens=12)
+    (result,) = runs.harness.run([request])
+    assert_bits(expected, result)
+    assert result.prompt_logprobs == expected.prompt_logprobs and len(result.prompt_logprobs) == 29
+    assert counts(runs) == {"host_work": 3} and runs.num_ordinary == 3 and runs.num_ahead == 19
 
 
 @pytest.mark.parametrize("reason", ["unanswered", "catching_up", "no_wait_budget"])
@@ -80,3 +93,43 @@ def test_a_drafter_that_is_not_ready(reason: str) -> None:
     handle.record.budget.give_back(1e9)
     runs.harness.drain()
     assert runs.num_ahead > 5
+
+
+def test_a_lookup_drafter_that_rests_is_not_forgotten_by_a_run_without_it() -> None:
+    """One that joins, and whose look-up drafter has found nothing, ends a run of any length."""
+    first = greedy(1, 6, 90, speculation=SpeculationOptions(drafter="oracle"))
+    second = greedy(2, 6, 60)
+    oracle = oracle_of([first, second], plain([first, second]))
+    lookup = ScriptedDrafter({})
+    runs = Runs([oracle, TestSource("lookup", lookup, INFO)], on_launch=lambda number: come(number))  # type: ignore[list-item]
+
+    def come(number: int) -> None:
+        if number == 4 and len(runs.harness.results) == 1:
+            runs.harness.submit(second)
+
+    runs.harness.run([first])
+    # Asked for about every LOOKUP_RESTS steps while the second one runs.
+    assert lookup.num_requests >= 2 and counts(runs)["lookup_drafter"] >= 2
+
+
+def test_who_names_a_drafter_has_it_beside_one_whose_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody drafts in a run whose controller chose plain decode; another drafter ends it."""
+    monkeypatch.setattr(controllers, "PLAIN_AFTER", 3)
+    first = greedy(1, 6, 60, speculation=SpeculationOptions(drafter="oracle"))
+    second = greedy(2, 6, 20, speculation=SpeculationOptions(drafter="lookup"))
+    expected = plain([first, second])
+    lookup = ScriptedDrafter({(tuple(second.prompt), 0): expected[1].token_ids})
+    sources = [oracle_of([first, second], expected), TestSource("lookup", lookup, INFO)]
+    runs = Runs(sources, on_launch=lambda number: come(number))  # type: ignore[arg-type]
+    choose(runs, lambda step: NO_DRAFT)
+    keys = [runs.harness.submit(first)]
+
+    def come(number: int) -> None:
+        if number == 10 and len(keys) == 1:
+            keys.append(runs.harness.submit(second))
+
+    runs.harness.drain()
+    found = [runs.harness.results[key] for key in keys]
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert found[1].finished is not None and found[1].finished.speculation.num_accepted_tokens > 3
+    assert runs.num_ahead > 20
