@@ -150,7 +150,8 @@ class _ChosenShapes(Controller):
 
 def choose(runs: Runs, choice: Callable[[int], Shape]) -> None:
     """Let ``choice`` give the shape of trees of the first drafter; it gets the number of choices."""
-    runs.harness.speculator.overlap._controllers[1] = _ChosenShapes(choice)
+    speculator = runs.harness.speculator
+    speculator.overlap.controllers.of(speculator.drafters[0]).controller = _ChosenShapes(choice)
 
 
 class Course:
