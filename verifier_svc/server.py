@@ -62,7 +62,7 @@ PROGRESS_S = 1.0
 # Most seconds for which a thread keeps the GIL while another one waits for it. The engine releases
 # it in each call that launches GPU work, and waits until it has it back, while the service may
 # have messages to write. Python's default of 5 ms is as long as a step.
-GIL_INTERVAL_S = 1e-4
+GIL_INTERVAL_S = 5e-4
 # Objects after which Python looks for unreachable cycles among the new ones. A step makes some
 # 2000 for 256 sequences and drops nearly all of them at its end. With Python's default of 700, it
 # looked through them several times a step.
