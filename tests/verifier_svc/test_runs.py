@@ -60,9 +60,10 @@ def any_requests(draw: random.Random, seed: int, with_grammars: bool) -> list[Re
         request = Request([*first, *prompt(100 * seed + i, length)] or [1], params, speculation=options)
         if with_grammars and draw.random() < 0.2:
             request = with_grammar(request)
-        elif params.max_tokens > 5 and draw.random() < 0.2:
+        elif draw.random() < 0.2:
             (whole,) = plain([request])
-            request = replace(request, output=whole.token_ids[: draw.randrange(len(whole.token_ids))], attempt=1)
+            output = whole.token_ids[: draw.randrange(max(len(whole.token_ids), 1))]
+            request = replace(request, output=output, attempt=1)
         requests.append(request)
     return requests
 
@@ -88,13 +89,13 @@ class Disturbed:
         self._comes_and_goes = drafts and comes_and_goes
         self.runs = Runs(
             [self.oracle] if drafts else [],
-            num_blocks=draw.choice([32, 40, 80]),
+            num_blocks=draw.choice([37, 44, 90]),
             max_running=draw.choice([2, 4, 8]),
             max_batch_size=draw.choice([0, 0, 3]),
             chunk_tokens=chunk,
             on_launch=self.disturb,
             is_stuck=self._is_stuck,
-            max_model_len=124,
+            max_model_len=148,
             num_steps=0 if self._comes_and_goes else 3,
             timeout_s=0.0 if self._comes_and_goes else 600.0,
         )
