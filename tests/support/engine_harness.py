@@ -230,10 +230,10 @@ class Harness:
         # Steps since the last one that had work to do and got anywhere, as far as can be seen.
         self._num_vain = 0
 
-    def submit(self, request: Request, request_id: str | None = None) -> SequenceKey:
-        """Queue a request; return its key."""
+    def submit(self, request: Request, request_id: str | None = None, *, session: int | None = None) -> SequenceKey:
+        """Queue a request; return its key. ``session``: another one, whose events nobody takes."""
         self._num_submitted += 1
-        key = SequenceKey(self.session, request_id or f"r{self._num_submitted}", request.choice_index)
+        key = SequenceKey(session or self.session, request_id or f"r{self._num_submitted}", request.choice_index)
         self.results[key] = Result()
         matcher = request.matcher and request.matcher.anew()
         assert matcher is None or not request.output or matcher.advance(request.output)

@@ -105,7 +105,8 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         self.resident = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
         self.num_attaches += 1
         self._attachment = _Attachment(self)
-        self.tokens, self.blocks, self.numbers = {}, {}, []
+        self.tokens, self.blocks, self.numbers, self._keys = {}, {}, [], []
+        self._prompts_at = (-1, -1)
 
     def close(self) -> None:
         self.is_closed = True

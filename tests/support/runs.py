@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from tests.support.host_step import HostStep, plain_memory
 from tests.support.oracle_drafter import OracleDrafter
 from verifier_svc.drafters.request import Shape, TreeBounds
 from verifier_svc.messages import SequenceKey
+from verifier_svc.outbox import Outbox
 from verifier_svc.overlap import RunAhead
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 from verifier_svc.scheduling.sequence import Sequence as Running
@@ -164,6 +165,7 @@ class Course:
         comes: by request, when it comes: at the launch of this step or of a later one, or at the
             first launch where this is true. The others are there at the start.
         look: called with the number of each step at its launch.
+        closes: the requests with a session of their own, which the test closes.
     """
 
     def __init__(
@@ -174,6 +176,7 @@ class Course:
         drafts: bool = True,
         look: Callable[[int], None] = lambda number: None,
         prompt_rows: int = 64,
+        closes: Collection[int] = (),
         **options: Any,
     ) -> None:
         self.expected = plain(requests)
@@ -183,6 +186,7 @@ class Course:
         self._keys: dict[int, SequenceKey] = {}
         self._aborted: set[int] = set()
         self._started: set[int] = set()
+        self._closes = closes
         options.setdefault("chunk_tokens", prompt_rows)
         self.runs = Runs([self.oracle] if drafts else [], on_launch=self._launch, **options)
         self.harness = self.runs.harness
@@ -196,11 +200,17 @@ class Course:
         return sum(step.num_runs for step in self.runs.steps)
 
     def submit(self, index: int, request_id: str | None = None) -> None:
-        self._keys[index] = self.harness.submit(self._requests[index], request_id)
+        engine = self.harness.engine
+        session = engine.open_session(Outbox(lambda: None)) if index in self._closes else None
+        self._keys[index] = self.harness.submit(self._requests[index], request_id, session=session)
 
     def abort(self, index: int) -> None:
         self._aborted.add(index)
         self.harness.abort(self._keys[index])
+
+    def close(self, index: int) -> None:
+        """Close the session of a request of ``closes``."""
+        self.harness.engine.close_session(self._keys[index].session_id)
 
     def sequence(self, index: int) -> Running | None:
         """Return a request's sequence while it waits or runs."""
@@ -238,6 +248,8 @@ class Course:
         assert len(self._keys) == len(self._requests), "a request never came"
         for index, expected in enumerate(self.expected):
             got = self.result(index)
+            if index in self._closes:
+                continue
             assert got.token_ids == expected.token_ids[: len(got.token_ids)], index
             if index in self.errors:
                 assert got.error is not None

@@ -9,8 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from foretoken.errors import UnavailableError
 from tests.support.engine_harness import Request
-from tests.support.runs import BLOCK, SEATS, Course, greedy, prompt, with_grammar
+from tests.support.runs import BLOCK, SEATS, Course, Runs, choose, greedy, oracle_of, plain, prompt, with_grammar
+from verifier_svc import overlap
+from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.speculation import overlap_policy
+from verifier_svc.speculation.candidate_shapes import chain
 
 
 def alike(lengths: list[int], shared: int, max_tokens: int) -> list[Request]:
@@ -130,3 +135,239 @@ def test_a_slot_goes_to_another_in_a_run_that_the_drafter_takes_no_part_in() -> 
     course = Course(requests, comes, max_running=3, max_batch_size=2)
     course.run()
     assert course.num_accepted(0) > 0 and course.num_accepted(3) > 10 and course.oracle.ways.count("host") > 1
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_requests_that_end_with_their_first_token(drafts: bool) -> None:
+    """By length, or by a stop token; a step is in flight by then in which they have no rows."""
+    text = plain([greedy(3, 6, 1)])[0].token_ids
+    stopped = greedy(3, 6, 20)
+    stopped = replace(stopped, sampling=replace(stopped.sampling, stop_token_ids=(text[0],)))
+    requests = [greedy(1, 6, 30), greedy(2, 9, 1), stopped, greedy(4, 1, 1), greedy(5, 1, 9)]
+    course = Course(requests, {1: 3, 2: 3, 3: 6, 4: 6}, drafts=drafts)
+    course.run()
+    assert course.num_runs == 1 and course.runs.num_ordinary == 0
+    assert [len(course.result(index).token_ids) for index in (1, 3)] == [1, 1]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_resumed_request_goes_on_within_a_run(drafts: bool) -> None:
+    """Its earlier output is a part of its prompt, and is not emitted again."""
+    whole = greedy(2, 9, 30)
+    output = plain([whole])[0].token_ids[:11]
+    course = Course([greedy(1, 6, 50), replace(whole, output=output, attempt=1)], {1: 4}, drafts=drafts)
+    course.run()
+    assert course.num_runs == 1 and course.step.prefills == [5, 9 + 11 - 1]
+    assert course.result(1).token_ids[11:] == plain([whole])[0].token_ids[11:]
+    assert course.num_accepted(1) > 5 or not drafts
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_one_that_was_preempted_is_computed_again_within_a_run(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks run out in a run, an ordinary step preempts the youngest, and the next run has it."""
+    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 0)
+    requests = [greedy(i, 18, 60) for i in range(3)]
+    course = Course(requests, drafts=drafts, num_blocks=44)
+    course.run()
+    assert course.harness.scheduler.num_preemptions > 0
+    counters = course.harness.engine.counters
+    assert counters.overlap_blocked_steps["no_free_blocks"] > 0
+    assert counters.num_resident_steps >= 0.8 * counters.num_steps
+    if drafts:
+        assert all(course.num_accepted(index) > 10 for index in range(3))
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "seated"])
+@pytest.mark.parametrize("end", ["abort", "close", "deadline"])
+def test_a_sequence_is_ended_from_outside(end: str, state: str, drafts: bool) -> None:
+    """The run goes on, and another takes its batch slot at once."""
+    long = state == "prefilling"
+    requests = [greedy(1, 6, 80), greedy(2, 60 if long else 6, 70), greedy(3, 6, 30), greedy(4, 7, 30)]
+    is_after = {
+        "waiting": lambda: course.sequence(2) is not None and course.sequence(2).slot < 0,
+        "prefilling": lambda: course.sequence(1) is not None and 8 < course.sequence(1).num_computed < 40,
+        "seated": lambda: course.num_output(1) > 5,
+    }[state]
+    ended = 2 if state == "waiting" else 1
+    done: list[bool] = []
+
+    def look(number: int) -> None:
+        if done or not is_after():
+            return
+        done.append(True)
+        if end == "abort":
+            course.abort(ended)
+        elif end == "close":
+            course.close(ended)
+        else:
+            sequence = course.sequence(ended)
+            assert sequence is not None
+            sequence.deadline = 0.0
+            course.errors.add(ended)
+
+    course = Course(
+        requests,
+        {1: 3, 2: 4, 3: 5},
+        drafts=drafts,
+        look=look,
+        prompt_rows=8,
+        max_running=2,
+        closes=[ended] if end == "close" else (),
+    )
+    course.run()
+    assert done and course.num_runs == 1 and course.runs.num_ordinary == 0
+    assert course.num_accepted(0) > 10 or not drafts
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_draining_engine_finishes_what_runs(drafts: bool) -> None:
+    course = Course([greedy(1, 6, 60), greedy(2, 30, 20), greedy(3, 6, 9)], {1: 3, 2: 6}, drafts=drafts, prompt_rows=8)
+    course.errors.add(2)
+    course.look = lambda number: course.harness.engine.drain() if number == 5 else None
+    course.run()
+    assert course.num_runs == 1 and course.result(2).error.code == UnavailableError("").code  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_an_engine_stops_within_a_run(drafts: bool) -> None:
+    """Steps in flight are read, and what they committed is published; nothing else is launched."""
+    course = Course([greedy(1, 6, 90), greedy(2, 60, 90)], {1: 3}, drafts=drafts, prompt_rows=8)
+    engine, stopped_at = course.harness.engine, 7
+
+    def look(number: int) -> None:
+        if number == stopped_at:
+            engine.is_stopping = True
+
+    course.look = look
+    course.submit(0)
+    course.harness.step()
+    assert course.num_runs == 1 and course.step.number == stopped_at and course.step.num_in_flight == 0
+    (text,) = plain([greedy(1, 6, 90)])
+    found = course.result(0).token_ids
+    assert found == text.token_ids[: len(found)] and len(found) >= stopped_at
+    assert len(course.sequence(0).tokens) == 6 + len(found)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_one_that_needs_the_host_ends_the_run_for_all(drafts: bool) -> None:
+    """The others go on beside it, and in runs again after it. One is in its prompt meanwhile."""
+    requests = [greedy(1, 6, 90), greedy(2, 70, 40), with_grammar(greedy(3, 6, 12))]
+    course = Course(requests, {1: 3, 2: 6}, drafts=drafts, prompt_rows=8)
+    course.run()
+    assert course.num_runs == 2 and course.runs.num_ordinary >= 12
+    blocked = course.harness.engine.counters.overlap_blocked_steps
+    assert blocked["host_work"] == course.runs.num_ordinary
+    assert course.num_accepted(0) > 20 or not drafts
+
+
+def test_a_drafter_comes_while_sequences_decode_and_prompts_are_computed() -> None:
+    """It is sent all of them; those for which a request has no room follow with the next."""
+    requests = [*(greedy(i, 20, 60) for i in range(5)), greedy(6, 60, 40)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected, prompt_rows=24)
+    oracle.close()
+
+    def look(number: int) -> None:
+        if number == 4 and oracle.is_closed and not oracle.numbers:
+            oracle.is_closed = False
+            oracle.attach_anew()
+
+    runs = Runs([oracle], on_launch=look, chunk_tokens=24)
+    results = runs.harness.run(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert [step.num_runs for step in runs.steps] == [1, 1] and runs.num_ordinary == 0
+    for result in results:
+        assert result.finished is not None and result.finished.speculation.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("what", ["dies", "attaches anew", "is late", "is detached"])
+@pytest.mark.parametrize("at", range(3, 14))
+def test_a_drafter_goes_while_prompts_are_in_flight(what: str, at: int) -> None:
+    """The prompt goes on from where it is, and is sent again where somebody is there to draft."""
+    requests = [greedy(1, 6, 60), greedy(2, 50, 40), greedy(3, 9, 40)]
+    gone_at: list[int] = []
+    is_late: list[int] = []
+
+    def look(number: int) -> None:
+        oracle = course.oracle
+        if number != at or gone_at:
+            return
+        gone_at.append(number)
+        match what:
+            case "dies":
+                oracle.close()
+            case "attaches anew":
+                oracle.attach_anew()
+            case "is late":
+                is_late.append(number)
+            case "is detached":
+                course.harness.speculator.remove_source("oracle")
+
+    def is_stuck(number: int, num_releases: int) -> bool:
+        gone = course.oracle.is_closed and num_releases == 0 and number == at
+        return gone or (is_late == [number] and num_releases < 2)
+
+    course = Course(
+        requests,
+        {1: 2, 2: 7},
+        look=look,
+        prompt_rows=8,
+        is_stuck=is_stuck,
+        timeout_s=0.0 if what == "is late" else 600.0,
+    )
+    course.run()
+    assert course.runs.num_ordinary <= 3
+    match what:
+        case "dies" | "is detached":
+            assert course.num_accepted(0) <= 3 * at
+        case "attaches anew":
+            assert course.oracle.num_attaches == 2 and not course.oracle.failures
+            assert all(course.num_accepted(index) > 10 for index in range(3))
+        case "is late":
+            assert course.oracle.failures == ["no draft within 0 ms"]
+            assert all(course.num_accepted(index) > 10 for index in range(3))
+
+
+def test_a_batch_above_the_limit_is_plain_while_it_lasts() -> None:
+    """It grows above the limit and falls below it again, with prompts in flight."""
+    requests = [greedy(1, 6, 90), greedy(2, 6, 90), greedy(3, 40, 10), greedy(4, 9, 30)]
+    course = Course(requests, {2: 6, 3: lambda: course.has_ended(2)}, max_batch_size=2, prompt_rows=8)
+    course.run()
+    # The drafter is back for the steps before the fourth one comes.
+    assert course.runs.num_ordinary == 0 and [step.num_runs for step in course.runs.steps] == [2, 3]
+    assert course.num_accepted(0) > 20 and course.num_accepted(2) == course.num_accepted(3) == 0
+
+
+@pytest.mark.parametrize("plain_after", [4, 64])
+def test_the_controller_changes_between_plain_decode_and_shapes(
+    plain_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that rests for long gets what it has missed before it drafts again."""
+    monkeypatch.setattr(overlap_policy, "PLAIN_AFTER", plain_after)
+    shapes = [Shape(6, 3, 2), NO_DRAFT, NO_DRAFT, chain(2), NO_DRAFT, NO_DRAFT, Shape(4, 2, 2)]
+    requests = [greedy(1, 6, 150), greedy(2, 30, 110), greedy(3, 9, 60)]
+    course = Course(requests, {1: 9, 2: 21}, num_steps=0, prompt_rows=8)
+    choose(course.runs, lambda number: shapes[number // 6 % len(shapes)])
+    course.run()
+    assert course.runs.num_ordinary == 0
+    plain_runs, drafted_runs = (step.num_runs for step in course.runs.steps)
+    if plain_after == 64:
+        assert (plain_runs, drafted_runs) == (0, 1)
+    else:
+        assert plain_runs > 2 and drafted_runs > 2
+    assert all(course.num_accepted(index) > 10 for index in range(3))
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_seats_and_slots_change_hands_at_once(drafts: bool) -> None:
+    """Many short requests pass through two seats; each is drafted for as its own."""
+    requests = [greedy(i, 3 + i % 7, 4 + i % 5) for i in range(24)]
+    course = Course(requests, drafts=drafts, max_running=2)
+    course.run()
+    assert course.num_runs == 1 and course.runs.num_ordinary == 0
+    assert max(course.step.num_seated) == 2
+    if drafts:
+        assert sum(course.num_accepted(index) for index in range(24)) > 24
+        assert max(slot for slot, _ in course.oracle.num_without_hidden) == 1
+        assert len(course.oracle.num_without_hidden) == 24

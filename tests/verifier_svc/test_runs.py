@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -15,9 +16,13 @@ from foretoken.drafting import DraftRequest
 from foretoken.resident import StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import ROWS_PER_SLOT
-from tests.support.engine_harness import Request
-from tests.support.runs import BLOCK, SEATS, VOCAB, Runs, greedy, oracle_of, plain, prompt, with_grammar
+from tests.support.engine_harness import Request, assert_bits
+from tests.support.runs import BLOCK, SEATS, VOCAB, Runs, choose, greedy, oracle_of, plain, prompt, with_grammar
 from verifier_svc import overlap as run_ahead
+from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.messages import SequenceKey
+from verifier_svc.speculation import overlap_policy
+from verifier_svc.speculation.candidate_shapes import chain
 
 
 def test_pages_are_reserved_for_many_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,56 +39,139 @@ def test_pages_are_reserved_for_many_steps_at_once(monkeypatch: pytest.MonkeyPat
     assert 2 <= len(sizes) <= 100 // (5 * BLOCK) + 2
 
 
-@pytest.mark.parametrize(("drafts", "logprobs"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("seed", range(4))
-def test_any_course_of_requests(seed: int, drafts: bool, logprobs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests come, are aborted and preempted at any time; no block is lost, no text changes.
-
-    ``logprobs``: some requests want them, so many steps do not overlap; these send to the drafter
-    by device memory.
-    """
-    draw = random.Random(seed)
-    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", draw.choice([0, 5, 64]))
-    requests = []
+def any_requests(draw: random.Random, seed: int, with_grammars: bool) -> list[Request]:
+    """Return requests of all kinds; some prompts begin as an earlier one does, or are the same."""
+    requests: list[Request] = []
     for i in range(16):
         options = SpeculationOptions(enabled=draw.random() < 0.8, max_draft_tokens=draw.choice([None, None, 0, 2]))
         stops = tuple(draw.sample(range(VOCAB), draw.choice([0, 2])))
         params = SamplingParams(
             temperature=draw.choice([0.0, 1.0]),
             seed=i,
-            max_tokens=draw.randrange(1, 60),
+            max_tokens=draw.choice([1, 2, draw.randrange(3, 60)]),
             stop_token_ids=stops,
-            logprobs=1 if logprobs and draw.random() < 0.3 else None,
+            logprobs=draw.choice([None, None, 1]),
         )
-        requests.append(Request(prompt(100 * seed + i, draw.randrange(2, 30)), params, speculation=options))
-    expected = plain(requests)
-    sources = [oracle_of(requests, expected, spoil=lambda number: draw.random() < 0.2)] if drafts else []
-    keys, aborted = [], set()
-    waiting = list(requests)
+        first: list[int] = []
+        if requests and draw.random() < 0.4:
+            other = draw.choice(requests).prompt
+            first = list(other[: draw.randrange(len(other)) + 1])
+        length = draw.choice([draw.randrange(0, 30), draw.randrange(30, 60)]) if len(first) < 30 else 0
+        request = Request([*first, *prompt(100 * seed + i, length)] or [1], params, speculation=options)
+        if with_grammars and draw.random() < 0.2:
+            request = with_grammar(request)
+        elif draw.random() < 0.2:
+            (whole,) = plain([request])
+            output = whole.token_ids[: draw.randrange(max(len(whole.token_ids), 1))]
+            request = replace(request, output=output, attempt=1)
+        requests.append(request)
+    return requests
 
-    def disturb(number: int) -> None:
-        if waiting and draw.random() < 0.1:
-            keys.append(runs.harness.submit(waiting.pop(0)))
-        if keys and draw.random() < 0.02:
-            key = draw.choice(keys)
-            aborted.add(key)
-            runs.harness.abort(key)
 
-    runs = Runs(sources, num_blocks=28, max_running=4, on_launch=disturb, max_model_len=90)
-    while waiting or not runs.harness.engine.is_idle:
-        disturb(0)
-        runs.harness.step()
-    for key, result in zip(keys, expected, strict=True):
-        got = runs.harness.results[key]
-        assert got.finished is not None
-        if key in aborted:
-            assert got.token_ids == result.token_ids[: len(got.token_ids)]
+class Disturbed:
+    """A course of requests that come and are ended at any time, with a drafter that comes and goes.
+
+    Args:
+        comes_and_goes: whether the drafter does, is late, and has the shapes of trees changed.
+    """
+
+    def __init__(self, seed: int, *, drafts: bool, with_grammars: bool, comes_and_goes: bool) -> None:
+        self.draw = draw = random.Random(seed)
+        self.requests = any_requests(draw, seed, with_grammars)
+        self.expected = plain(self.requests)
+        self.waiting = list(self.requests)
+        self.keys: list[SequenceKey] = []
+        self.ended: set[SequenceKey] = set()
+        chunk = draw.choice([6, 16, 64])
+        self.oracle = oracle_of(
+            self.requests, self.expected, prompt_rows=chunk, spoil=lambda number: draw.random() < 0.2
+        )
+        self._comes_and_goes = drafts and comes_and_goes
+        self.runs = Runs(
+            [self.oracle] if drafts else [],
+            num_blocks=draw.choice([37, 44, 90]),
+            max_running=draw.choice([2, 4, 8]),
+            max_batch_size=draw.choice([0, 0, 3]),
+            chunk_tokens=chunk,
+            on_launch=self.disturb,
+            is_stuck=self._is_stuck,
+            max_model_len=148,
+            num_steps=0 if self._comes_and_goes else 3,
+            timeout_s=0.0 if self._comes_and_goes else 600.0,
+        )
+        if self._comes_and_goes:
+            choose(self.runs, self._shape)
+        self._shape_now = Shape(6, 3, 4)
+        self._num_stuck = 0
+
+    def run(self) -> None:
+        while self.waiting or not self.runs.harness.engine.is_idle:
+            self.disturb(0)
+            self.runs.harness.step()
+        # Nobody drafts now, and the drafter may be gone.
+        self.runs.harness.drain()
+        for key, result in zip(self.keys, self.expected, strict=True):
+            got = self.runs.harness.results[key]
+            assert got.is_done and got.token_ids[: len(result.token_ids)] == result.token_ids[: len(got.token_ids)]
+            if key not in self.ended:
+                assert_bits(result, got)
+
+    def disturb(self, number: int) -> None:
+        draw, harness = self.draw, self.runs.harness
+        if self.waiting and draw.random() < 0.15:
+            self.keys.append(harness.submit(self.waiting.pop(0)))
+        if self.keys and draw.random() < 0.02:
+            key = draw.choice(self.keys)
+            self.ended.add(key)
+            if draw.random() < 0.5:
+                harness.abort(key)
+            for sequence in (*harness.scheduler.running, *harness.scheduler.waiting):
+                if sequence.key == key:
+                    sequence.deadline = 0.0
+        if not self._comes_and_goes or draw.random() > 0.03:
+            return
+        if self.oracle.is_closed:
+            self.oracle.is_closed = False
+            self.oracle.attach_anew()
+        elif draw.random() < 0.5:
+            self.oracle.close()
         else:
-            assert got.token_ids == result.token_ids
-            assert result.finished is not None and got.finished.reason == result.finished.reason
-    runs.harness.drain()
-    assert runs.num_ahead > (5 if logprobs else 20)
-    assert all(oracle.ways.count("fed") > 4 for oracle in sources) or not logprobs
+            self.oracle.attach_anew()
+
+    def _shape(self, number: int) -> Shape:
+        if self.draw.random() < 0.2:
+            self._shape_now = self.draw.choice([NO_DRAFT, NO_DRAFT, chain(1), chain(3), Shape(4, 2, 2), Shape(6, 3, 4)])
+        return self._shape_now
+
+    def _is_stuck(self, number: int, num_releases: int) -> bool:
+        """Be late now and then; the first look finds that there is no time left."""
+        if not self._comes_and_goes:
+            return False
+        self._num_stuck = self._num_stuck - 1 if self._num_stuck else 2 * (self.draw.random() < 0.01)
+        return self._num_stuck > 0
+
+
+@pytest.mark.parametrize(
+    ("drafts", "with_grammars", "comes_and_goes"),
+    [(False, False, False), (True, False, False), (True, True, False), (True, False, True), (True, True, True)],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_course_of_requests(
+    seed: int, drafts: bool, with_grammars: bool, comes_and_goes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come, are ended and preempted at any time; no block is lost, no text changes.
+
+    ``with_grammars``: the host works for some of them, so many steps do not overlap; these send to
+    the drafter by device memory. Logprobs are the same, bit for bit.
+    """
+    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", seed % 3 * 5)
+    monkeypatch.setattr(overlap_policy, "PLAIN_AFTER", 4)
+    course = Disturbed(seed, drafts=drafts, with_grammars=with_grammars, comes_and_goes=comes_and_goes)
+    course.run()
+    if not with_grammars:
+        assert course.runs.num_ahead > 20
+    elif drafts and not comes_and_goes:
+        assert course.runs.num_ahead > 5 and course.oracle.ways.count("fed") > 1
 
 
 class NumberedOrder(StreamOrder):
@@ -151,25 +239,6 @@ def test_a_request_names_the_blocks_that_its_step_may_need_and_no_others() -> No
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
     assert runs.num_ahead > 3
     assert max(oracle.num_named) <= ROWS_PER_SLOT * SEATS
-
-
-def test_seats_are_named_anew_only_when_somebody_joins() -> None:
-    """Empty seats after the occupied ones are no reason: the drafter would stop for each request."""
-    requests = [greedy(1, 6, 60), greedy(2, 6, 20)]
-    expected = plain(requests)
-    oracle = oracle_of(requests, expected)
-    post, begun = oracle.post, []
-
-    def count(request: DraftRequest) -> None:
-        if request.resident is not None:
-            begun.append(request.resident.begins)
-        post(request)
-
-    oracle.post = count  # type: ignore[method-assign]
-    runs = Runs([oracle], max_running=SEATS)
-    assert [r.token_ids for r in runs.harness.run(requests)] == [r.token_ids for r in expected]
-    # Their prompts, their seats, and the end of the run.
-    assert len(begun) > 12 and sum(begun) <= 4
 
 
 def test_no_block_is_named_after_the_end_of_the_context() -> None:

@@ -109,6 +109,8 @@ class Scheduler:
         for sequence in [s for s in self.running if not s.is_decoding]:
             if budget <= 0:
                 break
+            if sequence.slot == NO_SLOT:
+                continue  # an older sequence has just preempted it
             budget -= self._schedule_chunk(sequence, budget, scheduled)
         while budget > 0 and self._free_slots:
             admitted = self.admit(now)
