@@ -14,7 +14,7 @@ from tests.support.engine_harness import Request
 from tests.support.runs import BLOCK, SEATS, Course, Runs, choose, greedy, oracle_of, plain, prompt, with_grammar
 from verifier_svc import overlap
 from verifier_svc.drafters.request import NO_DRAFT, Shape
-from verifier_svc.speculation import overlap_policy
+from verifier_svc.speculation import controllers
 from verifier_svc.speculation.candidate_shapes import chain
 
 
@@ -344,7 +344,7 @@ def test_the_controller_changes_between_plain_decode_and_shapes(
     plain_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A drafter that rests for long gets what it has missed before it drafts again."""
-    monkeypatch.setattr(overlap_policy, "PLAIN_AFTER", plain_after)
+    monkeypatch.setattr(controllers, "PLAIN_AFTER", plain_after)
     shapes = [Shape(6, 3, 2), NO_DRAFT, NO_DRAFT, chain(2), NO_DRAFT, NO_DRAFT, Shape(4, 2, 2)]
     requests = [greedy(1, 6, 150), greedy(2, 30, 110), greedy(3, 9, 60)]
     course = Course(requests, {1: 9, 2: 21}, num_steps=0, prompt_rows=8)

@@ -21,7 +21,7 @@ from tests.support.runs import BLOCK, SEATS, VOCAB, Runs, choose, greedy, oracle
 from verifier_svc import overlap as run_ahead
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.messages import SequenceKey
-from verifier_svc.speculation import overlap_policy
+from verifier_svc.speculation import controllers
 from verifier_svc.speculation.candidate_shapes import chain
 
 
@@ -165,7 +165,7 @@ def test_any_course_of_requests(
     the drafter by device memory. Logprobs are the same, bit for bit.
     """
     monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", seed % 3 * 5)
-    monkeypatch.setattr(overlap_policy, "PLAIN_AFTER", 4)
+    monkeypatch.setattr(controllers, "PLAIN_AFTER", 4)
     course = Disturbed(seed, drafts=drafts, with_grammars=with_grammars, comes_and_goes=comes_and_goes)
     course.run()
     if not with_grammars:
