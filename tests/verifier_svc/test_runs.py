@@ -171,7 +171,7 @@ def test_any_course_of_requests(
     if not with_grammars:
         assert course.runs.num_ahead > 20
     elif drafts and not comes_and_goes:
-        assert course.runs.num_ahead > 5 and course.oracle.ways.count("fed") > 1
+        assert course.runs.num_ahead > 5 and course.oracle.ways.count("fed") > 0
 
 
 class NumberedOrder(StreamOrder):
