@@ -348,7 +348,8 @@ class OverlappedRun:
                 part.num_rerun = capture.num_rerun(sequence)
             part.num_tokens = min(part.num_tokens, room - part.num_rerun)
             end = sequence.num_computed + part.num_tokens
-            if part.num_tokens < 0 or not self._scheduler.reserve_ahead(sequence, end, end + 1):
+            # The drafter is sent one token more than is computed, with its block.
+            if part.num_tokens < 0 or not self._scheduler.reserve_ahead(sequence, end + 1, end + 1):
                 continue
             if not drafting.reserve_room(sequence, end):
                 continue
