@@ -155,7 +155,7 @@ class Disturbed:
     ("drafts", "with_grammars", "comes_and_goes"),
     [(False, False, False), (True, False, False), (True, True, False), (True, False, True), (True, True, True)],
 )
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(4), 8, 41, 265])
 def test_any_course_of_requests(
     seed: int, drafts: bool, with_grammars: bool, comes_and_goes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
