@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -284,6 +286,34 @@ def test_a_draft_that_is_late_ends_the_run_and_not_the_next(first_late: int) -> 
     assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids
     assert oracle.failures == ["no draft within 0 ms"]
     assert runs.steps[1].num_runs == 2
+
+
+@pytest.mark.parametrize(("slow_step", "reasons"), [(2, []), (3, []), (6, ["no draft within 2000 ms"])])
+def test_the_first_draft_of_a_kind_may_take_longer(
+    slow_step: int, reasons: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter captures a graph then. Step 2 waits for the one with the prompt, step 3 for one without."""
+    now, polls = [0.0], [0]
+
+    def is_stuck(number: int, num_releases: int) -> bool:
+        if number != slow_step or num_releases:
+            return False
+        now[0] += 1.0
+        polls[0] += 1
+        return polls[0] < 10
+
+    def clock() -> float:
+        now[0] += 1e-4
+        return now[0]
+
+    fake = SimpleNamespace(perf_counter=clock, monotonic=time.monotonic, sleep=lambda seconds: None)
+    monkeypatch.setattr(run_ahead, "time", fake)
+    requests = [greedy(1, 6, 40)]
+    expected = plain(requests)
+    oracle = oracle_of(requests, expected)
+    runs = Runs([oracle], timeout_s=2.0, is_stuck=is_stuck)
+    assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids
+    assert oracle.failures == reasons and polls[0] == (2 if reasons else 10)
 
 
 def test_a_drafter_that_is_gone_lets_the_step_go_on_before_its_time_is_over() -> None:
