@@ -59,7 +59,7 @@ def test_without_a_limit_the_machine_decides(tmp_path: Path) -> None:
 def test_the_plan_fits_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version_2(tmp_path, str(500 * MIB))
     monkeypatch.setattr(memory_plan, "available_memory", lambda: available_memory(tmp_path))
-    settings = VerifierSettings(model=DEMO, served_model_name="demo", address="unix:/none")
+    settings = VerifierSettings(model=DEMO, served_model_name="demo", address="unix:/none", max_running_requests=64)
     plan = memory_plan.make_plan(settings, weights_bytes=60 * MIB, bytes_per_token=8192, max_model_len=2048)
     assert plan.available_bytes == 300 * MIB
     assert plan.cache_bytes <= 240 * MIB * memory_plan.CACHE_SHARE
