@@ -1,6 +1,6 @@
 """Stream a completion over gRPC; run `make serve` first.
 
-python -m examples.grpc_stream ["def read_json(path):" [127.0.0.1:50051]]
+.venv/bin/python -m examples.grpc_stream ["def read_json(path):" [127.0.0.1:50051]]
 """
 
 import argparse
