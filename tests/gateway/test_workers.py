@@ -236,7 +236,7 @@ async def test_workers_that_refuse_their_settings_end_the_parent(settings: Gatew
     process = start(settings.model_copy(update={"gateway_workers": 2, "model": tmp_path}))
     _, errors = await asyncio.to_thread(process.communicate)
     assert process.returncode == 2
-    assert {line.partition(":")[0] for line in errors.decode().splitlines()} == {"foretoken"}
+    assert {line.partition(":")[0] for line in errors.decode().splitlines()} == {"foretoken"}, errors
     assert "tokenizer.json" in errors.decode() and "Traceback" not in errors.decode()
 
 
