@@ -24,7 +24,7 @@ from foretoken_kernels.gpu.resident_seats import join_seats
 from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
 
 from foretoken.models.batch import ForwardBatch, blank_batch
-from foretoken.models.device_batches import prompt_bucket
+from foretoken.models.device_batches import PROMPT_SEQS, prompt_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_llama import ResidentPass
 from foretoken.models.pinned_buffers import PinnedBuffers, SendRing
@@ -39,7 +39,6 @@ _TABLES_IN_FLIGHT = 4
 # Numbers of sequences, and rows of a step, whose graphs are captured before the first request.
 _SEAT_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16))
 MAX_USUAL_ROWS = 1024
-_PROMPT_SEQS = (1, 2)
 
 
 class _Shape(NamedTuple):
@@ -197,12 +196,13 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             features: as for ``begin``.
             widths: rows of a sequence in a step.
         """
-        for seqs in _PROMPT_SEQS:
-            rows = 1
-            while rows <= MAX_USUAL_ROWS:
-                self._runner.forward(blank_batch(rows, seqs), features)
+        # Prompts of one sequence, and of a few.
+        for seqs in PROMPT_SEQS[:2]:
+            rows = prompt_bucket(1)
+            while rows <= min(MAX_USUAL_ROWS, self._runner.most_rows):
+                self._runner.forward(blank_batch(rows, min(seqs, len(self._seats))), features)
                 yield
-                rows = prompt_bucket(rows) + 1
+                rows = prompt_bucket(rows + 1)
         counts = [count for count in _SEAT_COUNTS if count <= len(self._seats)]
         for count in counts:
             for width in widths:

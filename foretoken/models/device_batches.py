@@ -27,7 +27,7 @@ MAX_MIXED_GRAPH_ROWS = 128
 # other, and launching the kernels one by one takes longer than a short prompt's pass.
 MAX_PROMPT_GRAPH_ROWS = 2048
 _PROMPT_STEPS = ((512, 32), (1024, 64), (MAX_PROMPT_GRAPH_ROWS, 128))
-_PROMPT_SEQS = (1, 8, 64)
+PROMPT_SEQS = (1, 8, 64)
 
 
 class Uploaded(NamedTuple):
@@ -109,7 +109,7 @@ class DeviceBatches:
         sizes = self._sizes
         if not wanted:
             rows = min(prompt_bucket(rows), sizes.rows)
-            count = next((size for size in _PROMPT_SEQS if size >= seqs), sizes.seqs)
+            count = next((size for size in PROMPT_SEQS if size >= seqs), sizes.seqs)
             blocks = min(table_bucket(blocks), sizes.blocks)
             return BatchShape(rows, 0, min(count, sizes.seqs), 1 << (rows - 1).bit_length(), blocks)
         return BatchShape(

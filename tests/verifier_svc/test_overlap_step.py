@@ -29,9 +29,9 @@ EMBEDDING = (0,)
 class Steps:
     """A ResidentStep with a small target. ``seated``: sequences by seat."""
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, rows: int = 16) -> None:
         backend = Backend("gpu", torch.device(device))
-        sizes = PassSizes(16, 16, SLOTS, NUM_BLOCKS)
+        sizes = PassSizes(rows, 16, SLOTS, NUM_BLOCKS)
         self.runner = DeviceRunner(folder, backend=backend, sizes=sizes, block_size=BLOCK, num_blocks=NUM_BLOCKS)
         walker = DeviceWalker(
             vocab_size=VOCAB,
@@ -136,6 +136,15 @@ def test_hidden_states_are_those_of_the_pass_also_when_its_buffer_has_grown(fold
         steps.run()
         assert torch.equal(steps.memory.hidden[0], embedding[token]), token
         steps.runner.resident_pass((0, 1, 2), 1, 1, 1, 1)
+
+
+def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: Path, device: str) -> None:
+    """A server with small settings has fewer sizes to capture."""
+    steps = Steps(folder, device, rows=40)
+    cache = steps.runner.planes.fill_(1).clone()
+    assert len(list(steps.step.captures(EMBEDDING, [1, NODES]))) >= 2
+    assert torch.equal(steps.runner.planes, cache)
+    assert steps.step.num_in_flight == 0 and not any(steps.step.seats)
 
 
 def test_a_step_without_seats_only_gets_its_number(folder: Path, device: str) -> None:

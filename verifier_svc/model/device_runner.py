@@ -129,6 +129,11 @@ class DeviceRunner(TargetModel):
         copy_slots(self.planes, moves[0], moves[1])
 
     @property
+    def most_rows(self) -> int:
+        """Return the rows of the largest pass."""
+        return self._most_rows
+
+    @property
     def generation(self) -> int:
         """Return a number that grows when the passes' buffers move; see ResidentPass."""
         return self._model.generation
