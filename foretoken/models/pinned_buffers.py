@@ -7,7 +7,7 @@ memory that is not pinned waits for all work on the stream.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +18,19 @@ _ALIGNMENT = 16
 
 
 class PinnedBuffers:
-    """Arrays in pinned memory and their copies on the device, all at fixed addresses.
+    """Arrays in pinned memory and their copies on the device, all at fixed addresses on the device.
 
-    To send, fill ``host`` between ``wait`` and ``send``; kernels that are launched later read
+    To send, call ``wait``, then fill ``host``, then ``send``; kernels that are launched later read
     ``device``. To receive, let kernels fill ``device``; ``receive`` waits for them.
+
+    There are two sets of arrays on the host, by turns. So the host can prepare a copy while the one
+    before still waits in the stream, behind a prefill pass for instance.
 
     Args:
         arrays: shape and element type by name.
+
+    Attributes:
+        host: the arrays to fill. ``wait`` replaces them by others with the same content.
     """
 
     def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
@@ -35,11 +41,6 @@ class PinnedBuffers:
             spans[name] = (size, size + num_bytes)
             size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         is_cuda = device.type == "cuda"
-        # Tensors made in inference mode can only be written to in inference mode.
-        with torch.inference_mode(False):
-            self._host = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, pin_memory=is_cuda)
-            self._device = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, device=device)
-        self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
         def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
             return {
@@ -47,27 +48,52 @@ class PinnedBuffers:
                 for name, (low, high) in spans.items()
             }
 
+        # Tensors made in inference mode can only be written to in inference mode.
+        with torch.inference_mode(False):
+            self._device = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, device=device)
+            hosts = [torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
         self.device: dict[str, torch.Tensor] = views(self._device)
-        self.host: dict[str, NDArray[Any]] = {name: view.numpy() for name, view in views(self._host).items()}
+        self._sides = [
+            _Side(host, {name: view.numpy() for name, view in views(host).items()}, _event(is_cuda)) for host in hosts
+        ]
+        self._side = self._sides[0]
+
+    @property
+    def host(self) -> dict[str, NDArray[Any]]:
+        return self._side.arrays
 
     def wait(self) -> None:
-        """Wait until the last copy has read ``host``."""
-        if self._sent is not None:
-            self._sent.synchronize()
+        """Wait until ``host`` may be filled: no copy reads it any more."""
+        last, self._side = self._side, self._sides[self._side is self._sides[0]]
+        if self._side.sent is not None:
+            self._side.sent.synchronize()
+        self._side.memory.copy_(last.memory)
 
     def send(self) -> None:
         """Copy ``host`` to the device, in stream order."""
-        self._device.copy_(self._host, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        self._device.copy_(self._side.memory, non_blocking=True)
+        if self._side.sent is not None:
+            self._side.sent.record()
 
     def receive(self) -> dict[str, NDArray[Any]]:
         """Copy ``device`` to ``host`` in stream order, wait, and return ``host``."""
-        self._host.copy_(self._device, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
-            self._sent.synchronize()
+        self._side.memory.copy_(self._device, non_blocking=True)
+        if self._side.sent is not None:
+            self._side.sent.record()
+            self._side.sent.synchronize()
         return self.host
+
+
+class _Side(NamedTuple):
+    """One set of arrays on the host. ``sent``: an event after the last copy of them; None on a CPU."""
+
+    memory: torch.Tensor
+    arrays: dict[str, NDArray[Any]]
+    sent: Any
+
+
+def _event(is_cuda: bool) -> Any:
+    return torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
 
 class SendRing:
