@@ -54,7 +54,13 @@ class PinnedBuffers:
             hosts = [torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
         self.device: dict[str, torch.Tensor] = views(self._device)
         self._sides = [
-            _Side(host, {name: view.numpy() for name, view in views(host).items()}, _event(is_cuda)) for host in hosts
+            _Side(
+                host,
+                memoryview(host.numpy()),
+                {name: view.numpy() for name, view in views(host).items()},
+                _event(is_cuda),
+            )
+            for host in hosts
         ]
         self._side = self._sides[0]
 
@@ -67,7 +73,8 @@ class PinnedBuffers:
         last, self._side = self._side, self._sides[self._side is self._sides[0]]
         if self._side.sent is not None:
             self._side.sent.synchronize()
-        self._side.memory.copy_(last.memory)
+        # A slice of bytes is copied without giving up the GIL, which other threads keep for long.
+        self._side.bytes[:] = last.bytes
 
     def send(self) -> None:
         """Copy ``host`` to the device, in stream order."""
@@ -85,9 +92,15 @@ class PinnedBuffers:
 
 
 class _Side(NamedTuple):
-    """One set of arrays on the host. ``sent``: an event after the last copy of them; None on a CPU."""
+    """One set of arrays on the host.
+
+    Attributes:
+        memory, bytes: all arrays, one after the other.
+        sent: an event after the last copy of them; None on a CPU.
+    """
 
     memory: torch.Tensor
+    bytes: memoryview
     arrays: dict[str, NDArray[Any]]
     sent: Any
 
