@@ -56,7 +56,7 @@ class PinnedBuffers:
         self._sides = [
             _Side(
                 host,
-                memoryview(host.numpy()),
+                host.numpy().data,
                 {name: view.numpy() for name, view in views(host).items()},
                 _event(is_cuda),
             )
