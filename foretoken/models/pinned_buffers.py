@@ -53,7 +53,7 @@ class PinnedBuffers:
             self._device = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, device=device)
             hosts = [torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
         self.device: dict[str, torch.Tensor] = views(self._device)
-        self._sides = [
+        self._side, self._last = (
             _Side(
                 host,
                 host.numpy().data,
@@ -61,8 +61,7 @@ class PinnedBuffers:
                 _event(is_cuda),
             )
             for host in hosts
-        ]
-        self._side = self._sides[0]
+        )
 
     @property
     def host(self) -> dict[str, NDArray[Any]]:
@@ -70,11 +69,11 @@ class PinnedBuffers:
 
     def wait(self) -> None:
         """Wait until ``host`` may be filled: no copy reads it any more."""
-        last, self._side = self._side, self._sides[self._side is self._sides[0]]
+        self._side, self._last = self._last, self._side
         if self._side.sent is not None:
             self._side.sent.synchronize()
         # A slice of bytes is copied without giving up the GIL, which other threads keep for long.
-        self._side.bytes[:] = last.bytes
+        self._side.bytes[:] = self._last.bytes
 
     def send(self) -> None:
         """Copy ``host`` to the device, in stream order."""
@@ -121,7 +120,7 @@ class SendRing:
         self._out = out
         with torch.inference_mode(False):
             self._hosts = [torch.zeros(out.shape, dtype=out.dtype, pin_memory=out.is_cuda) for _ in range(size)]
-        self._events: list[Any] = [torch.cuda.Event() if out.is_cuda else None for _ in range(size)]  # type: ignore[no-untyped-call]
+        self._events = [_event(out.is_cuda) for _ in range(size)]
         self._next = 0
 
     def send(self, values: NDArray[Any]) -> None:
@@ -152,7 +151,7 @@ class PinnedRows:
         is_cuda = device.type == "cuda"
         with torch.inference_mode(False):
             self._host = torch.zeros(size, dtype=dtype, pin_memory=is_cuda)
-        self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._sent = _event(is_cuda)
 
     def __len__(self) -> int:
         return len(self._host)

@@ -62,8 +62,7 @@ def test_only_the_copy_before_the_last_one_is_waited_for() -> None:
     """The last one may stand in the stream behind a long prefill pass."""
     made = buffers()
     events = [CountedEvent(), CountedEvent()]
-    made._sides = [side._replace(sent=event) for side, event in zip(made._sides, events, strict=True)]
-    made._side = made._sides[0]
+    made._side, made._last = made._side._replace(sent=events[0]), made._last._replace(sent=events[1])
     made.send()
     made.wait()
     assert [event.num_waits for event in events] == [0, 1]

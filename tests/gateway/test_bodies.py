@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
 MIB = 1 << 20
 GENERATE = "/foretoken.gateway.v1.GatewayService/Generate"
-# Set in a process that runs nothing but the measurement of memory.
+# Set in the process that only measures memory.
 ALONE = "FORETOKEN_TEST_ALONE"
 
 
