@@ -169,12 +169,9 @@ def test_every_request_has_left_one_line(stack: Stack) -> None:
     requests = [line for line in lines if line.get("message", line.get("event")) == "request" and "request_id" in line]
     ids = Counter(line["request_id"] for line in requests)
     assert ids and set(ids.values()) == {1}
-    refused = sorted(line["duration_ms"] for line in requests if line["outcome"] == "resource_exhausted")
-    print(f"refusals: {len(refused)}, median {refused[len(refused) // 2]} ms, most {refused[-1]} ms at the gateway")
-    outcomes = Counter(line["outcome"] for line in requests)
-    assert outcomes["cancelled"] >= 20 and set(outcomes) <= {
-        "ok",
-        "cancelled",
-        "resource_exhausted",
-        "deadline_exceeded",
-    }
+    # The gateway refuses at its own limit, the verifier at its queue's: how many each, their speeds decide.
+    refused = [line for line in lines if line.get("message", line.get("event")) == "request refused"]
+    assert {line["outcome"] for line in refused} <= {"resource_exhausted"}
+    outcomes = Counter(line["outcome"] for line in requests + refused)
+    assert outcomes["cancelled"] >= 20 and outcomes["resource_exhausted"] > 0
+    assert set(outcomes) <= {"ok", "cancelled", "resource_exhausted", "deadline_exceeded"}
