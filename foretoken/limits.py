@@ -64,7 +64,7 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 # UTF-8 bytes of a grammar's text, by its kind.
-MAX_GRAMMAR_BYTES = {"json_schema": 128 * 1024, "json_object": 0, "regex": 16 * 1024}
+MAX_GRAMMAR_BYTES = {"json_schema": 128 * 1024, "json_object": 0, "regex": 16 * 1024, "lark": 256 * 1024}
 MAX_N = 16
 MAX_PROMPTS_PER_REQUEST = 64
 MAX_DRAFT_TOKENS = Range(0, 255)
@@ -80,6 +80,12 @@ DRAFTER_CHOICES = ("auto", "merge")
 MAX_CHAT_MESSAGES = 1024
 # Parts of the content of one message or prediction.
 MAX_CONTENT_PARTS = 1024
+# Functions that one request offers, and the length of their names and descriptions.
+MAX_TOOLS = 128
+MAX_TOOL_NAME_CHARS = 64
+MAX_TOOL_DESCRIPTION_CHARS = 16_384
+# Calls of one reply whose form the grammar decides.
+MAX_TOOL_CALLS = 16
 # Corpora of one drafter, and tokens that one call adds.
 MAX_CORPORA = 64
 MAX_CORPUS_TOKENS = 1_000_000

@@ -44,11 +44,11 @@ TOKEN_STREAM = 0
 class Grammar:
     """The grammar that a whole output must match.
 
-    ``text`` is the JSON of a schema, or a regular expression that must match the whole output; it
-    is empty for any JSON object.
+    ``text`` is the JSON of a schema, a regular expression that must match the whole output, or a
+    grammar in llguidance's Lark syntax; it is empty for any JSON object.
     """
 
-    kind: Literal["json_schema", "json_object", "regex"]
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
     text: str = ""
 
 

@@ -77,6 +77,8 @@ def _grammar_from_proto(message: common_pb2.SamplingParams) -> Grammar | None:
             return Grammar("json_schema", message.json_schema)
         case "regex":
             return Grammar("regex", message.regex)
+        case "lark":
+            return Grammar("lark", message.lark)
         case "json_object" if message.json_object:
             return Grammar("json_object")
     return None

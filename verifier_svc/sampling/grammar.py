@@ -47,7 +47,12 @@ _WHITESPACE_OPTIONS: JsonCompileOptions = (
 LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_states": 50_000, "verbose_errors": False}
 MAX_MESSAGE_CHARS = 300
 NO_TEXT = "no text of this model's tokens matches it"
-_NOUNS = {"json_schema": "the JSON schema", "json_object": "the JSON grammar", "regex": "the regular expression"}
+_NOUNS = {
+    "json_schema": "the JSON schema",
+    "json_object": "the JSON grammar",
+    "regex": "the regular expression",
+    "lark": "the grammar",
+}
 
 
 class Vocabulary:
@@ -136,6 +141,8 @@ def to_llguidance(grammar: Grammar) -> str:
         # Like grammar_from_regex, but with ASCII \d and \w, as in JSON schemas and in other
         # servers.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dw')}/")
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(grammar.text)
     schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
     try:
         return LLMatcher.grammar_from_json_schema(schema, defaults=_WHITESPACE_OPTIONS)

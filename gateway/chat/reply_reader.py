@@ -1,0 +1,62 @@
+"""Split the text of an output into content, reasoning and tool calls, as it streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.chat.pieces import ReplyPieces, ToolCallDelta
+
+
+class ReasoningParser(Protocol):
+    """Splits one output's text into reasoning and what follows it."""
+
+    def feed(self, text: str, *, finished: bool) -> tuple[str, str]:
+        """Return the reasoning and the text after it that ``text`` makes certain."""
+        ...
+
+
+class ToolParser(Protocol):
+    """Finds the tool calls in one output's text."""
+
+    def feed(self, text: str, *, finished: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """Return the content and the calls' parts that ``text`` makes certain."""
+        ...
+
+
+class ReplyReader:
+    """Reads one output. How its text is split over calls of ``feed`` does not matter."""
+
+    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+        """Without parsers all text is content."""
+        self._reasoning = reasoning
+        self._tools = tools
+        # Whether a tool call has come: then an output that stopped ended for its calls.
+        self.has_calls = False
+
+    def feed(self, text: str, *, finished: bool) -> ReplyPieces:
+        """Return what ``text`` adds to the reply; text that may begin a marker waits.
+
+        ``finished``: no text follows, so nothing waits any longer.
+        """
+        reasoning, calls = "", ()
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.feed(text, finished=finished)
+        if self._tools is not None:
+            text, calls = self._tools.feed(text, finished=finished)
+            self.has_calls = self.has_calls or bool(calls)
+        return ReplyPieces(text, reasoning, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """How the outputs of one chat request are read. The default: all text is content."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content, so that no reader is needed."""
+        return True
+
+    def reader(self) -> ReplyReader:
+        """Return a new reader, for one output."""
+        return ReplyReader()
