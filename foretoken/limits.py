@@ -84,6 +84,8 @@ MAX_CONTENT_PARTS = 1024
 MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 64
 MAX_TOOL_DESCRIPTION_CHARS = 16_384
+# Size of all functions of a request, as JSON.
+MAX_TOOLS_CHARS = 512 * 1024
 # Calls of one reply whose form the grammar decides.
 MAX_TOOL_CALLS = 16
 # Corpora of one drafter, and tokens that one call adds.

@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from foretoken.address import Address
 from foretoken.common_settings import ServedModelSettings
 from foretoken.config import Flag
 from foretoken.errors import ConfigError
 from foretoken.limits import MAX_ATTEMPTS, MAX_BODY_BYTES
+from gateway.chat import reasoning, tool_formats
 
 MIN_KEY_CHARS = 16
 # What --gateway-workers auto means.
@@ -46,6 +47,16 @@ class GatewaySettings(ServedModelSettings):
     grpc_port: int = Field(default=50051, ge=1, le=65535, description="Port of the public gRPC API.")
     chat_template: Annotated[Path | None, Flag(metavar="FILE", unset="the tokenizer's")] = Field(
         default=None, description="Jinja file that replaces the tokenizer's chat template."
+    )
+    tool_call_parser: Annotated[str, Flag(metavar="auto, none or NAME")] = Field(
+        default="auto",
+        description="Form of the model's tool calls: hermes, llama3_json, mistral or pythonic; vLLM's and SGLang's "
+        "names of these work too. auto: by the chat template; none: calls stay text.",
+    )
+    reasoning_parser: Annotated[str, Flag(metavar="auto, none or NAME")] = Field(
+        default="auto",
+        description="Form of the model's reasoning, which answers show as reasoning_content: qwen3, deepseek_r1 or "
+        "mistral. auto: by the chat template; none: reasoning stays text.",
     )
     request_timeout_s: Annotated[float, Flag("--request-timeout")] = Field(
         default=600.0, gt=0, le=86_400, description="Seconds that a request may take."
@@ -119,6 +130,14 @@ class GatewaySettings(ServedModelSettings):
             if verifiers.count(address) > 1:
                 raise ValueError(f"{address} is given twice")
         return verifiers
+
+    @field_validator("tool_call_parser", "reasoning_parser")
+    @classmethod
+    def _is_parser(cls, name: str, info: ValidationInfo) -> str:
+        names = tool_formats.NAMES if info.field_name == "tool_call_parser" else reasoning.NAMES
+        if name not in ("auto", "none", *names):
+            raise ValueError(f"{name!r} is none of auto, none, {', '.join(names)}")
+        return name
 
     @field_validator("allowed_hosts")
     @classmethod

@@ -19,6 +19,7 @@ from foretoken.sampling import SpeculationOptions
 from foretoken.tracing import TraceContext, Tracer
 from gateway.admission import Admission
 from gateway.bodies import BodyBudget
+from gateway.chat.chat_reply import ChatForms
 from gateway.config import GatewaySettings
 from gateway.generation import ClientGoneError, Generation, GenerationRequest, Prompt
 from gateway.messages import VerifierInfo
@@ -71,6 +72,7 @@ class GatewayCore:
             vllm_names=settings.vllm_metric_names,
         )
         self.created = int(time.time())
+        self.chat_forms = ChatForms(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         self._text_threads = ThreadPoolExecutor(MAX_TEXT_THREADS, "text")
         self._tracer = tracer
 

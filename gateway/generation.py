@@ -57,6 +57,8 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    # Special tokens that are text all the same: they mark tool calls or reasoning.
+    kept_special_ids: frozenset[int] = frozenset()
     cache_salt: str | None = None
     timeout_ms: int | None = None
     # The parent of its spans.
@@ -310,7 +312,9 @@ class Generation:
         places = PairPlaces(request.prediction_ids)
         for index, spec in enumerate(_specs(request, max_model_len)):
             text = OutputText(
-                tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
+                tokenizer.detokenizer(
+                    skip_special_tokens=request.skip_special_tokens, kept_ids=request.kept_special_ids
+                ),
                 request.stop,
                 include_stop=request.include_stop,
                 min_tokens=spec.sampling.min_tokens,

@@ -7,11 +7,13 @@ import functools
 import time
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from foretoken import limits
 from gateway import http
+from gateway.chat.tools import ToolUse
 from gateway.core import GatewayCore
 from gateway.exchange import Exchange
 from gateway.generation import GenerationRequest, Prompt
@@ -19,6 +21,7 @@ from gateway.openai_request import (
     ChatFields,
     CompletionFields,
     GenerationOptions,
+    num_message_chars,
     parse_chat,
     parse_completion,
     prompts_of,
@@ -67,7 +70,10 @@ def openai_router(core: GatewayCore) -> APIRouter:
         body = await http.read_object(request, core.check_open)
         fields, options = parse_chat(body)
         core.check_model(fields.model)
-        prompt = await core.encode(await chat_text(core, fields), field="messages", add_special_tokens=False)
+        core.chat_forms.check(options.tool_use)
+        text = await chat_text(core, fields, options.tool_use)
+        options = _with_reply(core, options, text)
+        prompt = await core.encode(text, field="messages", add_special_tokens=False)
         generation = await _request(core, request, "chatcmpl", (prompt,), options)
         await core.check(generation, prompt_field="messages")
         return _exchange(core, request, generation, options, ChatFormat)
@@ -75,15 +81,21 @@ def openai_router(core: GatewayCore) -> APIRouter:
     return router
 
 
-async def chat_text(core: GatewayCore, fields: ChatFields) -> str:
+async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
     """Return the prompt that the chat template renders. Long messages are rendered in a thread.
 
     A template may leave text out, so the messages may be longer than the context.
     """
     messages = template_messages(fields.messages)
-    num_chars = sum(len(text) for message in messages for text in message.values())
+    num_chars = sum(map(num_message_chars, messages))
     limits.check_chars("messages", num_chars, limits.MAX_PROMPT_CHARS)
+    tools = [tool.for_template() for tool in use.offered]
+    if tools:
+        num_tool_chars = len(orjson.dumps(tools))
+        limits.check_chars("tools", num_tool_chars, limits.MAX_TOOLS_CHARS)
+        num_chars += num_tool_chars
     options: dict[str, Any] = {
+        "tools": tools,
         "add_generation_prompt": fields.add_generation_prompt,
         "continue_final_message": fields.continue_final_message,
         "template_kwargs": template_kwargs(fields),
@@ -91,6 +103,22 @@ async def chat_text(core: GatewayCore, fields: ChatFields) -> str:
     render = functools.partial(core.tokenizer.render_chat, messages, **options)
     is_short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES
     return render() if is_short else await core.in_text_thread(render)
+
+
+def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str) -> GenerationOptions:
+    """Return a chat's options with how its outputs are written and read."""
+    sampling = options.sampling
+    reply = core.chat_forms.reply(
+        prompt,
+        options.tool_use,
+        sampling.grammar,
+        options.grammar_field,
+        skip_special_tokens=options.skip_special_tokens,
+    )
+    if reply.is_plain:
+        return options
+    sampling = dataclasses.replace(sampling, grammar=reply.grammar)
+    return dataclasses.replace(options, sampling=sampling, grammar_field=reply.grammar_field, reply=reply)
 
 
 async def _with_texts(core: GatewayCore, request: GenerationRequest) -> GenerationRequest:
@@ -116,6 +144,7 @@ async def _request(
         stop=options.stop,
         include_stop=options.include_stop,
         skip_special_tokens=options.skip_special_tokens,
+        kept_special_ids=options.reply.kept_special_ids,
         cache_salt=options.cache_salt,
         timeout_ms=core.timeout_ms,
         trace=http.trace_context(request),

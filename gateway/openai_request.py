@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import orjson
 from pydantic import Field
 
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from foretoken.limits import SAMPLING_RANGES
 from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
+from gateway.chat.chat_reply import PLAIN, ChatReply
+from gateway.chat.openai_tools import ToolCallFields, ToolFields, template_calls, tool_use
+from gateway.chat.tools import ToolUse
 from gateway.fields import (
     Fields,
     SpeculativeFields,
@@ -33,7 +38,6 @@ REST_OF_CONTEXT = int(SAMPLING_RANGES["max_tokens"].high)
 IGNORED = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -44,7 +48,8 @@ IGNORED = frozenset(
     }
 )
 UNSUPPORTED_IN_COMPLETION = frozenset({"suffix"})
-UNSUPPORTED_IN_CHAT = frozenset({"audio", "function_call", "functions", "modalities", "tools", "web_search_options"})
+UNSUPPORTED_IN_CHAT = frozenset({"audio", "function_call", "functions", "modalities", "web_search_options"})
+NO_FUNCTIONS: tuple[tuple[str, object], ...] = (("functions", []), ("function_call", "none"), ("function_call", "auto"))
 
 
 class StreamOptions(Fields):
@@ -108,7 +113,10 @@ class ChatMessage(Fields):
     tool_call_id: str | None = None
     # Some servers put these into answers, and clients send answers back.
     annotations: Any = None
+    # vLLM's name is reasoning.
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallFields] = Field(default_factory=list)
 
 
 class ChatFields(GenerationFields):
@@ -117,7 +125,9 @@ class ChatFields(GenerationFields):
     messages: list[ChatMessage]
     logprobs: bool = False
     top_logprobs: int | None = None
-    tool_choice: Any = None
+    tools: list[ToolFields] = Field(default_factory=list)
+    tool_choice: Any = Field(None, description="auto, none, required, or the function to call.")
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -144,6 +154,9 @@ class GenerationOptions:
     echo: bool = False
     # The field that set the grammar.
     grammar_field: str = ""
+    tool_use: ToolUse = field(default_factory=ToolUse)
+    # How the outputs of a chat are read, once its prompt is rendered.
+    reply: ChatReply = PLAIN
 
 
 def parse_completion(body: dict[str, Any]) -> tuple[CompletionFields, GenerationOptions]:
@@ -166,13 +179,14 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
     """Return a chat's fields and options. Raises InvalidRequestError naming the field."""
     if body.get("modalities") == ["text"]:
         body = {name: value for name, value in body.items() if name != "modalities"}
-    if body.get("tools") == []:
-        raise InvalidRequestError("tools must not be an empty list", field="tools")
+    # Without effect: deprecated fields that only say that there are no functions.
+    body = {name: value for name, value in body.items() if (name, value) not in NO_FUNCTIONS}
+    if isinstance(tools := body.get("tools"), list):
+        limits.check_count("tools", len(tools), limits.MAX_TOOLS)
     if isinstance(messages := body.get("messages"), list):
         limits.check_count("messages", len(messages), limits.MAX_CHAT_MESSAGES, least=1)
     fields = validate(ChatFields, _without_nulls_in_messages(body), ignored=IGNORED, unsupported=UNSUPPORTED_IN_CHAT)
-    if fields.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequestError("tool_choice is not supported yet", field="tool_choice")
+    use = tool_use(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     check_in_range("top_logprobs", fields.top_logprobs, "logprobs")
@@ -190,7 +204,7 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     grammar, grammar_field = requested_grammar(fields)
     sampling = _sampling(fields, _max_tokens(fields, REST_OF_CONTEXT), logprobs, None, grammar)
-    return fields, _options(fields, sampling, grammar_field)
+    return fields, dataclasses.replace(_options(fields, sampling, grammar_field), tool_use=use)
 
 
 def prompts_of(value: object) -> list[str | list[int]]:
@@ -214,16 +228,24 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     out = []
     for number, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
+        limits.check_count(f"messages.{number}.tool_calls", len(message.tool_calls), limits.MAX_TOOLS)
         content = "" if message.content is None and role == "assistant" else message.content
         entry = {
             "role": role,
             "content": parts_text(content, f"messages.{number}.content"),
             "name": message.name,
             "tool_call_id": message.tool_call_id,
-            "reasoning_content": message.reasoning_content,
+            "reasoning_content": message.reasoning_content or message.reasoning,
+            "tool_calls": template_calls(message.tool_calls) or None,
         }
         out.append({key: value for key, value in entry.items() if value is not None})
     return out
+
+
+def num_message_chars(message: dict[str, Any]) -> int:
+    """Return the characters of a message for a template."""
+    texts = sum(len(value) for value in message.values() if isinstance(value, str))
+    return texts + (len(orjson.dumps(message["tool_calls"])) if "tool_calls" in message else 0)
 
 
 def template_kwargs(fields: ChatFields) -> dict[str, Any]:

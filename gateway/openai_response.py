@@ -7,6 +7,9 @@ from typing import Any, Literal, Protocol
 
 import orjson
 
+from foretoken.results import FinishReason
+from gateway.chat.pieces import ReplyPieces, ToolCallDelta, whole_calls
+from gateway.chat.reply_reader import ReplyReader
 from gateway.figures import generation_metrics
 from gateway.generation import Delta, Generation, Output
 from gateway.logprobs import CompletionLogprobs, chat_logprobs
@@ -84,7 +87,7 @@ class OpenAiFormat(ABC):
     def chunk(self, generation: Generation, delta: Delta) -> bytes:
         output = generation.outputs[delta.index]
         shows_tokens = bool(delta.token_ids) and (self._options.return_token_sources or bool(delta.logprobs))
-        if not (delta.text or delta.finished or delta.prompt_logprobs or shows_tokens):
+        if not (self._has_text(delta) or delta.finished or delta.prompt_logprobs or shows_tokens):
             return b""
         logprobs = self._logprobs(output, delta)
         parts = [
@@ -109,6 +112,10 @@ class OpenAiFormat(ABC):
             return DONE
         body = {**self._envelope(generation, self.chunk_object), "choices": [], "usage": _usage(generation)}
         return event(self._with_metrics(body, generation)) + DONE
+
+    def _has_text(self, delta: Delta) -> bool:
+        """Whether a delta has text to show."""
+        return bool(delta.text)
 
     @abstractmethod
     def _whole_text(self, output: Output, delta: Delta) -> dict[str, Any]:
@@ -150,6 +157,16 @@ class ChatFormat(OpenAiFormat):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(
+        self, options: GenerationOptions, model: str, created: int, tokenizer: Tokenizer, detail: MetricsDetail
+    ):
+        super().__init__(options, model, created, tokenizer, detail)
+        # Then all text is content, and no reader is needed.
+        self._is_plain = options.reply.is_plain
+        self._readers: dict[int, ReplyReader] = {}
+        # Of the chunk that is being written.
+        self._pieces = ReplyPieces()
+
     def first(self, generation: Generation) -> bytes:
         return b"".join(
             event(
@@ -169,10 +186,44 @@ class ChatFormat(OpenAiFormat):
             for output in generation.outputs
         )
 
+    def chunk(self, generation: Generation, delta: Delta) -> bytes:
+        if not self._is_plain:
+            self._pieces = self._reader(delta.index).feed(delta.text, finished=delta.finished)
+        return super().chunk(generation, delta)
+
+    def _reader(self, index: int) -> ReplyReader:
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = self._options.reply.reader()
+        return reader
+
+    def _has_text(self, delta: Delta) -> bool:
+        return bool(delta.text) if self._is_plain else bool(self._pieces)
+
+    def _end(self, output: Output) -> dict[str, Any]:
+        end = super()._end(output)
+        if output.finish_reason is FinishReason.STOP and not self._is_plain and self._reader(output.index).has_calls:
+            end["finish_reason"] = "tool_calls"
+        return end
+
     def _whole_text(self, output: Output, delta: Delta) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        if self._is_plain:
+            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        pieces = self._reader(output.index).feed(delta.text, finished=True)
+        message: dict[str, Any] = {"role": "assistant", "content": pieces.content, "refusal": None}
+        if pieces.reasoning:
+            message["reasoning_content"] = pieces.reasoning
+        if calls := whole_calls(pieces.tool_calls):
+            message["content"] = pieces.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return {"message": message}
 
     def _chunk_text(self, output: Output, delta: Delta) -> bytes:
+        if not self._is_plain:
+            return _members({"delta": _pieces_delta(self._pieces)})
         return b'"delta":{"content":%b}' % orjson.dumps(delta.text) if delta.text else b'"delta":{}'
 
     def _logprobs(self, output: Output, delta: Delta) -> dict[str, Any] | None:
@@ -215,6 +266,25 @@ class CompletionFormat(OpenAiFormat):
         columns = self._columns[output.index] = CompletionLogprobs(self._tokenizer, detokenizer)
         prompt_ids = output.prompt.ids if self._options.echo else ()
         return columns.take(delta.logprobs, prompt_ids, delta.prompt_logprobs)
+
+
+def _pieces_delta(pieces: ReplyPieces) -> dict[str, Any]:
+    """Return the delta of a chat's chunk."""
+    delta: dict[str, Any] = {}
+    if pieces.reasoning:
+        delta["reasoning_content"] = pieces.reasoning
+    if pieces.content:
+        delta["content"] = pieces.content
+    if pieces.tool_calls:
+        delta["tool_calls"] = [_call_delta(call) for call in pieces.tool_calls]
+    return delta
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def _members(value: dict[str, Any]) -> bytes:

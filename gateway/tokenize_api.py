@@ -45,9 +45,10 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
         body = await http.read_object(request)
         with_strings = body.get("return_token_strs") is True
         if "messages" in body:
-            chat, _ = parse_chat({name: value for name, value in body.items() if name != "return_token_strs"})
+            chat, options = parse_chat({name: value for name, value in body.items() if name != "return_token_strs"})
             core.check_model(chat.model)
-            ids = await _ids(core, await chat_text(core, chat), "messages")
+            core.chat_forms.check(options.tool_use)
+            ids = await _ids(core, await chat_text(core, chat, options.tool_use), "messages")
         else:
             fields = validate(TokenizeFields, body, ignored=IGNORED)
             core.check_model(fields.model)

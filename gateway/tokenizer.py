@@ -7,6 +7,7 @@ would.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ class Tokenizer:
             self._check_template(chat_template)
         self.has_chat_template = bool(self._hf.chat_template)
         added = self._backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # Special tokens by their text.
+        self.special_ids: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
+        self._special = frozenset(self.special_ids.values())
         self._bytes = ByteTable.of(self._backend)
         self._max_token_chars = max_token_chars(self._backend)
 
@@ -68,6 +71,17 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids with a token; the model's vocabulary may have padding after them."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def chat_template_text(self) -> str:
+        """The chat template, or the variants that a checkpoint names, joined; empty if none."""
+        template = self._hf.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template mentions tools, so that the model can see them."""
+        return re.search(r"\btools\b", self.chat_template_text) is not None
 
     def min_tokens(self, num_chars: int) -> int:
         """Return the fewest tokens that a text of ``num_chars`` characters can have."""
@@ -105,6 +119,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt that the chat template renders; encode it without special tokens.
@@ -119,6 +134,7 @@ class Tokenizer:
         try:
             text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -129,9 +145,9 @@ class Tokenizer:
             raise InvalidRequestError(f"the chat template refused the messages: {error}", field="messages") from error
         return str(text)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a new incremental decoder for one output."""
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+    def detokenizer(self, *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """Return a new incremental decoder for one output; it never skips ``kept_ids``."""
+        skipped = self._special - kept_ids if skip_special_tokens else frozenset()
         if self._bytes is not None:
             return Utf8Detokenizer(self._bytes, skipped)
         return PrefixDetokenizer(self._backend, skipped)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.chat.pieces import ReplyPieces, ToolCallDelta
@@ -39,24 +38,11 @@ class ReplyReader:
 
         ``finished``: no text follows, so nothing waits any longer.
         """
-        reasoning, calls = "", ()
+        reasoning = ""
+        calls: tuple[ToolCallDelta, ...] = ()
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text, finished=finished)
         if self._tools is not None:
             text, calls = self._tools.feed(text, finished=finished)
             self.has_calls = self.has_calls or bool(calls)
         return ReplyPieces(text, reasoning, calls)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatReply:
-    """How the outputs of one chat request are read. The default: all text is content."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all text is content, so that no reader is needed."""
-        return True
-
-    def reader(self) -> ReplyReader:
-        """Return a new reader, for one output."""
-        return ReplyReader()

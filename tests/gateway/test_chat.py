@@ -157,8 +157,7 @@ BAD_BODIES: list[tuple[str, dict[str, object]]] = [
     ("messages", {"messages": [{"role": "tool", "content": "a"}]}),
     ("messages", {"messages": [{"role": "user", "content": "a"}] * 1025}),
     ("messages", {"messages": [{"role": "user", "content": "word " * 500}]}),
-    ("tools", {**HELLO, "tools": []}),
-    ("tools", {**HELLO, "tools": [{"type": "function"}]}),
+    ("tools.0.function", {**HELLO, "tools": [{"type": "function"}]}),
     ("tool_choice", {**HELLO, "tool_choice": "required"}),
     ("top_logprobs", {**HELLO, "top_logprobs": 2}),
     ("top_logprobs", {**HELLO, "logprobs": True, "top_logprobs": 21}),
@@ -182,6 +181,7 @@ async def test_bad_fields_are_named(stack: Stack) -> None:
 HARMLESS: list[dict[str, object]] = [
     {"response_format": {"type": "text"}},
     {"tool_choice": "none", "parallel_tool_calls": False, "tools": None},
+    {"tools": [], "functions": [], "function_call": "none"},
     {"modalities": ["text"], "prediction": {"type": "content", "content": "x"}, "service_tier": "auto"},
     {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
     {"add_generation_prompt": False, "continue_final_message": True},

@@ -1,0 +1,74 @@
+"""Llama 3's tool calls: the reply is a JSON object, with or without ``<|python_tag|>`` before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.chat.call_parser import CallParser
+from gateway.chat.json_call import CallState, JsonCall, JsonCallParser
+from gateway.chat.lark import Marks
+from gateway.chat.tool_format import ToolFormat, json_calls
+from gateway.chat.tools import Tool
+
+TAG = "<|python_tag|>"
+
+
+class Llama3JsonParser(JsonCallParser):
+    """Objects after the first follow a semicolon. Without the tag, calls can only begin a reply."""
+
+    # Whether an object may come next, without the tag.
+    _may_begin = True
+    # What came before the current object.
+    _mark = ""
+
+    def _step(self, finished: bool) -> bool:
+        if self._call is not None:
+            state = self._read_call(finished, mark=self._mark)
+            self._may_begin = state is CallState.DONE
+            return state is not None
+        if self._may_begin:
+            return self._read_start(finished)
+        if self._find((TAG,), finished) is None:
+            return False
+        self._expect(TAG)
+        return True
+
+    def _read_start(self, finished: bool) -> bool:
+        """Decide whether an object begins here."""
+        separator = ";" if self._num_calls else ""
+        text = self._text.lstrip().removeprefix(separator).lstrip()
+        if not text and not finished:
+            return False
+        self._may_begin = False
+        if text.startswith("{"):
+            before = self._text[: len(self._text) - len(text)]
+            self._text = text
+            self._expect(before)
+        return True
+
+    def _expect(self, mark: str) -> None:
+        self._mark = mark
+        self._call = JsonCall(self.names)
+
+
+class Llama3Json(ToolFormat):
+    name = "llama3_json"
+    aliases = ("llama3", "llama4_json")
+    marks = (TAG,)
+    # The templates refuse more.
+    max_calls = 1
+
+    @staticmethod
+    def fits(template: str) -> bool:
+        return TAG in template or '"parameters": dictionary' in template
+
+    def parser(self, names: frozenset[str], hidden: frozenset[str]) -> CallParser:
+        return Llama3JsonParser(names, hidden)
+
+    def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:
+        return [
+            f"calls: {marks.terminal(TAG)}? one_call",
+            "reply: TEXT | calls",
+            marks.text_without("TEXT", (TAG,), r"/(\s*[^\s{](.|\n)*)?/"),
+            *json_calls(tools, "parameters"),
+        ]
