@@ -62,6 +62,7 @@ class Machine:
         row_us: of one row in one level.
         tree_share: a tree's misses over a chain's, to the power of its nodes a level.
         prompt_us: of one prompt token.
+        context_us: of one sequence: its context, which the measured pass of the target does not read.
         noise: standard deviation of a step's time, relative.
     """
 
@@ -70,6 +71,7 @@ class Machine:
     row_us: float = 0.4
     tree_power: float = -0.5
     prompt_us: float = 22.0
+    context_us: float = 0.0
     noise: float = 0.05
 
     def verify_s(self, num_rows: int) -> float:
@@ -80,12 +82,13 @@ class Machine:
         return 1e-3 * (self.verify_ms[low] + share * (self.verify_ms[high] - self.verify_ms[low]))
 
     def step_s(self, shape: Shape, batch: int) -> float:
+        context_s = 1e-6 * self.context_us * batch
         if shape == NO_DRAFT:
-            return self.verify_s(batch)
+            return self.verify_s(batch) + context_s
         # The first level has one row of a sequence, the others one for each branch.
         rows = 1 + (shape.depth - 1) * shape.branches
         draft_s = 1e-3 * self.level_ms * (1 + shape.depth) + 1e-6 * self.row_us * batch * rows
-        return self.verify_s(batch * shape.nodes) + draft_s
+        return self.verify_s(batch * shape.nodes) + context_s + draft_s
 
     def chance(self, shape: Shape, level: int, chances: Sequence[float]) -> float:
         miss = 1 - chances[min(level, len(chances) - 1)]

@@ -122,23 +122,28 @@ class ShapeCosts:
             return own[nearest].seconds(self.prompt_factor)
         if shape == NO_DRAFT:
             return 0.0
-        others = self._by_depth(bucket)
-        if not others:
-            guess = LEVEL_SHARE * self.verify(batch) * (1 + shape.depth)
-            return guess if nearest is None else own[nearest].seconds(self.prompt_factor)
-        return _on_line(others, shape.depth)
+        level_s = LEVEL_SHARE * self.verify(batch)
+        others = self._by_levels(bucket)
+        if not any(levels for levels, *_ in others):
+            return level_s * _levels(shape) if nearest is None else own[nearest].seconds(self.prompt_factor)
+        return _on_line(others, _levels(shape), level_s)
 
-    def _by_depth(self, bucket: int) -> list[tuple[int, float, float]]:
-        """Return depth, seconds beside the target's pass, and weight of the shapes measured nearest to this bucket."""
+    def _by_levels(self, bucket: int) -> list[tuple[int, float, float]]:
+        """Return levels, seconds beside the target's pass, and weight of the shapes measured nearest to this bucket."""
         found = [
-            (abs(other - bucket), shape.depth, rest.seconds(self.prompt_factor), min(rest.weight, 1 / SMOOTHING))
+            (abs(other - bucket), _levels(shape), rest.seconds(self.prompt_factor), min(rest.weight, 1 / SMOOTHING))
             for shape, rests in self._rests.items()
-            if shape != NO_DRAFT
             for other, rest in rests.items()
             if rest.weight
         ]
-        nearest = min((distance for distance, *_ in found), default=0)
-        return [(depth, seconds, weight) for distance, depth, seconds, weight in found if distance == nearest]
+        nearest = min((distance for distance, levels, *_ in found if levels), default=0)
+        # What plain decode takes beside the pass (longer contexts, the host) all shapes take.
+        nearest_plain = min((distance for distance, levels, *_ in found if not levels), default=0)
+        return [
+            (levels, seconds, weight)
+            for distance, levels, seconds, weight in found
+            if (distance == nearest if levels else distance == nearest_plain <= NEARBY)
+        ]
 
 
 class _Rest:
@@ -171,16 +176,24 @@ class _Rest:
         return self.mean_s - prompt_factor * self.prompt_s
 
 
-def _on_line(points: list[tuple[int, float, float]], depth: int) -> float:
-    """Return the seconds at ``depth`` on the line through points of depth, seconds and weight.
+def _levels(shape: Shape) -> int:
+    """Return how many levels' time a shape's drafts take. Asking for them costs as much as a level."""
+    return 0 if shape == NO_DRAFT else 1 + shape.depth
 
-    One depth alone says nothing of the slope: asking then costs as much as one level.
+
+def _on_line(points: list[tuple[int, float, float]], levels: int, level_s: float) -> float:
+    """Return the seconds at ``levels`` on the line through points of levels, seconds and weight.
+
+    One point says nothing of the slope. Then ``level_s`` is what a level should take, and the seconds over all levels
+    are the most that it can take: the truth is assumed to lie between them.
     """
     total = sum(weight for *_, weight in points)
-    mean_depth = sum(weight * at for at, _, weight in points) / total
+    mean_levels = sum(weight * at for at, _, weight in points) / total
     mean_s = sum(weight * seconds for _, seconds, weight in points) / total
-    spread = sum(weight * (at - mean_depth) ** 2 for at, _, weight in points)
+    spread = sum(weight * (at - mean_levels) ** 2 for at, _, weight in points)
     if spread < 1e-3:
-        return mean_s * (1 + depth) / (1 + mean_depth)
-    slope = sum(weight * (at - mean_depth) * (seconds - mean_s) for at, seconds, weight in points) / spread
-    return max(mean_s + max(slope, 0.0) * (depth - mean_depth), 0.0)
+        most = max(mean_s / mean_levels, 0.0)
+        slope = math.sqrt(min(level_s, most) * most)
+    else:
+        slope = sum(weight * (at - mean_levels) * (seconds - mean_s) for at, seconds, weight in points) / spread
+    return max(mean_s + max(slope, 0.0) * (levels - mean_levels), 0.0)

@@ -33,6 +33,23 @@ def test_other_depths_follow_from_two() -> None:
     assert known.estimate(chain(3), 12) == pytest.approx(PASS_S + 0.004), "the batch is not far"
 
 
+def test_what_plain_decode_takes_too_is_no_level() -> None:
+    """Longer contexts than the measured pass had, say: a deeper chain costs only its levels more."""
+    known = costs()
+    for _ in range(20):
+        known.observe(NO_DRAFT, 8, PASS_S + 0.003, 0)
+    for _ in range(20):
+        known.observe(chain(1), 8, PASS_S + 0.003 + 2 * 0.0003, 0)
+    assert known.estimate(chain(5), 8) == pytest.approx(PASS_S + 0.003 + 6 * 0.0003)
+
+
+def test_one_chain_alone_does_not_make_deep_ones_dear() -> None:
+    known = costs()
+    for _ in range(20):
+        known.observe(chain(1), 8, PASS_S + 0.004, 0)
+    assert PASS_S + 0.004 < known.estimate(chain(5), 8) < PASS_S + 0.009
+
+
 def test_one_disturbed_step_moves_little_and_many_are_believed() -> None:
     known = costs()
     for seconds in (0.006, 0.006, 0.1, 0.006, 0.006, 0.006, 0.006):
